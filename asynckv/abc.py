@@ -1,0 +1,464 @@
+"""What exists: pipe, lookup buffer, store buffer, and who moves the payload.
+
+Read this page first. Every implementation keeps these contracts; its own
+docstrings say only what differs. Timeouts are the caller's
+``asyncio.timeout(...)``, and every object belongs to the event loop that first
+used it (:exc:`~asynckv.errors.WrongLoop`).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+
+from asynckv.types import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = (
+    "DropSelect",
+    "InsertWriter",
+    "KVCacheBuffer",
+    "KVEntry",
+    "KVLookupBuffer",
+    "KVPipe",
+    "KVStoreBuffer",
+    "KVTensors",
+    "Match",
+    "PayloadTransport",
+    "SelectStream",
+    "TokenIds",
+)
+
+KVTensors: TypeAlias = "torch.Tensor | Mapping[str, torch.Tensor] | None"
+"""The key or value of an entry: one tensor, one a layer by name, or nothing."""
+
+TokenIds: TypeAlias = "torch.Tensor | Sequence[int]"
+"""One-dimensional token ids, or a mask (``roi``) over them."""
+
+Match: TypeAlias = Literal["prefix", "exact"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KVEntry:
+    """One entry of a lookup buffer. Unpacks as the original's five fields.
+
+    ``key`` and ``value`` are a tensor, a mapping of layer name to tensor, or
+    ``None``; ``extras`` holds further named tensors. ``matched_tokens`` counts
+    the selected tokens on which query and entry agree (0 if it was selected
+    without tokens). ``attempt`` is 1 for a first delivery; with ``entry_id`` an
+    application can tell a repeated one.
+    """
+
+    input_tokens: torch.Tensor | None
+    roi: torch.Tensor | None
+    key: KVTensors
+    value: KVTensors
+    hidden: torch.Tensor | None
+    extras: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    entry_id: str = ""
+    matched_tokens: int = 0
+    attempt: int = 1
+
+    def __iter__(self) -> Iterator[KVTensors]:
+        return iter((self.input_tokens, self.roi, self.key, self.value, self.hidden))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors, tokens and roi included."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor it holds."""
+        parts: list[KVTensors] = [*self, self.extras]
+        for part in parts:
+            if isinstance(part, Mapping):
+                yield from part.values()
+            elif part is not None:
+                yield part
+
+
+class _Closable(abc.ABC):
+    """Something that is closed once, by ``async with`` or by hand."""
+
+    @abc.abstractmethod
+    async def aclose(self) -> None:
+        """Close cleanly, within bounded time, even while being cancelled.
+
+        May be called again, and from any task of the loop.
+        """
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Close now, without a word to anybody. Never waits."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+class KVPipe(_Closable):
+    """An ordered stream of ``Tensor | None`` between two ranks.
+
+    Sending never blocks receiving. One task may send while another receives;
+    several senders (or receivers) are served in the order in which they called.
+    """
+
+    @abc.abstractmethod
+    async def send_tensor(self, tensor: torch.Tensor | None) -> None:
+        """Hand ``tensor`` to the pipe; on return it may be overwritten.
+
+        Waits until the bytes in flight leave room for it (a tensor larger than
+        the bound goes alone) and until it is copied; never for the peer's
+        ``recv_tensor``. A failure after the return is raised by the next call
+        and by :meth:`flush` and :meth:`aclose`.
+
+        A cancelled call has sent nothing, and the tensor is no longer read.
+
+        :raises PipeBroken: the peer is lost; ``maybe_delivered`` says how many
+            tensors may or may not have arrived
+        :raises EndOfStream: the peer, or this side, has closed the pipe
+        :raises ValueError: a dtype or a number of dimensions that cannot be sent
+        """
+
+    @abc.abstractmethod
+    async def flush(self) -> None:
+        """Wait until the peer's memory holds everything that was sent.
+
+        A cancelled call leaves no trace.
+
+        :raises PipeBroken: not everything arrived, and never will
+        """
+
+    @abc.abstractmethod
+    async def recv_tensor(
+        self, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return the next tensor, in the order sent; ``None`` is a value.
+
+        With ``into`` the bytes land in that tensor, which is returned; dtype
+        and shape must be equal and it must be contiguous. A ``None`` leaves it
+        untouched.
+
+        A cancelled call has taken nothing from the stream: the next call
+        returns that tensor. ``into`` is no longer written to by then, but may
+        hold part of it.
+
+        :raises EndOfStream: the peer said goodbye and everything was received
+        :raises PeerLost: the connection ended in any other way
+        :raises ChecksumError: the bytes changed on their way; the pipe is broken
+        :raises ValueError: ``into`` does not fit; the tensor stays in the stream
+        """
+
+    def __aiter__(self) -> AsyncIterator[torch.Tensor | None]:
+        return self
+
+    @abc.abstractmethod
+    async def __anext__(self) -> torch.Tensor | None:
+        """As :meth:`recv_tensor`; the peer's goodbye ends the iteration."""
+
+
+class KVCacheBuffer(_Closable):
+    """The parent of all buffers: can be closed and asked how it is."""
+
+    @abc.abstractmethod
+    def statistics(self) -> object:
+        """Return a frozen value of counters and gauges. Never waits."""
+
+
+class DropSelect(
+    Coroutine[Any, Any, KVEntry], AbstractAsyncContextManager[KVEntry, None]
+):
+    """What :meth:`KVLookupBuffer.drop_select` returns: await it, or enter it.
+
+    Nothing happens before that; a second use raises ``RuntimeError``.
+    """
+
+
+class InsertWriter(abc.ABC):
+    """Puts the declared tensors of one streaming entry, in any order."""
+
+    entry_id: str
+
+    @abc.abstractmethod
+    async def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Add one declared tensor; on return it may be overwritten.
+
+        A cancelled put has put nothing, and the same put may be made again.
+
+        :raises ValueError: if ``name`` was not declared or was put before, or
+            shape or dtype are not those declared
+        :raises EntryAborted: if the entry is gone already
+        """
+
+
+class SelectStream(AsyncIterator["tuple[str, torch.Tensor]"]):
+    """The tensors of one selected entry, each verified, in landing order."""
+
+    entry_id: str
+    attempt: int
+    matched_tokens: int
+    input_tokens: torch.Tensor | None
+    roi: torch.Tensor | None
+    specs: Mapping[str, TensorSpec]
+
+    @abc.abstractmethod
+    async def wait_for(self, name: str) -> torch.Tensor:
+        """Return the tensor ``name``, as soon as it has landed.
+
+        It may be asked for again, and still comes in the iteration.
+
+        :raises KeyError: if the entry has no such tensor
+        :raises EntryAborted: if the producer failed before it landed
+        """
+
+
+class KVLookupBuffer(KVCacheBuffer):
+    """Where KV waits for its consumer: ``insert`` and ``drop_select``.
+
+    ``buffer[tokens, roi] = (key, value, hidden)`` and ``buffer.pop(...)``. The
+    key of an entry is ``input_tokens[roi]``. Two keys match when one is a
+    non-empty prefix of the other and at least ``min_matched_tokens`` agree.
+    ``roi=None`` selects all tokens.
+    """
+
+    @abc.abstractmethod
+    async def insert(
+        self,
+        input_tokens: TokenIds | None,
+        roi: TokenIds | None,
+        key: KVTensors,
+        value: KVTensors,
+        hidden: torch.Tensor | None,
+        *,
+        extras: Mapping[str, torch.Tensor] | None = None,
+        entry_id: str | None = None,
+        ttl_s: float | None = 600.0,
+        deliveries: int = 1,
+    ) -> str:
+        """Commit one entry and return its id; on return its tensors may be overwritten.
+
+        Waits, first come first served, until the buffer has room; while it
+        waits the entry can already be selected, and then goes straight to that
+        consumer. On return the entry is in the memory of the process that runs
+        the buffer, or was acknowledged. ``ttl_s`` counts from the commit (never
+        ends with ``None``) and is judged only while nobody holds the entry. The
+        entry leaves after ``deliveries`` acknowledgements of as many consumers.
+
+        Inserting the same ``entry_id`` with the same contents again succeeds
+        and changes nothing.
+
+        A cancelled local call equals a call never made. A cancelled remote call
+        is withdrawn if the cancel arrives before the commit; else the entry is
+        in, once. Either way the tensors are no longer read.
+
+        :raises EntryTooLarge: it could never fit
+        :raises EntryConflict: ``entry_id`` is known, with other contents
+        :raises BufferClosed: the buffer is closed, or was closed meanwhile
+        :raises PeerLost: the peer is gone and did not come back in time
+        :raises ValueError: tokens and roi do not fit each other, or the roi
+            holds anything but 0 and 1
+        """
+
+    @abc.abstractmethod
+    def drop_select(
+        self,
+        input_tokens: TokenIds | None = None,
+        roi: TokenIds | None = None,
+        *,
+        entry_id: str | None = None,
+        match: Match = "prefix",
+        min_matched_tokens: int = 1,
+        into: Mapping[str, torch.Tensor] | None = None,
+    ) -> DropSelect:
+        """Take the best matching entry out of the buffer, waiting for one to come.
+
+        ``await`` it and the entry is yours: it was acknowledged on verified
+        receipt (at most once). Enter it with ``async with`` and it is
+        acknowledged on clean exit, and given back on an error or a
+        cancellation (at least once; ``attempt`` and ``entry_id`` tell).
+
+        Without tokens and without ``entry_id`` any entry is selected. Among
+        entries the longest match wins, then the first in. Tensors named in
+        ``into`` land there (``"hidden"``, ``"LAYER.key"``, ``"extras.NAME"``,
+        as in :meth:`open_insert`).
+
+        A cancelled call gives the entry back; ``into`` is no longer written to
+        by then, but may hold part of an entry.
+
+        :raises LeaseLost: (on leaving ``async with``) the entry was taken back
+        :raises ChecksumError: the bytes changed on their way; given back
+        :raises BufferClosed: the buffer is closed, or was closed meanwhile
+        :raises PeerLost: the peer is gone and did not come back in time
+        :raises EntryTooLarge: the entry exceeds this side's receive bound
+        :raises ValueError: tokens and roi do not fit each other, or ``into``
+            does not fit the entry, which is given back
+        """
+
+    @abc.abstractmethod
+    async def peek(
+        self, input_tokens: TokenIds | None = None, roi: TokenIds | None = None
+    ) -> int:
+        """Return the longest match that could be selected now (0: none)."""
+
+    @abc.abstractmethod
+    async def taken(self, entry_id: str) -> None:
+        """Wait for the last acknowledgement of an entry.
+
+        :raises EntryAborted: it left in another way
+        :raises KeyError: the id is unknown, or was forgotten
+        """
+
+    @abc.abstractmethod
+    async def withdraw(self, entry_id: str) -> bool:
+        """Remove an entry that nobody holds; ``True`` if it was there and is gone."""
+
+    @abc.abstractmethod
+    def open_insert(
+        self,
+        input_tokens: TokenIds | None,
+        roi: TokenIds | None,
+        specs: Mapping[str, TensorSpec],
+        *,
+        entry_id: str | None = None,
+        ttl_s: float | None = 600.0,
+        deliveries: int = 1,
+    ) -> AbstractAsyncContextManager[InsertWriter]:
+        """Insert one entry tensor by tensor, while it is still being computed.
+
+        Names are ``key``, ``value``, ``hidden``, ``LAYER.key``, ``LAYER.value``
+        and ``extras.NAME``. Entering waits for room for all of them; leaving
+        commits. Left by an error, by cancellation or with a tensor missing
+        (``ValueError``), the entry is aborted and every consumer of it learns.
+        """
+
+    @abc.abstractmethod
+    def open_drop_select(
+        self,
+        input_tokens: TokenIds | None = None,
+        roi: TokenIds | None = None,
+        *,
+        entry_id: str | None = None,
+        match: Match = "prefix",
+        min_matched_tokens: int = 1,
+        into: Mapping[str, torch.Tensor] | None = None,
+    ) -> AbstractAsyncContextManager[SelectStream]:
+        """Select as :meth:`drop_select` does, and read tensors as they land.
+
+        Entering waits for a match. Leaving cleanly acknowledges, also early;
+        leaving by an error or cancellation gives the entry back.
+        """
+
+
+class KVStoreBuffer(KVCacheBuffer):
+    """KV by name, for any number of readers: ``put`` and ``get``."""
+
+    @abc.abstractmethod
+    async def put(self, key: str, value: torch.Tensor | None) -> None:
+        """Store a copy of ``value`` under ``key``; ``None`` deletes it.
+
+        The least recently used keys are dropped to make room. A cancelled call
+        has stored nothing or everything, and no longer reads ``value``.
+
+        :raises EntryTooLarge: it could never fit
+        """
+
+    @abc.abstractmethod
+    async def get(
+        self, key: str, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return a copy of what is stored under ``key``, or ``None``.
+
+        With ``into`` the bytes land in that tensor, which is returned.
+
+        :raises ValueError: if dtype or shape of ``into`` differ
+        """
+
+    @abc.abstractmethod
+    async def delete(self, key: str) -> bool:
+        """Forget ``key``; ``True`` if it was there."""
+
+
+class PayloadTransport(abc.ABC):
+    """Moves the payload bytes of one link. Knows nothing of frames or entries.
+
+    It owns no payload memory and sends no control frame. A *transfer* is a
+    number that both sides use; a *part* is one tensor of it. ``done(digest,
+    error)`` is called once for each part, on the loop: with the xxh3-128 digest
+    of the bytes (empty where digests are off), or with what went wrong.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def describe(self) -> bytes:
+        """Return what the peer's transport must know, at most 4 KiB."""
+
+    @abc.abstractmethod
+    async def open(self, peer_description: bytes, side_channel: object) -> None:
+        """Become usable: the control link is up and the peer has described itself."""
+
+    @abc.abstractmethod
+    def send(
+        self,
+        transfer: int,
+        part: int,
+        source: memoryview,
+        done: Callable[[bytes, BaseException | None], None],
+        *,
+        digest: bytes | None = None,
+    ) -> None:
+        """Queue one part; the peer must have granted ``transfer`` before.
+
+        Reads ``source`` until ``done`` is called or the transfer is quiet. A
+        known ``digest`` is not computed again. Never waits.
+        """
+
+    @abc.abstractmethod
+    def receive(
+        self,
+        transfer: int,
+        part: int,
+        target: memoryview,
+        done: Callable[[bytes, BaseException | None], None],
+    ) -> None:
+        """Let the bytes of one part land in ``target`` (writable). Never waits."""
+
+    @abc.abstractmethod
+    def stop(self, transfer: int) -> None:
+        """Let go of the transfer at the next chunk; no more ``done`` calls. Never waits."""
+
+    @abc.abstractmethod
+    async def quiesce(self, transfer: int) -> None:
+        """Wait until no thread touches memory of the stopped ``transfer``.
+
+        Waits at most 1 s; then the lane is shut down and the link with it.
+        Shielded: a cancellation is delivered only after that.
+        """
+
+    @abc.abstractmethod
+    async def aclose(self) -> None:
+        """Let queued parts leave, then end. Bounded and shielded."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """End now. Never waits."""

@@ -1,0 +1,197 @@
+"""Every exception that asynckv raises, on one page.
+
+- ``AsyncKVError``: something the world did
+
+  - ``ConfigError``: a configuration that cannot work
+  - ``WrongRole``: a producer's verb on a consumer, or the other way round
+  - ``WrongLoop``: an object used from another event loop or thread
+  - ``ProtocolError``: the rules of the wire were broken
+
+    - ``LocalProtocolError``: by us
+    - ``RemoteProtocolError``: by the peer
+  - ``AuthError``: the peer could not prove who it is
+  - ``IncompatiblePeer``: the peer speaks another version or holds another model
+  - ``PeerLost``: the connection ended without a goodbye
+
+    - ``PipeBroken``: on a pipe, with tensors that may or may not have arrived
+  - ``PeerRestarted``: the peer came back without its memory
+  - ``EndOfStream``: the peer said goodbye
+  - ``BufferClosed``: the buffer was closed
+  - ``EntryTooLarge``: could never fit
+  - ``EntryAborted``: the entry left before it was taken
+  - ``EntryConflict``: one entry id, two contents
+  - ``LeaseLost``: the entry was taken back meanwhile
+  - ``ChecksumError``: bytes changed on their way
+  - ``GPUUnavailable``: CuPy, NCCL or a driver is missing
+
+A wrong argument stays ``ValueError`` or ``TypeError``, a second use
+``RuntimeError``, a timeout ``TimeoutError`` and a cancellation
+``asyncio.CancelledError``.
+"""
+
+from __future__ import annotations
+
+__all__ = (
+    "AsyncKVError",
+    "AuthError",
+    "BufferClosed",
+    "ChecksumError",
+    "ConfigError",
+    "EndOfStream",
+    "EntryAborted",
+    "EntryConflict",
+    "EntryTooLarge",
+    "GPUUnavailable",
+    "IncompatiblePeer",
+    "LeaseLost",
+    "LocalProtocolError",
+    "PeerLost",
+    "PeerRestarted",
+    "PipeBroken",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "WrongLoop",
+    "WrongRole",
+)
+
+
+class AsyncKVError(Exception):
+    """The root of what the world does to a transfer.
+
+    ``hint`` says what to do next; it is part of ``str(error)`` when it is set.
+    """
+
+    hint: str = ""
+
+    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
+        super().__init__(message)
+        if hint is not None:
+            self.hint = hint
+
+    def __str__(self) -> str:
+        message = super().__str__() or (type(self).__doc__ or "").strip().split("\n")[0]
+        return f"{message} ({self.hint})" if self.hint else message
+
+    @property
+    def message(self) -> str:
+        """The text without the hint."""
+        return super().__str__()
+
+
+class ConfigError(AsyncKVError):
+    """The configuration cannot work as it stands."""
+
+
+class WrongRole(AsyncKVError):
+    """This node's role does not have that verb."""
+
+    hint = "a kv_producer inserts, a kv_consumer selects, a kv_both does both"
+
+
+class WrongLoop(AsyncKVError):
+    """The object belongs to another event loop or thread."""
+
+    hint = "use each object on the loop that used it first; integrations.bridge lets threads in"
+
+
+class ProtocolError(AsyncKVError):
+    """The rules of the wire were broken; the link is closed for ever."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We tried to say what the protocol does not allow."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer said what the protocol does not allow."""
+
+
+class AuthError(AsyncKVError):
+    """The peer could not prove who it is."""
+
+
+class IncompatiblePeer(AsyncKVError):
+    """The peer cannot exchange KV with us; ``field`` names what differs."""
+
+    def __init__(
+        self, message: str = "", *, field: str = "", hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.field = field
+
+
+class PeerLost(AsyncKVError, ConnectionError):
+    """The connection to the peer ended without a goodbye."""
+
+
+class PipeBroken(PeerLost):
+    """The pipe broke; ``maybe_delivered`` counts sent tensors of unknown fate."""
+
+    def __init__(
+        self, message: str = "", *, maybe_delivered: int = 0, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.maybe_delivered = maybe_delivered
+
+
+class PeerRestarted(AsyncKVError):
+    """The peer came back as another incarnation: what it held is gone."""
+
+
+class EndOfStream(AsyncKVError):
+    """The peer said goodbye; there is nothing more to receive."""
+
+
+class BufferClosed(AsyncKVError):
+    """The buffer is closed, or was closed meanwhile."""
+
+
+class EntryTooLarge(AsyncKVError):
+    """``nbytes`` could never fit in ``max_bytes``."""
+
+    hint = "raise max_bytes or split the entry"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        nbytes: int = 0,
+        max_bytes: int = 0,
+        hint: str | None = None,
+    ) -> None:
+        text = message or f"{nbytes} bytes can never fit in {max_bytes}"
+        super().__init__(text, hint=hint)
+        self.nbytes = nbytes
+        self.max_bytes = max_bytes
+
+
+class EntryAborted(AsyncKVError):
+    """The entry left before its last acknowledgement; ``reason`` says why.
+
+    ``reason`` is ``"ttl"``, ``"withdrawn"``, ``"max_deliver"``, ``"producer"``
+    or ``"closed"``.
+    """
+
+    def __init__(
+        self, message: str = "", *, reason: str = "", hint: str | None = None
+    ) -> None:
+        super().__init__(message or f"the entry is gone: {reason}", hint=hint)
+        self.reason = reason
+
+
+class EntryConflict(AsyncKVError):
+    """The entry id is known already, with other contents."""
+
+
+class LeaseLost(AsyncKVError):
+    """The lease ended meanwhile; the entry may be somebody else's by now."""
+
+
+class ChecksumError(AsyncKVError):
+    """The bytes that arrived are not the bytes that were sent."""
+
+
+class GPUUnavailable(AsyncKVError):
+    """CuPy, NCCL or a CUDA driver is missing."""
+
+    hint = 'python -m pip install "asynckv[cuda12]"'

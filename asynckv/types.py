@@ -1,0 +1,149 @@
+"""Values that every floor shares. No torch, no I/O."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+__all__ = (
+    "DTYPE_NBYTES",
+    "MAX_TENSOR_DIMENSIONS",
+    "KVFingerprint",
+    "TensorSpec",
+    "parse_bytes",
+)
+
+MAX_TENSOR_DIMENSIONS: Final = 14
+"""As many dimensions as the original pipe could describe."""
+
+DTYPE_NBYTES: Final[dict[str, int]] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+}
+"""Bytes an element, by torch's name of the dtype: all that may cross a wire."""
+
+_MAX_NBYTES: Final = 2**48
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][0-9]+)?)\s*([kKmMgGtT]i?)?[bB]?")
+_FACTORS: Final = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+def parse_bytes(size: int | float | str) -> int:
+    """Turn ``1073741824``, ``1e9``, ``"2GiB"``, ``"1 GB"`` or ``"1e9"`` into bytes.
+
+    :raises ValueError: if it is no size, not finite, or negative
+    """
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size.strip())
+        if match is None:
+            raise ValueError(f"{size!r} is not a size; write 1048576, '64MiB' or '2GB'")
+        size = float(match[1]) * _FACTORS[(match[2] or "").lower()]
+    if isinstance(size, bool) or not math.isfinite(size) or size < 0:
+        raise ValueError(f"{size!r} is not a number of bytes")
+    return int(size)
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Shape and dtype of a tensor that is still to come.
+
+    ``dtype`` is torch's name of it (``"bfloat16"``); ``torch.bfloat16`` itself
+    is accepted too and turned into its name.
+
+    :raises ValueError: if the dtype is unknown, a dimension is negative or
+        there are more than 14 dimensions
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        name = str(self.dtype).removeprefix("torch.")
+        shape = tuple(int(dimension) for dimension in self.shape)
+        if name not in DTYPE_NBYTES:
+            raise ValueError(f"dtype {name!r} cannot be sent")
+        if len(shape) > MAX_TENSOR_DIMENSIONS:
+            raise ValueError(
+                f"{len(shape)} dimensions; a tensor may have at most "
+                f"{MAX_TENSOR_DIMENSIONS}: reshape it before sending"
+            )
+        if any(dimension < 0 for dimension in shape):
+            raise ValueError(f"negative dimension in {shape}")
+        msgspec.structs.force_setattr(self, "dtype", name)
+        msgspec.structs.force_setattr(self, "shape", shape)
+        if self.nbytes > _MAX_NBYTES:
+            raise ValueError(f"a tensor of {self.nbytes} bytes cannot be sent")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements, densely packed."""
+        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+class KVFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What must be equal for one side's KV to mean anything to the other.
+
+    Every field is free text; two fingerprints are equal when all fields are.
+    """
+
+    model: str = ""
+    dtype: str = ""
+    layout: str = ""
+    ranks: str = ""
+    details: str = ""
+
+    @classmethod
+    def of(
+        cls, fingerprint: KVFingerprint | Mapping[str, str] | str | None
+    ) -> KVFingerprint | None:
+        """Accept a fingerprint as users write it: a model's name or a mapping.
+
+        :raises ValueError: if a mapping has a key that is no field
+        """
+        if fingerprint is None or isinstance(fingerprint, cls):
+            return fingerprint
+        if isinstance(fingerprint, str):
+            return cls(model=fingerprint)
+        try:
+            return msgspec.convert(dict(fingerprint), cls)
+        except msgspec.ValidationError as exc:
+            raise ValueError(f"not a fingerprint: {exc}") from exc
+
+    def difference(self, other: KVFingerprint) -> str | None:
+        """Name the first field that differs, or ``None`` if they are equal."""
+        for field in self.__struct_fields__:
+            if getattr(self, field) != getattr(other, field):
+                return field
+        return None
