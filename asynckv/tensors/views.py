@@ -1,0 +1,139 @@
+"""Tensors as bytes and bytes as tensors, without a copy. CPU memory only.
+
+Every view keeps the memory that it shows alive.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import numpy
+import numpy.typing
+import torch
+
+from asynckv.types import DTYPE_NBYTES, TensorSpec
+
+__all__ = (
+    "bytes_of",
+    "check_into",
+    "check_sendable",
+    "dtype_of",
+    "empty_tensor",
+    "spec_of",
+    "tensor_over",
+)
+
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+_DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)
+}
+
+
+class _WritableWindow:
+    """Memory that a buffer lends, offered to numpy as writable."""
+
+    def __init__(self, lender: _Bytes) -> None:
+        self._lender = lender
+        self.__array_interface__ = {
+            **lender.__array_interface__,
+            "data": (lender.ctypes.data, False),
+        }
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that torch calls ``name``.
+
+    :raises ValueError: if it cannot be sent, or this torch does not have it
+    """
+    dtype = _DTYPES.get(name)
+    if dtype is None:
+        raise ValueError(f"dtype {name!r} cannot be sent by this version of torch")
+    return dtype
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Return shape and dtype of ``tensor``.
+
+    :raises ValueError: if it cannot be sent (see :func:`check_sendable`)
+    """
+    check_sendable(tensor)
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype))
+
+
+def check_sendable(tensor: torch.Tensor) -> None:
+    """Refuse what has no plain bytes in CPU memory; any strides will do.
+
+    :raises ValueError: for sparse, quantised and nested tensors, and for
+        tensors on any device but the CPU
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise ValueError(f"a {tensor.layout} tensor cannot be sent: make it dense")
+    if tensor.is_quantized:
+        raise ValueError("a quantised tensor cannot be sent: send its int_repr()")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a tensor on {tensor.device} cannot be sent: use .cpu()")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of ``tensor``: flat, writable, not a copy.
+
+    :raises ValueError: if it cannot be sent, or its memory is not its elements
+        in order (not contiguous, or a lazy conjugate or negative)
+    """
+    check_sendable(tensor)
+    if not tensor.is_contiguous():
+        raise ValueError("the tensor is not contiguous")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError("the tensor is a lazy conjugate or negative: resolve it")
+    flat: _Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return flat.data
+
+
+def tensor_over(
+    buffer: bytes | bytearray | memoryview | _Bytes, spec: TensorSpec
+) -> torch.Tensor:
+    """Return a tensor whose memory is the first bytes of ``buffer``.
+
+    A tensor over read-only memory must never be written to: torch cannot know,
+    and the write would crash the process or change what should be constant.
+    The buffer stays exported (it cannot be resized or closed) while the tensor
+    or a view of it lives.
+
+    :raises ValueError: if the buffer is too short, or not contiguous
+    """
+    dtype = dtype_of(spec.dtype)
+    lent = numpy.frombuffer(buffer, dtype=numpy.uint8)
+    if lent.nbytes < spec.nbytes:
+        raise ValueError(f"{lent.nbytes} bytes cannot hold {spec.nbytes}")
+    if spec.nbytes == 0:
+        return empty_tensor(spec)
+    lent = lent[: spec.nbytes]
+    if not lent.flags.writeable:
+        lent = numpy.asarray(_WritableWindow(lent))
+    return torch.from_numpy(lent).view(dtype).view(spec.shape)
+
+
+def empty_tensor(spec: TensorSpec) -> torch.Tensor:
+    """Return a new tensor in CPU memory whose elements are not set.
+
+    :raises ValueError: if this torch does not have the dtype
+    """
+    # By way of bytes: torch.empty() warns about complex32.
+    flat = torch.empty(spec.nbytes, dtype=torch.uint8)
+    return flat.view(dtype_of(spec.dtype)).view(spec.shape)
+
+
+def check_into(into: torch.Tensor, spec: TensorSpec, name: str) -> None:
+    """Refuse memory that cannot take the tensor ``name`` as it is.
+
+    :raises ValueError: if shape or dtype differ, or the memory is not plain
+        contiguous CPU memory
+    """
+    found = spec_of(into)
+    if found != spec:
+        raise ValueError(
+            f"into[{name!r}] is {found.dtype} {found.shape}, "
+            f"the tensor is {spec.dtype} {spec.shape}"
+        )
+    if not into.is_contiguous() or into.is_conj() or into.is_neg():
+        raise ValueError(f"into[{name!r}] is not contiguous")

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import gc
+import mmap
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynckv.tensors.views import (
+    bytes_of,
+    check_into,
+    dtype_of,
+    empty_tensor,
+    spec_of,
+    tensor_over,
+)
+from asynckv.types import DTYPE_NBYTES, TensorSpec
+
+_SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (3, 0, 2), (5,), (2, 3, 4), (1,) * 14)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NBYTES)
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_every_dtype_and_shape_keeps_its_bytes(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
+    spec = TensorSpec(shape, dtype)
+    tensor = empty_tensor(spec)
+    memory = bytes_of(tensor)
+    memory[:] = bytes(index % 251 for index in range(spec.nbytes))
+    again = tensor_over(bytes(memory), spec_of(tensor))
+    assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
+    assert bytes_of(again) == memory
+    assert memory.nbytes == spec.nbytes
+
+
+def test_bytes_of_is_the_tensors_own_memory() -> None:
+    tensor = torch.zeros(4, dtype=torch.bfloat16)
+    bytes_of(tensor)[:2] = b"\x80\x3f"
+    assert tensor[0] == 1
+
+
+def test_memory_outlives_the_tensor_it_came_from() -> None:
+    memory = bytes_of(torch.full((1000,), 7, dtype=torch.uint8))
+    gc.collect()
+    assert memory == bytes([7]) * 1000
+
+
+def test_parameters_and_inference_tensors_have_bytes() -> None:
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert bytes_of(inference) == bytes_of(parameter)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 4).t()[1:],
+        torch.zeros(1).expand(3),
+        torch.zeros(3, dtype=torch.complex64).conj(),
+        torch.zeros(3, dtype=torch.complex64).conj().imag,
+        torch.zeros(3, 3).to_sparse(),
+        torch.zeros(3, device="meta"),
+    ],
+    ids=["strided", "expanded", "conjugate", "negative", "sparse", "meta"],
+)
+def test_memory_that_is_not_the_elements_in_order_is_refused(
+    tensor: torch.Tensor,
+) -> None:
+    with pytest.raises(ValueError, match="tensor"):
+        bytes_of(tensor)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantised_tensors_are_refused() -> None:
+    quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    with pytest.raises(ValueError, match="int_repr"):
+        bytes_of(quantised)
+
+
+def test_a_tensor_over_read_only_memory_warns_nobody_and_pins_it() -> None:
+    mapping = mmap.mmap(-1, 4096, prot=mmap.PROT_READ)
+    tensor = tensor_over(memoryview(mapping), TensorSpec((1024,), "float32"))
+    with pytest.raises(BufferError):
+        mapping.close()
+    assert tensor.sum() == 0
+    del tensor
+    gc.collect()
+    mapping.close()
+
+
+def test_a_tensor_over_writable_memory_writes_it() -> None:
+    memory = bytearray(10)
+    tensor_over(memory, TensorSpec((2,), "int32")).fill_(1)
+    assert bytes(memory) == b"\1\0\0\0\1\0\0\0\0\0"
+
+
+@given(st.integers(0, 7), st.integers(0, 20))
+def test_misaligned_memory_reads_right(skip: int, length: int) -> None:
+    numbers = torch.arange(length, dtype=torch.int64)
+    buffer = memoryview(bytes(skip) + bytes(bytes_of(numbers)))[skip:]
+    assert torch.equal(tensor_over(buffer, spec_of(numbers)), numbers)
+
+
+def test_a_short_buffer_is_refused() -> None:
+    with pytest.raises(ValueError, match="7 bytes cannot hold 8"):
+        tensor_over(bytes(7), TensorSpec((1,), "int64"))
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="qint8"):
+        dtype_of("qint8")
+    assert dtype_of("bfloat16") is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        torch.zeros(2, 4),
+        torch.zeros(2, 3, dtype=torch.float16),
+        torch.zeros(3, 2).t(),
+        torch.zeros(2, 3, device="meta"),
+    ],
+    ids=["shape", "dtype", "strides", "device"],
+)
+def test_into_must_fit(into: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="into|sent"):
+        check_into(into, TensorSpec((2, 3), "float32"), "key")
+
+
+def test_into_that_fits_is_accepted() -> None:
+    check_into(torch.zeros(2, 3), TensorSpec((2, 3), "float32"), "key")
