@@ -1,3 +1,85 @@
-"""Move LLM KV caches between processes and machines, awaitably."""
+"""Moves LLM KV caches between processes: prefill here, decode there.
+
+The names below are imported when they are first used, so that ``import
+asynckv`` needs neither torch nor anything else that is slow. A new name takes
+one row in ``_HOME`` and one import for type checkers; a test compares them.
+"""
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from asynckv.abc import (
+        KVCacheBuffer as KVCacheBuffer,
+        KVEntry as KVEntry,
+        KVLookupBuffer as KVLookupBuffer,
+        KVPipe as KVPipe,
+        KVStoreBuffer as KVStoreBuffer,
+    )
+    from asynckv.errors import (
+        AsyncKVError as AsyncKVError,
+        AuthError as AuthError,
+        BufferClosed as BufferClosed,
+        ChecksumError as ChecksumError,
+        ConfigError as ConfigError,
+        EndOfStream as EndOfStream,
+        EntryAborted as EntryAborted,
+        EntryConflict as EntryConflict,
+        EntryTooLarge as EntryTooLarge,
+        GPUUnavailable as GPUUnavailable,
+        IncompatiblePeer as IncompatiblePeer,
+        LeaseLost as LeaseLost,
+        PeerLost as PeerLost,
+        PeerRestarted as PeerRestarted,
+        PipeBroken as PipeBroken,
+        ProtocolError as ProtocolError,
+        WrongLoop as WrongLoop,
+        WrongRole as WrongRole,
+    )
+    from asynckv.types import KVFingerprint as KVFingerprint, TensorSpec as TensorSpec
+
+__version__ = "0.1.0"
+
+_HOME: Final = {
+    "AsyncKVError": "asynckv.errors",
+    "AuthError": "asynckv.errors",
+    "BufferClosed": "asynckv.errors",
+    "ChecksumError": "asynckv.errors",
+    "ConfigError": "asynckv.errors",
+    "EndOfStream": "asynckv.errors",
+    "EntryAborted": "asynckv.errors",
+    "EntryConflict": "asynckv.errors",
+    "EntryTooLarge": "asynckv.errors",
+    "GPUUnavailable": "asynckv.errors",
+    "IncompatiblePeer": "asynckv.errors",
+    "KVCacheBuffer": "asynckv.abc",
+    "KVEntry": "asynckv.abc",
+    "KVFingerprint": "asynckv.types",
+    "KVLookupBuffer": "asynckv.abc",
+    "KVPipe": "asynckv.abc",
+    "KVStoreBuffer": "asynckv.abc",
+    "LeaseLost": "asynckv.errors",
+    "PeerLost": "asynckv.errors",
+    "PeerRestarted": "asynckv.errors",
+    "PipeBroken": "asynckv.errors",
+    "ProtocolError": "asynckv.errors",
+    "TensorSpec": "asynckv.types",
+    "WrongLoop": "asynckv.errors",
+    "WrongRole": "asynckv.errors",
+}
+
+__all__ = tuple(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -445,7 +445,10 @@ class PayloadTransport(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, transfer: int) -> None:
-        """Let go of the transfer at the next chunk; no more ``done`` calls. Never waits."""
+        """Let go of the transfer at the next chunk; no more ``done`` calls.
+
+        Never waits.
+        """
 
     @abc.abstractmethod
     async def quiesce(self, transfer: int) -> None:

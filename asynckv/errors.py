@@ -91,7 +91,10 @@ class WrongRole(AsyncKVError):
 class WrongLoop(AsyncKVError):
     """The object belongs to another event loop or thread."""
 
-    hint = "use each object on the loop that used it first; integrations.bridge lets threads in"
+    hint = (
+        "use each object on the loop that used it first; "
+        "integrations.bridge lets threads in"
+    )
 
 
 class ProtocolError(AsyncKVError):

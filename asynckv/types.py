@@ -132,7 +132,7 @@ class KVFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         :raises ValueError: if a mapping has a key that is no field
         """
-        if fingerprint is None or isinstance(fingerprint, cls):
+        if fingerprint is None or isinstance(fingerprint, KVFingerprint):
             return fingerprint
         if isinstance(fingerprint, str):
             return cls(model=fingerprint)

