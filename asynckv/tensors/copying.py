@@ -1,0 +1,270 @@
+"""Copies and digests of tensors, off the event loop.
+
+Threads never touch the loop: they end a call by ``call_soon_threadsafe`` alone.
+Nothing here holds the GIL for longer than a small piece takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import numpy
+import torch
+
+from asynckv.protocol.digests import Digester
+from asynckv.shielding import wait_or_stop
+from asynckv.tensors.views import bytes_of, check_sendable
+
+__all__ = ("CopyPool",)
+
+_PIECE_NBYTES: Final = 2**20
+"""A thread asks whether to go on after as much; it also stays in the cache."""
+
+_AT_ONCE_NBYTES: Final = 64 * 1024
+_AT_ONCE_TENSORS: Final = 16
+
+_names = itertools.count(1)
+
+
+class _Stopped(Exception):
+    """Nobody wants the result any more."""
+
+
+class _Call:
+    """One call's tensors: which are left, who is at them, what came out."""
+
+    def __init__(
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor] | None,
+        digest: bool,
+    ) -> None:
+        self._sources = sources
+        self._targets = targets
+        self._digest = digest
+        self.next_index = 0
+        self.busy_threads = 0
+        self.stopped = False
+        self.error: BaseException | None = None
+        self.digests = [b""] * len(sources)
+
+    @property
+    def is_taken(self) -> bool:
+        """No thread needs to come any more."""
+        return self.stopped or self.next_index == len(self._sources)
+
+    def take(self) -> range:
+        """Take the next tensors: one large one, or several small ones."""
+        first, nbytes = self.next_index, 0
+        while self.next_index < len(self._sources) and nbytes < _PIECE_NBYTES:
+            nbytes += self._sources[self.next_index].nbytes
+            self.next_index += 1
+        return range(first, self.next_index)
+
+    def run(self, indices: range) -> None:
+        """Copy and digest these tensors, asking between pieces whether to go on."""
+        # Inference mode: tensors of that kind, and leaves that want gradients,
+        # may be written to.
+        with torch.inference_mode():
+            for index in indices:
+                target = None if self._targets is None else self._targets[index]
+                self.digests[index] = self._run_one(self._sources[index], target)
+
+    def _run_one(self, source: torch.Tensor, target: torch.Tensor | None) -> bytes:
+        digester = Digester()
+        for piece in _pieces(source, target):
+            if self._digest:
+                digester.update(piece)
+            if self.stopped:
+                raise _Stopped
+        return digester.digest() if self._digest else b""
+
+
+class CopyPool:
+    """A few threads that copy tensors and digest them.
+
+    They are started when there is work for them, and end after :meth:`close`.
+    """
+
+    def __init__(self, threads: int = 2) -> None:
+        self._max_threads = threads
+        self._threads = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[tuple[_Call, Callable[[], None]]] = (
+            collections.deque()
+        )
+
+    async def copy(
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        *,
+        digest: bool = True,
+    ) -> list[bytes]:
+        """Copy each source into its target; return the targets' digests.
+
+        Sources may have any strides; targets are contiguous, of equal shape and
+        dtype. Without ``digest`` the digests are empty. Up to 64 KiB in all are
+        copied at once, more in the threads.
+
+        A cancelled call stops at the next piece (1 MiB) and ends when no thread
+        touches a source or a target; targets may hold part of the copy then,
+        as they may after an error.
+
+        :raises ValueError: a source and its target differ, or cannot be copied
+        :raises RuntimeError: the pool is closed
+        """
+        if len(sources) != len(targets):
+            raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
+        return await self._run(_Call(sources, targets, digest), sources)
+
+    async def digest(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
+        """Return the digest of each tensor's elements in order, dense or not.
+
+        A cancelled call ends when no thread reads the tensors any more.
+
+        :raises ValueError: a tensor has no bytes in CPU memory
+        :raises RuntimeError: the pool is closed
+        """
+        return await self._run(_Call(tensors, None, True), tensors)
+
+    def close(self) -> None:
+        """Take no more calls. Threads end after those under way; never waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    async def _run(self, call: _Call, sources: Sequence[torch.Tensor]) -> list[bytes]:
+        if self._closed:
+            raise RuntimeError("the copy pool is closed")
+        if _is_small(sources):
+            call.run(range(len(sources)))
+            return call.digests
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def end_soon() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_set_done, future)
+
+        self._submit(call, end_soon)
+        await wait_or_stop(future, lambda: self._stop(call))
+        if call.error is not None:
+            raise call.error
+        return call.digests
+
+    def _submit(self, call: _Call, end: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting.append((call, end))
+            while self._threads < self._max_threads:
+                name = f"asynckv-copy-{next(_names)}"
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+                self._threads += 1
+            self._changed.notify_all()
+
+    def _stop(self, call: _Call) -> None:
+        with self._changed:
+            call.stopped = True
+            for waiting, end in list(self._waiting):
+                if waiting is call:
+                    self._waiting.remove((waiting, end))
+                    self._end_if_over(call, end)
+
+    def _work(self) -> None:
+        with self._changed:
+            while True:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if not self._waiting:
+                    self._threads -= 1
+                    return
+                call, end = self._waiting.popleft()
+                indices = call.take()
+                if not call.is_taken:
+                    self._waiting.append((call, end))
+                self._run_unlocked(call, indices)
+                self._end_if_over(call, end)
+
+    def _run_unlocked(self, call: _Call, indices: range) -> None:
+        call.busy_threads += 1
+        self._changed.release()
+        try:
+            call.run(indices)
+        except _Stopped:
+            pass
+        except BaseException as exc:  # noqa: BLE001 - raised by the caller
+            call.error = call.error or exc
+            self._stop(call)
+        finally:
+            self._changed.acquire()
+            call.busy_threads -= 1
+
+    def _end_if_over(self, call: _Call, end: Callable[[], None]) -> None:
+        if call.is_taken and not call.busy_threads:
+            end()
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _is_small(tensors: Sequence[torch.Tensor]) -> bool:
+    if len(tensors) > _AT_ONCE_TENSORS:
+        return False
+    return sum(tensor.nbytes for tensor in tensors) <= _AT_ONCE_NBYTES
+
+
+def _pieces(source: torch.Tensor, target: torch.Tensor | None) -> Iterator[memoryview]:
+    """Copy piece by piece, and yield each piece's bytes while they are hot."""
+    check_sendable(source)
+    if target is not None:
+        if (source.shape, source.dtype) != (target.shape, target.dtype):
+            raise ValueError(
+                f"a {source.dtype} {tuple(source.shape)} cannot be copied into "
+                f"a {target.dtype} {tuple(target.shape)}"
+            )
+        bytes_of(target)  # refuses what is not contiguous
+    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        yield from _dense_pieces(source, target)
+    else:
+        yield from _strided_pieces(source, target)
+
+
+def _dense_pieces(
+    source: torch.Tensor, target: torch.Tensor | None
+) -> Iterator[memoryview]:
+    origin = bytes_of(source)
+    memory = origin if target is None else bytes_of(target)
+    for start in range(0, origin.nbytes, _PIECE_NBYTES):
+        piece = memory[start : start + _PIECE_NBYTES]
+        if target is not None:
+            # Not a slice assignment: memoryview keeps the GIL while it copies.
+            numpy.copyto(
+                numpy.frombuffer(piece, numpy.uint8),
+                numpy.frombuffer(origin[start : start + _PIECE_NBYTES], numpy.uint8),
+            )
+        yield piece
+
+
+def _strided_pieces(
+    source: torch.Tensor, target: torch.Tensor | None
+) -> Iterator[memoryview]:
+    if source.nbytes <= _PIECE_NBYTES:
+        if target is None:
+            target = torch.empty_like(source, memory_format=torch.contiguous_format)
+        yield bytes_of(target.copy_(source))
+        return
+    rows = max(1, _PIECE_NBYTES * len(source) // source.nbytes)
+    for first in range(0, len(source), rows):
+        part = slice(first, first + rows) if rows > 1 else first
+        yield from _strided_pieces(
+            source[part], None if target is None else target[part]
+        )

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from asynckv.protocol.digests import digest_of
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.views import bytes_of, empty_tensor
+from asynckv.types import TensorSpec
+
+_LARGE = 48 * 2**20
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[CopyPool]:
+    pool = CopyPool()
+    yield pool
+    pool.close()
+    await _until_no_thread_is_left()
+
+
+async def _until_no_thread_is_left() -> None:
+    async with asyncio.timeout(5):
+        while any("asynckv-copy" in thread.name for thread in threading.enumerate()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def _random(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+async def _cancel_by_task(copy: Coroutine[Any, Any, object], one: torch.Tensor) -> None:
+    task = asyncio.create_task(copy)
+    await _until_written(one)
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def _cancel_by_scope(
+    copy: Coroutine[Any, Any, object], one: torch.Tensor
+) -> None:
+    async def run_in_scope() -> None:
+        with scope:
+            await copy
+
+    scope = anyio.CancelScope()
+    task = asyncio.create_task(run_in_scope())
+    await _until_written(one)
+    scope.cancel()
+    await task
+    assert scope.cancelled_caught
+
+
+async def _until_written(element: torch.Tensor) -> None:
+    while not element:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 65536, 65537, 2**20, 5 * 2**20 + 3])
+async def test_a_copy_has_the_bytes_and_their_digest(
+    pool: CopyPool, nbytes: int
+) -> None:
+    source, target = _random(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
+    digests = await pool.copy([source], [target])
+    assert torch.equal(source, target)
+    assert digests == [digest_of(bytes_of(source))]
+
+
+@pytest.mark.parametrize("rows", [0, 3, 600, 5000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "bool", "complex64", "float8_e5m2"])
+async def test_strided_sources_become_dense(
+    pool: CopyPool, rows: int, dtype: str
+) -> None:
+    source = empty_tensor(TensorSpec((256, 3, rows), dtype))
+    bytes_of(source)[:] = bytes(source.nbytes)
+    bytes_of(source)[::7] = b"\1" * len(range(0, source.nbytes, 7))
+    target = empty_tensor(TensorSpec((rows, 3, 256), dtype))
+    (digest,) = await pool.copy([source.permute(2, 1, 0)], [target])
+    assert bytes_of(target.permute(2, 1, 0).contiguous()) == bytes_of(source)
+    assert digest == digest_of(bytes_of(target))
+    assert await pool.digest([source.permute(2, 1, 0)]) == [digest]
+
+
+async def test_one_row_larger_than_a_piece_is_split(pool: CopyPool) -> None:
+    source = torch.arange(2 * 2**20).view(1, 2, 1024, 1024).transpose(2, 3)
+    target = torch.zeros_like(source, memory_format=torch.contiguous_format)
+    await pool.copy([source], [target])
+    assert torch.equal(source, target)
+
+
+async def test_lazy_conjugates_and_negatives_are_resolved(pool: CopyPool) -> None:
+    lazy = torch.full((20000,), 1 + 2j).conj()
+    targets = [torch.zeros(20000, dtype=lazy.dtype), torch.zeros(20000)]
+    await pool.copy([lazy, lazy.imag], targets)
+    assert targets[0][9] == 1 - 2j
+    assert targets[1][9] == -2
+
+
+async def test_many_tensors_keep_their_order(pool: CopyPool) -> None:
+    sources = [_random(100_000 * (index % 3)) for index in range(60)]
+    targets = [torch.zeros_like(source) for source in sources]
+    digests = await pool.copy(sources, targets)
+    assert all(map(torch.equal, sources, targets))
+    assert digests == [digest_of(bytes_of(source)) for source in sources]
+    assert await pool.digest(sources) == digests
+
+
+async def test_digests_can_be_left_out(pool: CopyPool) -> None:
+    large = _random(2**20)
+    assert await pool.copy([large], [torch.zeros_like(large)], digest=False) == [b""]
+
+
+async def test_parameters_and_inference_tensors_can_be_targets(pool: CopyPool) -> None:
+    with torch.inference_mode():
+        inference = torch.zeros(50_000)
+    parameter = torch.nn.Parameter(torch.zeros(50_000))
+    source = torch.ones(50_000, 2, requires_grad=True)[:, 0]
+    await pool.copy([source, source], [inference, parameter])
+    assert inference.sum() == parameter.sum() == 50_000
+
+
+async def test_calls_share_the_threads(pool: CopyPool) -> None:
+    large = _random(_LARGE)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):
+            group.create_task(pool.copy([large], [torch.zeros_like(large)]))
+            group.create_task(pool.digest([large[: 2**20]]))
+
+
+async def test_small_copies_start_no_thread(pool: CopyPool) -> None:
+    await pool.copy([torch.ones(10)], [torch.zeros(10)])
+    assert not any("asynckv-copy" in t.name for t in threading.enumerate())
+
+
+@pytest.mark.parametrize("rows", [1, 2**20])
+async def test_a_misfit_is_a_value_error(pool: CopyPool, rows: int) -> None:
+    with pytest.raises(ValueError, match="cannot be copied into"):
+        await pool.copy([torch.zeros(rows)], [torch.zeros(rows + 1)])
+    with pytest.raises(ValueError, match="not contiguous"):
+        await pool.copy([torch.zeros(rows, 2)], [torch.zeros(rows, 4)[:, ::2]])
+    with pytest.raises(ValueError, match="1 sources and 0 targets"):
+        await pool.copy([torch.zeros(rows)], [])
+
+
+@pytest.mark.parametrize("cancel", [_cancel_by_task, _cancel_by_scope])
+async def test_after_a_cancelled_copy_nothing_reads_the_source(
+    pool: CopyPool, cancel: Any
+) -> None:
+    sources = [torch.ones(_LARGE, dtype=torch.uint8) for _ in range(3)]
+    targets = [torch.zeros_like(source) for source in sources]
+    await cancel(pool.copy(sources, targets), targets[0][0])
+    for source in sources:
+        source.fill_(2)
+    landed = [int(target.sum()) for target in targets]
+    assert max(int(target.max()) for target in targets) == 1
+    await pool.digest([sources[0][: 2**20]])
+    assert landed == [int(target.sum()) for target in targets]
+    assert sum(landed) < 3 * _LARGE
+
+
+async def test_a_call_cancelled_before_a_thread_took_it_ends(pool: CopyPool) -> None:
+    large = _random(_LARGE)
+    others = [asyncio.create_task(pool.digest([large] * 8)) for _ in range(8)]
+    last = asyncio.create_task(pool.digest([large]))
+    await asyncio.sleep(0)
+    last.cancel()
+    await asyncio.wait({last})
+    assert last.cancelled()
+    assert not all(other.done() for other in others)
+    await asyncio.gather(*others)
+
+
+async def test_a_closed_pool_finishes_what_is_under_way() -> None:
+    pool = CopyPool()
+    large = _random(_LARGE)
+    digests = asyncio.create_task(pool.digest([large]))
+    await asyncio.sleep(0)
+    pool.close()
+    assert await digests == [digest_of(bytes_of(large))]
+    with pytest.raises(RuntimeError, match="closed"):
+        await pool.digest([large])
+    await _until_no_thread_is_left()
+
+
+def test_a_loop_that_ends_in_mid_copy_leaves_no_thread() -> None:
+    pool = CopyPool()
+    large = _random(_LARGE)
+
+    async def start_and_leave() -> None:
+        task = asyncio.ensure_future(pool.digest([large]))
+        await asyncio.sleep(0)
+        assert not task.done()
+
+    asyncio.run(start_and_leave())
+    pool.close()
+    asyncio.run(_until_no_thread_is_left())

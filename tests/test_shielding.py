@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import asyncio
+
+import anyio
+import pytest
+
+from asynckv.shielding import wait_or_stop, wait_shielded
+
+
+async def _ticks(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_shielded_wait_outlasts_repeated_cancellation() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(wait_shielded(future))
+    for _ in range(3):
+        await _ticks(2)
+        task.cancel()
+    await _ticks(3)
+    assert not task.done()
+    future.set_result(None)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_shielded_wait_outlasts_a_cancelled_scope() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.01, future.set_result, None)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await wait_shielded(future)
+        assert future.done()
+        await asyncio.sleep(0)
+    assert scope.cancelled_caught
+
+
+async def test_cancellation_stops_first_and_waits_for_the_stop() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    order: list[str] = []
+
+    def stop() -> None:
+        order.append("stop")
+        future.get_loop().call_later(0.01, future.set_result, None)
+
+    future.add_done_callback(lambda _: order.append("quiet"))
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        try:
+            await wait_or_stop(future, stop)
+        finally:
+            order.append("delivered")
+    assert order == ["stop", "quiet", "delivered"]
+
+
+async def test_a_wait_that_is_not_cancelled_stops_nothing() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.set_result(None)
+    await wait_or_stop(future, lambda: pytest.fail("stopped"))
+
+
+async def test_closing_the_coroutine_stops() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    stopped: list[bool] = []
+    waiting = wait_or_stop(future, lambda: stopped.append(True))
+    waiting.send(None)
+    waiting.close()
+    assert stopped == [True]
