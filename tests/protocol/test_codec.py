@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from asynckv.errors import LocalProtocolError, RemoteProtocolError
+from asynckv.protocol import frames
+from asynckv.protocol.codec import (
+    BODY_PART_BYTES,
+    FrameDecoder,
+    encode_frame,
+    max_unfinished_bytes,
+)
+from asynckv.protocol.frames import Accepted, Frame, Get, Grant, Limits, Offer, Select
+from asynckv.protocol.header import (
+    HEADER_BYTES,
+    TYPE_CHUNK,
+    TYPE_CONTINUATION,
+    TYPE_CONTROL,
+    pack_header,
+)
+
+Event = tuple[int, Frame, bytes]
+
+SESSION: list[Event] = [
+    (1, Select(has_key=True), b"12345678"),
+    (3, Get("name"), bytes(range(256)) * 520),
+    (1, Offer(4, inline=True, entry_id="e", token=b"t" * 16), b"payload"),
+    (5, Grant(9), b""),
+    (1, Accepted(), b""),
+]
+RECORDED = b"".join(part for event in SESSION for part in encode_frame(*event))
+
+
+def raw(control: bytes, body: bytes = b"", **kwargs: Any) -> bytes:
+    """A well-formed control frame around any ``control`` bytes."""
+    kwargs = {"stream": 1, **kwargs}
+    return pack_header(TYPE_CONTROL, len(control), len(body), **kwargs) + control + body
+
+
+def decode(*pieces: bytes, limits: Limits | None = None) -> list[Event]:
+    decoder = FrameDecoder(limits or Limits())
+    return [event for piece in pieces for event in decoder.feed(piece)]
+
+
+def test_every_frame_comes_back_with_its_stream_and_body() -> None:
+    assert decode(RECORDED) == SESSION
+
+
+@given(st.lists(st.integers(0, len(RECORDED)), max_size=30))
+def test_any_chunking_gives_the_same_frames(cuts: list[int]) -> None:
+    edges = [0, *sorted(cuts), len(RECORDED)]
+    pieces = [RECORDED[a:b] for a, b in itertools.pairwise(edges)]
+    assert decode(*pieces) == SESSION
+
+
+def test_byte_by_byte_gives_the_same_frames() -> None:
+    small = encode_frame(1, Get("a"), b"xyz")[0] * 3
+    assert len(decode(*(small[i : i + 1] for i in range(len(small))))) == 3
+
+
+def test_a_decoder_asks_for_no_byte_beyond_its_frame() -> None:
+    decoder = FrameDecoder()
+    data = encode_frame(7, Get("a"), b"body")[0]
+    taken = 0
+    events: list[Event] = []
+    while not events:
+        piece = data[taken : taken + decoder.missing_bytes]
+        taken += len(piece)
+        events += decoder.feed(piece)
+    assert taken == len(data)
+    assert decoder.is_idle
+
+
+def test_every_cut_gives_a_prefix_of_the_frames_and_is_noticed() -> None:
+    ends = {0}
+    for event in SESSION:
+        ends.add(max(ends) + sum(map(len, encode_frame(*event))))
+    near = {e + d for e in ends for d in (-30, -28, -1, 0, 1, 27, 28, 29)}
+    for cut in sorted(near | set(range(0, len(RECORDED), 997))):
+        decoder = FrameDecoder()
+        events = list(decoder.feed(RECORDED[: max(cut, 0)]))
+        assert events == SESSION[: len(events)]
+        assert decoder.is_idle == (max(cut, 0) in ends or cut > len(RECORDED))
+
+
+def _bits_of_interest() -> list[int]:
+    # Bits of a body change nothing but that body; one in a thousand will do.
+    head = range(400 * 8)
+    tail = range((len(RECORDED) - 300) * 8, len(RECORDED) * 8)
+    return [*head, *tail, *range(0, len(RECORDED) * 8, 8009)]
+
+
+def test_each_flipped_bit_gives_a_documented_error_or_frames() -> None:
+    for bit in _bits_of_interest():
+        changed = bytearray(RECORDED)
+        changed[bit // 8] ^= 1 << bit % 8
+        decoder = FrameDecoder()
+        try:
+            list(decoder.feed(changed))
+        except RemoteProtocolError:
+            with pytest.raises(RemoteProtocolError):
+                list(decoder.feed(b""))
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=2000))
+def test_any_bytes_give_frames_or_a_documented_error(data: bytes) -> None:
+    for candidate in (data, raw(data), raw(b"", data)):
+        try:
+            decode(candidate)
+        except RemoteProtocolError as exc:
+            assert str(exc)
+
+
+@settings(max_examples=300)
+@given(st.recursive(st.none() | st.integers(-1, 2**63) | st.text(), st.lists))
+def test_any_msgpack_gives_frames_or_a_documented_error(value: Any) -> None:
+    for content in (value, {"t": "get", "key": value}, {"t": value}):
+        with pytest.raises(RemoteProtocolError):
+            decode(raw(msgspec.msgpack.encode(content)) + b"x" * HEADER_BYTES)
+
+
+@pytest.mark.parametrize(
+    "control",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 60_000,
+        b"\x82\xa1t\xa3get\xa3key\xa2\xff\xfe",
+        b"\xdf\xff\xff\xff\xff",
+        msgspec.msgpack.encode({"t": "get", "key": "k", "more": 1}),
+        msgspec.msgpack.encode({"t": "get", "key": "k" * 513}),
+        msgspec.msgpack.encode({"t": "grant", "transfer": 2**62 + 1}),
+        msgspec.msgpack.encode({"t": "grant", "transfer": -1}),
+        msgspec.msgpack.encode({"t": "grant"}) + b"\xc0",
+    ],
+)
+def test_a_control_part_that_is_no_frame_is_refused(control: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="not a frame that we know"):
+        decode(raw(control))
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (pack_header(TYPE_CHUNK, 20, 4, 1), "payload chunk"),
+        (pack_header(TYPE_CONTROL, 2**32 - 1, 0, 1), "bytes of control"),
+        (pack_header(TYPE_CONTROL, 10, 2**64 - 1, 1), "in one frame"),
+        (pack_header(TYPE_CONTROL, 10, 65537, 1), "in one frame"),
+        (pack_header(TYPE_CONTROL, 10, 100, 1, more=True), "not full"),
+        (pack_header(TYPE_CONTINUATION, 0, 100, 1), "never began"),
+    ],
+)
+def test_a_claim_beyond_the_limits_is_refused_at_its_header(
+    header: bytes, says: str
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=says):
+        decode(header)
+
+
+def test_a_body_beyond_its_limit_is_refused_before_it_is_whole() -> None:
+    limits = Limits(max_body_bytes=100_000)
+    first, *_ = encode_frame(1, Get("a"), bytes(100_001))
+    decoder = FrameDecoder(limits)
+    assert list(decoder.feed(first)) == []
+    with pytest.raises(RemoteProtocolError, match="a body of at least"):
+        list(decoder.feed(pack_header(TYPE_CONTINUATION, 0, 34_465, 1)))
+
+
+def test_unfinished_bodies_are_bounded_together() -> None:
+    limits = Limits(max_body_bytes=4 * BODY_PART_BYTES)
+    decoder = FrameDecoder(limits)
+    count = max_unfinished_bytes(limits) // BODY_PART_BYTES
+    for stream in range(count):
+        list(decoder.feed(encode_frame(stream, Get("a"), bytes(70_000))[0]))
+    with pytest.raises(RemoteProtocolError, match="unfinished"):
+        list(decoder.feed(encode_frame(count, Get("a"), bytes(70_000))[0]))
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (encode_frame(1, Get("b"))[0], "in the middle"),
+        (pack_header(TYPE_CONTINUATION, 1, 5, 1), "continuation that is none"),
+        (pack_header(TYPE_CONTINUATION, 0, 0, 1), "continuation that is none"),
+    ],
+)
+def test_nothing_but_its_continuation_may_follow_half_a_body(
+    second: bytes, says: str
+) -> None:
+    first = encode_frame(1, Get("a"), bytes(70_000))[0]
+    with pytest.raises(RemoteProtocolError, match=says):
+        decode(first, second)
+
+
+def test_frames_before_an_error_are_still_given() -> None:
+    decoder = FrameDecoder()
+    events = decoder.feed(encode_frame(1, Get("a"))[0] + b"x" * HEADER_BYTES)
+    assert next(events) == (1, Get("a"), b"")
+    with pytest.raises(RemoteProtocolError):
+        next(events)
+
+
+def test_an_error_stays_for_ever() -> None:
+    decoder = FrameDecoder()
+    for data in (b"x" * HEADER_BYTES, encode_frame(1, Get("a"))[0]):
+        with pytest.raises(RemoteProtocolError, match="not a frame"):
+            list(decoder.feed(data))
+
+
+def test_what_is_too_long_to_send_is_our_own_error() -> None:
+    with pytest.raises(LocalProtocolError, match="body of Get has 11 bytes"):
+        encode_frame(1, Get("a"), bytes(11), limits=Limits(max_body_bytes=10))
+    with pytest.raises(LocalProtocolError, match="Get takes"):
+        encode_frame(1, Get("abc"), limits=Limits(max_control_bytes=10))
+
+
+def test_frames_with_nested_values_survive_the_wire() -> None:
+    identity = frames.PeerIdentity("a", "b")
+    examples: list[Frame] = [
+        frames.Hello(1, 0, identity, Limits(), ("inline",), 2),
+        frames.Contains(("a", "b")),
+        frames.Failure("EntryTooLarge", "no", nbytes=3, max_bytes=2),
+        frames.Nack(b"t" * 16, reached=True),
+    ]
+    for example in examples:
+        assert decode(encode_frame(2, example)[0]) == [(2, example, b"")]

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from asynckv.errors import LocalProtocolError
+from asynckv.protocol.codec import BODY_PART_BYTES, FrameDecoder, encode_frame
+from asynckv.protocol.frames import Cancel, Frame, Get, Goodbye, Limits, Ping
+from asynckv.protocol.outbox import Outbox
+
+LONG = 3 * BODY_PART_BYTES + 5
+
+
+def drain(outbox: Outbox, max_bytes: int = 1) -> list[tuple[int, Frame, bytes]]:
+    """Everything that is sent, as the peer sees it."""
+    decoder = FrameDecoder()
+    frames: list[tuple[int, Frame, bytes]] = []
+    while outbox:
+        frames += decoder.feed(outbox.take(max_bytes))
+    return frames
+
+
+def test_an_empty_outbox_has_nothing_to_send() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    assert not outbox
+    assert outbox.take(100) == b""
+
+
+def test_small_frames_leave_together_in_order() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    outbox.put(1, Get("a"))
+    outbox.put(3, Get("b"), b"body")
+    data = outbox.take(10_000)
+    assert data == encode_frame(1, Get("a"))[0] + encode_frame(3, Get("b"), b"body")[0]
+    assert (outbox.nbytes, outbox.answer_bytes) == (0, 0)
+
+
+def test_a_frame_waits_for_one_part_of_another_streams_body_at_most() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    outbox.put(1, Get("long"), bytes(LONG))
+    decoder = FrameDecoder()
+    assert not list(decoder.feed(outbox.take(1)))
+    outbox.put(3, Get("short"))
+    assert [stream for stream, _, _ in decoder.feed(outbox.take(1))] == [3]
+
+
+def test_frames_behind_a_long_body_keep_their_streams_order() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    for body in (bytes(LONG), b"", bytes(LONG), b"x"):
+        outbox.put(1, Get("a"), body)
+    outbox.put(1, Cancel())
+    sizes = [(type(frame), len(body)) for _, frame, body in drain(outbox)]
+    assert sizes == [(Get, LONG), (Get, 0), (Get, LONG), (Get, 1), (Cancel, 0)]
+
+
+def test_an_urgent_frame_passes_all_others_and_the_last_one_waits_for_all() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    outbox.put(1, Get("long"), bytes(LONG))
+    outbox.put_last(Goodbye())
+    outbox.put(3, Get("short"))
+    outbox.put_first(Ping(7))
+    sent = [frame for _, frame, _ in drain(outbox)]
+    assert sent == [Ping(7), Get("short"), Get("long"), Goodbye()]
+
+
+def test_only_frames_on_the_peers_streams_count_as_answers() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    outbox.put(1, Get("ours"), bytes(1000))
+    assert outbox.answer_bytes == 0
+    outbox.put(2, Get("theirs"), bytes(1000))
+    assert 1000 < outbox.answer_bytes < outbox.nbytes
+
+
+def test_bodies_under_way_keep_to_what_the_peer_takes() -> None:
+    limits = Limits(max_body_bytes=2 * BODY_PART_BYTES)
+    outbox = Outbox(limits, own_parity=1)
+    for stream in range(1, 40, 2):
+        outbox.put(stream, Get("a"), bytes(2 * BODY_PART_BYTES))
+    decoder = FrameDecoder(limits)
+    count = 0
+    while outbox:
+        count += len(list(decoder.feed(outbox.take(1))))
+    assert count == 20
+
+
+def test_a_body_is_copied_when_it_is_put() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    body = bytearray(LONG)
+    outbox.put(1, Get("a"), body)
+    body[:] = b"x" * LONG
+    assert drain(outbox)[0][2] == bytes(LONG)
+
+
+def test_what_exceeds_the_limits_is_refused_and_leaves_no_trace() -> None:
+    outbox = Outbox(Limits(max_body_bytes=10), own_parity=1)
+    with pytest.raises(LocalProtocolError, match="body of Get"):
+        outbox.put(1, Get("a"), bytes(11))
+    assert not outbox
+
+
+def test_a_cleared_outbox_is_empty() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    outbox.put(2, Get("a"), bytes(LONG))
+    outbox.put_last(Goodbye())
+    outbox.take(1)
+    outbox.clear()
+    assert (outbox.nbytes, outbox.answer_bytes, outbox.take(1)) == (0, 0, b"")
+
+
+_SIZES = st.sampled_from([0, 1, 100, 65535, 65536, 65537, 131072, 131073, 300_000])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), _SIZES), max_size=12),
+    st.integers(1, 400_000),
+)
+def test_everything_put_is_sent_once_in_its_streams_order(
+    frames: list[tuple[int, int]], max_bytes: int
+) -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    for number, (stream, nbytes) in enumerate(frames):
+        outbox.put(stream, Get(str(number)), bytes(nbytes))
+    sent = drain(outbox, max_bytes)
+    assert (outbox.nbytes, outbox.answer_bytes) == (0, 0)
+    for stream in range(1, 5):
+        expected = [(str(n), b) for n, (s, b) in enumerate(frames) if s == stream]
+        got = [(f.key, len(b)) for s, f, b in sent if s == stream and type(f) is Get]
+        assert got == expected
