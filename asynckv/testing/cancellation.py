@@ -1,0 +1,258 @@
+"""The cancellation sweep: cancel an operation at each of its suspensions.
+
+It counts what the coroutine yields to the event loop, so that "its third
+suspension" is exact, and never sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
+
+import anyio
+
+__all__ = ("CancelMode", "Outcome", "SweepCounts", "sweep_cancellation")
+
+_T = TypeVar("_T")
+_GRACE_S: Final = 1.0
+
+CancelMode: TypeAlias = Literal["task", "scope", "completion"]
+"""How a round is cancelled.
+
+``"task"``: by ``task.cancel()``. ``"scope"``: by an :class:`anyio.CancelScope`
+that expires, which cancels every further ``await`` too. ``"completion"``: by
+``task.cancel()`` in the tick in which what it waits for is done, before it has
+woken up.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome(Generic[_T]):
+    """How one round ended: cancelled, or with a value all the same."""
+
+    cancelled: bool
+    value: _T | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepCounts:
+    """What a sweep saw. ``rounds`` is ``cancelled + completed``.
+
+    ``suspensions`` is the highest suspension at which a round was cancelled.
+    ``completed`` counts the rounds whose cancellation came too late, and the
+    one at the end of each mode that was not cancelled at all.
+    """
+
+    rounds: int = 0
+    cancelled: int = 0
+    completed: int = 0
+    suspensions: int = 0
+
+
+async def sweep_cancellation(
+    factory: Callable[[], Coroutine[Any, Any, _T]],
+    check: Callable[[int, CancelMode, Outcome[_T]], Awaitable[object]],
+    *,
+    before: Callable[[], Awaitable[object]] | None = None,
+    modes: Sequence[CancelMode] = ("task", "scope"),
+    round_timeout_s: float = 10.0,
+    max_suspensions: int = 1000,
+) -> SweepCounts:
+    """Cancel a fresh coroutine at its first suspension, its second, and so on.
+
+    Each round awaits ``before()``, runs ``factory()`` in a task of its own,
+    cancels it at suspension ``k`` and awaits ``check(k, mode, outcome)``; ``k``
+    is 0 for a task that is cancelled before it starts (mode ``"task"`` only). A
+    mode ends with the first round that finishes before its ``k`` is reached.
+    Whatever ``before``, the coroutine or ``check`` raises is raised here, with
+    a note that names the round.
+
+    Cancelling the sweep cancels its round.
+
+    :raises TimeoutError: a round, or its check, took longer than
+        ``round_timeout_s``; the message says where it waits
+    :raises RuntimeError: there are more than ``max_suspensions`` suspensions
+    """
+    counts = SweepCounts()
+    for mode in modes:
+        for k in range(0 if mode == "task" else 1, max_suspensions + 1):
+            round_ = _Round(mode, k, round_timeout_s)
+            try:
+                outcome = await round_.run(factory, check, before)
+            except BaseException as exc:
+                exc.add_note(f"in the sweep: {round_}")
+                raise
+            counts = _counted(counts, k, outcome, was_cancelled=round_.has_fired)
+            if not round_.has_fired:
+                break
+        else:
+            raise RuntimeError(f"more than {max_suspensions} suspensions by {mode}")
+    return counts
+
+
+def _counted(
+    counts: SweepCounts, k: int, outcome: Outcome[Any], *, was_cancelled: bool
+) -> SweepCounts:
+    return SweepCounts(
+        rounds=counts.rounds + 1,
+        cancelled=counts.cancelled + outcome.cancelled,
+        completed=counts.completed + (not outcome.cancelled),
+        suspensions=max(counts.suspensions, k if was_cancelled else 0),
+    )
+
+
+class _Round:
+    """One fresh coroutine, cancelled at suspension ``k``."""
+
+    def __init__(self, mode: CancelMode, k: int, timeout_s: float) -> None:
+        self._mode = mode
+        self._k = k
+        self._timeout_s = timeout_s
+        self.has_fired = False
+
+    def __str__(self) -> str:
+        verb = "cancelled" if self.has_fired else "to be cancelled"
+        return f"{verb} by {self._mode!r} at suspension {self._k}"
+
+    async def run(
+        self,
+        factory: Callable[[], Coroutine[Any, Any, _T]],
+        check: Callable[[int, CancelMode, Outcome[_T]], Awaitable[object]],
+        before: Callable[[], Awaitable[object]] | None,
+    ) -> Outcome[_T]:
+        if before is not None:
+            async with self._limit("before()"):
+                await before()
+        outcome = await self._operate(factory())
+        async with self._limit("check()"):
+            await check(self._k, self._mode, outcome)
+        return outcome
+
+    async def _operate(self, coroutine: Coroutine[Any, Any, _T]) -> Outcome[_T]:
+        """Run the coroutine in a task, cancel it at ``k``, and wait for its end."""
+        run = self._in_scope if self._mode == "scope" else self._in_task
+        task = asyncio.create_task(run(coroutine), name=f"round {self._k}")
+        try:
+            await asyncio.wait({task}, timeout=self._timeout_s)
+            if not task.done():
+                raise TimeoutError(f"still waits in {_where(coroutine)}: {self}")
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_GRACE_S)
+        if task.cancelled():
+            if self.has_fired:
+                return Outcome(cancelled=True)
+            raise RuntimeError(f"cancelled by somebody else: {self}")
+        return task.result()
+
+    async def _in_task(self, coroutine: Coroutine[Any, Any, _T]) -> Outcome[_T]:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a round runs in a task")
+        return Outcome(
+            cancelled=False, value=await _Driven(coroutine, self, task.cancel)
+        )
+
+    async def _in_scope(self, coroutine: Coroutine[Any, Any, _T]) -> Outcome[_T]:
+        with anyio.CancelScope() as scope:
+
+            def expire() -> None:
+                scope.deadline = -math.inf
+
+            value = await _Driven(coroutine, self, expire)
+            return Outcome(cancelled=False, value=value)
+        return Outcome(cancelled=True)
+
+    def before_start(self) -> BaseException | None:
+        """Return what the event loop throws into a task cancelled before it starts."""
+        self.has_fired = self._k == 0
+        return asyncio.CancelledError() if self.has_fired else None
+
+    def at_suspension(
+        self, count: int, awaited: object, cancel: Callable[[], object]
+    ) -> None:
+        """Cancel now, or when what is awaited is done, if this is suspension ``k``."""
+        if count != self._k:
+            return
+        self.has_fired = True
+        if self._mode == "completion" and isinstance(awaited, asyncio.Future):
+            # First of its callbacks: the task itself has not added its own yet.
+            awaited.add_done_callback(lambda _: cancel())
+        else:
+            cancel()
+
+    def _limit(self, what: str) -> _Limit:
+        return _Limit(self._timeout_s, f"{what} does not return: {self}")
+
+
+class _Limit:
+    """``asyncio.timeout`` with a message."""
+
+    def __init__(self, timeout_s: float, message: str) -> None:
+        self._timeout = asyncio.timeout(timeout_s)
+        self._message = message
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        try:
+            await self._timeout.__aexit__(*exc_info)
+        except TimeoutError as exc:
+            raise TimeoutError(self._message) from exc
+
+
+class _Driven(Generic[_T]):
+    """Awaits a coroutine and reports each of its suspensions.
+
+    What it yields to the event loop is passed on untouched.
+    """
+
+    def __init__(
+        self,
+        coroutine: Coroutine[Any, Any, _T],
+        round_: _Round,
+        cancel: Callable[[], object],
+    ) -> None:
+        self._coroutine = coroutine
+        self._round = round_
+        self._cancel = cancel
+
+    def __await__(self) -> Generator[Any, Any, _T]:
+        count = 0
+        error = self._round.before_start()
+        while True:
+            try:
+                if error is None:
+                    awaited = self._coroutine.send(None)
+                else:
+                    awaited = self._coroutine.throw(error)
+            except StopIteration as stop:
+                value: _T = stop.value
+                return value
+            count += 1
+            self._round.at_suspension(count, awaited, self._cancel)
+            error = None
+            try:
+                yield awaited
+            except GeneratorExit:
+                self._coroutine.close()
+                raise
+            except BaseException as exc:  # noqa: BLE001 - thrown in where it belongs
+                error = exc
+
+
+def _where(coroutine: object) -> str:
+    """Name the innermost place where ``coroutine`` is suspended, if it tells."""
+    place = "?"
+    inner: Any = coroutine
+    while inner is not None:
+        frame = getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None)
+        if frame is not None:
+            place = f"{frame.f_code.co_qualname} (line {frame.f_lineno})"
+        inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
+    return place

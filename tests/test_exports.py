@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import asynckv
+
+PACKAGE = Path(__file__).parents[1] / "asynckv"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = ("torch", "numpy", "cupy", "transformers", "fastapi", "uvloop", "vllm", "rich")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE.parent).as_posix()
+
+
+def defined_in(body: list[ast.stmt]) -> Iterator[str]:
+    """Public names that a module makes itself."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and not makes_a_variable(
+            node
+        ):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (t.id for t in targets if isinstance(t, ast.Name))
+
+
+def makes_a_variable(node: ast.Assign | ast.AnnAssign) -> bool:
+    """Whether it is ``T = TypeVar("T")``."""
+    called = ast.unparse(getattr(node.value, "func", node))
+    return called in {"TypeVar", "ParamSpec"}
+
+
+def imported_in(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that a package takes from its own modules."""
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "asynckv"
+        ):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def public_names(path: Path) -> set[str]:
+    body = ast.parse(path.read_text()).body
+    names = set(defined_in(body))
+    if path.name == "__init__.py":
+        names |= set(imported_in(body))
+    return {name for name in names if not name.startswith("_")} - {"logger"}
+
+
+def type_checkers_names() -> dict[str, str]:
+    """Name to module, as the imports for type checkers in ``asynckv`` say."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {
+        str(alias.asname): str(node.module) for node in imports for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_all_is_exact(path: Path) -> None:
+    if path == PACKAGE / "__init__.py" or path.name == "__main__.py":
+        return
+    tree = ast.parse(path.read_text())
+    values = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        if "__all__" in defined_in([node])
+    ]
+    assert len(values) == 1, "one __all__"
+    assert isinstance(values[0], ast.Tuple)
+    exported = ast.literal_eval(values[0])
+    assert set(exported) == public_names(path)
+    assert len(exported) == len(set(exported))
+
+
+def test_every_name_of_the_package_is_in_the_module_that_the_table_names() -> None:
+    for name in asynckv.__all__:
+        module = importlib.import_module(asynckv._HOME[name])
+        assert getattr(asynckv, name) is getattr(module, name)
+        assert name in module.__all__
+
+
+def test_the_table_agrees_with_the_imports_for_type_checkers() -> None:
+    assert asynckv._HOME == type_checkers_names()
+
+
+def test_the_names_of_the_package_are_sorted() -> None:
+    assert list(asynckv.__all__) == sorted(asynckv.__all__)
+
+
+def test_the_package_lists_its_names_and_has_no_other() -> None:
+    assert set(asynckv.__all__) <= set(dir(asynckv))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = asynckv.no_such_name
+
+
+def test_import_asynckv_is_light() -> None:
+    code = f"import sys, asynckv; print(*sorted(set(sys.modules) & set({HEAVY})))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(asynckv.__file__).parent / "py.typed").exists()

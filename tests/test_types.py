@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+
+from asynckv.types import (
+    DTYPE_NBYTES,
+    MAX_TENSOR_DIMENSIONS,
+    KVFingerprint,
+    TensorSpec,
+    parse_bytes,
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        (0, 0),
+        (1048576, 2**20),
+        (1e9, 10**9),
+        ("1e9", 10**9),
+        ("2GiB", 2**31),
+        ("1 GB", 10**9),
+        ("64MiB", 64 * 2**20),
+        ("1.5k", 1500),
+        (" 12 ", 12),
+        ("3b", 3),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(
+    size: int | float | str, nbytes: int
+) -> None:
+    assert parse_bytes(size) == nbytes
+
+
+@pytest.mark.parametrize(
+    "size", [-1, math.inf, math.nan, True, "", "GiB", "-1", "1 PiB", "1,000", "1e400"]
+)
+def test_what_is_no_size_is_refused(size: int | float | str) -> None:
+    with pytest.raises(ValueError, match="is not a"):
+        parse_bytes(size)
+
+
+@pytest.mark.parametrize("name", DTYPE_NBYTES)
+def test_every_dtype_has_the_width_that_torch_gives_it(name: str) -> None:
+    assert getattr(torch, name).itemsize == DTYPE_NBYTES[name]
+
+
+def test_a_spec_takes_torch_dtypes_and_shapes() -> None:
+    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+    spec = TensorSpec(tensor.shape, tensor.dtype)  # type: ignore[arg-type]
+    assert spec == TensorSpec((2, 3), "bfloat16")
+    assert spec.nbytes == tensor.nbytes
+
+
+def test_scalars_and_empty_tensors_have_specs() -> None:
+    assert TensorSpec((), "int64").nbytes == 8
+    assert TensorSpec((4, 0, 2), "float32").nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "match"),
+    [
+        ((1,), "float7", "cannot be sent"),
+        ((1,) * (MAX_TENSOR_DIMENSIONS + 1), "int8", "at most 14"),
+        ((2, -1), "int8", "negative"),
+        ((2**40, 2**40), "int8", "cannot be sent"),
+    ],
+)
+def test_what_cannot_be_sent_has_no_spec(
+    shape: tuple[int, ...], dtype: str, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        TensorSpec(shape, dtype)
+
+
+def test_a_spec_from_the_wire_is_checked_too() -> None:
+    encoded = msgspec.msgpack.encode(((-1,), "int8"))
+    with pytest.raises(msgspec.ValidationError, match="negative"):
+        msgspec.msgpack.decode(encoded, type=TensorSpec)
+
+
+def test_a_fingerprint_is_written_as_a_name_a_mapping_or_itself() -> None:
+    fingerprint = KVFingerprint(model="m")
+    assert KVFingerprint.of(None) is None
+    assert KVFingerprint.of("m") == fingerprint
+    assert KVFingerprint.of({"model": "m"}) == fingerprint
+    assert KVFingerprint.of(fingerprint) is fingerprint
+
+
+def test_a_fingerprint_has_no_unknown_fields() -> None:
+    with pytest.raises(ValueError, match="colour"):
+        KVFingerprint.of({"colour": "red"})
+
+
+def test_the_first_difference_of_two_fingerprints_is_named() -> None:
+    ours = KVFingerprint(model="m", dtype="bfloat16")
+    assert ours.difference(KVFingerprint(model="m", dtype="float16")) == "dtype"
+    assert ours.difference(KVFingerprint(model="m", dtype="bfloat16")) is None

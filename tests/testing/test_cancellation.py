@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from types import TracebackType
+from typing import Any
+
+import anyio
+import pytest
+
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+
+pytestmark = pytest.mark.both_loops
+
+
+async def three_suspensions() -> str:
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return "done"
+
+
+async def look_away(k: int, mode: CancelMode, outcome: Outcome[Any]) -> None:
+    """Check nothing."""
+
+
+async def test_cancels_at_every_suspension_and_then_lets_it_finish() -> None:
+    seen: list[tuple[int, CancelMode, bool]] = []
+
+    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
+        seen.append((k, mode, outcome.cancelled))
+
+    counts = await sweep_cancellation(three_suspensions, check, modes=["task"])
+    assert seen == [(k, "task", k < 4) for k in range(5)]
+    assert (counts.rounds, counts.cancelled, counts.completed) == (5, 4, 1)
+    assert counts.suspensions == 3
+
+
+async def test_a_round_that_is_not_reached_gives_the_value() -> None:
+    values: list[str | None] = []
+
+    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
+        values.append(outcome.value)
+
+    await sweep_cancellation(three_suspensions, check, modes=["task"])
+    assert values == [None, None, None, None, "done"]
+
+
+async def test_a_scope_cancels_every_later_await_too() -> None:
+    awaits_in_finally: list[bool] = []
+
+    async def operation() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                awaits_in_finally.append(True)
+
+    async def stop_after_first(
+        k: int, mode: CancelMode, outcome: Outcome[None]
+    ) -> None:
+        assert outcome.cancelled
+        raise StopAsyncIteration
+
+    with pytest.raises(StopAsyncIteration):
+        await sweep_cancellation(operation, stop_after_first, modes=["scope"])
+    assert awaits_in_finally == [True]
+
+
+async def test_completion_cancels_between_the_result_and_the_wake_up() -> None:
+    handed_over: list[asyncio.Future[str]] = []
+
+    async def operation() -> str:
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        handed_over.append(future)
+        asyncio.get_running_loop().call_soon(future.set_result, "entry")
+        return await future
+
+    counts = await sweep_cancellation(operation, look_away, modes=["completion"])
+    assert (counts.cancelled, counts.completed) == (1, 1)
+    assert [future.result() for future in handed_over] == ["entry", "entry"]
+
+
+async def test_an_ignored_cancellation_counts_as_completed() -> None:
+    async def operation() -> str:
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            return "too late"
+        return "in time"
+
+    counts = await sweep_cancellation(operation, look_away, modes=["task"])
+    assert (counts.cancelled, counts.completed) == (1, 2)
+
+
+async def test_before_is_awaited_for_each_round() -> None:
+    prepared: list[None] = []
+
+    async def before() -> None:
+        prepared.append(None)
+
+    counts = await sweep_cancellation(three_suspensions, look_away, before=before)
+    assert len(prepared) == counts.rounds
+
+
+async def test_an_operation_that_swallows_its_cancellation_is_reported() -> None:
+    release = asyncio.Event()
+
+    async def operation() -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                asyncio.get_running_loop().call_later(0.05, release.set)
+
+    with pytest.raises(TimeoutError, match="wait"):
+        await sweep_cancellation(
+            operation, look_away, modes=["task"], round_timeout_s=0.01
+        )
+
+
+async def test_a_check_that_hangs_is_reported() -> None:
+    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(TimeoutError, match=r"check\(\) does not return"):
+        await sweep_cancellation(three_suspensions, check, round_timeout_s=0.01)
+
+
+async def test_the_error_of_a_check_names_its_round() -> None:
+    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
+        assert k < 2
+
+    with pytest.raises(AssertionError) as caught:
+        await sweep_cancellation(three_suspensions, check)
+    assert caught.value.__notes__ == [
+        "in the sweep: cancelled by 'task' at suspension 2"
+    ]
+
+
+async def test_another_error_than_the_cancellation_is_raised() -> None:
+    async def operation() -> None:
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            raise ValueError("not what was asked") from None
+
+    with pytest.raises(ValueError, match="not what was asked"):
+        await sweep_cancellation(operation, look_away)
+
+
+async def test_too_many_suspensions_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="more than 2 suspensions"):
+        await sweep_cancellation(three_suspensions, look_away, max_suspensions=2)
+
+
+async def test_cancelling_the_sweep_cancels_its_round() -> None:
+    started = asyncio.Event()
+    ended: list[bool] = []
+
+    async def operation() -> None:
+        try:
+            started.set()
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append(True)
+
+    sweep = sweep_cancellation(operation, look_away, modes=["completion"])
+    task = asyncio.create_task(sweep)
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
+
+
+class Deferred(Coroutine[Any, Any, str]):
+    """A coroutine that is an object, and starts its work when it is first sent to."""
+
+    def __init__(self) -> None:
+        self._inner: Coroutine[Any, Any, str] | None = None
+
+    def send(self, value: Any) -> Any:
+        self._inner = self._inner or three_suspensions()
+        return self._inner.send(value)
+
+    def throw(
+        self,
+        typ: Any,
+        val: BaseException | object | None = None,
+        tb: TracebackType | None = None,
+    ) -> Any:
+        if self._inner is None:
+            raise typ
+        return self._inner.throw(typ)
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, str]:
+        raise NotImplementedError
+
+
+async def test_an_object_that_is_a_coroutine_is_swept_too() -> None:
+    counts = await sweep_cancellation(Deferred, look_away, modes=["task", "scope"])
+    assert (counts.rounds, counts.suspensions) == (9, 3)
+
+
+async def test_a_cancelled_sweep_scope_is_not_swallowed() -> None:
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await sweep_cancellation(three_suspensions, look_away)
+    assert scope.cancelled_caught
