@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynckv.errors import RemoteProtocolError
+from asynckv.protocol.chunks import (
+    CHUNK_HEADER_BYTES,
+    Chunk,
+    decode_chunk_header,
+    encode_chunk_header,
+)
+from asynckv.protocol.header import TYPE_CONTROL, pack_header
+
+_BIG = 2**64 - 1
+
+
+@given(
+    st.integers(0, _BIG),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, _BIG),
+    st.integers(1, _BIG),
+)
+def test_a_chunk_header_comes_back(
+    transfer: int, part: int, offset: int, nbytes: int
+) -> None:
+    data = encode_chunk_header(transfer, part, offset, nbytes)
+    assert len(data) == CHUNK_HEADER_BYTES == 48
+    assert decode_chunk_header(data) == Chunk(transfer, part, offset, nbytes)
+
+
+@given(st.binary(max_size=100))
+def test_garbage_is_a_protocol_error(garbage: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_chunk_header(garbage)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode_chunk_header(1, 2, 3, 4)[:-1],
+        encode_chunk_header(1, 2, 3, 4)[:27],
+        encode_chunk_header(1, 2, 3, 0),
+        pack_header(TYPE_CONTROL, 20, 4) + bytes(20),
+        pack_header(2, 19, 4) + bytes(20),
+        pack_header(2, 20, 4, stream=1) + bytes(20),
+        pack_header(2, 20, 4, more=True) + bytes(20),
+    ],
+    ids=["short", "shorter", "empty", "control", "length", "stream", "more"],
+)
+def test_what_is_no_chunk_is_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_chunk_header(data)
+
+
+@given(st.integers(0, 28 * 8 - 1))
+def test_a_flipped_bit_in_the_frame_header_is_found(bit: int) -> None:
+    data = bytearray(encode_chunk_header(1, 2, 3, 4))
+    data[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(RemoteProtocolError):
+        decode_chunk_header(data)
