@@ -1,0 +1,5 @@
+"""The asynckv command, one file a sub-command."""
+
+from __future__ import annotations
+
+__all__: tuple[str, ...] = ()
