@@ -204,6 +204,18 @@ class PrefixIndex(Generic[T]):
         above, depth, below = self._walk(key)
         if not key:
             return None
+        # The usual answer needs no heap, which ten thousand prefixes would fill.
+        lowest, matched = (below.lowest if below else None), len(key)
+        node, nbytes = above, depth
+        while nbytes:
+            shown = node.shown
+            if shown is not None and (lowest is None or shown[0].seq < lowest.seq):
+                lowest, matched = shown[0], nbytes
+            node, nbytes = _step_up(node, nbytes)
+        if lowest is None:
+            return None
+        if accept is None or accept(lowest.item, matched // _TOKEN_NBYTES):
+            return lowest.item, matched // _TOKEN_NBYTES
         frontier = _Frontier[T]()
         if below is not None:
             frontier.add_subtree(below, len(key))
@@ -212,7 +224,7 @@ class PrefixIndex(Generic[T]):
             above, depth = _step_up(above, depth)
         for place, nbytes in frontier.ascending():
             tokens = nbytes // _TOKEN_NBYTES
-            if accept is None or accept(place.item, tokens):
+            if place is not lowest and accept(place.item, tokens):
                 return place.item, tokens
         return None
 

@@ -4,13 +4,14 @@ import gc
 import random
 import struct
 import tracemalloc
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     consumes,
     invariant,
@@ -56,8 +57,11 @@ class IndexAgainstBruteForce(RuleBasedStateMachine):
 
     @rule(target=places, tokens=token_lists, seq=seqs)
     def add(self, tokens: tuple[int, ...], seq: int) -> Place[Model]:
+        return self.put(tokens, seq)
+
+    def put(self, tokens: tuple[int, ...], seq: int) -> Place[Model]:
         # Distinct and unordered seqs: what is given back comes with an old one.
-        model = Model(tokens, seq * 64 + self.added, self.added)
+        model = Model(tokens, seq * 1_000 + self.added, self.added)
         self.added += 1
         self.models.append(model)
         return self.index.add(key_of(tokens), model.seq, model)
@@ -65,8 +69,8 @@ class IndexAgainstBruteForce(RuleBasedStateMachine):
     @rule(target=places, tokens=token_lists, shorter=st.integers(0, 6), seq=seqs)
     def add_two_that_share(
         self, tokens: tuple[int, ...], shorter: int, seq: int
-    ) -> object:
-        return multiple(self.add(tokens, seq), self.add(tokens[:shorter], -seq))
+    ) -> MultipleResults[Place[Model]]:
+        return multiple(self.put(tokens, seq), self.put(tokens[:shorter], -seq))
 
     @rule(place=consumes(places))
     def remove(self, place: Place[Model]) -> None:
@@ -161,6 +165,172 @@ class IndexAgainstBruteForce(RuleBasedStateMachine):
 
 
 IndexAgainstBruteForce.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None
+    max_examples=200, stateful_step_count=40, deadline=None
 )
 TestIndexAgainstBruteForce = IndexAgainstBruteForce.TestCase
+
+# Three times the recursion limit; benchmarks/matching.py measures 10,000.
+CHAIN = 3_000
+
+
+class Named:
+    """An item that can be watched going away."""
+
+
+def chain_key(number: int) -> bytes:
+    """The key of the ``number``-th entry, each two tokens longer than the last."""
+    return bytes(16 * (number + 1))
+
+
+def chain_orders() -> list[list[int]]:
+    numbers = list(range(CHAIN))
+    return [numbers, numbers[::-1], random.Random(2).sample(numbers, CHAIN)]
+
+
+@pytest.mark.parametrize("order", chain_orders(), ids=["up", "down", "any"])
+def test_a_chain_of_prefixes_deeper_than_the_stack_goes_in_and_out_in_any_order(
+    order: list[int],
+) -> None:
+    index: PrefixIndex[int] = PrefixIndex()
+    places = [index.add(chain_key(number), CHAIN - number, number) for number in order]
+    assert index.best(chain_key(CHAIN)) == (CHAIN - 1, 2 * CHAIN)
+    assert index.best(bytes(8)) == index.oldest(bytes(8)) == (CHAIN - 1, 1)
+    for place in places[: CHAIN // 2]:
+        index.remove(place)
+    left = order[CHAIN // 2 :]
+    assert index.oldest(chain_key(CHAIN)) == (max(left), 2 * (max(left) + 1))
+    for place in places[CHAIN // 2 :]:
+        index.remove(place)
+    assert index.nbytes == 0
+
+
+def test_a_chain_answers_when_every_candidate_is_refused() -> None:
+    index: PrefixIndex[int] = PrefixIndex()
+    for number in range(CHAIN):
+        index.add(chain_key(number), CHAIN - number, number)
+    asked: list[int] = []
+
+    def refuse(number: int, matched_tokens: int) -> bool:
+        asked.append(number)
+        return matched_tokens > 1
+
+    assert index.oldest(bytes(8), accept=refuse) is None
+    assert asked == list(reversed(range(CHAIN)))
+
+
+def test_ids_that_round_to_the_same_float_are_different() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.add(key_of((128_000, 2**62)), 1, "entry")
+    assert index.best(key_of((128_001,))) is None
+    assert index.best(key_of((128_000, 2**62 + 1))) is None
+    assert index.best(key_of((128_000,))) == ("entry", 1)
+
+
+def test_negative_ids_and_the_largest_are_ids_like_others() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.add(key_of((-1, 2**63 - 1)), 1, "entry")
+    assert index.best(key_of((-1, 2**63 - 1, 5))) == ("entry", 2)
+    assert index.best(key_of((2**63 - 1, -1))) is None
+
+
+def test_the_longest_match_wins_and_then_the_first_in() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.add(key_of((1,)), 1, "short")
+    index.add(key_of((1, 2, 3)), 3, "long, later")
+    index.add(key_of((1, 2, 4)), 2, "long, sooner")
+    assert index.best(key_of((1, 2))) == ("long, sooner", 2)
+    assert index.oldest(key_of((1, 2))) == ("short", 1)
+
+
+def test_an_item_given_back_is_found_before_those_that_came_after_it() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    place = index.add(key_of((1, 2)), 1, "given back")
+    index.remove(place)
+    index.add(key_of((1, 2)), 2, "later")
+    index.add(key_of((1, 2)), place.seq, place.item)
+    assert index.best(key_of((1,))) == ("given back", 1)
+
+
+def test_a_hidden_item_keeps_its_place_and_is_not_found() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    place = index.add(key_of((1, 2)), 1, "hidden")
+    index.add(key_of((1, 2)), 2, "visible")
+    index.hide(place)
+    index.hide(place)
+    assert index.first() == "visible"
+    index.show(place)
+    index.show(place)
+    assert index.first() == "hidden"
+
+
+def test_an_item_without_tokens_is_only_found_as_the_first() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.add(b"", 1, "empty")
+    assert index.first() == "empty"
+    assert index.best(b"") is index.best(b"", exact=True) is None
+    assert index.oldest(b"") is index.best(key_of((1,))) is None
+
+
+def test_a_place_that_was_removed_is_refused() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    place = index.add(key_of((1,)), 1, "item")
+    index.remove(place)
+    for operation in (index.remove, index.hide, index.show):
+        with pytest.raises(ValueError, match="taken out"):
+            operation(place)
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 9])
+def test_a_key_of_broken_tokens_is_refused(nbytes: int) -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    with pytest.raises(ValueError, match="whole tokens"):
+        index.add(bytes(nbytes), 1, "item")
+    with pytest.raises(ValueError, match="whole tokens"):
+        index.best(bytes(nbytes))
+
+
+def test_shared_first_tokens_are_stored_once() -> None:
+    index: PrefixIndex[int] = PrefixIndex()
+    for number in range(100):
+        index.add(key_of((*range(1_000), number)), number, number)
+    assert index.nbytes < 2 * 8 * (1_000 + 100) + 100 * 400
+
+
+def test_removing_leaves_one_edge_where_two_had_parted() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.add(key_of((1, 2, 3, 4)), 1, "stays")
+    alone = index.nbytes
+    places = [index.add(key_of((1, 2, *tail)), 2, "goes") for tail in ((), (5,), (3,))]
+    assert index.nbytes > alone
+    for place in places:
+        index.remove(place)
+    assert index.nbytes == alone
+    assert index.best(key_of((1, 2, 3, 4))) == ("stays", 4)
+
+
+def test_a_removed_item_is_freed_without_the_garbage_collector() -> None:
+    index: PrefixIndex[Named] = PrefixIndex()
+    index.add(key_of((1, 2)), 1, Named())
+    gc.disable()
+    try:
+        place = index.add(key_of((1, 3)), 0, Named())
+        watched = weakref.ref(place.item)
+        index.remove(place)
+        del place
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_the_estimate_of_memory_is_near_the_truth() -> None:
+    source = random.Random(2)
+    keys = [source.randbytes(80) for _ in range(2_000)]
+    tracemalloc.start()
+    try:
+        index: PrefixIndex[None] = PrefixIndex()
+        for seq, key in enumerate(keys):
+            index.add(key + key, seq, None)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.75 < index.nbytes / taken < 1.33

@@ -1,0 +1,300 @@
+"""How fast and how small the prefix index is, beside a scan over every entry.
+
+Run ``python benchmarks/matching.py [--json]``. Queries and entries are tensors;
+turning them into key bytes is part of every time. The scan compares a query
+with each stored tensor by ``torch.equal`` on what both have. Every limit is a
+ratio within this run; the exit status is 1 if one is missed. The data and the
+modules are frozen out of the garbage collector's sight, the index is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from asynckv.buffers.matching import Place, PrefixIndex
+
+__all__ = ("main",)
+
+ENTRIES = 10_000
+TOKENS = 2_048
+VOCABULARY = 128_256
+GROUP = 10
+"""Entries of one group share their first 1,024 tokens, or 2,040 in 100 groups."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure; ``limit`` is what it must not pass, if anything."""
+
+    name: str
+    value: float
+    unit: str
+    limit: float | None = None
+
+    @property
+    def is_met(self) -> bool:
+        return self.limit is None or self.value <= self.limit
+
+
+class Stopwatch:
+    """Times single calls, in microseconds."""
+
+    def __init__(self) -> None:
+        self.times_us: list[float] = []
+
+    def time(self, call: Callable[[], object]) -> None:
+        begin = time.perf_counter_ns()
+        call()
+        self.times_us.append((time.perf_counter_ns() - begin) / 1e3)
+
+    def quantile(self, share: float) -> float:
+        ordered = sorted(self.times_us)
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def key_of(tokens: torch.Tensor) -> bytes:
+    key: bytes = tokens.numpy().tobytes()
+    return key
+
+
+def grouped_entries(generator: torch.Generator) -> list[torch.Tensor]:
+    rows = torch.randint(VOCABULARY, (ENTRIES, TOKENS), generator=generator)
+    for group, start in enumerate(range(0, ENTRIES, GROUP)):
+        shared = 2_040 if group % 10 == 0 else 1_024
+        rows[start : start + GROUP, :shared] = rows[start, :shared]
+    order = torch.randperm(ENTRIES, generator=generator)
+    return [rows[index].clone() for index in order.tolist()]
+
+
+def queries_for(
+    entries: Sequence[torch.Tensor], generator: torch.Generator
+) -> list[tuple[torch.Tensor, bool]]:
+    """Make 2,000 queries, each with whether some entry matches it."""
+    extra = torch.randint(VOCABULARY, (256,), generator=generator)
+    queries = []
+    for entry in entries[:500]:
+        last_differs, middle_differs = entry.clone(), entry.clone()
+        last_differs[-1] = (last_differs[-1] + 1) % VOCABULARY
+        middle_differs[1_024:] = middle_differs[1_024:].flip(0)
+        queries += [
+            (entry.clone(), True),
+            (torch.cat((entry, extra)), True),
+            (last_differs, False),
+            (middle_differs, False),
+        ]
+    return queries
+
+
+def scan(query: torch.Tensor, entries: Iterable[torch.Tensor]) -> int:
+    """Find how many tokens match best, by asking every entry."""
+    best, size = 0, len(query)
+    for entry in entries:
+        shared = min(size, len(entry))
+        ours = query if shared == size else query[:shared]
+        theirs = entry if shared == len(entry) else entry[:shared]
+        if torch.equal(ours, theirs) and shared > best:
+            best = shared
+    return best
+
+
+def scan_p50_us(queries: Iterable[torch.Tensor], entries: list[torch.Tensor]) -> float:
+    watch = Stopwatch()
+    for query in queries:
+        watch.time(lambda query=query: scan(query, entries))  # type: ignore[misc]
+    return watch.quantile(0.5)
+
+
+def distinct_nbytes(keys: list[bytes]) -> int:
+    """Count the bytes of all keys, those of shared first tokens once."""
+    total, before = 0, b""
+    for key in sorted(keys):
+        ours = torch.frombuffer(bytearray(key), dtype=torch.int64)
+        size = min(len(ours), len(before) // 8)
+        differs = (
+            ours[:size]
+            != torch.frombuffer(bytearray(before or bytes(8)), dtype=torch.int64)[:size]
+        )
+        shared = int(differs.to(torch.uint8).argmax()) if differs.any() else size
+        total += len(key) - 8 * shared
+        before = key
+    return total
+
+
+def index_nbytes(entries: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Return what an index over ``entries`` takes, measured and as it says."""
+    gc.collect()
+    tracemalloc.start()
+    index: PrefixIndex[None] = PrefixIndex()
+    before = tracemalloc.get_traced_memory()[0]
+    places = [index.add(key_of(entry), seq, None) for seq, entry in enumerate(entries)]
+    nbytes = tracemalloc.get_traced_memory()[0] - before - sys.getsizeof(places)
+    tracemalloc.stop()
+    return nbytes, index.nbytes
+
+
+def measure_groups(generator: torch.Generator) -> tuple[list[Row], float]:
+    """Measure the grouped entries; also return the scan's p50."""
+    entries = grouped_entries(generator)
+    queries = queries_for(entries, generator)
+    gc.freeze()
+    index: PrefixIndex[int] = PrefixIndex()
+    inserts, matches, removes = Stopwatch(), Stopwatch(), Stopwatch()
+    places: list[Place[int]] = []
+
+    def insert(seq: int) -> None:
+        places.append(index.add(key_of(entries[seq]), seq, seq))
+
+    for seq in range(ENTRIES):
+        inserts.time(lambda seq=seq: insert(seq))  # type: ignore[misc]
+    for query, is_there in queries:
+        found: list[tuple[int, int] | None] = []
+        matches.time(lambda: found.append(index.best(key_of(query))))  # noqa: B023
+        assert (found[0] is not None) is is_there
+    naive_us = scan_p50_us([query for query, _ in queries[:24]], entries)
+    keys = [key_of(entry) for entry in entries]
+    nbytes, estimate = index_nbytes(entries)
+    own = distinct_nbytes(keys)
+    for place in places:
+        removes.time(lambda place=place: index.remove(place))  # type: ignore[misc]
+    assert index.nbytes == 0
+    return [
+        Row("groups: naive scan p50", naive_us, "us"),
+        Row("groups: match p50", matches.quantile(0.5), "us"),
+        Row("groups: match p99", matches.quantile(0.99), "us", naive_us / 30),
+        Row("groups: scan p50 over match p99", naive_us / matches.quantile(0.99), "x"),
+        Row("groups: insert p50", inserts.quantile(0.5), "us"),
+        Row("groups: insert p99", inserts.quantile(0.99), "us", naive_us / 15),
+        Row("groups: scan p50 over insert p99", naive_us / inserts.quantile(0.99), "x"),
+        Row("groups: remove p99", removes.quantile(0.99), "us"),
+        Row("groups: memory over distinct tokens", nbytes / own, "x", 2),
+        Row("groups: memory over all tokens", nbytes / (ENTRIES * TOKENS * 8), "x", 2),
+        Row("groups: overhead an entry", (nbytes - own) / ENTRIES, "bytes"),
+        Row("groups: own estimate over measured", estimate / nbytes, "x"),
+    ], naive_us
+
+
+def measure_chain(generator: torch.Generator, groups_scan_us: float) -> list[Row]:
+    """Measure entries of which each extends the one before by 1 to 16 tokens."""
+    steps = torch.randint(1, 17, (ENTRIES,), generator=generator)
+    ends: list[int] = steps.cumsum(0).tolist()
+    tokens = torch.randint(VOCABULARY, (ends[-1] + 16,), generator=generator)
+    entries = [tokens[:end] for end in ends]
+    naive_us = scan_p50_us([tokens.clone() for _ in range(5)], entries)
+    slowest_us = 0.0
+    rows = [Row("chain: naive scan p50", naive_us, "us")]
+    shuffled = torch.randperm(ENTRIES, generator=generator).tolist()
+    upwards, downwards = list(range(ENTRIES)), list(reversed(range(ENTRIES)))
+    for name, adding, removing in (
+        ("shortest first", upwards, upwards),
+        ("longest first", downwards, upwards),
+        ("any order", shuffled, downwards),
+    ):
+        watches = run_chain(tokens, entries, adding, removing)
+        for verb, watch in watches.items():
+            longest_us = max(watch.times_us)
+            slowest_us = max(slowest_us, longest_us)
+            rows.append(
+                Row(f"chain, {name}: {verb} max", longest_us, "us", 2 * naive_us)
+            )
+    return [
+        *rows,
+        Row("chain: slowest over its scan's p50", slowest_us / naive_us, "x", 2),
+        Row("chain: slowest over groups' scan p50", slowest_us / groups_scan_us, "x"),
+    ]
+
+
+def run_chain(
+    tokens: torch.Tensor,
+    entries: Sequence[torch.Tensor],
+    adding: Sequence[int],
+    removing: Sequence[int],
+) -> dict[str, Stopwatch]:
+    index: PrefixIndex[int] = PrefixIndex()
+    verbs = ("add", "best", "best refusing", "oldest", "hide", "show", "remove")
+    watches = {verb: Stopwatch() for verb in verbs}
+    places: dict[int, Place[int]] = {}
+
+    def add(seq: int, number: int) -> None:
+        places[number] = index.add(key_of(entries[number]), seq, number)
+
+    for seq, number in enumerate(adding):
+        watches["add"].time(lambda s=seq, n=number: add(s, n))  # type: ignore[misc]
+    for query in (tokens, entries[0], entries[-1], entries[ENTRIES // 2]) * 10:
+        watches["best"].time(lambda q=query: index.best(key_of(q)))  # type: ignore[misc]
+        watches["oldest"].time(lambda q=query: index.oldest(key_of(q)))  # type: ignore[misc]
+        refused = iter([False, False, False])
+        watches["best refusing"].time(
+            lambda q=query, r=refused: index.best(  # type: ignore[misc]
+                key_of(q), accept=lambda item: next(r, True)
+            )
+        )
+    for number in (*removing[:500], *removing[-500:]):
+        watches["hide"].time(lambda n=number: index.hide(places[n]))  # type: ignore[misc]
+        watches["show"].time(lambda n=number: index.show(places[n]))  # type: ignore[misc]
+    for number in removing:
+        watches["remove"].time(lambda n=number: index.remove(places[n]))  # type: ignore[misc]
+    assert index.nbytes == 0
+    return watches
+
+
+def measure_waiting(generator: torch.Generator) -> list[Row]:
+    """Measure finding the one query out of 10,000 that a new entry is for."""
+    queries = grouped_entries(generator)
+    index: PrefixIndex[int] = PrefixIndex()
+    places = [index.add(key_of(q), seq, seq) for seq, q in enumerate(queries)]
+    wakes = Stopwatch()
+    chosen = random.Random(2).sample(range(ENTRIES), 2_000)
+    for number in chosen:
+        entry = queries[number].clone()
+        found: list[tuple[int, int] | None] = []
+
+        def wake() -> None:
+            found.append(index.oldest(key_of(entry)))  # noqa: B023
+            index.remove(places[number])  # noqa: B023
+
+        wakes.time(wake)
+        assert found == [(number, TOKENS)]
+    same: PrefixIndex[int] = PrefixIndex()
+    alike = [same.add(key_of(queries[0]), seq, seq) for seq in range(ENTRIES)]
+    in_line = Stopwatch()
+    for seq, place in enumerate(alike):
+        assert same.oldest(key_of(queries[0])) == (seq, TOKENS)
+        in_line.time(lambda p=place: same.remove(p))  # type: ignore[misc]
+    return [
+        Row("10,000 waiting: find and wake p50", wakes.quantile(0.5), "us"),
+        Row("10,000 waiting: find and wake p99", wakes.quantile(0.99), "us"),
+        Row("10,000 waiting for one key: remove p99", in_line.quantile(0.99), "us"),
+    ]
+
+
+def main() -> int:
+    """Run everything, print it, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    wants_json = parser.parse_args().json
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(2)
+    rows, scan_us = measure_groups(generator)
+    rows += measure_waiting(generator) + measure_chain(generator, scan_us)
+    if wants_json:
+        print(json.dumps([asdict(row) | {"is_met": row.is_met} for row in rows]))
+    else:
+        for row in rows:
+            limit = "" if row.limit is None else f"  <= {row.limit:,.1f}"
+            mark = "" if row.limit is None else "  pass" if row.is_met else "  FAIL"
+            print(f"{row.name:<48}{row.value:>14,.2f} {row.unit:<6}{limit}{mark}")
+    return 0 if all(row.is_met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
