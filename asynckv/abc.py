@@ -186,7 +186,7 @@ class KVCacheBuffer(_Closable):
 
 
 class DropSelect(
-    Coroutine[Any, Any, KVEntry], AbstractAsyncContextManager[KVEntry, None]
+    Coroutine[Any, Any, KVEntry], AbstractAsyncContextManager[KVEntry, bool | None]
 ):
     """What :meth:`KVLookupBuffer.drop_select` returns: await it, or enter it.
 

@@ -1,0 +1,128 @@
+"""How an entry gets in: room first, then its bytes, then the commit.
+
+Local and remote inserts differ only in their :class:`Source`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from asynckv.buffers.entries import Draft, EntryState, StoredEntry
+from asynckv.buffers.ledger import Ledger
+from asynckv.buffers.room import Room
+from asynckv.errors import BufferClosed, EntryAborted
+
+__all__ = ("Admission", "Landed", "Source")
+
+Landed = Callable[[int, bytes], None]
+"""Called with the number of a part and the digest of its bytes."""
+
+
+class Source(Protocol):
+    """Where the bytes of an entry come from."""
+
+    async def fill(self, entry: StoredEntry, landed: Landed) -> None:
+        """Put every part's bytes in its region and call ``landed`` for each.
+
+        When it ends, also by an error or a cancellation, nothing touches the
+        regions or the caller's memory any more. It may be called again.
+        """
+
+
+class Admission:
+    """Takes entries into one buffer's ledger."""
+
+    def __init__(self, ledger: Ledger, room: Room) -> None:
+        self._ledger = ledger
+        self._room = room
+
+    async def insert(
+        self, draft: Draft, source: Source, digest: bytes | None = None
+    ) -> None:
+        """Bring a whole entry in.
+
+        Returns when it is committed, or acknowledged by a consumer that took it
+        while there was no room, or at once if the same entry (``digest``) was
+        inserted before. Cancelled, it leaves as :meth:`Ledger.forsake` says.
+        """
+        self._check_open()
+        entry = self._ledger.admit(draft, digest)
+        if entry is None:
+            return
+        try:
+            while not await self._attempt(entry, source):
+                pass
+        except BaseException:
+            self._ledger.forsake(entry)
+            raise
+        finally:
+            self._room.quit(entry)
+
+    async def begin(self, draft: Draft) -> StoredEntry:
+        """Reserve room for a streaming entry; its parts land one by one.
+
+        A cancelled call leaves no trace.
+        """
+        self._check_open()
+        entry = self._ledger.admit(draft, None)
+        if entry is None:
+            raise EntryAborted(reason="producer")
+        try:
+            await self._wait_for_room(entry)
+        except BaseException:
+            self._room.quit(entry)
+            self._ledger.forsake(entry)
+            raise
+        return entry
+
+    async def finish(self, entry: StoredEntry) -> None:
+        """Commit a streaming entry whose parts have all landed.
+
+        Waits, if it began without room, until it has room or was acknowledged.
+        Cancelling that wait aborts the entry.
+        """
+        self._ledger.commit(entry)
+        try:
+            await self._room.until(
+                lambda: entry.in_arena or entry.state is EntryState.GONE
+            )
+        except BaseException:
+            self.abort(entry)
+            raise
+        self._room.quit(entry)
+        _check_not_aborted(entry)
+
+    def abort(self, entry: StoredEntry) -> None:
+        """The writer of a streaming entry failed. Never waits."""
+        self._room.quit(entry)
+        self._ledger.abort_streaming(entry)
+
+    async def _attempt(self, entry: StoredEntry, source: Source) -> bool:
+        await self._wait_for_room(entry)
+        await source.fill(
+            entry, lambda index, digest: self._ledger.landed(entry, index, digest)
+        )
+        self._ledger.commit(entry)
+        await self._room.until(lambda: entry.state is not EntryState.DIRECT)
+        _check_not_aborted(entry)
+        return entry.state in (EntryState.READY, EntryState.GONE)
+
+    async def _wait_for_room(self, entry: StoredEntry) -> None:
+        if entry.seq not in self._room and self._room.join(entry):
+            return
+        self._ledger.announce(entry)
+        if entry.state is EntryState.WAITING:
+            self._ledger.counters.room_waits += 1
+        await self._room.turn(entry)
+
+    def _check_open(self) -> None:
+        if self._room.closed:
+            raise BufferClosed("the buffer takes no more entries")
+
+
+def _check_not_aborted(entry: StoredEntry) -> None:
+    if entry.state is EntryState.GONE and entry.left_by:
+        if entry.left_by == "closed":
+            raise BufferClosed("the buffer was closed while the entry came in")
+        raise EntryAborted(reason=entry.left_by)

@@ -1,0 +1,98 @@
+"""The names of an entry's tensors: ``key``, ``LAYER.key``, ``extras.NAME``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from asynckv.abc import KVTensors
+
+__all__ = ("check_names", "flatten", "unflatten")
+
+_WHOLE = ("key", "value", "hidden")
+_EXTRAS = "extras."
+
+
+def flatten(
+    key: KVTensors,
+    value: KVTensors,
+    hidden: torch.Tensor | None,
+    extras: Mapping[str, torch.Tensor] | None,
+) -> dict[str, torch.Tensor]:
+    """Name every tensor of an entry.
+
+    :raises TypeError: if one of them is no tensor
+    :raises ValueError: if a layer's name makes its tensors ambiguous
+    """
+    named: dict[str, torch.Tensor] = {}
+    for field, tensors in (("key", key), ("value", value)):
+        if isinstance(tensors, Mapping):
+            named.update({f"{layer}.{field}": t for layer, t in tensors.items()})
+        elif tensors is not None:
+            named[field] = tensors
+    if hidden is not None:
+        named["hidden"] = hidden
+    named.update({_EXTRAS + name: t for name, t in (extras or {}).items()})
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
+    count = sum(
+        len(part) if isinstance(part, Mapping) else part is not None
+        for part in (key, value, hidden, extras)
+    )
+    if len(named) != count:
+        raise ValueError("a layer called 'extras' cannot be told from the extras")
+    check_names(named)
+    return named
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names that no entry can have.
+
+    :raises ValueError: if a name is none of ``key``, ``value``, ``hidden``,
+        ``LAYER.key``, ``LAYER.value``, ``extras.NAME``, or both a whole tensor
+        and a layer's are named
+    """
+    names = tuple(names)
+    for name in names:
+        if len(name) > 512:
+            raise ValueError(f"the name {name[:40]!r}... is longer than 512 characters")
+        layer, _, field = name.rpartition(".")
+        known = name in _WHOLE or name.startswith(_EXTRAS)
+        if not known and not (layer and field in ("key", "value")):
+            raise ValueError(
+                f"{name!r} is no tensor's name; write key, value, hidden, "
+                "LAYER.key, LAYER.value or extras.NAME"
+            )
+    for field in ("key", "value"):
+        layered = any(_layer_of(name, field) is not None for name in names)
+        if field in names and layered:
+            raise ValueError(f"{field} is either one tensor or one a layer, not both")
+
+
+def unflatten(
+    named: Mapping[str, torch.Tensor],
+) -> tuple[KVTensors, KVTensors, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Put named tensors back in their fields: key, value, hidden, extras."""
+    fields: dict[str, KVTensors] = {}
+    for field in ("key", "value"):
+        layers = {
+            layer: tensor
+            for name, tensor in named.items()
+            if (layer := _layer_of(name, field)) is not None
+        }
+        fields[field] = layers or named.get(field)
+    extras = {
+        name.removeprefix(_EXTRAS): tensor
+        for name, tensor in named.items()
+        if name.startswith(_EXTRAS)
+    }
+    return fields["key"], fields["value"], named.get("hidden"), extras
+
+
+def _layer_of(name: str, field: str) -> str | None:
+    """Return the layer of ``LAYER.field``, or ``None`` if it is something else."""
+    layer, _, last = name.rpartition(".")
+    is_layer = bool(layer) and last == field and not name.startswith(_EXTRAS)
+    return layer if is_layer else None

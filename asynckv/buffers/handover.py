@@ -1,0 +1,127 @@
+"""From the bytes of a leased entry to tensors that are the consumer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asynckv.abc import KVEntry
+from asynckv.buffers.contents import check_names, unflatten
+from asynckv.buffers.entries import Lease, Part
+from asynckv.errors import LeaseLost
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.views import bytes_of, check_into, empty_tensor
+from asynckv.types import TensorSpec
+
+__all__ = ("build_entry", "check_targets", "hand_over", "lend", "tensors_of")
+
+
+def check_targets(
+    into: Mapping[str, torch.Tensor] | None,
+) -> Mapping[str, torch.Tensor]:
+    """Refuse memory that nothing can land in, before anything is waited for.
+
+    :raises ValueError: a name that no entry has, or memory that is not plain
+        contiguous CPU memory
+    """
+    targets = dict(into or {})
+    check_names(targets)
+    for tensor in targets.values():
+        bytes_of(tensor)
+    return targets
+
+
+def match_targets(
+    specs: Mapping[str, TensorSpec], targets: Mapping[str, torch.Tensor]
+) -> None:
+    """Compare ``into`` with the entry that was selected.
+
+    :raises ValueError: a name the entry does not have, another shape or dtype
+    """
+    for name, tensor in targets.items():
+        if name not in specs:
+            raise ValueError(
+                f"into[{name!r}]: the entry has no such tensor; it has "
+                f"{', '.join(specs) or 'none'}"
+            )
+        check_into(tensor, specs[name], name)
+
+
+async def hand_over(
+    lease: Lease, pool: CopyPool, targets: Mapping[str, torch.Tensor]
+) -> KVEntry:
+    """Make the entry the consumer's own, just before it is acknowledged.
+
+    Where this is the entry's last delivery its memory itself changes hands;
+    otherwise, and for what is named in ``targets``, it is copied.
+    """
+    if lease.entry.deliveries_left > 1:
+        return await lend(lease, pool, targets)
+    named = {
+        part.name: _tensor(part)
+        for part in lease.entry.parts
+        if part.name not in targets
+    }
+    copies = await _copies(lease, pool, targets, only=set(targets))
+    return build_entry(lease, named | copies)
+
+
+async def lend(
+    lease: Lease, pool: CopyPool, targets: Mapping[str, torch.Tensor]
+) -> KVEntry:
+    """Copy the entry out; whatever is done to the copies, it can be given back."""
+    return build_entry(lease, await _copies(lease, pool, targets, only=None))
+
+
+async def tensors_of(
+    parts: list[Part], pool: CopyPool, targets: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Copy some landed parts out, into ``targets`` where they are named there."""
+    copies = [
+        targets[part.name] if part.name in targets else empty_tensor(part.spec)
+        for part in parts
+    ]
+    await pool.copy([_tensor(part) for part in parts], copies, digest=False)
+    return copies
+
+
+def build_entry(lease: Lease, named: Mapping[str, torch.Tensor]) -> KVEntry:
+    """Put tensors in their fields, in the order in which they were inserted."""
+    entry = lease.entry
+    ordered = {part.name: named[part.name] for part in entry.parts}
+    key, value, hidden, extras = unflatten(ordered)
+    return KVEntry(
+        input_tokens=_clone(entry.input_tokens),
+        roi=_clone(entry.roi),
+        key=key,
+        value=value,
+        hidden=hidden,
+        extras=extras,
+        entry_id=entry.entry_id,
+        matched_tokens=lease.matched_tokens,
+        attempt=lease.attempt,
+    )
+
+
+async def _copies(
+    lease: Lease,
+    pool: CopyPool,
+    targets: Mapping[str, torch.Tensor],
+    only: set[str] | None,
+) -> dict[str, torch.Tensor]:
+    parts = lease.entry.parts
+    match_targets({part.name: part.spec for part in parts}, targets)
+    wanted = [part for part in parts if only is None or part.name in only]
+    tensors = await tensors_of(wanted, pool, targets)
+    return {part.name: t for part, t in zip(wanted, tensors, strict=True)}
+
+
+def _tensor(part: Part) -> torch.Tensor:
+    if part.region is None:
+        raise LeaseLost("the entry was taken back while it was read")
+    return part.region.tensor(part.spec)
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()

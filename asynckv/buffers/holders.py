@@ -1,0 +1,125 @@
+"""A local consumer of a lookup buffer: waits for its lease and for the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from asynckv.buffers.entries import Lease, StoredEntry, Waiter
+from asynckv.buffers.ledger import Ledger
+from asynckv.buffers.queries import Query
+from asynckv.errors import BufferClosed, EntryAborted
+from asynckv.observability.waits import LoggedWait
+from asynckv.types import KVFingerprint
+
+__all__ = ("LocalHolder",)
+
+_numbers = itertools.count(1)
+
+
+class LocalHolder:
+    """One local ``drop_select``. Each call counts as a consumer of its own."""
+
+    def __init__(self, ledger: Ledger, *, streams: bool) -> None:
+        self.consumer = f"local-{next(_numbers)}"
+        self.streams = streams
+        self._ledger = ledger
+        self._waiter: Waiter | None = None
+        self._lease: Lease | None = None
+        self._is_closed = False
+        self._aborted_by = ""
+        self._watchers: list[asyncio.Future[None]] = []
+
+    def select(self, query: Query, fingerprint: KVFingerprint | None) -> None:
+        """Ask for an entry; a lease may come at once. Never waits."""
+        self._waiter = self._ledger.select(query, self, fingerprint)
+
+    def forget(self) -> None:
+        """Wait no longer and give back what is held. Never waits."""
+        if self._waiter is not None:
+            self._ledger.forget(self._waiter)
+
+    def give_back_failed(self) -> None:
+        """As :meth:`forget`; the application had the entry and failed with it."""
+        if self._lease is not None:
+            self._ledger.give_back(self._lease, reached=self._lease.reached)
+        self.forget()
+
+    async def lease(self) -> Lease:
+        """Wait for an entry.
+
+        :raises BufferClosed: the buffer is closed
+        """
+        if self._lease is None and not self._is_closed:
+            with LoggedWait("drop_select", "a match", "an insert or aclose"):
+                while self._lease is None and not self._is_closed:
+                    await self._change()
+        if self._lease is None:
+            raise BufferClosed("the buffer was closed before an entry matched")
+        return self._lease
+
+    async def whole_lease(self) -> Lease:
+        """Wait for an entry and for all of its bytes.
+
+        An entry whose producer fails is not returned; the wait goes on.
+
+        :raises BufferClosed: the buffer is closed
+        """
+        while True:
+            lease = await self.lease()
+            while self._lease is lease and not lease.entry.complete:
+                await self._change()
+            if self._lease is lease:
+                return lease
+
+    async def landed(self, lease: Lease, count: int) -> None:
+        """Wait until more than ``count`` parts have landed, or the entry is whole.
+
+        :raises EntryAborted: the producer failed
+        """
+        entry: StoredEntry = lease.entry
+        while len(entry.landed) <= count and not entry.complete:
+            if self._aborted_by:
+                raise EntryAborted(reason=self._aborted_by)
+            await self._change()
+        if self._aborted_by:
+            raise EntryAborted(reason=self._aborted_by)
+
+    def may_charge(self, nbytes: int) -> bool:
+        return True  # the tensors are the caller's own from the start
+
+    def charge(self, nbytes: int) -> None:
+        pass
+
+    def leased(self, lease: Lease) -> None:
+        self._lease = lease
+        self._wake()
+
+    def part_landed(self, lease: Lease, index: int) -> None:
+        self._wake()
+
+    def completed(self, lease: Lease) -> None:
+        self._wake()
+
+    def retracted(self, lease: Lease) -> None:
+        self._lease = None
+        self._wake()
+
+    def aborted(self, lease: Lease, reason: str) -> None:
+        self._aborted_by = reason
+        self._wake()
+
+    def closed(self) -> None:
+        self._is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    async def _change(self) -> None:
+        watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watchers.append(watcher)
+        await watcher

@@ -1,0 +1,379 @@
+"""The lookup buffer itself, in the process that holds the entries."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
+
+import anyio
+import torch
+
+from asynckv.abc import (
+    InsertWriter,
+    KVEntry,
+    KVLookupBuffer,
+    KVTensors,
+    Match,
+    SelectStream,
+    TokenIds,
+)
+from asynckv.buffers.admission import Admission, Landed
+from asynckv.buffers.contents import check_names, flatten
+from asynckv.buffers.drop_select import PendingSelect
+from asynckv.buffers.entries import Draft, StoredEntry
+from asynckv.buffers.handover import check_targets, hand_over, lend
+from asynckv.buffers.holders import LocalHolder
+from asynckv.buffers.ledger import Ledger
+from asynckv.buffers.queries import (
+    Query,
+    as_mask,
+    as_tokens,
+    key_of,
+    make_query,
+)
+from asynckv.buffers.room import Room
+from asynckv.buffers.statistics import LookupStatistics
+from asynckv.buffers.streaming import LocalStream, LocalWriter
+from asynckv.errors import BufferClosed, LeaseLost
+from asynckv.loops import LoopBound
+from asynckv.protocol.digests import entry_digest
+from asynckv.protocol.frames import TensorRecord
+from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.views import spec_of
+from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
+
+__all__ = ("LookupBuffer", "make_draft")
+
+
+class LookupBuffer(LoopBound, KVLookupBuffer):
+    """Entries in this process's memory, for consumers here and, served, elsewhere.
+
+    ``max_bytes`` is a hard bound on the bytes held, tokens included. An entry
+    that fails in ``max_deliver`` consumers is dropped. ``max_hold_s`` bounds
+    how long a consumer may stay inside ``async with drop_select(...)``.
+    ``fingerprint`` says what model the entries belong to: only consumers with
+    an equal one find them.
+
+    Closing it refuses inserts, lets consumers take what is left for at most
+    ``drain_s`` (not at all when left by an error), then ends every wait with
+    ``BufferClosed``.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int | float | str = "2GiB",
+        *,
+        fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
+        max_deliver: int = 5,
+        max_hold_s: float | None = None,
+        drain_s: float = 30.0,
+        device: str | None = None,
+    ) -> None:
+        if device not in (None, "cpu"):
+            raise ValueError(f"device {device!r}: only 'cpu' memory is here yet")
+        if max_deliver < 1:
+            raise ValueError("max_deliver is at least 1")
+        self.fingerprint = KVFingerprint.of(fingerprint)
+        self.pool = CopyPool()
+        self._arena = HeapArena(parse_bytes(max_bytes))
+        self._drain_s = drain_s
+        self.room = Room(
+            give_room=lambda entry: self.ledger.give_room(entry),
+            adopt=lambda entry: self.ledger.adopt(entry),
+        )
+        self.ledger = Ledger(
+            self._arena,
+            max_deliver=max_deliver,
+            max_hold_s=max_hold_s,
+            changed=self.room.change,
+        )
+        self.admission = Admission(self.ledger, self.room)
+        self._is_closed = False
+
+    async def insert(
+        self,
+        input_tokens: TokenIds | None,
+        roi: TokenIds | None,
+        key: KVTensors,
+        value: KVTensors,
+        hidden: torch.Tensor | None,
+        *,
+        extras: Mapping[str, torch.Tensor] | None = None,
+        entry_id: str | None = None,
+        ttl_s: float | None = 600.0,
+        deliveries: int = 1,
+    ) -> str:
+        self._check_loop()
+        tensors = flatten(key, value, hidden, extras)
+        draft = make_draft(
+            input_tokens,
+            roi,
+            {name: spec_of(tensor) for name, tensor in tensors.items()},
+            entry_id=entry_id,
+            fingerprint=self.fingerprint,
+            ttl_s=ttl_s,
+            deliveries=deliveries,
+        )
+        digest = None
+        if entry_id is not None and self.ledger.known_digest(entry_id) is not None:
+            digests = await self.pool.digest(list(tensors.values()))
+            digest = entry_digest(
+                TensorRecord(name, spec, part)
+                for (name, spec), part in zip(draft.specs.items(), digests, strict=True)
+            )
+        await self.admission.insert(draft, _LocalSource(tensors, self.pool), digest)
+        return draft.entry_id
+
+    def drop_select(
+        self,
+        input_tokens: TokenIds | None = None,
+        roi: TokenIds | None = None,
+        *,
+        entry_id: str | None = None,
+        match: Match = "prefix",
+        min_matched_tokens: int = 1,
+        into: Mapping[str, torch.Tensor] | None = None,
+    ) -> PendingSelect:
+        query = make_query(
+            input_tokens,
+            roi,
+            entry_id=entry_id,
+            match=match,
+            min_matched_tokens=min_matched_tokens,
+        )
+        targets = check_targets(into)
+        return PendingSelect(
+            lambda: self._take(query, targets), lambda: self._borrow(query, targets)
+        )
+
+    async def peek(
+        self, input_tokens: TokenIds | None = None, roi: TokenIds | None = None
+    ) -> int:
+        self._check_loop()
+        tokens = as_tokens(input_tokens)
+        key = key_of(tokens, as_mask(roi, tokens))
+        return self.ledger.peek(Query(key), self.fingerprint) if key else 0
+
+    async def taken(self, entry_id: str) -> None:
+        self._check_loop()
+        await self.ledger.when_gone(entry_id)
+
+    async def withdraw(self, entry_id: str) -> bool:
+        self._check_loop()
+        return self.ledger.withdraw(entry_id)
+
+    @asynccontextmanager
+    async def open_insert(
+        self,
+        input_tokens: TokenIds | None,
+        roi: TokenIds | None,
+        specs: Mapping[str, TensorSpec],
+        *,
+        entry_id: str | None = None,
+        ttl_s: float | None = 600.0,
+        deliveries: int = 1,
+    ) -> AsyncIterator[InsertWriter]:
+        self._check_loop()
+        check_names(specs)
+        draft = make_draft(
+            input_tokens,
+            roi,
+            dict(specs),
+            entry_id=entry_id,
+            fingerprint=self.fingerprint,
+            ttl_s=ttl_s,
+            deliveries=deliveries,
+            streaming=True,
+        )
+        entry = await self.admission.begin(draft)
+        writer = LocalWriter(entry, self.ledger, self.pool)
+        try:
+            yield writer
+            writer.check_whole()
+        except BaseException:
+            self.admission.abort(entry)
+            raise
+        finally:
+            writer.close()
+        await self.admission.finish(entry)
+
+    @asynccontextmanager
+    async def open_drop_select(
+        self,
+        input_tokens: TokenIds | None = None,
+        roi: TokenIds | None = None,
+        *,
+        entry_id: str | None = None,
+        match: Match = "prefix",
+        min_matched_tokens: int = 1,
+        into: Mapping[str, torch.Tensor] | None = None,
+    ) -> AsyncIterator[SelectStream]:
+        self._check_selectable()
+        query = make_query(
+            input_tokens,
+            roi,
+            entry_id=entry_id,
+            match=match,
+            min_matched_tokens=min_matched_tokens,
+        )
+        targets = check_targets(into)
+        holder = LocalHolder(self.ledger, streams=True)
+        holder.select(query, self.fingerprint)
+        try:
+            lease = await holder.lease()
+            stream = LocalStream(holder, lease, self.pool, targets)
+            self.ledger.reach(lease)
+            yield stream
+        except Exception:
+            holder.give_back_failed()
+            raise
+        except BaseException:
+            holder.forget()
+            raise
+        stream.close()
+        self.ledger.acknowledge(lease)
+
+    def statistics(self) -> LookupStatistics:
+        ledger = self.ledger
+        now = self._loop.time() if self._loop is not None else 0.0
+        waiting = len(self.room)
+        counters = {
+            name: getattr(ledger.counters, name) for name in ledger.counters.__slots__
+        }
+        return LookupStatistics(
+            max_bytes=self._arena.max_bytes,
+            used_bytes=self._arena.used_bytes,
+            peak_bytes=self._arena.peak_bytes,
+            outside_bytes=ledger.outside_bytes,
+            entries=len(ledger.entries) - waiting,
+            leased=sum(bool(entry.leases) for entry in ledger.entries.values()),
+            waiting_inserts=waiting,
+            waiting_selects=ledger.waiting_count,
+            oldest_insert_wait_s=self.room.oldest_wait_s(now),
+            **counters,
+        )
+
+    async def aclose(self) -> None:
+        await self._close(self._drain_s)
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._close(self._drain_s if exc_type is None else 0)
+
+    def abort(self) -> None:
+        self.room.closed = True
+        self._is_closed = True
+        self.ledger.close()
+        self.room.change()
+        self.pool.close()
+
+    async def _close(self, drain_s: float) -> None:
+        self._check_loop()
+        with anyio.CancelScope(shield=True):
+            await self.room.aclose()
+            with anyio.move_on_after(drain_s):
+                await self.room.until(
+                    lambda: not self.ledger.entries or self._is_closed
+                )
+            self.abort()
+            await self.room.aclose()
+
+    def _check_selectable(self) -> None:
+        self._check_loop()
+        if self._is_closed:
+            raise BufferClosed("the buffer is closed")
+
+    async def _take(self, query: Query, targets: Mapping[str, torch.Tensor]) -> KVEntry:
+        self._check_selectable()
+        holder = LocalHolder(self.ledger, streams=False)
+        holder.select(query, self.fingerprint)
+        try:
+            while True:
+                lease = await holder.whole_lease()
+                entry = await hand_over(lease, self.pool, targets)
+                if lease.is_valid:
+                    self.ledger.acknowledge(lease)
+                    return entry
+        except BaseException:
+            holder.forget()
+            raise
+
+    @asynccontextmanager
+    async def _borrow(
+        self, query: Query, targets: Mapping[str, torch.Tensor]
+    ) -> AsyncIterator[KVEntry]:
+        self._check_selectable()
+        holder = LocalHolder(self.ledger, streams=False)
+        holder.select(query, self.fingerprint)
+        try:
+            lease = await holder.whole_lease()
+            entry = await lend(lease, self.pool, targets)
+            self.ledger.reach(lease)
+            yield entry
+        except Exception:
+            holder.give_back_failed()
+            raise
+        except BaseException:
+            holder.forget()
+            raise
+        self.ledger.acknowledge(lease)
+
+
+class _LocalSource:
+    """The caller's own tensors."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], pool: CopyPool) -> None:
+        self._tensors = list(tensors.values())
+        self._pool = pool
+
+    async def fill(self, entry: StoredEntry, landed: Landed) -> None:
+        targets = [
+            part.region.tensor(part.spec)
+            for part in entry.parts
+            if part.region is not None
+        ]
+        if len(targets) != len(self._tensors):
+            raise LeaseLost("the entry has left already")
+        digests = await self._pool.copy(self._tensors, targets)
+        for index, digest in enumerate(digests):
+            landed(index, digest)
+
+
+def make_draft(
+    input_tokens: TokenIds | None,
+    roi: TokenIds | None,
+    specs: dict[str, TensorSpec],
+    *,
+    entry_id: str | None,
+    fingerprint: KVFingerprint | None,
+    ttl_s: float | None,
+    deliveries: int,
+    streaming: bool = False,
+) -> Draft:
+    """Check what every insert says about its entry.
+
+    :raises ValueError: tokens and roi do not fit each other, or a number is out
+        of range
+    """
+    if deliveries < 1:
+        raise ValueError("deliveries is at least 1")
+    if ttl_s is not None and ttl_s < 0:
+        raise ValueError("ttl_s is not negative; None means no end")
+    tokens = as_tokens(input_tokens)
+    return Draft(
+        entry_id=uuid.uuid4().hex if entry_id is None else entry_id,
+        input_tokens=tokens,
+        roi=as_mask(roi, tokens),
+        specs=specs,
+        fingerprint=fingerprint,
+        ttl_s=ttl_s,
+        deliveries=deliveries,
+        streaming=streaming,
+    )

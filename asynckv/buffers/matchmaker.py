@@ -1,0 +1,133 @@
+"""Which entry for which query: rules of selection over the prefix indexes.
+
+Among entries the longest match wins, then the first in; among waiting queries
+the one that has waited longest. Only equal fingerprints match.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+
+from asynckv.buffers.entries import EntryState, StoredEntry, Waiter
+from asynckv.buffers.matching import PrefixIndex
+from asynckv.buffers.queries import Query
+from asynckv.buffers.waiters import WaitingQueries, matched_by_id
+from asynckv.types import KVFingerprint
+
+__all__ = ("Matchmaker", "find_by_id", "may_lease")
+
+_SELECTABLE = (
+    EntryState.WAITING,
+    EntryState.FILLING,
+    EntryState.STREAMING,
+    EntryState.READY,
+)
+
+
+class Matchmaker:
+    """Entries that can be selected and queries that wait. Changes no entry's state."""
+
+    def __init__(self) -> None:
+        self.waiting_count = 0
+        self._indexes: dict[KVFingerprint | None, PrefixIndex[StoredEntry]] = (
+            collections.defaultdict(PrefixIndex)
+        )
+        self._lines: dict[KVFingerprint | None, WaitingQueries] = (
+            collections.defaultdict(WaitingQueries)
+        )
+
+    def show(self, entry: StoredEntry) -> None:
+        """Make the index agree with the entry's state."""
+        index = self._indexes[entry.draft.fingerprint]
+        if entry.state is EntryState.GONE:
+            if entry.place is not None:
+                index.remove(entry.place)
+                entry.place = None
+        elif entry.place is not None:
+            (index.show if _has_delivery_left(entry) else index.hide)(entry.place)
+        elif _has_delivery_left(entry):
+            entry.place = index.add(entry.key(), entry.seq, entry)
+
+    def find(self, waiter: Waiter) -> tuple[StoredEntry, int] | None:
+        """Return the entry that a query without an id may have now, and its match."""
+        query = waiter.query
+        index = self._indexes[waiter.fingerprint]
+        if query.key is None:
+            first = index.first(accept=lambda entry: may_lease(entry, waiter))
+            return None if first is None else (first, 0)
+        return index.best(
+            query.key,
+            min_tokens=query.min_matched_tokens,
+            exact=query.match == "exact",
+            accept=lambda entry: may_lease(entry, waiter),
+        )
+
+    def next_for(self, entry: StoredEntry) -> tuple[Waiter, int] | None:
+        """Take the query out of the line that has waited longest for such an entry."""
+        if not _has_delivery_left(entry):
+            return None
+        line = self._lines[entry.draft.fingerprint]
+        found = line.oldest(entry, lambda waiter: may_lease(entry, waiter))
+        if found is not None:
+            self.dequeue(found[0])
+        return found
+
+    def peek(self, query: Query, fingerprint: KVFingerprint | None) -> int:
+        """Return the longest match among entries that could be selected now."""
+        if query.key is None:
+            return 0
+        found = self._indexes[fingerprint].best(query.key)
+        return 0 if found is None else found[1]
+
+    def enqueue(self, waiter: Waiter) -> None:
+        """Let the query wait, in the place its ``seq`` gives."""
+        self.waiting_count += 1
+        waiter.is_waiting = True
+        self._lines[waiter.fingerprint].add(waiter)
+
+    def dequeue(self, waiter: Waiter) -> None:
+        """The query waits no longer; nothing happens if it does not wait."""
+        if waiter.is_waiting:
+            waiter.is_waiting = False
+            self.waiting_count -= 1
+            self._lines[waiter.fingerprint].remove(waiter)
+
+    def everyone(self) -> Iterator[Waiter]:
+        """Take every waiting query out of its line."""
+        for line in self._lines.values():
+            for waiter in line.everyone():
+                waiter.is_waiting = False
+                self.waiting_count -= 1
+                yield waiter
+
+
+def may_lease(entry: StoredEntry, waiter: Waiter) -> bool:
+    """May this query's consumer have a delivery of the entry now?"""
+    if entry.draft.fingerprint != waiter.fingerprint or not _has_delivery_left(entry):
+        return False
+    if entry.state is EntryState.FILLING and waiter.holder.streams:
+        return False  # an insert that fails must leave no trace in an application
+    consumer = waiter.holder.consumer
+    if entry.draft.deliveries > 1 and (
+        consumer in entry.takers
+        or any(held.holder.consumer == consumer for held in entry.leases.values())
+    ):
+        return False
+    outside = entry.state is EntryState.WAITING
+    return not outside or waiter.holder.may_charge(entry.nbytes)
+
+
+def find_by_id(
+    entries: dict[str, StoredEntry], waiter: Waiter
+) -> tuple[StoredEntry, int] | None:
+    """Return the entry of the query's id, if it may be had and its tokens agree."""
+    entry = entries.get(waiter.query.entry_id or "")
+    if entry is None or not may_lease(entry, waiter):
+        return None
+    matched = matched_by_id(waiter, entry)
+    return None if matched is None else (entry, matched)
+
+
+def _has_delivery_left(entry: StoredEntry) -> bool:
+    return entry.state in _SELECTABLE and len(entry.leases) < entry.deliveries_left

@@ -1,0 +1,134 @@
+"""Room in a buffer: first come, first served, on one Condition.
+
+Tickets are the entries themselves. An entry that somebody selected while it
+waited needs no room for now and lets others pass, but keeps its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from asynckv.buffers.entries import EntryState, StoredEntry
+from asynckv.errors import BufferClosed, EntryAborted
+from asynckv.observability.waits import LoggedWait
+
+__all__ = ("Room",)
+
+
+class Room:
+    """The line of entries that have no room in the arena yet.
+
+    ``give_room`` and ``adopt`` try to take memory for the first in line.
+    """
+
+    def __init__(
+        self,
+        give_room: Callable[[StoredEntry], bool],
+        adopt: Callable[[StoredEntry], bool],
+    ) -> None:
+        self._give_room = give_room
+        self._adopt = adopt
+        self._line: dict[int, tuple[StoredEntry, float]] = {}
+        self._changed = asyncio.Condition()
+        self._notifying: asyncio.Task[None] | None = None
+        self._waiting = 0
+        self.closed = False
+
+    def __len__(self) -> int:
+        return sum(
+            entry.state is EntryState.WAITING for entry, _ in self._line.values()
+        )
+
+    def __contains__(self, seq: object) -> bool:
+        return seq in self._line
+
+    def oldest_wait_s(self, now: float) -> float:
+        """How long the first in line has waited."""
+        for entry, since in self._line.values():
+            if entry.state is EntryState.WAITING:
+                return now - since
+        return 0.0
+
+    def join(self, entry: StoredEntry) -> bool:
+        """Get in line; ``True`` if there was nobody and room was had at once.
+
+        :raises BufferClosed: no more entries are taken
+        """
+        if self.closed:
+            raise BufferClosed("the buffer takes no more entries")
+        if not self._line and self._give_room(entry):
+            return True
+        self._line[entry.seq] = (entry, asyncio.get_running_loop().time())
+        return False
+
+    def quit(self, entry: StoredEntry) -> None:
+        """Leave the line; nothing happens if the entry is not in it."""
+        if self._line.pop(entry.seq, None) is not None:
+            self.change()
+
+    async def turn(self, entry: StoredEntry) -> None:
+        """Wait until the entry has room, or was selected without.
+
+        Cancelling leaves the entry in line: whoever cancels calls :meth:`quit`.
+
+        :raises BufferClosed: the buffer was closed meanwhile
+        :raises EntryAborted: the entry was withdrawn meanwhile
+        """
+        self.advance()
+        if entry.state is EntryState.WAITING and not self.closed:
+            who = f"insert of {entry.entry_id} ({entry.nbytes} bytes)"
+            with LoggedWait(who, "room", "a drop_select, a withdraw or aclose"):
+                await self.until(
+                    lambda: entry.state is not EntryState.WAITING or self.closed
+                )
+        if entry.state is EntryState.GONE and entry.left_by:
+            raise EntryAborted(reason=entry.left_by)
+        if entry.state is EntryState.WAITING:
+            raise BufferClosed("the buffer was closed while the insert waited")
+
+    async def until(self, predicate: Callable[[], bool]) -> None:
+        """Wait for a change of any state. Cancelling leaves no trace."""
+        if predicate():
+            return
+        self._waiting += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(predicate)
+        finally:
+            self._waiting -= 1
+
+    def change(self) -> None:
+        """Room or a state may have changed. Never waits."""
+        self.advance()
+        # A Condition is notified under its lock, which a plain function cannot take.
+        if self._waiting and (self._notifying is None or self._notifying.done()):
+            self._notifying = asyncio.get_running_loop().create_task(
+                self._notify(), name="asynckv: room has changed"
+            )
+
+    def advance(self) -> None:
+        """Give room to the first in line, and to the next, while it lasts."""
+        for seq, (entry, _) in list(self._line.items()):
+            if entry.state is EntryState.DIRECT:
+                continue
+            if entry.state is EntryState.WAITING:
+                moved = not self.closed and self._give_room(entry)
+            elif entry.state is EntryState.STREAMING and not entry.in_arena:
+                moved = self._adopt(entry)
+            else:
+                moved = True
+            if not moved:
+                break
+            self._line.pop(seq, None)
+
+    async def aclose(self) -> None:
+        """Refuse whoever waits or comes. Waits for the last notification."""
+        self.closed = True
+        self.change()
+        if self._notifying is not None:
+            await asyncio.wait({self._notifying})
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,62 @@
+"""What a buffer tells about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ("Counters", "LookupStatistics")
+
+
+@dataclasses.dataclass(slots=True)
+class Counters:
+    """What has happened since the buffer was made."""
+
+    inserted: int = 0
+    delivered: int = 0
+    acknowledged: int = 0
+    given_back: int = 0
+    lapsed: int = 0
+    retracted: int = 0
+    expired: int = 0
+    withdrawn: int = 0
+    undeliverable: int = 0
+    aborted: int = 0
+    direct: int = 0
+    room_waits: int = 0
+    match_waits: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupStatistics:
+    """A lookup buffer at one moment. Bytes are of the arena unless said otherwise.
+
+    ``entries`` are committed or streaming, ``leased`` of them held by a
+    consumer; ``waiting_inserts`` wait for room (``oldest_insert_wait_s`` the
+    first of them), ``waiting_selects`` for a match. ``outside_bytes`` went
+    straight to consumers and are charged to them. The counters count since the
+    buffer was made; ``expired``, ``withdrawn`` and ``undeliverable`` are the
+    three named exceptions to "never lose".
+    """
+
+    max_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    outside_bytes: int
+    entries: int
+    leased: int
+    waiting_inserts: int
+    waiting_selects: int
+    oldest_insert_wait_s: float
+    inserted: int
+    delivered: int
+    acknowledged: int
+    given_back: int
+    lapsed: int
+    retracted: int
+    expired: int
+    withdrawn: int
+    undeliverable: int
+    aborted: int
+    direct: int
+    room_waits: int
+    match_waits: int

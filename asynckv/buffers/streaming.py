@@ -1,0 +1,163 @@
+"""Layer by layer, locally: the writer of an entry and the reader of one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import torch
+
+from asynckv.abc import InsertWriter, SelectStream
+from asynckv.buffers.entries import EntryState, Lease, StoredEntry
+from asynckv.buffers.handover import match_targets, tensors_of
+from asynckv.buffers.holders import LocalHolder
+from asynckv.buffers.ledger import Ledger
+from asynckv.errors import EntryAborted, LeaseLost
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.views import spec_of
+from asynckv.types import TensorSpec
+
+__all__ = ("LocalStream", "LocalWriter", "check_put")
+
+
+class LocalWriter(InsertWriter):
+    """Copies each tensor into the entry's memory."""
+
+    def __init__(self, entry: StoredEntry, ledger: Ledger, pool: CopyPool) -> None:
+        self.entry_id = entry.entry_id
+        self._entry = entry
+        self._ledger = ledger
+        self._pool = pool
+        self._put: set[str] = set()
+        self._is_closed = False
+        self._indexes = {part.name: i for i, part in enumerate(entry.parts)}
+
+    async def put(self, name: str, tensor: torch.Tensor) -> None:
+        if self._is_closed:
+            raise RuntimeError("the writer was left already")
+        check_put(self._entry.draft.specs, self._put, name, tensor)
+        if self._entry.state is EntryState.GONE:
+            if self._entry.left_by:
+                raise EntryAborted(reason=self._entry.left_by)
+            self._put.add(name)  # acknowledged early: nobody needs the rest
+            return
+        index = self._indexes[name]
+        part = self._entry.parts[index]
+        if part.region is None:
+            raise EntryAborted(reason="producer")
+        self._put.add(name)
+        try:
+            target = part.region.tensor(part.spec)
+            (digest,) = await self._pool.copy([tensor], [target])
+        except BaseException:
+            self._put.discard(name)
+            raise
+        self._ledger.landed(self._entry, index, digest)
+
+    def check_whole(self) -> None:
+        """Refuse to commit what is not whole.
+
+        :raises ValueError: a declared tensor was never put
+        """
+        missing = [name for name in self._indexes if name not in self._put]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} declared tensors were never put: "
+                f"{', '.join(missing[:5])}; the entry is aborted"
+            )
+
+    def close(self) -> None:
+        """No more puts."""
+        self._is_closed = True
+
+
+class LocalStream(SelectStream):
+    """Copies each tensor out as it lands. The iteration and ``wait_for`` may mix."""
+
+    def __init__(
+        self,
+        holder: LocalHolder,
+        lease: Lease,
+        pool: CopyPool,
+        targets: Mapping[str, torch.Tensor],
+    ) -> None:
+        entry = lease.entry
+        match_targets(entry.draft.specs, targets)
+        self.entry_id = entry.entry_id
+        self.attempt = lease.attempt
+        self.matched_tokens = lease.matched_tokens
+        self.input_tokens = _clone(entry.input_tokens)
+        self.roi = _clone(entry.roi)
+        self.specs: Mapping[str, TensorSpec] = dict(entry.draft.specs)
+        self._holder = holder
+        self._lease = lease
+        self._pool = pool
+        self._targets = targets
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._copying = asyncio.Lock()
+        self._next = 0
+        self._is_closed = False
+
+    async def __anext__(self) -> tuple[str, torch.Tensor]:
+        entry = self._lease.entry
+        await self._wait_for_landed(self._next)
+        if self._next >= len(entry.parts):
+            raise StopAsyncIteration
+        index = entry.landed[self._next]
+        tensor = await self._tensor(index)
+        self._next += 1
+        return entry.parts[index].name, tensor
+
+    async def wait_for(self, name: str) -> torch.Tensor:
+        parts = self._lease.entry.parts
+        if name not in self.specs:
+            raise KeyError(name)
+        index = next(i for i, part in enumerate(parts) if part.name == name)
+        while parts[index].digest is None:
+            await self._wait_for_landed(len(self._lease.entry.landed))
+        return await self._tensor(index)
+
+    def close(self) -> None:
+        """No more tensors."""
+        self._is_closed = True
+
+    async def _wait_for_landed(self, count: int) -> None:
+        if self._is_closed:
+            raise RuntimeError("the stream was left already")
+        await self._holder.landed(self._lease, count)
+
+    async def _tensor(self, index: int) -> torch.Tensor:
+        async with self._copying:
+            if index not in self._tensors:
+                if not self._lease.is_valid:
+                    raise LeaseLost("the entry was taken back while it was read")
+                part = self._lease.entry.parts[index]
+                (tensor,) = await tensors_of([part], self._pool, self._targets)
+                self._tensors[index] = tensor
+        return self._tensors[index]
+
+
+def check_put(
+    specs: Mapping[str, TensorSpec],
+    already_put: set[str],
+    name: str,
+    tensor: torch.Tensor,
+) -> None:
+    """Refuse a tensor that was not declared so.
+
+    :raises ValueError: unknown name, put before, other shape or dtype
+    """
+    if name not in specs:
+        raise ValueError(f"{name!r} was not declared; declared: {', '.join(specs)}")
+    if name in already_put:
+        raise ValueError(f"{name!r} was put before")
+    found = spec_of(tensor)
+    if found != specs[name]:
+        raise ValueError(
+            f"{name!r} is {found.dtype} {found.shape}, declared was "
+            f"{specs[name].dtype} {specs[name].shape}"
+        )
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()

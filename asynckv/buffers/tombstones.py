@@ -1,0 +1,57 @@
+"""What is remembered of entries that left, so that a repeated insert is harmless."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+__all__ = ("Tombstone", "Tombstones")
+
+MAX_COUNT = 65_536
+MAX_AGE_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tombstone:
+    """How an entry left. ``reason`` is empty if by its last acknowledgement."""
+
+    reason: str
+    digest: bytes
+    tokens: frozenset[bytes]
+    left_at: float
+
+
+class Tombstones:
+    """Bounded by count and by age, oldest forgotten first."""
+
+    def __init__(
+        self, max_count: int = MAX_COUNT, max_age_s: float = MAX_AGE_S
+    ) -> None:
+        self._max_count = max_count
+        self._max_age_s = max_age_s
+        self._stones: collections.OrderedDict[str, Tombstone] = (
+            collections.OrderedDict()
+        )
+
+    def __len__(self) -> int:
+        return len(self._stones)
+
+    def bury(self, entry_id: str, stone: Tombstone) -> None:
+        """Remember that the entry left."""
+        self._stones.pop(entry_id, None)
+        self._stones[entry_id] = stone
+        while len(self._stones) > self._max_count:
+            self._stones.popitem(last=False)
+
+    def find(self, entry_id: str, now: float) -> Tombstone | None:
+        """Return how the entry left, unless that is forgotten or unknown."""
+        while self._stones:
+            oldest = next(iter(self._stones.values()))
+            if now - oldest.left_at <= self._max_age_s:
+                break
+            self._stones.popitem(last=False)
+        return self._stones.get(entry_id)
+
+    def forget(self, entry_id: str) -> None:
+        """The id is used anew."""
+        self._stones.pop(entry_id, None)
