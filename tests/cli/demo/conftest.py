@@ -1,0 +1,98 @@
+"""A report such as a run of the demo leaves behind, with made-up figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynckv.cli.demo.report import (
+    BackpressureReport,
+    BackpressureSample,
+    DemoReport,
+    HandOver,
+    LayerTrace,
+    Recompute,
+    Survival,
+)
+
+__all__ = ("sample_report",)
+
+TOKENS = tuple(range(40))
+
+
+def hand_over(title: str, *, layerwise: bool, layers: int = 30) -> HandOver:
+    """Return a hand-over in which each layer computes for 80 ms."""
+    end_s = layers * 0.08
+    traces = tuple(
+        LayerTrace(
+            name=f"layers.{index}",
+            compute_start_s=index * 0.08,
+            compute_end_s=index * 0.08 + 0.079,
+            handed_s=index * 0.08 + 0.04 if layerwise else end_s,
+            landed_s=index * 0.08 + 0.055 if layerwise else end_s + 0.11,
+        )
+        for index in range(layers)
+    )
+    landed_s = traces[-1].landed_s
+    return HandOver(
+        title=title,
+        prefill_s=end_s,
+        landed_s=landed_s,
+        first_token_s=max(end_s, landed_s) + 0.03,
+        prompt_positions=1,
+        attempt=1,
+        tokens=TOKENS,
+        layers=traces,
+    )
+
+
+def backpressure() -> BackpressureReport:
+    """Return a buffer that fills up at once and then stays full."""
+    filling = [0, 84, 168, 168, 84, 168, 168, 84, 168, 168, 84, 84, 0]
+    samples = tuple(
+        BackpressureSample(
+            at_s=100 + index * 0.2,
+            buffered_bytes=megabytes * 10**6,
+            resident_bytes=900 * 10**6,
+            waiting=1 if megabytes == 168 else 0,
+        )
+        for index, megabytes in enumerate(filling)
+    )
+    return BackpressureReport(
+        entries=6,
+        entry_bytes=84_000_000,
+        max_bytes=210_000_000,
+        longest_wait_s=0.62,
+        peak_bytes=168_000_000,
+        resident_growth_bytes=300_000,
+        worst_lag_s=0.004,
+        samples=samples,
+    )
+
+
+@pytest.fixture
+def sample_report() -> DemoReport:
+    """Return the report of a run in which all went well."""
+    return DemoReport(
+        model="SmolLM2-135M-Instruct",
+        prompt_tokens=1822,
+        kv_bytes=83_957_760,
+        prefill_pid=4711,
+        decode_pid=4712,
+        transport="tcp, inline",
+        recompute=Recompute(first_token_s=2.45, prompt_positions=1822, tokens=TOKENS),
+        bulk=hand_over("Bulk", layerwise=False),
+        layerwise=hand_over("Layer-wise", layerwise=True),
+        backpressure=backpressure(),
+        survival=Survival(
+            killed_pid=4712,
+            landed_before=12,
+            prefill_running=True,
+            back_after_s=0.012,
+            successor_pid=4799,
+            taken_over=hand_over("Taken over", layerwise=True),
+        ),
+        prefill_lag_s=0.0061,
+        decode_lag_s=0.0049,
+        text='They built a rope, so that <each> portion could "leave" at once.',
+        seconds=48.0,
+    )
