@@ -61,4 +61,5 @@ def decode_chunk_header(data: bytes | bytearray | memoryview) -> Chunk:
         raise RemoteProtocolError("a chunk header was cut short")
     if header.payload_bytes == 0:
         raise RemoteProtocolError("a chunk without bytes")
-    return Chunk(*_PLACE.unpack_from(data, HEADER_BYTES), header.payload_bytes)
+    transfer, part, offset = _PLACE.unpack_from(data, HEADER_BYTES)
+    return Chunk(transfer, part, offset, header.payload_bytes)

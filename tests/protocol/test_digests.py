@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from asynckv.protocol.digests import (
     DIGEST_NBYTES,

@@ -5,8 +5,7 @@ import mmap
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from asynckv.tensors.views import (
     bytes_of,
