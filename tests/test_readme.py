@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import asynckv
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(ROOT.glob("*.md"))
+README = (ROOT / "README.md").read_text()
+
+
+def python_snippets() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_first_snippet_does_what_it_says() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", python_snippets()[0]],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.stdout, done.stderr) == ("1500 True\n", "")
+
+
+def test_every_name_that_the_readme_promises_is_there() -> None:
+    named = set(re.findall(r"asynckv\.(\w+)", README))
+    assert named <= set(asynckv.__all__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
+def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
+    assert [target for target in targets if not (ROOT / target).exists()] == []
