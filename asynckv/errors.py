@@ -124,7 +124,13 @@ class IncompatiblePeer(AsyncKVError):
 
 
 class PeerLost(AsyncKVError, ConnectionError):
-    """The connection to the peer ended without a goodbye."""
+    """The connection to the peer ended without a goodbye.
+
+    Where the end of a link is told to those who use it, ``goodbye`` says that
+    one of the two sides closed it cleanly.
+    """
+
+    goodbye: bool = False
 
 
 class PipeBroken(PeerLost):

@@ -1,0 +1,101 @@
+"""Errors on the wire: what one side raised, raised again on the other.
+
+Only errors in the table cross, by the name of their class. Anything else is a
+fault of the side where it happened and becomes a plain sentence. Paths,
+addresses and object ids never leave this process.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, TypeAlias
+
+from asynckv import errors
+from asynckv.errors import (
+    AsyncKVError,
+    EntryAborted,
+    EntryTooLarge,
+    IncompatiblePeer,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from asynckv.protocol.frames import Failure, Refuse
+
+__all__ = ("PeerError", "from_failure", "from_refuse", "to_failure", "to_refuse")
+
+PeerError: TypeAlias = AsyncKVError | KeyError | ValueError
+
+_MAX_ID: Final = 256
+_MAX_TEXT: Final = 2048
+_UNKNOWN: Final = "the peer failed; its log says why"
+
+_TABLE: Final[dict[str, type[AsyncKVError]]] = {
+    name: getattr(errors, name) for name in errors.__all__
+}
+# What the peer did wrong, as it says, is what we did wrong.
+_MIRRORED: Final[dict[type[BaseException], type[AsyncKVError]]] = {
+    LocalProtocolError: RemoteProtocolError,
+    RemoteProtocolError: LocalProtocolError,
+}
+_PRIVATE: Final = re.compile(
+    r"0x[0-9a-fA-F]+"  # where an object lives
+    r"|(?<![\w.:/])(?:~|\.{1,2})?/[\w.@+-]+(?:/[\w.@+-]+)*/?"  # a path
+    r"|\b(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?\b"  # an IPv4 address
+    r"|\[[0-9a-fA-F:]+\](?::\d+)?"  # an IPv6 address
+    r"|\b(?:tcp|unix|tls|mem)://\S+"
+)
+
+
+def _publish(text: str) -> str:
+    return _PRIVATE.sub("...", text)[:_MAX_TEXT]
+
+
+def to_failure(exc: BaseException) -> Failure:
+    """Return the frame that tells the peer of ``exc``."""
+    if isinstance(exc, KeyError):
+        return Failure("KeyError", _publish(str(exc.args[0]) if exc.args else ""))
+    if isinstance(exc, ValueError):
+        return Failure("ValueError", _publish(str(exc)))
+    if not isinstance(exc, AsyncKVError):
+        return Failure("AsyncKVError", _UNKNOWN)
+    code = _MIRRORED.get(type(exc), type(exc)).__name__
+    code = code if code in _TABLE else "AsyncKVError"
+    message = _publish(exc.message)
+    if isinstance(exc, EntryTooLarge):
+        return Failure(code, message, nbytes=exc.nbytes, max_bytes=exc.max_bytes)
+    if isinstance(exc, EntryAborted):
+        return Failure(code, message, reason=exc.reason[:_MAX_ID])
+    if isinstance(exc, IncompatiblePeer):
+        return Failure(code, message, reason=exc.field[:_MAX_ID])
+    return Failure(code, message)
+
+
+def from_failure(failure: Failure) -> PeerError:
+    """Return the exception that ``failure`` tells of. Never raises."""
+    message = failure.message
+    if failure.code == "KeyError":
+        return KeyError(message)
+    if failure.code == "ValueError":
+        return ValueError(message)
+    kind = _TABLE.get(failure.code, AsyncKVError)
+    if issubclass(kind, EntryTooLarge):
+        return kind(message, nbytes=failure.nbytes, max_bytes=failure.max_bytes)
+    if issubclass(kind, EntryAborted):
+        return kind(message, reason=failure.reason)
+    if issubclass(kind, IncompatiblePeer):
+        return kind(message, field=failure.reason)
+    return kind(message)
+
+
+def to_refuse(exc: BaseException) -> Refuse:
+    """Return the frame that tells the peer why it is not let in, or no longer."""
+    failure = to_failure(exc)
+    return Refuse(failure.code, failure.message, field=failure.reason)
+
+
+def from_refuse(refuse: Refuse) -> AsyncKVError:
+    """Return the exception that ``refuse`` tells of. Never raises."""
+    error = from_failure(Failure(refuse.code, refuse.message, reason=refuse.field))
+    if isinstance(error, AsyncKVError):
+        return error
+    return AsyncKVError(refuse.message)

@@ -1,0 +1,274 @@
+"""One side of an open link: its streams, its pings, its goodbye. No I/O.
+
+Feed it what was received, take its events; send through it, and take from its
+outbox the bytes to write. Each stream carries what its owner attached to it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Final, Generic, NamedTuple, TypeVar, get_args
+
+from asynckv.errors import LocalProtocolError, RemoteProtocolError
+from asynckv.protocol.codec import Buffer, FrameDecoder
+from asynckv.protocol.failures import from_refuse, to_refuse
+from asynckv.protocol.frames import (
+    Accepted,
+    Attach,
+    Attached,
+    Cancelled,
+    Failure,
+    Frame,
+    Goodbye,
+    Hello,
+    Limits,
+    OpeningFrame,
+    OpenPipe,
+    Ping,
+    Pong,
+    Refuse,
+    Result,
+    Welcome,
+)
+from asynckv.protocol.outbox import Outbox
+
+__all__ = ("Came", "Event", "Farewell", "Opened", "Session", "is_final")
+
+T = TypeVar("T")
+
+_OPENING: Final = frozenset(get_args(OpeningFrame))
+_FINAL: Final = frozenset({Accepted, Result, Failure, Cancelled})
+_OF_THE_LINK: Final = frozenset(
+    {Hello, Welcome, Refuse, Attach, Attached, Ping, Pong, Goodbye}
+)
+_MAX_STREAM: Final = 2**32 - 1
+
+
+class Opened(NamedTuple):
+    """The peer opens a stream; attach something to it, or it is ignored."""
+
+    stream: int
+    frame: OpeningFrame
+    body: bytes
+
+
+class Came(NamedTuple, Generic[T]):
+    """A frame for the stream to which ``owner`` was attached."""
+
+    owner: T
+    frame: Frame
+    body: bytes
+
+
+class Farewell(NamedTuple):
+    """The peer closes cleanly; nothing follows."""
+
+    reason: str
+
+
+Event = Opened | Came[T] | Farewell
+
+
+class _Over(enum.Enum):
+    FORGOTTEN = enum.auto()
+
+
+def is_final(frame: Frame) -> bool:
+    """Whether ``frame`` is a responder's last one (of any stream but a pipe)."""
+    return type(frame) in _FINAL
+
+
+class Session(Generic[T]):
+    """The state of one side of a link, from the Welcome to the goodbye.
+
+    A stream is over with the responder's final frame, on both sides; one that
+    was opened by ``OpenPipe`` with a Failure, or when its owner closes it. A requester
+    that closes a stream early no longer hears of it, but it counts towards
+    ``max_streams`` until the final frame has come.
+    """
+
+    def __init__(self, limits: Limits, *, dialled: bool) -> None:
+        self.limits = limits
+        self.outbox = Outbox(limits, own_parity=1 if dialled else 0)
+        self.unanswered_ping: int | None = None
+        self._decoder = FrameDecoder(limits)
+        self._parity = 1 if dialled else 0
+        self._last_own = -1 if dialled else 0
+        self._last_theirs = 0 if dialled else -1
+        self._streams: dict[int, T | _Over] = {}
+        self._pipes: set[int] = set()
+        self._own_count = 0
+        self._their_count = 0
+        self._ended = False
+
+    @property
+    def is_between_frames(self) -> bool:
+        """Whether the peer may hang up here without cutting a frame."""
+        return self._decoder.is_idle
+
+    @property
+    def owners(self) -> list[T]:
+        """What is attached to the streams that are not over."""
+        return [o for o in self._streams.values() if not isinstance(o, _Over)]
+
+    def next_stream(self) -> int:
+        """Return the id for the next stream of this side.
+
+        :raises LocalProtocolError: too many streams are open, or ids are used up
+        """
+        if self._own_count >= self.limits.max_streams:
+            raise LocalProtocolError(
+                f"{self._own_count} requests are open on this link already",
+                hint="wait for some of them, or raise Limits.max_streams on both sides",
+            )
+        if self._last_own + 2 > _MAX_STREAM:
+            raise LocalProtocolError("this link has used up its streams; reconnect")
+        return self._last_own + 2
+
+    def open(
+        self, stream: int, owner: T, frame: OpeningFrame, body: Buffer = b""
+    ) -> None:
+        """Open ``stream`` (from :meth:`next_stream`) and queue its first frame.
+
+        :raises LocalProtocolError: the frame is too long; nothing was opened
+        """
+        self.outbox.put(stream, frame, body)
+        self._last_own = stream
+        self._own_count += 1
+        self._streams[stream] = owner
+        if type(frame) is OpenPipe:
+            self._pipes.add(stream)
+
+    def attach(self, stream: int, owner: T) -> None:
+        """Make ``owner`` the one who hears of a stream that the peer opened."""
+        if stream in self._streams:
+            self._streams[stream] = owner
+
+    def send(self, stream: int, frame: Frame, body: Buffer = b"") -> bool:
+        """Queue one frame; ``False``, and nothing, if the stream is over.
+
+        :raises LocalProtocolError: the frame is too long; nothing was queued
+        """
+        if stream not in self._streams:
+            return False
+        self.outbox.put(stream, frame, body)
+        if type(frame) in _FINAL and not self._is_own(stream):
+            self._finish(stream, frame)
+        return True
+
+    def close(self, stream: int) -> None:
+        """Forget the owner of ``stream``; later frames for it are ignored."""
+        if stream not in self._streams:
+            return
+        if self._is_own(stream) and stream not in self._pipes:
+            self._streams[stream] = _Over.FORGOTTEN
+        else:
+            self._remove(stream)
+
+    def ping(self, nonce: int) -> None:
+        """Queue a heartbeat, before everything that waits."""
+        self.unanswered_ping = nonce
+        self.outbox.put_first(Ping(nonce))
+
+    def say_goodbye(self, reason: str = "") -> None:
+        """Queue the goodbye, behind everything that waits; open no more."""
+        self._streams.clear()
+        self.outbox.put_last(Goodbye(reason[:2048]))
+
+    def refuse(self, error: Exception) -> None:
+        """Queue the last word of a broken link; nothing else is sent any more."""
+        self._streams.clear()
+        self._ended = True
+        self.outbox.clear()
+        self.outbox.put_first(to_refuse(error))
+
+    def receive(self, data: Buffer) -> Iterator[Event[T]]:
+        """Accept ``data`` and yield what it means. Iterate to the end.
+
+        :raises RemoteProtocolError: the peer broke the rules; the link is dead
+        :raises LocalProtocolError: the peer says that we did
+        """
+        if self._ended:
+            return
+        for stream, frame, body in self._decoder.feed(data):
+            event = self._judge(stream, frame, body)
+            if event is not None:
+                yield event
+            if self._ended:
+                return
+
+    def _judge(self, stream: int, frame: Frame, body: bytes) -> Event[T] | None:
+        if not stream:
+            return self._hear(frame, body)
+        if type(frame) in _OF_THE_LINK:
+            raise RemoteProtocolError(f"{type(frame).__name__} on a stream")
+        if type(frame) in _OPENING:
+            return self._begin(stream, frame, body)
+        owner = self._streams.get(stream)
+        if owner is None:
+            last = self._last_own if self._is_own(stream) else self._last_theirs
+            if stream > last:
+                raise RemoteProtocolError(
+                    f"{type(frame).__name__} for stream {stream}, never opened"
+                )
+            return None
+        if type(frame) in _FINAL:
+            if not self._is_own(stream) and stream not in self._pipes:
+                raise RemoteProtocolError(
+                    f"{type(frame).__name__} from the side that asks"
+                )
+            self._finish(stream, frame)
+        return None if isinstance(owner, _Over) else Came(owner, frame, body)
+
+    def _hear(self, frame: Frame, body: bytes) -> Farewell | None:
+        kind = type(frame)
+        if body:
+            raise RemoteProtocolError(f"{kind.__name__} with a body")
+        if isinstance(frame, Ping):
+            self.outbox.put_first(Pong(frame.nonce))
+        elif isinstance(frame, Pong):
+            if frame.nonce == self.unanswered_ping:
+                self.unanswered_ping = None
+        elif isinstance(frame, Goodbye):
+            self._ended = True
+            return Farewell(frame.reason)
+        elif isinstance(frame, Refuse):
+            self._ended = True
+            raise LocalProtocolError(
+                f"the peer closed the link: {from_refuse(frame).message}"
+            )
+        else:
+            raise RemoteProtocolError(f"{kind.__name__} on an open link")
+        return None
+
+    def _begin(self, stream: int, frame: Frame, body: bytes) -> Opened:
+        if self._is_own(stream) or stream <= self._last_theirs:
+            raise RemoteProtocolError(
+                f"{type(frame).__name__} opens stream {stream}, which it cannot"
+            )
+        if self._their_count >= self.limits.max_streams:
+            raise RemoteProtocolError(
+                f"more than {self.limits.max_streams} streams at a time"
+            )
+        self._last_theirs = stream
+        self._their_count += 1
+        self._streams[stream] = _Over.FORGOTTEN
+        if type(frame) is OpenPipe:
+            self._pipes.add(stream)
+        return Opened(stream, frame, body)  # type: ignore[arg-type]
+
+    def _is_own(self, stream: int) -> bool:
+        return stream & 1 == self._parity
+
+    def _finish(self, stream: int, frame: Frame) -> None:
+        if stream not in self._pipes or type(frame) is Failure:
+            self._remove(stream)
+
+    def _remove(self, stream: int) -> None:
+        del self._streams[stream]
+        self._pipes.discard(stream)
+        if self._is_own(stream):
+            self._own_count -= 1
+        else:
+            self._their_count -= 1
