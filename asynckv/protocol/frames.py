@@ -22,6 +22,8 @@ __all__ = (
     "Attached",
     "Cancel",
     "Cancelled",
+    "Commit",
+    "Complete",
     "Contains",
     "Contents",
     "Delete",
@@ -45,6 +47,7 @@ __all__ = (
     "Pong",
     "Push",
     "Put",
+    "Reached",
     "Read",
     "Refuse",
     "Result",
@@ -323,8 +326,8 @@ class Flushed(_Base, frozen=True, tag="flushed"):
 class Offer(_Base, frozen=True, tag="offer"):
     """A lease. Body: :class:`Contents`, tokens, roi, inline tensors.
 
-    ``landed`` tells how many parts are there already (the others follow as
-    they land); ``attempt`` counts deliveries of the entry.
+    An offer that is not ``complete`` may still be retracted; its parts come as
+    they land, then a :class:`Complete`. ``attempt`` counts deliveries.
     """
 
     transfer: _Count
@@ -333,17 +336,38 @@ class Offer(_Base, frozen=True, tag="offer"):
     token: _Token = b""
     attempt: _Count = 1
     matched_tokens: _Count = 0
-    digest: _Digest = b""
+    complete: bool = True
+
+
+class Complete(_Base, frozen=True, tag="complete"):
+    """Every part of an offer that began incomplete has landed: it is committed."""
+
+    transfer: _Count
+
+
+class Commit(_Base, frozen=True, tag="commit"):
+    """Every tensor of a streaming insert was pushed."""
 
 
 class Retract(_Base, frozen=True, tag="retract"):
-    """The offer is void; the stream waits for another one."""
+    """The offer is void and the stream waits for another; or the push is void."""
 
     transfer: _Count
 
 
 class Ack(_Base, frozen=True, tag="ack"):
-    """The delivery was verified (plain) or used (``async with``)."""
+    """The delivery was verified (plain) or used (``async with``).
+
+    With ``confirm`` the requester can still cancel: it counts when a
+    :class:`Reached` follows, or when the link is lost before one could come.
+    """
+
+    token: _Token
+    confirm: bool = False
+
+
+class Reached(_Base, frozen=True, tag="reached"):
+    """The application has the delivery from now on."""
 
     token: _Token
 
@@ -416,8 +440,11 @@ Frame: TypeAlias = (
     | Read
     | Flushed
     | Offer
+    | Complete
+    | Commit
     | Retract
     | Ack
+    | Reached
     | Nack
     | Accepted
     | Cancel
