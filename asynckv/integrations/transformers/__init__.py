@@ -1,0 +1,63 @@
+"""Prefill here, decode there, with the models of Hugging Face transformers.
+
+``prefill`` computes a prompt and inserts it layer by layer; ``generate_from``
+selects it elsewhere and generates on, with the tokens of a single process.
+"""
+
+from __future__ import annotations
+
+from asynckv.integrations.transformers.carried import Carried, Carry
+from asynckv.integrations.transformers.consumer import Load, handoff_of, load
+from asynckv.integrations.transformers.events import LayerEvent, LayerObserver
+from asynckv.integrations.transformers.export import entry_of, export
+from asynckv.integrations.transformers.files import load_entry, save_entry
+from asynckv.integrations.transformers.fingerprint import fingerprint_of
+from asynckv.integrations.transformers.generate import (
+    Generated,
+    continue_from,
+    generate_from,
+)
+from asynckv.integrations.transformers.handoff import GenerateKwargs, Handoff
+from asynckv.integrations.transformers.landing import LandingCache
+from asynckv.integrations.transformers.layers import LayerPlan, plan_layers
+from asynckv.integrations.transformers.layouts import (
+    from_blocks,
+    swap_heads_and_tokens,
+    to_blocks,
+)
+from asynckv.integrations.transformers.producer import (
+    Prefilled,
+    StreamingCache,
+    prefill,
+)
+from asynckv.integrations.transformers.prompts import Prompt
+
+__all__ = (
+    "Carried",
+    "Carry",
+    "GenerateKwargs",
+    "Generated",
+    "Handoff",
+    "LandingCache",
+    "LayerEvent",
+    "LayerObserver",
+    "LayerPlan",
+    "Load",
+    "Prefilled",
+    "Prompt",
+    "StreamingCache",
+    "continue_from",
+    "entry_of",
+    "export",
+    "fingerprint_of",
+    "from_blocks",
+    "generate_from",
+    "handoff_of",
+    "load",
+    "load_entry",
+    "plan_layers",
+    "prefill",
+    "save_entry",
+    "swap_heads_and_tokens",
+    "to_blocks",
+)

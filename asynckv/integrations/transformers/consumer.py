@@ -1,0 +1,216 @@
+"""Load an entry while it is still on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+
+import torch
+from transformers import PreTrainedModel
+
+from asynckv.abc import KVEntry, KVLookupBuffer, SelectStream
+from asynckv.errors import IncompatiblePeer
+from asynckv.integrations.transformers.carried import FINGERPRINT, HIDDEN
+from asynckv.integrations.transformers.events import LayerEvent, LayerObserver
+from asynckv.integrations.transformers.fingerprint import (
+    check_fingerprint,
+    fingerprint_of,
+)
+from asynckv.integrations.transformers.handoff import Handoff
+from asynckv.integrations.transformers.landing import Landing
+from asynckv.integrations.transformers.prompts import Prompt
+from asynckv.shielding import wait_shielded
+from asynckv.types import TensorSpec
+
+__all__ = ("Load", "handoff_of", "load", "tensors_of")
+
+
+def load(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | Sequence[int] | None,
+    lookup: KVLookupBuffer,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    name: str = "",
+    entry_id: str | None = None,
+    min_matched_tokens: int = 1,
+    observe: LayerObserver | None = None,
+) -> Load:
+    """Select a prompt's KV: ``async with load(...) as handoff``.
+
+    Entering waits for a match and for its fingerprint, not for its layers. The
+    entry may be for the first part of the prompt; a batch matches the very same
+    batch only. Without ``input_ids`` any entry is selected, or that of
+    ``entry_id``, with the prompt it was inserted under.
+
+    Leaving cleanly acknowledges the entry, also early: a layer that has not
+    landed by then never will. Leaving by an error or a cancellation gives the
+    entry back and stops forwards that still wait for it.
+
+    :raises IncompatiblePeer: (on entering) another model computed it; ``field``
+        says what differs, and the entry is given back
+    :raises ConfigError: naming the layer that cannot be carried
+    :raises ValueError: if ids and mask are no prompt
+    """
+    prompt = None if input_ids is None else Prompt.of(input_ids, attention_mask)
+    selecting = lookup.open_drop_select(
+        None if prompt is None else prompt.tokens,
+        None,
+        entry_id=entry_id,
+        match="prefix" if prompt is None else prompt.match,
+        min_matched_tokens=min_matched_tokens,
+    )
+    return Load(model, prompt, selecting, name=name, observe=observe)
+
+
+def handoff_of(
+    model: PreTrainedModel,
+    entry: KVEntry,
+    input_ids: torch.Tensor | Sequence[int] | None = None,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    name: str = "",
+    observe: LayerObserver | None = None,
+) -> Handoff:
+    """Continue from an entry that is here already, as ``drop_select`` returns it.
+
+    Its tensors are not copied: they must not change until the first forward.
+
+    :raises IncompatiblePeer: another model or prompt; ``field`` says what differs
+    """
+    tensors = tensors_of(entry)
+    _check(model, tensors.get(FINGERPRINT), name)
+    landing = Landing()
+    for key, tensor in tensors.items():
+        landing.land(key, tensor)
+    landing.complete()
+
+    async def wait_for(key: str) -> torch.Tensor:
+        return tensors[key]
+
+    entry_prompt = _entry_prompt(entry.input_tokens)
+    given = None if input_ids is None else Prompt.of(input_ids, attention_mask)
+    return Handoff(
+        model,
+        given or entry_prompt,
+        entry_prompt,
+        {key: TensorSpec(tuple(t.shape), str(t.dtype)) for key, t in tensors.items()},
+        wait_for,
+        landing=landing,
+        entry_id=entry.entry_id,
+        attempt=entry.attempt,
+        observe=observe,
+    )
+
+
+def tensors_of(entry: KVEntry) -> dict[str, torch.Tensor]:
+    """Name the tensors of an entry as ``open_insert`` does."""
+    named: dict[str, torch.Tensor] = {}
+    for what, part in (("key", entry.key), ("value", entry.value)):
+        if isinstance(part, Mapping):
+            named |= {f"{layer}.{what}": tensor for layer, tensor in part.items()}
+        elif part is not None:
+            named[what] = part
+    if entry.hidden is not None:
+        named[HIDDEN] = entry.hidden
+    return named | {f"extras.{name}": t for name, t in entry.extras.items()}
+
+
+class Load(AbstractAsyncContextManager[Handoff, None]):
+    """What :func:`load` returns: enter it, once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt: Prompt | None,
+        selecting: AbstractAsyncContextManager[SelectStream],
+        *,
+        name: str,
+        observe: LayerObserver | None,
+    ) -> None:
+        self._model, self._prompt, self._selecting = model, prompt, selecting
+        self._name, self._observe = name, observe
+        self._landing_task: asyncio.Task[None] | None = None
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Handoff:
+        self._landing = Landing()
+        async with contextlib.AsyncExitStack() as stack:
+            stream = await stack.enter_async_context(self._selecting)
+            if FINGERPRINT in stream.specs:
+                packed = await stream.wait_for(FINGERPRINT)
+                _check(self._model, packed, self._name)
+            handoff = self._handoff(stream)
+            self._landing_task = asyncio.create_task(
+                self._land(stream), name=f"landing of {stream.entry_id}"
+            )
+            self._stack = stack.pop_all()
+        return handoff
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self._end_landing(is_failed=exc is not None)
+        except asyncio.CancelledError as late:
+            await self._stack.__aexit__(type(late), late, late.__traceback__)
+            raise
+        await self._stack.__aexit__(exc_type, exc, traceback)
+
+    async def _end_landing(self, *, is_failed: bool) -> None:
+        if is_failed:
+            self._landing.stop()
+        self._landing.fail(RuntimeError("the load was left before it had landed"))
+        if self._landing_task is not None:
+            self._landing_task.cancel()
+            await wait_shielded(self._landing_task)
+
+    def _handoff(self, stream: SelectStream) -> Handoff:
+        entry_prompt = _entry_prompt(stream.input_tokens)
+        return Handoff(
+            self._model,
+            self._prompt or entry_prompt,
+            entry_prompt,
+            stream.specs,
+            stream.wait_for,
+            landing=self._landing,
+            entry_id=stream.entry_id,
+            attempt=stream.attempt,
+            observe=self._observe,
+        )
+
+    async def _land(self, stream: SelectStream) -> None:
+        try:
+            async for name, tensor in stream:
+                self._landing.land(name, tensor)
+                self._tell_landed(name)
+        except Exception as exc:  # noqa: BLE001 - raised where a tensor is missed
+            self._landing.fail(exc)
+        self._landing.complete()
+
+    def _tell_landed(self, name: str) -> None:
+        parts = name.split(".")
+        if self._observe is not None and parts[-1] == "value":
+            self._observe(LayerEvent(int(parts[1]), "landed"))
+
+
+def _check(model: PreTrainedModel, packed: torch.Tensor | None, name: str) -> None:
+    if packed is not None:
+        check_fingerprint(packed, fingerprint_of(model, name=name))
+
+
+def _entry_prompt(tokens: torch.Tensor | None) -> Prompt:
+    if tokens is None:
+        raise IncompatiblePeer("the entry has no tokens", field="tokens")
+    try:
+        return Prompt.of_tokens(tokens)
+    except ValueError as exc:
+        raise IncompatiblePeer(
+            f"the entry's tokens are no prompt: {exc}", field="tokens"
+        ) from exc

@@ -1,0 +1,228 @@
+"""One entry that a model can continue from: cuts it, and counts its positions.
+
+The rules that are silent when broken live here. A whole prompt needs its last
+position computed again, unless the next token came along; a longer prompt has
+its rest computed; a sliding layer must hold the window before the next position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypedDict
+
+import torch
+from transformers import PreTrainedModel
+
+from asynckv.errors import IncompatiblePeer
+from asynckv.integrations.transformers.carried import FIRST_TOKEN, HIDDEN, LOGITS
+from asynckv.integrations.transformers.events import LayerEvent, LayerObserver
+from asynckv.integrations.transformers.landing import Landing, LandingCache
+from asynckv.integrations.transformers.layers import LayerPlan, plan_layers
+from asynckv.integrations.transformers.prompts import Prompt
+from asynckv.types import TensorSpec
+
+__all__ = ("GenerateKwargs", "Handoff")
+
+
+class GenerateKwargs(TypedDict):
+    """What ``generate`` needs to go on, and nothing else."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    past_key_values: LandingCache
+
+
+class Handoff:
+    """A prompt whose KV was computed elsewhere, all of it or its first part.
+
+    ``length`` positions of each row came with the entry, of ``prompt.length``.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt: Prompt,
+        entry_prompt: Prompt,
+        specs: Mapping[str, TensorSpec],
+        wait_for: Callable[[str], Awaitable[torch.Tensor]],
+        *,
+        landing: Landing,
+        entry_id: str = "",
+        attempt: int = 1,
+        observe: LayerObserver | None = None,
+    ) -> None:
+        """Check ``specs`` against ``model`` before any tensor is waited for.
+
+        :raises IncompatiblePeer: naming what differs
+        """
+        self.model, self.prompt = model, prompt
+        self.entry_id, self.attempt = entry_id, attempt
+        self._entry_length = entry_prompt.length
+        self._specs, self._wait_for = specs, wait_for
+        self.landing, self._observe = landing, observe
+        self._loop = asyncio.get_running_loop()
+        self._cache: LandingCache | None = None
+        self._plans = plan_layers(model.config)
+        self._rows = [self._rows_of(plan) for plan in self._plans]
+        self.length = prompt.shared_length(entry_prompt)
+        if self.length == 0:
+            raise IncompatiblePeer(
+                f"entry {entry_id!r} holds another prompt", field="tokens"
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """The entry is for this very prompt, not for a part of it or for more."""
+        return self.length == self.prompt.length == self._entry_length
+
+    @property
+    def prompt_positions_computed(self) -> int:
+        """How many positions of the prompt this process has computed so far."""
+        if self._cache is None:
+            return 0
+        rest = self.prompt.length - self._cache.length
+        return min(self._cache.positions_computed, max(rest, 0))
+
+    async def first_token(self) -> torch.Tensor | None:
+        """Return the next token of each row, ``[batch]``, as soon as it has come.
+
+        Chosen greedily by the producer, or here from what it sent. ``None`` if
+        nothing of the kind was carried, or if the entry is not for this very
+        prompt. No forward is run.
+
+        :raises EntryAborted: if the producer failed before
+        """
+        if not self.is_whole:
+            return None
+        if FIRST_TOKEN in self._specs:
+            return await self._wait_for(FIRST_TOKEN)
+        logits = await self.logits()
+        return None if logits is None else logits.argmax(-1)
+
+    async def logits(self) -> torch.Tensor | None:
+        """Return the logits of the prompt's last position, ``[batch, vocabulary]``.
+
+        As they were sent, or from the hidden state that was. ``None`` as in
+        :meth:`first_token`.
+
+        :raises EntryAborted: if the producer failed before
+        """
+        if not self.is_whole:
+            return None
+        if LOGITS in self._specs:
+            return await self._wait_for(LOGITS)
+        hidden = await self.hidden()
+        head = self.model.get_output_embeddings()
+        if hidden is None or head is None:
+            return None
+        with torch.no_grad():
+            logits: torch.Tensor = head(hidden[:, -1].to(self.model.device))
+        return logits.float().cpu()
+
+    async def hidden(self) -> torch.Tensor | None:
+        """Return the last hidden state ``[batch, 1, size]``, ``None`` as above.
+
+        :raises EntryAborted: if the producer failed before
+        """
+        if not self.is_whole or HIDDEN not in self._specs:
+            return None
+        return await self._wait_for(HIDDEN)
+
+    async def landed(self) -> None:
+        """Wait until every tensor of the entry is in this process.
+
+        :raises EntryAborted: if the producer failed before
+        """
+        await asyncio.wait({self.landing.completed})
+        if self.landing.error is not None:
+            raise self.landing.error
+
+    def generate_kwargs(
+        self, first_token: torch.Tensor | None = None
+    ) -> GenerateKwargs:
+        """Return exactly what ``model.generate`` needs, once.
+
+        Call ``generate`` in a thread (``continue_from`` does):
+        it waits in there for layers that have not landed. With ``first_token``
+        (see :meth:`first_token`) the prompt is one longer and no position of it
+        is computed again; without, the last position is, or all that the entry
+        lacks.
+
+        :raises IncompatiblePeer: if the entry's sliding layers do not reach back
+            far enough
+        :raises RuntimeError: at the second call
+        """
+        if self._cache is not None:
+            raise RuntimeError("a handoff can be continued from once")
+        ids, mask = self.prompt.ids, self.prompt.attention_mask
+        length = min(self.length, self.prompt.length - 1)
+        if first_token is not None:
+            if not self.is_whole:
+                raise ValueError("the entry is not for this prompt: no first token")
+            length = self.length
+            ids = torch.cat([ids, first_token.cpu().reshape(-1, 1)], dim=1)
+            mask = torch.cat([mask, mask.new_ones(self.prompt.batch, 1)], dim=1)
+        self._check_reach(length)
+        device = self.model.device
+        self._cache = LandingCache(
+            self.landing,
+            self._plans,
+            length=length,
+            entry_length=self._entry_length,
+            carried_rows=self._rows,
+            device=device,
+            used=self._tell_used,
+        )
+        return GenerateKwargs(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            past_key_values=self._cache,
+        )
+
+    def stop(self) -> None:
+        """End a forward that continues from here at its next layer. Never waits."""
+        self.landing.stop()
+
+    def _rows_of(self, plan: LayerPlan) -> int:
+        """How many positions of a layer travel; checks everything else."""
+        if plan.kind == "shared":
+            return 0
+        spec = self._specs.get(f"{plan.name}.key")
+        if spec is None or len(spec.shape) != 4:
+            raise IncompatiblePeer(
+                f"entry {self.entry_id!r} has no keys for layer {plan.index}",
+                field="layers",
+            )
+        rows = spec.shape[2]
+        expected = plan.specs(self.prompt.batch, rows, self.model.dtype)
+        for name, ours in expected.items():
+            theirs = self._specs.get(name)
+            if theirs != ours:
+                field = "dtype" if theirs and theirs.shape == ours.shape else "shape"
+                raise IncompatiblePeer(
+                    f"{name} is {theirs}, this model needs {ours}", field=field
+                )
+        full = rows == self._entry_length
+        if rows > self._entry_length or not (full or plan.kind == "sliding"):
+            raise IncompatiblePeer(
+                f"layer {plan.index} holds {rows} positions of {self._entry_length}",
+                field="shape",
+            )
+        return rows
+
+    def _check_reach(self, length: int) -> None:
+        for plan, rows in zip(self._plans, self._rows, strict=True):
+            missing = self._entry_length - rows - plan.first_needed(length)
+            if plan.kind == "sliding" and missing > 0:
+                raise IncompatiblePeer(
+                    f"layer {plan.index} is {plan.label} and reaches back {missing} "
+                    f"positions too few to continue at position {length}",
+                    field="window",
+                    hint="insert with prefill(), or carry the first token",
+                )
+
+    def _tell_used(self, layer: int) -> None:
+        """Tell the observer. In the forward's thread."""
+        if self._observe is not None:
+            self._loop.call_soon_threadsafe(self._observe, LayerEvent(layer, "used"))

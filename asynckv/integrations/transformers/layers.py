@@ -1,0 +1,175 @@
+"""What each layer's cache holds, known from the config before a forward runs.
+
+Kinds that keep more than keys and values of past tokens are refused by name:
+dropping that state would give wrong tokens without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    get_layer_types_and_kwargs,
+)
+
+from asynckv.errors import ConfigError
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "LayerKind",
+    "LayerPlan",
+    "check_cache",
+    "plan_layers",
+    "text_config",
+)
+
+LayerKind = Literal["full", "sliding", "shared"]
+"""``shared`` layers read another layer's cache and have nothing to carry."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """One layer: kind, window and the shape of its keys and values."""
+
+    index: int
+    kind: LayerKind
+    window: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def name(self) -> str:
+        """The ``LAYER`` of ``LAYER.key`` and ``LAYER.value``."""
+        return f"layers.{self.index}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}({self.window})" if self.kind == "sliding" else self.kind
+
+    def rows_to_carry(self, length: int) -> int:
+        """Positions that travel of ``length``: the last ones.
+
+        A sliding layer sends one more than its cache keeps (``window``, not
+        ``window - 1``), so that the last position can be computed again.
+        """
+        return min(length, self.window) if self.kind == "sliding" else length
+
+    def first_needed(self, length: int) -> int:
+        """The first position that a cache of ``length`` positions must hold."""
+        return max(0, length - self.window + 1) if self.kind == "sliding" else 0
+
+    def specs(self, batch: int, rows: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Names and specs of its tensors; none for a shared layer."""
+        if self.kind == "shared":
+            return {}
+        name = str(dtype)
+        return {
+            f"{self.name}.key": TensorSpec(
+                (batch, self.heads, rows, self.key_dim), name
+            ),
+            f"{self.name}.value": TensorSpec(
+                (batch, self.heads, rows, self.value_dim), name
+            ),
+        }
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the decoder's config.
+
+    :raises ConfigError: for an encoder-decoder, whose second cache is not carried
+    """
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"{config.model_type} is an encoder-decoder: its cross-attention cache "
+            "cannot be carried"
+        )
+    decoder: PreTrainedConfig = config.get_text_config(decoder=True)
+    return decoder
+
+
+def plan_layers(config: PreTrainedConfig) -> tuple[LayerPlan, ...]:
+    """Say what each layer's cache will hold.
+
+    :raises ConfigError: naming the layer and the kind that cannot be carried
+    """
+    config = text_config(config)
+    kinds, options = get_layer_types_and_kwargs(config)
+    return tuple(
+        _plan_layer(index, kind, option, layer_config)
+        for index, (kind, option, layer_config) in enumerate(
+            zip(kinds, options, config.per_layer_config, strict=True)
+        )
+    )
+
+
+def check_cache(cache: Cache, plans: tuple[LayerPlan, ...]) -> None:
+    """Make sure that ``cache`` is of the kinds planned, layer by layer.
+
+    :raises ConfigError: naming the layer and the kind that cannot be carried
+    """
+    if len(cache.layers) != len(plans):
+        raise ConfigError(
+            f"{type(cache).__name__} of {len(cache.layers)} layers for a model of "
+            f"{len(plans)}",
+            hint="hand over the cache that the model itself has filled",
+        )
+    for plan, layer in zip(plans, cache.layers, strict=True):
+        kind = _kind_of(type(layer))
+        # A cache made without the config keeps all positions of every layer.
+        if kind not in (plan.kind, "full"):
+            raise _refusal(plan.index, type(layer).__name__)
+
+
+def _plan_layer(
+    index: int, kind_name: str, options: dict[str, object], config: PreTrainedConfig
+) -> LayerPlan:
+    kind = _kind_of(DYNAMIC_LAYER_TYPE_MAPPING.get(kind_name))
+    if kind is None:
+        raise _refusal(index, kind_name)
+    window = options.get("sliding_window", 0)
+    if kind == "sliding" and not isinstance(window, int):
+        raise ConfigError(f"layer {index} is {kind_name!r} without a window")
+    heads, key_dim, value_dim = _shape_of(config)
+    window = window if isinstance(window, int) else 0
+    return LayerPlan(index, kind, window, heads, key_dim, value_dim)
+
+
+def _kind_of(layer_class: type | None) -> LayerKind | None:
+    # Subclasses hold more than keys and values, so the class must be this very one,
+    # or one of ours.
+    if layer_class is None:
+        return None
+    kinds: dict[type, LayerKind] = {
+        DynamicLayer: "full",
+        DynamicSlidingWindowLayer: "sliding",
+        DummyLayer: "shared",
+    }
+    return kinds.get(getattr(layer_class, "stands_for", layer_class))
+
+
+def _shape_of(config: PreTrainedConfig) -> tuple[int, int, int]:
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent is not None:
+        # Multi-head latent attention caches one compressed head and its rope part.
+        return 1, int(latent), int(config.qk_rope_head_dim)
+    heads = int(config.num_attention_heads)
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(kv_heads or heads), int(head_dim), int(head_dim)
+
+
+def _refusal(index: int, kind: str) -> ConfigError:
+    return ConfigError(
+        f"layer {index} is {kind!r}, which holds more than the keys and values of "
+        "past tokens and cannot be carried",
+        hint="full_attention, sliding_attention, chunked_attention and shared layers "
+        "of a DynamicCache can",
+    )
