@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from asynckv.protocol import frames
+from asynckv.protocol.frames import (
+    Contents,
+    Done,
+    Frame,
+    Hello,
+    Insert,
+    Limits,
+    OpeningFrame,
+    PeerIdentity,
+    Result,
+    Select,
+    TensorRecord,
+    Welcome,
+)
+from asynckv.types import KVFingerprint, TensorSpec
+
+FRAMES: tuple[type[msgspec.Struct], ...] = get_args(Frame)
+DECODER = msgspec.msgpack.Decoder[Any](Frame)
+IDENTITY = PeerIdentity(id="node", incarnation="1", role="producer", pid=7)
+VALUES: dict[str, Any] = {
+    "identity": IDENTITY,
+    "limits": Limits(),
+    "payload_paths": ("inline",),
+    "keys": ("a", "b"),
+    "message": "text",
+    "code": "code",
+    "entry_id": "id",
+    "key": "name",
+    "payload_path": "inline",
+    "token": b"t" * 16,
+    "link_token": b"l" * 32,
+    "has_key": True,
+    "inline": False,
+}
+
+
+def sample(frame: type[msgspec.Struct]) -> msgspec.Struct:
+    """A frame with a value in each field that has no default."""
+    needed = [f.name for f in msgspec.structs.fields(frame) if f.required]
+    return frame(**{name: VALUES.get(name, 3) for name in needed})
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_every_frame_survives_the_wire(frame: type[msgspec.Struct]) -> None:
+    value = sample(frame)
+    assert DECODER.decode(msgspec.msgpack.encode(value)) == value
+
+
+def test_no_two_frames_have_the_same_tag() -> None:
+    tags = {frame.__struct_config__.tag for frame in FRAMES}
+    assert len(tags) == len(FRAMES)
+
+
+def test_every_frame_of_the_page_belongs_to_the_union() -> None:
+    tagged = [
+        value
+        for name in frames.__all__
+        if isinstance(value := getattr(frames, name), type)
+        if issubclass(value, msgspec.Struct) and value.__struct_config__.tag
+    ]
+    assert set(tagged) == set(FRAMES)
+    assert set(get_args(OpeningFrame)) < set(FRAMES)
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_an_unknown_field_is_refused(frame: type[msgspec.Struct]) -> None:
+    fields = msgspec.to_builtins(sample(frame), builtin_types=(bytes,))
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        DECODER.decode(msgspec.msgpack.encode({**fields, "surprise": 1}))
+
+
+def test_an_unknown_tag_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        DECODER.decode(msgspec.msgpack.encode({"t": "shutdown"}))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Done(transfer=-1, part=0),
+        Done(transfer=2**62 + 1, part=0),
+        Done(transfer=1, part=0, digest=b"x" * 17),
+        Insert(entry_id="i" * 257, transfer=0, inline=True),
+        Insert(entry_id="i", transfer=0, inline=True, deliveries=0),
+        Insert(entry_id="i", transfer=0, inline=True, ttl_s=-1.0),
+        Select(has_key=True, min_matched_tokens=0),
+        Result(flags=(True,) * 4097),
+    ],
+)
+def test_a_value_outside_its_bounds_is_refused(frame: msgspec.Struct) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        DECODER.decode(msgspec.msgpack.encode(frame))
+
+
+def test_a_manifest_survives_the_wire() -> None:
+    record = TensorRecord("0.key", TensorSpec((2, 3), "bfloat16"), b"d" * 16)
+    contents = Contents((record,), input_tokens=TensorSpec((4,), "int32"))
+    encoded = msgspec.msgpack.encode(contents)
+    assert msgspec.msgpack.decode(encoded, type=Contents) == contents
+
+
+def test_a_manifest_has_a_bounded_number_of_tensors() -> None:
+    record = TensorRecord("0.key", TensorSpec((1,), "int8"))
+    encoded = msgspec.msgpack.encode(Contents((record,) * 16385))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(encoded, type=Contents)
+
+
+@pytest.mark.parametrize("frame", [Hello, Welcome])
+def test_both_introductions_carry_the_fingerprint(frame: type[msgspec.Struct]) -> None:
+    value = msgspec.structs.replace(
+        sample(frame), fingerprint=KVFingerprint(model="m", dtype="bfloat16")
+    )
+    assert DECODER.decode(msgspec.msgpack.encode(value)) == value
