@@ -91,9 +91,9 @@ class Select(_Base, frozen=True, tag="select"):
 
 
 class SelectSlowly(_Base, frozen=True, tag="select_slowly"):
-    """Take this many entries, with a pause after each."""
+    """Take this many of the prompt's entries, with a pause after each."""
 
-    entry_ids: tuple[str, ...]
+    entries: int
     pause_s: float
 
 

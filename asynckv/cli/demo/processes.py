@@ -46,14 +46,17 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """One process of the demo. Made by :meth:`start`, ended by :meth:`stop`."""
+    """One process of the demo. Made by :meth:`start`, ended by :meth:`stop`.
+
+    ``progress`` is called, on the loop, with each note that nobody asked for.
+    """
 
     def __init__(
         self, process: Process, log: Path, progress: Callable[[Progress], None]
     ) -> None:
         self._process = process
         self._log = log
-        self._progress = progress
+        self.progress = progress
         self._expected: dict[type, asyncio.Future[Note]] = {}
         self._reader = asyncio.create_task(
             self._read_forever(), name=f"reader of the worker {process.pid}"
@@ -153,7 +156,7 @@ class Worker:
         if isinstance(note, Failed):
             self._fail(WorkerFailed(note.error))
         elif isinstance(note, Computed | Landed | Sampled):
-            self._progress(note)
+            self.progress(note)
         else:
             expected = self._expected.get(type(note))
             if expected is not None and not expected.done():

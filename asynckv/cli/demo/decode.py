@@ -1,0 +1,181 @@
+"""The decode process: takes KV out of the prefill's buffer and goes on from it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import asynckv
+from asynckv.abc import KVLookupBuffer
+from asynckv.cli.demo.engine import Continuation, Engine
+from asynckv.cli.demo.measurements import LoopLag, TokenClock
+from asynckv.cli.demo.messages import (
+    Continue,
+    Generated,
+    Landed,
+    Load,
+    Note,
+    Order,
+    Ready,
+    Select,
+    SelectSlowly,
+    SlowlySelected,
+)
+from asynckv.cli.demo.stage import Stage
+from asynckv.integrations.transformers import (
+    LayerEvent,
+    continue_from,
+    fingerprint_of,
+    generate_from,
+    handoff_of,
+)
+
+__all__ = ("main",)
+
+
+class _DecodeWorker:
+    """Carries out the parent's orders."""
+
+    def __init__(self, stage: Stage, stack: contextlib.AsyncExitStack) -> None:
+        self._stage = stage
+        self._stack = stack
+        self._loaded: tuple[Engine, KVLookupBuffer] | None = None
+
+    async def do(self, order: Order) -> Note:
+        """Carry out one order."""
+        match order:
+            case Load():
+                return await self._load(order)
+            case Continue():
+                return await self._recompute()
+            case Select(way="bulk"):
+                return await self._select_in_bulk()
+            case Select():
+                return await self._select_by_layer()
+            case SelectSlowly():
+                return await self._select_slowly(order.entries, order.pause_s)
+        raise ValueError(f"a decode process does not know {type(order).__name__}")
+
+    async def _load(self, order: Load) -> Ready:
+        engine = Engine(Path(order.folder), order.prompt)
+        self._stack.callback(engine.close)
+        fingerprint = fingerprint_of(engine.model)
+        peer = await self._stack.enter_async_context(
+            asynckv.connect(order.url, fingerprint=fingerprint)
+        )
+        if order.warm_up:
+            await engine.compute(lambda: engine.generate(TokenClock()))
+        self._loaded = engine, peer.lookup
+        scheme = order.url.partition(":")[0]
+        return Ready(pid=os.getpid(), transport=f"{scheme}, {peer.transport} payload")
+
+    async def _recompute(self) -> Generated:
+        engine, _ = self._ready()
+        lag = LoopLag()
+        began_s = time.monotonic()
+        with engine.recording() as recording:
+            async with lag.watch():
+                sequences = await engine.compute(
+                    lambda: engine.generate(recording.clock)
+                )
+        done = engine.continuation(recording, sequences)
+        return _generated(done, lag, began_s=began_s)
+
+    async def _select_in_bulk(self) -> Generated:
+        engine, lookup = self._ready()
+        lag = LoopLag()
+        began_s = time.monotonic()
+        with engine.recording() as recording:
+            async with lag.watch():
+                entry = await lookup.drop_select(engine.prompt[0])
+                landed_s = time.monotonic()
+                for layer in range(len(engine.layers)):
+                    self._stage.tell(Landed(layer))
+                generated = await continue_from(
+                    handoff_of(engine.model, entry, engine.prompt),
+                    use_carried=False,
+                    **engine.options(recording.clock),
+                )
+        done = engine.continuation(recording, generated.sequences)
+        landed = (landed_s,) * len(engine.layers)
+        return _generated(done, lag, began_s, landed, entry.attempt)
+
+    async def _select_by_layer(self) -> Generated:
+        engine, lookup = self._ready()
+        lag = LoopLag()
+        landed: dict[int, float] = {}
+
+        def note(event: LayerEvent) -> None:
+            if event.what == "landed":
+                landed[event.layer] = event.at
+                self._stage.tell(Landed(event.layer))
+
+        began_s = time.monotonic()
+        with engine.recording() as recording:
+            async with lag.watch():
+                generated = await generate_from(
+                    engine.model,
+                    engine.prompt,
+                    lookup,
+                    use_carried=False,
+                    observe=note,
+                    **engine.options(recording.clock),
+                )
+        done = engine.continuation(recording, generated.sequences)
+        # A layer that shares another one's cache never travels.
+        earliest = min(landed.values())
+        times = tuple(
+            landed.get(index, earliest) for index in range(len(engine.layers))
+        )
+        return _generated(done, lag, began_s, times, generated.attempt)
+
+    async def _select_slowly(self, entries: int, pause_s: float) -> SlowlySelected:
+        engine, lookup = self._ready()
+        lag = LoopLag()
+        taken: list[str] = []
+        async with lag.watch():
+            for _ in range(entries):
+                await asyncio.sleep(pause_s)
+                entry = await lookup.drop_select(engine.prompt[0])
+                taken.append(entry.entry_id)
+        return SlowlySelected(tuple(taken), lag.worst_s)
+
+    def _ready(self) -> tuple[Engine, KVLookupBuffer]:
+        if self._loaded is None:
+            raise ValueError("no model is loaded")
+        return self._loaded
+
+
+def _generated(
+    done: Continuation,
+    lag: LoopLag,
+    began_s: float,
+    landed_s: tuple[float, ...] = (),
+    attempt: int = 1,
+) -> Generated:
+    return Generated(
+        began_s=began_s,
+        landed_s=landed_s,
+        token_times_s=done.token_times_s,
+        prompt_positions=done.prompt_positions,
+        attempt=attempt,
+        tokens=done.tokens,
+        worst_lag_s=lag.worst_s,
+    )
+
+
+def main() -> None:
+    """Do what the parent asks until it hangs up."""
+    asyncio.run(_work(Stage()))
+
+
+async def _work(stage: Stage) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        await stage.perform(_DecodeWorker(stage, stack).do)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The demo in the terminal: one line an act while it runs, one table at the end."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asynckv.cli.demo.messages import Computed, Landed, Progress, Sampled
+from asynckv.cli.demo.report import DemoReport
+from asynckv.cli.demo.wording import figures_of, write_bytes, write_seconds
+
+__all__ = ("LiveDisplay", "final_table")
+
+_REFRESH_PER_SECOND = 12
+
+
+class _Act:
+    """One act as the display shows it."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.began_s = time.monotonic()
+        self.outcome: str | None = None
+        self.took_s = 0.0
+        self.computed = 0
+        self.landed = 0
+        self.sampled: Sampled | None = None
+
+
+class LiveDisplay:
+    """Shows the acts as they go on. Used as a context manager.
+
+    Where the output is no terminal it prints one line an act instead.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._acts: list[_Act] = []
+        self._layers = 1
+        self._live = Live(
+            console=console,
+            get_renderable=self._render,
+            refresh_per_second=_REFRESH_PER_SECOND,
+            transient=False,
+        )
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, highlight=False)
+
+    def expect_layers(self, layers: int) -> None:
+        """Learn how many layers a hand-over has."""
+        self._layers = max(1, layers)
+
+    def begin(self, title: str) -> None:
+        """Show that an act has begun."""
+        self._acts.append(_Act(title))
+
+    def end(self, outcome: str) -> None:
+        """Show what came of the act that began last."""
+        act = self._acts[-1]
+        act.outcome, act.took_s = outcome, time.monotonic() - act.began_s
+        if not self._console.is_terminal:
+            self.say(f"{act.title}: {outcome}  ({write_seconds(act.took_s)})")
+
+    def note(self, progress: Progress) -> None:
+        """Show progress of the act that began last."""
+        act = self._acts[-1] if self._acts else None
+        if act is None:
+            return
+        match progress:
+            case Computed(layer):
+                act.computed = max(act.computed, layer + 1)
+            case Landed(layer):
+                act.landed = max(act.landed, layer + 1)
+            case Sampled():
+                act.sampled = progress
+
+    def _render(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        for act in self._acts:
+            done = act.outcome is not None
+            took_s = act.took_s if done else time.monotonic() - act.began_s
+            table.add_row(
+                Text("✓" if done else "▸", style="green" if done else "cyan"),
+                Text(act.title),
+                Text(act.outcome or "") if done else self._progress_of(act),
+                Text(write_seconds(took_s), style="dim"),
+            )
+        return Group(table)
+
+    def _progress_of(self, act: _Act) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        if act.sampled is not None:
+            sample, bound = act.sampled.sample, act.sampled.max_bytes
+            bar = ProgressBar(total=bound, completed=sample.buffered_bytes, width=24)
+            words = f"{write_bytes(sample.buffered_bytes)} of {write_bytes(bound)}"
+            grid.add_row("buffer", bar, f"{words}, {sample.waiting} inserts wait")
+            return grid
+        for name, layers in (("computed", act.computed), ("landed", act.landed)):
+            if layers:
+                bar = ProgressBar(total=self._layers, completed=layers, width=24)
+                grid.add_row(name, bar, f"{layers}/{self._layers}")
+        return grid
+
+
+def final_table(report: DemoReport) -> Group:
+    """Return the numbers, the generated text and what went wrong, to be printed."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(justify="left")
+    table.add_column(justify="right", style="bold", no_wrap=True)
+    table.add_column(style="dim")
+    for figure in figures_of(report):
+        table.add_row(figure.name, figure.value, figure.remark)
+    text = Panel(Text(report.text), title="the decoder wrote", title_align="left")
+    problems = [Text(f"problem: {problem}", "bold red") for problem in report.problems]
+    return Group(table, text, *problems)

@@ -1,0 +1,119 @@
+"""One run of the demo: start two processes, play the acts, leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from asynckv.cli.demo.accounting import find_problems
+from asynckv.cli.demo.acts import Acts
+from asynckv.cli.demo.live import LiveDisplay
+from asynckv.cli.demo.messages import Ready
+from asynckv.cli.demo.processes import Worker
+from asynckv.cli.demo.report import DemoReport, HandOver
+from asynckv.cli.demo.wording import write_bytes, write_seconds
+
+__all__ = ("play_demo",)
+
+_PREFILL = "asynckv.cli.demo.prefill"
+_DECODE = "asynckv.cli.demo.decode"
+
+
+async def play_demo(model: str, prompt: str, display: LiveDisplay) -> DemoReport:
+    """Play all five acts with ``model`` and ``prompt``.
+
+    Cancelled or not, no process and no file is left behind.
+
+    :raises WorkerFailed: a process says that it cannot do its part
+    :raises WorkerEnded: a process died that should not have
+    :raises ActFailed: an act did not show what it is there to show
+    """
+    began_s = time.monotonic()
+    async with contextlib.AsyncExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory("asynckv")))
+        (scratch / "prompt").write_text(prompt, encoding="utf-8")
+        start = functools.partial(_start, stack, scratch, display)
+        prefill = await start(_PREFILL, model, str(scratch))
+        decode = await start(_DECODE)
+        display.begin(f"load ({model}): prefill process {prefill.pid}")
+        ready = await prefill.expect(Ready)
+        report = await _play(prefill, decode, ready, start, display)
+    report = msgspec.structs.replace(report, seconds=time.monotonic() - began_s)
+    return msgspec.structs.replace(report, problems=tuple(find_problems(report)))
+
+
+async def _start(
+    stack: contextlib.AsyncExitStack,
+    scratch: Path,
+    display: LiveDisplay,
+    module: str,
+    *arguments: str,
+) -> Worker:
+    # Nobody else sees the log's name, so its number need not mean anything.
+    log = scratch / f"{module}-{time.monotonic_ns()}.log"
+    worker = await Worker.start(module, *arguments, log=log, progress=display.note)
+    stack.push_async_callback(worker.stop)
+    return worker
+
+
+async def _play(
+    prefill: Worker,
+    decode: Worker,
+    ready: Ready,
+    start: Callable[..., Awaitable[Worker]],
+    display: LiveDisplay,
+) -> DemoReport:
+    acts = Acts(prefill, ready, functools.partial(start, _DECODE))
+    display.expect_layers(ready.layers)
+    connected = await acts.load(decode)
+    display.end(f"decode process {decode.pid}, {len(ready.prompt):,} prompt tokens")
+    display.begin("1  recompute in the decoder")
+    recompute = await acts.recompute(decode)
+    display.end(f"first token after {write_seconds(recompute.first_token_s)}")
+    display.begin("2  bulk")
+    bulk = await acts.hand_over(decode, "bulk")
+    display.end(_words(bulk))
+    display.begin("3  layer-wise")
+    layerwise = await acts.hand_over(decode, "layerwise")
+    display.end(_words(layerwise))
+    display.begin("4  slow decoder")
+    slow = await acts.slow_decoder(decode)
+    display.end(
+        f"insert waited {write_seconds(slow.longest_wait_s)} at "
+        f"{write_bytes(slow.max_bytes)}, memory +"
+        f"{write_bytes(slow.resident_growth_bytes)}"
+    )
+    display.begin("5  decoder killed in mid-transfer")
+    survival, successor = await acts.kill_decoder(decode)
+    display.end(
+        f"killed {survival.killed_pid} after {survival.landed_before} layers, "
+        f"{successor.pid} took the entry"
+    )
+    return DemoReport(
+        model=ready.model,
+        prompt_tokens=len(ready.prompt),
+        kv_bytes=ready.kv_bytes,
+        prefill_pid=prefill.pid,
+        decode_pid=decode.pid,
+        transport=connected.transport,
+        recompute=recompute,
+        bulk=bulk,
+        layerwise=layerwise,
+        backpressure=slow,
+        survival=survival,
+        prefill_lag_s=acts.prefill_lag_s,
+        decode_lag_s=acts.decode_lag_s,
+        text=await acts.read_back(recompute.tokens),
+        seconds=0.0,
+    )
+
+
+def _words(one: HandOver) -> str:
+    first = f"first token {write_seconds(one.wait_s)} after the prefill"
+    return f"{first}, tail {write_seconds(one.tail_s)}"
