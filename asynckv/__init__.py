@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         KVPipe as KVPipe,
         KVStoreBuffer as KVStoreBuffer,
     )
+    from asynckv.buffers.lookup import LookupBuffer as LookupBuffer
     from asynckv.errors import (
         AsyncKVError as AsyncKVError,
         AuthError as AuthError,
@@ -61,6 +62,7 @@ _HOME: Final = {
     "KVPipe": "asynckv.abc",
     "KVStoreBuffer": "asynckv.abc",
     "LeaseLost": "asynckv.errors",
+    "LookupBuffer": "asynckv.buffers.lookup",
     "PeerLost": "asynckv.errors",
     "PeerRestarted": "asynckv.errors",
     "PipeBroken": "asynckv.errors",

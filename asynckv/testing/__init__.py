@@ -2,4 +2,18 @@
 
 from __future__ import annotations
 
-__all__: tuple[str, ...] = ()
+from asynckv.testing.cancellation import (
+    CancelMode,
+    Outcome,
+    SweepCounts,
+    sweep_cancellation,
+)
+from asynckv.testing.tasks import use_across_tasks
+
+__all__ = (
+    "CancelMode",
+    "Outcome",
+    "SweepCounts",
+    "sweep_cancellation",
+    "use_across_tasks",
+)
