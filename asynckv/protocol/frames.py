@@ -38,6 +38,7 @@ __all__ = (
     "Insert",
     "Limits",
     "Nack",
+    "Noted",
     "Offer",
     "OpenPipe",
     "OpeningFrame",
@@ -366,6 +367,10 @@ class Ack(_Base, frozen=True, tag="ack"):
     confirm: bool = False
 
 
+class Noted(_Base, frozen=True, tag="noted"):
+    """The acknowledgement came; it counts when a :class:`Reached` follows."""
+
+
 class Reached(_Base, frozen=True, tag="reached"):
     """The application has the delivery from now on."""
 
@@ -444,6 +449,7 @@ Frame: TypeAlias = (
     | Commit
     | Retract
     | Ack
+    | Noted
     | Reached
     | Nack
     | Accepted
