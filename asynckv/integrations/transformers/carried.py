@@ -13,7 +13,15 @@ from asynckv.errors import ConfigError
 from asynckv.integrations.transformers.layers import text_config
 from asynckv.types import TensorSpec
 
-__all__ = ("FINGERPRINT", "FIRST_TOKEN", "HIDDEN", "LOGITS", "Carried", "Carry")
+__all__ = (
+    "DEFAULT_CARRY",
+    "FINGERPRINT",
+    "FIRST_TOKEN",
+    "HIDDEN",
+    "LOGITS",
+    "Carried",
+    "Carry",
+)
 
 Carry: TypeAlias = Literal["first_token", "logits", "hidden"]
 
@@ -21,6 +29,8 @@ FINGERPRINT: Final = "extras.fingerprint"
 FIRST_TOKEN: Final = "extras.first_token"
 LOGITS: Final = "extras.logits"
 HIDDEN: Final = "hidden"
+
+DEFAULT_CARRY: Final[frozenset[Carry]] = frozenset({"first_token"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

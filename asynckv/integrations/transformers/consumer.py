@@ -133,6 +133,7 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
     ) -> None:
         self._model, self._prompt, self._selecting = model, prompt, selecting
         self._name, self._observe = name, observe
+        self._handoff: Handoff | None = None
         self._landing_task: asyncio.Task[None] | None = None
         self._stack = contextlib.AsyncExitStack()
 
@@ -143,7 +144,8 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
             if FINGERPRINT in stream.specs:
                 packed = await stream.wait_for(FINGERPRINT)
                 _check(self._model, packed, self._name)
-            handoff = self._handoff(stream)
+            handoff = self._open(stream)
+            self._handoff = handoff
             self._landing_task = asyncio.create_task(
                 self._land(stream), name=f"landing of {stream.entry_id}"
             )
@@ -170,8 +172,10 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
         if self._landing_task is not None:
             self._landing_task.cancel()
             await wait_shielded(self._landing_task)
+        if self._handoff is not None:
+            self._handoff.detach()
 
-    def _handoff(self, stream: SelectStream) -> Handoff:
+    def _open(self, stream: SelectStream) -> Handoff:
         entry_prompt = _entry_prompt(stream.input_tokens)
         return Handoff(
             self._model,

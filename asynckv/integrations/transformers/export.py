@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from asynckv.abc import KVEntry, KVLookupBuffer
 from asynckv.integrations.transformers.carried import FINGERPRINT, HIDDEN, Carried
@@ -99,6 +100,8 @@ def _states(
     cache: Cache, plan: LayerPlan, prompt: Prompt, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layer = cache.layers[plan.index]
+    if not isinstance(layer, DynamicLayer):
+        raise ValueError(f"layer {plan.index} of the cache is {type(layer).__name__}")
     keys, values = layer.keys, layer.values
     if keys is None or values is None:
         raise ValueError(f"layer {plan.index} of the cache is empty")

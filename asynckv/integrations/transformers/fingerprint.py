@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -38,19 +39,18 @@ def fingerprint_of(
     if known is None:
         raise ValueError("the config has no dtype: pass the model, or dtype=")
     plans = plan_layers(config)
-    shapes = [(plan.heads, plan.key_dim, plan.value_dim) for plan in plans]
+    head_dims = (dict.fromkeys((plan.key_dim, plan.value_dim)) for plan in plans)
     fields = [
         f"type={config.model_type}",
         f"layers={len(plans)}",
         f"heads={config.num_attention_heads}",
-        f"kv_heads={_runs(shape[0] for shape in shapes)}",
-        f"head_dim={_runs('/'.join(map(str, dict.fromkeys(s[1:]))) for s in shapes)}",
+        f"kv_heads={_runs(plan.heads for plan in plans)}",
+        f"head_dim={_runs('/'.join(map(str, dims)) for dims in head_dims)}",
         f"hidden={config.hidden_size}",
     ]
     details = [f"rope={_hash(getattr(config, 'rope_parameters', None))}"]
     if tokenizer is not None:
-        text = isinstance(tokenizer, str)
-        details.append(f"tokenizer={tokenizer if text else _vocabulary(tokenizer)}")
+        details.append(f"tokenizer={_vocabulary(tokenizer)}")
     return KVFingerprint(
         model=" ".join([name, *fields]).strip(),
         dtype=str(known).removeprefix("torch."),
@@ -85,10 +85,8 @@ def check_fingerprint(packed: torch.Tensor, ours: KVFingerprint) -> None:
         )
 
 
-def _runs(values: object) -> str:
+def _runs(values: Iterable[object]) -> str:
     """``[2, 2, 2, 4]`` as ``2*3,4``."""
-    if not hasattr(values, "__iter__"):
-        return str(values)
     runs = [(value, len(list(run))) for value, run in itertools.groupby(values)]
     return ",".join(f"{v}*{count}" if count > 1 else str(v) for v, count in runs)
 
@@ -99,6 +97,4 @@ def _hash(value: object) -> str:
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase | str) -> str:
-    if isinstance(tokenizer, str):
-        return tokenizer
-    return _hash(tokenizer.get_vocab())
+    return tokenizer if isinstance(tokenizer, str) else _hash(tokenizer.get_vocab())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -225,7 +225,7 @@ class _Generation:
             kwargs["past_key_values"].batch_repeat_interleave(
                 self._settings.rows_a_prompt
             )
-        generate: Callable[..., Any] = self._handoff.model.generate
+        generate: Any = self._handoff.model.generate
         return self._generated(generate(**kwargs, **options))
 
     def _only(self, first: torch.Tensor) -> Generated:

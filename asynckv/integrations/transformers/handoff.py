@@ -103,8 +103,8 @@ class Handoff:
     async def logits(self) -> torch.Tensor | None:
         """Return the logits of the prompt's last position, ``[batch, vocabulary]``.
 
-        As they were sent, or from the hidden state that was. ``None`` as in
-        :meth:`first_token`.
+        As they were sent, or the head's output for the hidden state that was,
+        which a model may still scale. ``None`` as in :meth:`first_token`.
 
         :raises EntryAborted: if the producer failed before
         """
@@ -180,6 +180,13 @@ class Handoff:
             past_key_values=self._cache,
         )
 
+    def detach(self) -> None:
+        """Let go of the entry, whose memory would live as long. Never waits.
+
+        Layers that have landed stay, what was not read of the rest is gone.
+        """
+        self._wait_for = _left
+
     def stop(self) -> None:
         """End a forward that continues from here at its next layer. Never waits."""
         self.landing.stop()
@@ -226,3 +233,7 @@ class Handoff:
         """Tell the observer. In the forward's thread."""
         if self._observe is not None:
             self._loop.call_soon_threadsafe(self._observe, LayerEvent(layer, "used"))
+
+
+async def _left(name: str) -> torch.Tensor:
+    raise RuntimeError(f"the load was left before {name} was read")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import (
-    CacheLayerMixin,
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -217,7 +216,7 @@ class _LandingLayer(_Lands, DynamicLayer):
     stands_for = DynamicLayer
 
     def __init__(self, rows: _Slice) -> None:
-        super().__init__()
+        DynamicLayer.__init__(self)
         self._slice = rows
         self.is_initialized = True
 
@@ -237,10 +236,9 @@ class _LandingSlidingLayer(_Lands, DynamicSlidingWindowLayer):
         self.cumulative_length = rows.length
 
 
-def _landing_layer(plan: LayerPlan, rows: _Slice) -> CacheLayerMixin:
+def _landing_layer(plan: LayerPlan, rows: _Slice) -> DynamicLayer | DummyLayer:
     if plan.kind == "sliding":
         return _LandingSlidingLayer(rows)
     if plan.kind == "full":
         return _LandingLayer(rows)
-    layer: Any = DummyLayer()
-    return layer  # not a CacheLayerMixin, though a Cache holds it
+    return DummyLayer()

@@ -168,8 +168,7 @@ def _shape_of(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 def _refusal(index: int, kind: str) -> ConfigError:
     return ConfigError(
-        f"layer {index} is {kind!r}, which holds more than the keys and values of "
-        "past tokens and cannot be carried",
-        hint="full_attention, sliding_attention, chunked_attention and shared layers "
-        "of a DynamicCache can",
+        f"layer {index} is {kind!r}, a kind of cache that cannot be carried",
+        hint="only keys and values of a DynamicCache are: full_attention, "
+        "sliding_attention, chunked_attention and layers that share another's",
     )

@@ -20,7 +20,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from asynckv.abc import InsertWriter, KVLookupBuffer
 from asynckv.errors import ConfigError
-from asynckv.integrations.transformers.carried import FINGERPRINT, Carried, Carry
+from asynckv.integrations.transformers.carried import (
+    DEFAULT_CARRY,
+    FINGERPRINT,
+    Carried,
+    Carry,
+)
 from asynckv.integrations.transformers.events import LayerEvent, LayerObserver
 from asynckv.integrations.transformers.fingerprint import (
     fingerprint_of,
@@ -116,7 +121,7 @@ async def prefill(
     lookup: KVLookupBuffer,
     *,
     attention_mask: torch.Tensor | None = None,
-    carry: Collection[Carry] = ("first_token",),
+    carry: Collection[Carry] = DEFAULT_CARRY,
     name: str = "",
     entry_id: str | None = None,
     ttl_s: float | None = 600.0,
@@ -244,6 +249,8 @@ class _Prefill:
             )
             states = output.hidden_states
             hidden = states[-1][:, -1:] if states and "hidden" in self._carry else None
+            if output.logits is None:
+                raise ConfigError(f"{type(self._model).__name__} gives no logits")
             carried = Carried.of(output.logits[:, -1], hidden, self._carry)
         return carried, time.monotonic()
 
@@ -271,7 +278,9 @@ def forward_prompt(
     if output_hidden_states:
         options["output_hidden_states"] = True
     mask = prompt.attention_mask.to(model.device) if prompt.is_padded else None
-    inputs = model.prepare_inputs_for_generation(
+    # GenerationMixin is mixed into the model's class, which its type does not say.
+    prepare: Any = model.prepare_inputs_for_generation
+    inputs = prepare(
         prompt.ids.to(model.device),
         past_key_values=cache,
         attention_mask=mask,
