@@ -402,7 +402,8 @@ class PayloadTransport(abc.ABC):
     """Moves the payload bytes of one link. Knows nothing of frames or entries.
 
     It owns no payload memory and sends no control frame. A *transfer* is a
-    number that both sides use; a *part* is one tensor of it. ``done(digest,
+    number that both sides use; it is the sender's, and no transfer of the other
+    direction has it. A *part* is one tensor of it. ``done(digest,
     error)`` is called once for each part, on the loop: with the xxh3-128 digest
     of the bytes (empty where digests are off), or with what went wrong.
     """
@@ -442,6 +443,9 @@ class PayloadTransport(abc.ABC):
         done: Callable[[bytes, BaseException | None], None],
     ) -> None:
         """Let the bytes of one part land in ``target`` (writable). Never waits."""
+
+    def announce(self, transfer: int) -> None:
+        """The peer has offered ``transfer``; its bytes may come, or come late."""
 
     @abc.abstractmethod
     def stop(self, transfer: int) -> None:

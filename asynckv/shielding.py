@@ -7,23 +7,32 @@ repeated, and a cancelled anyio scope, which cancels every ``await`` below it.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
+from typing import Final
 
 import anyio
 
 __all__ = ("wait_or_stop", "wait_shielded")
 
+_LONG_S: Final = 3600.0
 
-async def wait_shielded(future: asyncio.Future[None]) -> None:
+
+async def wait_shielded(
+    future: asyncio.Future[None], *, timeout_s: float | None = None
+) -> None:
     """Wait until ``future`` is done; a cancellation is delivered after that.
 
-    For futures that are sure to be done within bounded time only.
+    Waits for ``timeout_s`` at most, and says nothing when that is over. Without
+    it only for futures that are sure to be done within bounded time.
     """
+    loop = asyncio.get_running_loop()
+    end = math.inf if timeout_s is None else loop.time() + timeout_s
     held_back: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
-        while not future.done():
+        while not future.done() and (left_s := end - loop.time()) > 0:
             try:
-                await asyncio.wait({future})
+                await asyncio.wait({future}, timeout=min(left_s, _LONG_S))
             except asyncio.CancelledError as exc:
                 held_back = exc
     if held_back is not None:

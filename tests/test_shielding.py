@@ -37,6 +37,12 @@ async def test_a_shielded_wait_outlasts_a_cancelled_scope() -> None:
     assert scope.cancelled_caught
 
 
+async def test_a_shielded_wait_can_be_bounded() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    await wait_shielded(future, timeout_s=0.01)
+    assert not future.done()
+
+
 async def test_cancellation_stops_first_and_waits_for_the_stop() -> None:
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     order: list[str] = []

@@ -127,7 +127,7 @@ def test_an_unknown_dtype_is_refused() -> None:
     ids=["shape", "dtype", "strides", "device"],
 )
 def test_into_must_fit(into: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="into|sent"):
+    with pytest.raises(ValueError, match=r"into|sent"):
         check_into(into, TensorSpec((2, 3), "float32"), "key")
 
 

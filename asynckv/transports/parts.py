@@ -1,0 +1,210 @@
+"""The parts that a socket transport moves, and which of them the peer may send.
+
+Lane threads and the loop share these; every change is made under a lock, and
+nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from asynckv.errors import LocalProtocolError, RemoteProtocolError
+from asynckv.protocol.chunks import Chunk
+from asynckv.protocol.digests import Digester
+
+__all__ = ("DoneCallback", "Part", "PartTable")
+
+logger = logging.getLogger(__name__)
+
+_NOTHING: Final = memoryview(b"")
+
+DoneCallback: TypeAlias = Callable[[bytes, BaseException | None], None]
+
+
+class Part:
+    """One tensor on its way: its memory, how much has moved, whom to tell."""
+
+    __slots__ = (
+        "_digester",
+        "_done",
+        "carrier",
+        "known_digest",
+        "memory",
+        "moved_bytes",
+        "number",
+        "stopped",
+        "transfer",
+    )
+
+    def __init__(
+        self,
+        transfer: int,
+        number: int,
+        memory: memoryview,
+        done: DoneCallback,
+        known_digest: bytes | None,
+    ) -> None:
+        self.transfer = transfer
+        self.number = number
+        self.memory = memory
+        self.moved_bytes = 0
+        self.stopped = False
+        self.carrier: object | None = None
+        self.known_digest = known_digest
+        self._digester = Digester() if known_digest is None else None
+        self._done = done
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that have not moved yet."""
+        return self.memory.nbytes - self.moved_bytes
+
+    def add_to_digest(self, piece: memoryview) -> None:
+        """Digest the next bytes, unless the digest is known or not wanted."""
+        if self._digester is not None:
+            self._digester.update(piece)
+
+    def let_go(self) -> None:
+        """Keep the memory alive no longer."""
+        self.memory = _NOTHING
+
+    def tell(self, error: BaseException | None = None) -> None:
+        """Call ``done``, unless the part was stopped. On the loop, once."""
+        if self.stopped:
+            return
+        self.stopped = True
+        digest = self.known_digest or b""
+        if error is None and self._digester is not None:
+            digest = self._digester.digest()
+        self.let_go()
+        try:
+            self._done(b"" if error else digest, error)
+        except Exception:
+            logger.exception("a payload's completion callback failed")
+
+
+@dataclasses.dataclass(slots=True)
+class _Incoming:
+    """The parts of one transfer; ``None`` stands for one that has landed."""
+
+    parts: dict[int, Part | None]
+    missing: int
+
+
+class PartTable:
+    """Which memory waits for which part, and which thread writes to it.
+
+    A chunk of a transfer that is not here was stopped or has landed, if its
+    number is not above the highest ever announced; else the peer lies.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._transfers: dict[int, _Incoming] = {}
+        self._in_use: dict[object, Part] = {}
+        self._highest = -1
+
+    @property
+    def is_waiting(self) -> bool:
+        """Some part has not landed yet."""
+        return bool(self._transfers)
+
+    def announce(self, transfer: int) -> None:
+        """The peer may send chunks of transfers up to this one."""
+        with self._lock:
+            self._highest = max(self._highest, transfer)
+
+    def add(self, part: Part) -> None:
+        """Let the peer send this part.
+
+        :raises LocalProtocolError: it is waited for already, or has landed
+        """
+        with self._lock:
+            self._highest = max(self._highest, part.transfer)
+            incoming = self._transfers.setdefault(part.transfer, _Incoming({}, 0))
+            if part.number in incoming.parts:
+                raise LocalProtocolError(
+                    f"part {part.number} of transfer {part.transfer} received twice"
+                )
+            incoming.parts[part.number] = part
+            incoming.missing += 1
+
+    def stop(self, transfer: int) -> None:
+        """Wait for no part of this transfer any more."""
+        with self._lock:
+            incoming = self._transfers.pop(transfer, None)
+            for part in incoming.parts.values() if incoming else ():
+                if part is not None:
+                    part.stopped = True
+
+    def take_all(self) -> list[Part]:
+        """Forget and return every part that has not landed."""
+        with self._lock:
+            parts = [
+                part
+                for incoming in self._transfers.values()
+                for part in incoming.parts.values()
+                if part is not None
+            ]
+            self._transfers.clear()
+            return parts
+
+    def is_in_use(self, transfer: int) -> bool:
+        """A thread writes to memory of this transfer."""
+        with self._lock:
+            return any(part.transfer == transfer for part in self._in_use.values())
+
+    def enter(self, chunk: Chunk, carrier: object) -> Part | None:
+        """Begin to receive ``chunk``: its part, or ``None`` if nobody wants it.
+
+        :raises RemoteProtocolError: the chunk is not what may come next
+        """
+        with self._lock:
+            incoming = self._transfers.get(chunk.transfer)
+            if incoming is None:
+                if chunk.transfer > self._highest:
+                    raise RemoteProtocolError(
+                        f"a chunk of transfer {chunk.transfer}, never announced"
+                    )
+                return None
+            part = incoming.parts.get(chunk.part)
+            if part is None:
+                raise RemoteProtocolError(
+                    f"a chunk of part {chunk.part} of transfer {chunk.transfer}, "
+                    "which has landed or does not exist"
+                )
+            _check_place(part, chunk, carrier)
+            part.carrier = carrier
+            self._in_use[carrier] = part
+            return part
+
+    def leave(self, part: Part, carrier: object) -> bool:
+        """End what :meth:`enter` began; ``True`` if the part has landed now."""
+        with self._lock:
+            del self._in_use[carrier]
+            incoming = self._transfers.get(part.transfer)
+            if part.stopped or part.left_bytes or incoming is None:
+                return False
+            incoming.parts[part.number] = None
+            incoming.missing -= 1
+            if not incoming.missing:
+                del self._transfers[part.transfer]
+            return True
+
+
+def _check_place(part: Part, chunk: Chunk, carrier: object) -> None:
+    where = f"part {part.number} of transfer {part.transfer}"
+    if part.carrier is not None and part.carrier is not carrier:
+        raise RemoteProtocolError(f"{where} came on two lanes")
+    if chunk.offset != part.moved_bytes:
+        raise RemoteProtocolError(
+            f"{where}: a chunk at {chunk.offset}, expected at {part.moved_bytes}"
+        )
+    if chunk.nbytes > part.left_bytes:
+        raise RemoteProtocolError(
+            f"{where}: a chunk of {chunk.nbytes} bytes, {part.left_bytes} are missing"
+        )
