@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterator
 from typing import Final, Generic, NamedTuple, TypeVar, get_args
 
-from asynckv.errors import LocalProtocolError, RemoteProtocolError
+from asynckv.errors import AsyncKVError, LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.codec import Buffer, FrameDecoder
 from asynckv.protocol.failures import from_refuse, to_refuse
 from asynckv.protocol.frames import (
@@ -33,7 +33,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.outbox import Outbox
 
-__all__ = ("Came", "Event", "Farewell", "Opened", "Session", "is_final")
+__all__ = ("Came", "Event", "Farewell", "Opened", "Refused", "Session", "is_final")
 
 T = TypeVar("T")
 
@@ -67,7 +67,13 @@ class Farewell(NamedTuple):
     reason: str
 
 
-Event = Opened | Came[T] | Farewell
+class Refused(NamedTuple):
+    """The peer says that we broke the rules; nothing follows."""
+
+    error: AsyncKVError
+
+
+Event = Opened | Came[T] | Farewell | Refused
 
 
 class _Over(enum.Enum):
@@ -107,10 +113,11 @@ class Session(Generic[T]):
         """Whether the peer may hang up here without cutting a frame."""
         return self._decoder.is_idle
 
-    @property
-    def owners(self) -> list[T]:
-        """What is attached to the streams that are not over."""
-        return [o for o in self._streams.values() if not isinstance(o, _Over)]
+    def take_owners(self) -> list[T]:
+        """Return what is attached to open streams; all of them are over now."""
+        owners = [o for o in self._streams.values() if not isinstance(o, _Over)]
+        self._streams.clear()
+        return owners
 
     def next_stream(self) -> int:
         """Return the id for the next stream of this side.
@@ -173,12 +180,10 @@ class Session(Generic[T]):
 
     def say_goodbye(self, reason: str = "") -> None:
         """Queue the goodbye, behind everything that waits; open no more."""
-        self._streams.clear()
         self.outbox.put_last(Goodbye(reason[:2048]))
 
     def refuse(self, error: Exception) -> None:
         """Queue the last word of a broken link; nothing else is sent any more."""
-        self._streams.clear()
         self._ended = True
         self.outbox.clear()
         self.outbox.put_first(to_refuse(error))
@@ -187,7 +192,6 @@ class Session(Generic[T]):
         """Accept ``data`` and yield what it means. Iterate to the end.
 
         :raises RemoteProtocolError: the peer broke the rules; the link is dead
-        :raises LocalProtocolError: the peer says that we did
         """
         if self._ended:
             return
@@ -221,7 +225,7 @@ class Session(Generic[T]):
             self._finish(stream, frame)
         return None if isinstance(owner, _Over) else Came(owner, frame, body)
 
-    def _hear(self, frame: Frame, body: bytes) -> Farewell | None:
+    def _hear(self, frame: Frame, body: bytes) -> Farewell | Refused | None:
         kind = type(frame)
         if body:
             raise RemoteProtocolError(f"{kind.__name__} with a body")
@@ -235,9 +239,7 @@ class Session(Generic[T]):
             return Farewell(frame.reason)
         elif isinstance(frame, Refuse):
             self._ended = True
-            raise LocalProtocolError(
-                f"the peer closed the link: {from_refuse(frame).message}"
-            )
+            return Refused(from_refuse(frame))
         else:
             raise RemoteProtocolError(f"{kind.__name__} on an open link")
         return None

@@ -1,0 +1,95 @@
+"""What a URL says about where a peer is. Parsed once, here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import urllib.parse
+from typing import Final, Literal, TypeAlias
+
+from asynckv.errors import ConfigError
+
+__all__ = ("Address", "Scheme", "parse_url")
+
+Scheme: TypeAlias = Literal["tcp", "unix", "mem"]
+
+_LOOPBACK: Final = "127.0.0.1"
+_EXAMPLES: Final = "tcp://127.0.0.1:7000, unix:///run/asynckv.sock or mem://name"
+# sun_path has 108 bytes, of which the last is the end of the string.
+_MAX_PATH_BYTES: Final = 107
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where to listen or dial; ``payload`` forces a payload path if it is set.
+
+    ``place`` is the path of a unix socket or the name of a listener in memory.
+    """
+
+    scheme: Scheme
+    host: str = ""
+    port: int = 0
+    place: str = ""
+    payload: str = ""
+
+    def __str__(self) -> str:
+        if self.scheme == "tcp":
+            host = f"[{self.host}]" if ":" in self.host else self.host
+            return f"tcp://{host}:{self.port}"
+        return f"{self.scheme}://{self.place}"
+
+
+def parse_url(url: str) -> Address:
+    """Return what ``url`` says. An empty host is this host's loopback.
+
+    :raises ConfigError: it is no URL that a link can use
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError as exc:
+        raise ConfigError(f"{url!r} is not a URL: {exc}", hint=_EXAMPLES) from exc
+    payload = _payload_of(url, parts.query)
+    if parts.username is not None or parts.fragment:
+        raise ConfigError(f"{url!r}: no user and no fragment belong in it")
+    if parts.scheme == "tcp":
+        if parts.path.strip("/"):
+            raise ConfigError(f"{url!r}: a tcp URL has no path", hint=_EXAMPLES)
+        if port is None:
+            raise ConfigError(
+                f"{url!r} has no port", hint="a listener takes a free one with :0"
+            )
+        host = parts.hostname or _LOOPBACK
+        # Not looked up: it means this very host, and names go through a resolver.
+        host = _LOOPBACK if host == "localhost" else host
+        return Address("tcp", host=host, port=port, payload=payload)
+    if parts.scheme == "unix":
+        return Address("unix", place=_path_of(url, parts), payload=payload)
+    if parts.scheme == "mem":
+        return Address("mem", place=parts.netloc + parts.path, payload=payload)
+    raise ConfigError(f"{url!r}: no such scheme here", hint=_EXAMPLES)
+
+
+def _path_of(url: str, parts: urllib.parse.SplitResult) -> str:
+    path = urllib.parse.unquote(parts.path)
+    if parts.netloc or not path.startswith("/") or "\0" in path:
+        raise ConfigError(
+            f"{url!r} needs an absolute path", hint="unix:///run/asynckv.sock"
+        )
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise ConfigError(
+            f"{url!r}: a unix socket's path has at most {_MAX_PATH_BYTES} bytes",
+            hint="put it in a shorter directory",
+        )
+    return path
+
+
+def _payload_of(url: str, query: str) -> str:
+    options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    payload = options.pop("payload", "")
+    if options:
+        raise ConfigError(
+            f"{url!r}: unknown option {next(iter(options))!r}",
+            hint="the only one is ?payload=",
+        )
+    return payload

@@ -1,0 +1,143 @@
+"""Waiting for links: one listener, all the links that came through it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from typing import Final
+
+import anyio
+
+from asynckv.errors import PeerLost
+from asynckv.links.address import Address, parse_url
+from asynckv.links.dial import make_terms
+from asynckv.links.link import Link, Service
+from asynckv.links.reception import Reception
+from asynckv.links.sockets import bind, remove_place
+from asynckv.protocol.frames import Limits, PeerIdentity
+from asynckv.protocol.handshake import DigestMode, Terms
+from asynckv.types import KVFingerprint
+
+__all__ = ("LinkListener", "listen")
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_LIMITS: Final = Limits()
+_CLOSE_S: Final = 3.0
+
+
+class LinkListener:
+    """An open door: ``url`` says where, with the real port.
+
+    A peer has one link at a time: a second one of the same ``identity.id``
+    ends the first, be it a reconnect or a restart.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        terms: Terms,
+        service_for: Callable[[Link], Service],
+        on_link: Callable[[Link], None] | None,
+    ) -> None:
+        self._service_for = service_for
+        self._on_link = on_link
+        self._links: dict[str, Link] = {}
+        sock = bind(address)
+        self._place = address.place
+        self._inode = 0
+        if self._place:
+            self._inode = os.lstat(self._place).st_ino
+        else:
+            address = dataclasses.replace(address, port=sock.getsockname()[1])
+        self.url = str(address)
+        self._reception = Reception(sock, terms, self._adopt, url=self.url)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The links that are up."""
+        return tuple(self._links.values())
+
+    async def aclose(self) -> None:
+        """Take no more links, and close those that are up.
+
+        Bounded; a cancellation aborts what is left. Safe to call again.
+        """
+        links = self.links
+        greetings = self._close_door()
+        try:
+            with anyio.move_on_after(_CLOSE_S, shield=True):
+                await asyncio.gather(
+                    *(link.aclose() for link in links), return_exceptions=True
+                )
+                if greetings:
+                    await asyncio.wait(greetings)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the door and every link now. Never waits."""
+        self._close_door()
+        for link in self.links:
+            link.abort()
+
+    def _close_door(self) -> list[asyncio.Task[bool]]:
+        if self._place:
+            remove_place(self._place, self._inode)
+            self._place = ""
+        return self._reception.close()
+
+    def _adopt(self, link: Link) -> None:
+        peer = link.peer
+        older = self._links.pop(peer.id, None)
+        if older is not None:
+            older.abort(PeerLost(f"{peer.id} has opened a new link"))
+        self._links[peer.id] = link
+        link.call_when_lost(lambda _: self._forget(link))
+        try:
+            service = self._service_for(link)
+            if self._on_link is not None:
+                self._on_link(link)
+        except Exception as exc:
+            logger.exception("nobody serves the link to %s", peer.id)
+            link.abort(exc)
+            return
+        link.start(service)
+        logger.info("link to %s by %s", peer.id, link.transport_name)
+
+    def _forget(self, link: Link) -> None:
+        if self._links.get(link.peer.id) is link:
+            del self._links[link.peer.id]
+
+
+async def listen(
+    url: str,
+    *,
+    identity: PeerIdentity,
+    service_for: Callable[[Link], Service],
+    fingerprint: KVFingerprint | None = None,
+    digest: DigestMode = "full",
+    lanes: int | None = None,
+    limits: Limits = _DEFAULT_LIMITS,
+    on_link: Callable[[Link], None] | None = None,
+) -> LinkListener:
+    """Listen at ``url``; port 0 takes a free port, which ``listener.url`` says.
+
+    ``service_for(link)`` is asked once a link, before its first frame is read;
+    then ``on_link(link)`` is called. Does not wait.
+
+    :raises ConfigError: the address cannot be listened at
+    """
+    address = parse_url(url)
+    terms = make_terms(
+        address,
+        identity=identity,
+        fingerprint=fingerprint,
+        digest=digest,
+        lanes=lanes,
+        limits=limits,
+    )
+    return LinkListener(address, terms, service_for, on_link)

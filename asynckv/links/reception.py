@@ -1,0 +1,242 @@
+"""Where connections arrive: strangers greet, and become links or payload lanes.
+
+Whoever has not sent a whole first frame yet is a stranger. There are at most
+64 at a time, each may send 4 KiB, and each has 5 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from asynckv.errors import AsyncKVError, AuthError, PeerLost, RemoteProtocolError
+from asynckv.links.link import Link
+from asynckv.links.sockets import (
+    check_peer,
+    prepare,
+    read_first_frame,
+    send_first_frame,
+)
+from asynckv.links.streams import SocketStream
+from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.failures import to_refuse
+from asynckv.protocol.frames import Attach, Attached, Frame, Hello
+from asynckv.protocol.handshake import Terms, agree, welcome_to
+
+__all__ = ("MAX_STRANGERS", "Reception")
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS: Final = 64
+_MAX_NEWCOMERS: Final = 256
+_GREETING_S: Final = 5.0
+_LANES_S: Final = 5.0
+_PATIENCE_S: Final = 0.25
+_NO_FILES_PAUSE_S: Final = 0.1
+_TOKEN_BYTES: Final = 16
+
+
+class _Newcomer:
+    """A link that was welcomed and waits for its payload lanes."""
+
+    def __init__(self, link: Link, lanes: int) -> None:
+        self.link = link
+        self.lanes: list[socket.socket | None] = [None] * lanes
+        self._missing = lanes
+        self.is_complete = asyncio.get_running_loop().create_future()
+
+    def reserve(self, lane: int, sock: socket.socket) -> None:
+        """Let ``sock`` be a lane; from here on it is closed with the others."""
+        if lane >= len(self.lanes) or self.lanes[lane] is not None:
+            raise RemoteProtocolError(f"lane {lane} is attached, or there is none")
+        self.lanes[lane] = sock
+
+    def count(self) -> None:
+        """One more lane is attached."""
+        self._missing -= 1
+        if not self._missing and not self.is_complete.done():
+            self.is_complete.set_result(None)
+
+    def close(self) -> None:
+        self.link.abort()
+        for sock in self.lanes:
+            if sock is not None:
+                sock.close()
+
+
+class Reception:
+    """Takes the connections of one listening socket, until it is closed.
+
+    ``adopt(link)`` gets each link that is complete.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        terms: Terms,
+        adopt: Callable[[Link], None],
+        *,
+        url: str,
+    ) -> None:
+        self._sock = sock
+        self._terms = terms
+        self._adopt = adopt
+        self._url = url
+        self._loop = asyncio.get_running_loop()
+        self._greetings: dict[asyncio.Task[bool], socket.socket] = {}
+        self._strangers: dict[asyncio.Task[bool], None] = {}
+        self._newcomers: dict[bytes, _Newcomer] = {}
+        self._pause: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._loop.add_reader(sock, self._accept)
+
+    def close(self) -> list[asyncio.Task[bool]]:
+        """Take no more; return the tasks that are being cancelled."""
+        if not self._closed:
+            self._closed = True
+            self._stop_accepting()
+            self._sock.close()
+        greetings = list(self._greetings)
+        for task in greetings:
+            task.cancel()
+        return greetings
+
+    # Accepting. Plain functions: a cancellation cannot lose a connection.
+
+    def _accept(self) -> None:
+        while len(self._strangers) < MAX_STRANGERS:
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                logger.warning("cannot accept at %s: %s", self._url, exc)
+                self._accept_later(_NO_FILES_PAUSE_S, self._accept_again)
+                return
+            sock.setblocking(False)
+            task = self._loop.create_task(
+                self._greet(sock), name=f"greeting at {self._url}"
+            )
+            self._greetings[task] = sock
+            self._strangers[task] = None
+            task.add_done_callback(self._on_greeted)
+        self._accept_later(_PATIENCE_S, self._evict)
+
+    def _accept_later(self, delay_s: float, then: Callable[[], None]) -> None:
+        self._stop_accepting()
+        self._pause = self._loop.call_later(delay_s, then)
+
+    def _stop_accepting(self) -> None:
+        self._loop.remove_reader(self._sock)
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+
+    def _accept_again(self) -> None:
+        if not self._closed:
+            self._stop_accepting()
+            self._loop.add_reader(self._sock, self._accept)
+
+    def _evict(self) -> None:
+        # All places are taken by strangers who say nothing: the oldest goes.
+        if len(self._strangers) >= MAX_STRANGERS:
+            logger.warning("too many silent connections at %s: one closed", self._url)
+            next(iter(self._strangers)).cancel()
+        self._accept_again()
+
+    def _is_no_stranger(self, task: asyncio.Task[bool] | None) -> None:
+        if task is None or task not in self._strangers:
+            return
+        del self._strangers[task]
+        if self._pause is not None and len(self._strangers) == MAX_STRANGERS - 1:
+            self._accept_again()
+
+    def _on_greeted(self, task: asyncio.Task[bool]) -> None:
+        sock = self._greetings.pop(task)
+        self._is_no_stranger(task)
+        if task.cancelled() or task.exception() or not task.result():
+            sock.close()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a greeting at %s failed", self._url, exc_info=error)
+
+    # Greeting.
+
+    async def _greet(self, sock: socket.socket) -> bool:
+        """Make of a connection what its first frame says: whether it is kept."""
+        try:
+            prepare(sock)
+            check_peer(sock)
+            async with asyncio.timeout(_GREETING_S):
+                frame = await read_first_frame(sock)
+            self._is_no_stranger(asyncio.current_task())
+            await self._answer(sock, frame)
+        except TimeoutError:
+            logger.debug("a connection at %s did not greet in time", self._url)
+            return False
+        except PeerLost as exc:
+            logger.debug("a connection at %s went away: %s", self._url, exc)
+            return False
+        except AsyncKVError as exc:
+            logger.warning("a connection at %s is refused: %s", self._url, exc)
+            _refuse(sock, exc)
+            return False
+        except OSError as exc:
+            logger.debug("a connection at %s broke: %s", self._url, exc)
+            return False
+        return True
+
+    async def _answer(self, sock: socket.socket, frame: Frame) -> None:
+        if isinstance(frame, Hello):
+            await self._welcome(sock, frame)
+        elif isinstance(frame, Attach):
+            await self._attach(sock, frame)
+        else:
+            raise RemoteProtocolError(f"{type(frame).__name__} is no greeting")
+
+    async def _welcome(self, sock: socket.socket, hello: Hello) -> None:
+        agreement = agree(self._terms, hello)
+        if len(self._newcomers) >= _MAX_NEWCOMERS:
+            raise PeerLost("too many links are being opened")
+        link = Link(
+            SocketStream(sock, self._loop), agreement, dialled=False, url=self._url
+        )
+        newcomer = _Newcomer(link, agreement.lanes)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._newcomers[token] = newcomer
+        welcome = welcome_to(
+            self._terms,
+            agreement,
+            link_token=token,
+            payload_description=link.payload.describe(),
+        )
+        try:
+            async with asyncio.timeout(_LANES_S):
+                await send_first_frame(sock, encode_frame(0, welcome)[0])
+                await newcomer.is_complete
+            await link.payload.open(agreement.payload_description, newcomer.lanes)
+        except BaseException:
+            newcomer.close()
+            raise
+        finally:
+            del self._newcomers[token]
+        self._adopt(link)
+
+    async def _attach(self, sock: socket.socket, attach: Attach) -> None:
+        newcomer = self._newcomers.get(attach.link_token)
+        if newcomer is None:
+            raise AuthError("no link waits for this payload lane")
+        newcomer.reserve(attach.lane, sock)
+        # Attached leaves first: from the moment the link is complete, the
+        # lane carries nothing but chunks.
+        await send_first_frame(sock, encode_frame(0, Attached())[0])
+        newcomer.count()
+
+
+def _refuse(sock: socket.socket, error: AsyncKVError) -> None:
+    with contextlib.suppress(OSError):
+        sock.send(encode_frame(0, to_refuse(error))[0])

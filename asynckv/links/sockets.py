@@ -1,0 +1,220 @@
+"""Sockets: opened, bound, and read up to the end of one frame.
+
+Every coroutine here is bounded by its caller's deadline and leaves no socket
+behind when it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import struct
+from typing import Final
+
+import anyio.to_thread
+
+from asynckv.errors import AuthError, ConfigError, PeerLost
+from asynckv.links.address import Address
+from asynckv.protocol.codec import FrameDecoder
+from asynckv.protocol.frames import Frame, Limits
+from asynckv.protocol.handshake import GREETING_LIMITS
+
+__all__ = (
+    "bind",
+    "check_peer",
+    "connect",
+    "prepare",
+    "read_first_frame",
+    "remove_place",
+    "send_first_frame",
+)
+
+_BACKLOG: Final = 1024
+_UCRED: Final = struct.Struct("3i")
+_EAGAIN_PAUSE_S: Final = 0.01
+
+
+async def connect(address: Address) -> socket.socket:
+    """Return a connected, non-blocking socket.
+
+    :raises PeerLost: nobody listens there, or it cannot be reached
+    """
+    error: OSError | None = None
+    for family, target in await _targets(address):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            await _connect_to(sock, target)
+            prepare(sock)
+            check_peer(sock)
+            return sock
+        except OSError as exc:
+            sock.close()
+            error = exc
+        except BaseException:
+            sock.close()
+            raise
+    if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+        raise PeerLost(
+            f"nobody listens at {address}",
+            hint="start the other side first, or check the address",
+        ) from error
+    raise PeerLost(
+        f"{address} cannot be reached: {error}",
+        hint="check the address, and the network in between",
+    ) from error
+
+
+async def _targets(
+    address: Address,
+) -> list[tuple[socket.AddressFamily, str | tuple[str, int]]]:
+    if address.scheme == "unix":
+        return [(socket.AF_UNIX, address.place)]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            socket.inet_pton(family, address.host)
+            return [(family, (address.host, address.port))]
+    try:
+        found = await anyio.to_thread.run_sync(
+            lambda: socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM
+            ),
+            abandon_on_cancel=True,
+        )
+    except OSError as exc:
+        raise PeerLost(
+            f"{address.host!r} is no host that is known here: {exc}",
+            hint="check the name, or write its IP address",
+        ) from exc
+    return [(item[0], (str(item[4][0]), address.port)) for item in found]
+
+
+async def _connect_to(sock: socket.socket, target: str | tuple[str, int]) -> None:
+    if not isinstance(target, str):
+        await asyncio.get_running_loop().sock_connect(sock, target)
+        return
+    while True:
+        # A full backlog is EAGAIN here: not under way, to be tried again.
+        try:
+            sock.connect(target)
+            return
+        except BlockingIOError:
+            await asyncio.sleep(_EAGAIN_PAUSE_S)
+
+
+def prepare(sock: socket.socket) -> None:
+    """Make a connected socket ready for small frames."""
+    sock.setblocking(False)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def check_peer(sock: socket.socket) -> None:
+    """Refuse whoever is not this user, where the kernel knows who it is.
+
+    :raises AuthError: the other end of a unix socket is another user's
+    """
+    if sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return
+    ucred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, uid, _ = _UCRED.unpack(ucred)
+    if uid != os.geteuid():
+        raise AuthError("the other end of the unix socket belongs to another user")
+
+
+def bind(address: Address) -> socket.socket:
+    """Return a listening, non-blocking socket; port 0 takes a free one.
+
+    :raises ConfigError: the address cannot be listened at
+    """
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    if address.scheme == "unix":
+        family = socket.AF_UNIX
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        if address.scheme == "unix":
+            _bind_unix(sock, address.place)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((address.host, address.port))
+        sock.listen(_BACKLOG)
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen at {address}: {exc.strerror or exc}",
+            hint="is another one running there? Port 0 takes a free port",
+        ) from exc
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _bind_unix(sock: socket.socket, path: str) -> None:
+    _remove_stale(path)
+    sock.bind(path)
+    # Nobody connects before listen(), so there is no moment at a wider mode.
+    os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket file that nobody listens at; leave anything else."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except BlockingIOError:
+            return
+
+
+def remove_place(path: str, inode: int) -> None:
+    """Remove the socket file of a listener, unless it is another's by now."""
+    with contextlib.suppress(OSError):
+        if os.lstat(path).st_ino == inode:
+            os.unlink(path)
+
+
+async def read_first_frame(
+    sock: socket.socket, limits: Limits = GREETING_LIMITS
+) -> Frame:
+    """Return the first frame on a connection, and read no byte beyond it.
+
+    :raises PeerLost: the peer hung up before the end of it
+    :raises RemoteProtocolError: it is not a frame, or longer than a stranger's may be
+    """
+    loop = asyncio.get_running_loop()
+    decoder = FrameDecoder(limits)
+    while True:
+        try:
+            data = await loop.sock_recv(sock, decoder.missing_bytes)
+        except OSError as exc:
+            raise PeerLost(f"the connection broke in the handshake: {exc}") from exc
+        if not data:
+            raise PeerLost(
+                "the peer hung up in the handshake",
+                hint="its log may say why; is it asynckv at all?",
+            )
+        for _, frame, _ in decoder.feed(data):
+            return frame
+
+
+async def send_first_frame(sock: socket.socket, data: bytes) -> None:
+    """Send the first bytes on a connection.
+
+    :raises PeerLost: the peer hung up
+    """
+    try:
+        await asyncio.get_running_loop().sock_sendall(sock, data)
+    except OSError as exc:
+        raise PeerLost(f"the connection broke in the handshake: {exc}") from exc

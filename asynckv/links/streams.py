@@ -1,0 +1,174 @@
+"""The control connection of a link: bytes out, bytes in, never waiting.
+
+A stream belongs to one loop and calls its owner there. It keeps at most what
+one ``write`` was given: the owner waits for :meth:`StreamOwner.on_writable`
+before it writes more.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import socket
+from typing import Final, Protocol
+
+__all__ = ("ControlStream", "SocketStream", "StreamOwner")
+
+_RECEIVE_BYTES: Final = 128 * 1024
+
+
+class StreamOwner(Protocol):
+    """Who is told what happens on a stream. Plain functions, on the loop."""
+
+    def on_bytes(self, data: memoryview) -> None:
+        """Bytes came; ``data`` is overwritten after the call."""
+
+    def on_writable(self) -> None:
+        """All that was written has left; more may be written."""
+
+    def on_end(self, error: OSError | None) -> None:
+        """Nothing more will come: the peer hung up, or the connection broke."""
+
+
+class ControlStream(abc.ABC):
+    """A connection whose reading and writing halves end on their own."""
+
+    sent_bytes: int = 0
+    """How many bytes have left in all."""
+
+    @property
+    @abc.abstractmethod
+    def unsent_bytes(self) -> int:
+        """Bytes that were written and have not left; 0 means: write more."""
+
+    @abc.abstractmethod
+    def start(self, owner: StreamOwner) -> None:
+        """Begin to read. Nothing is read, and no one called, before."""
+
+    @abc.abstractmethod
+    def write(self, data: bytes) -> None:
+        """Send ``data``. Only while ``unsent_bytes`` is 0."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """End the writing half; the peer sees the end, and may still write."""
+
+    @abc.abstractmethod
+    def pause_reading(self) -> None:
+        """Leave what comes where it is."""
+
+    @abc.abstractmethod
+    def resume_reading(self) -> None:
+        """Read on."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Close now; nobody is called any more. Safe to call again."""
+
+
+class SocketStream(ControlStream):
+    """A connected, non-blocking stream socket on the running loop.
+
+    The loop only says when it is readable: a send leaves at once, in the same
+    tick, and a receive goes to the owner without a task in between.
+    """
+
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._sock = sock
+        self._loop = loop
+        self._owner: StreamOwner | None = None
+        self._buffer = bytearray(_RECEIVE_BYTES)
+        self._view = memoryview(self._buffer)
+        self._unsent = memoryview(b"")
+        self._reads = False
+        self._finishing = False
+        self._closed = False
+
+    @property
+    def unsent_bytes(self) -> int:
+        return len(self._unsent)
+
+    def start(self, owner: StreamOwner) -> None:
+        self._owner = owner
+        self.resume_reading()
+
+    def write(self, data: bytes) -> None:
+        if self._closed:
+            return
+        sent = self._send(data)
+        if sent < len(data):
+            self._unsent = memoryview(data)[sent:]
+            self._loop.add_writer(self._sock, self._write_on)
+
+    def finish(self) -> None:
+        if self._closed or (self._finishing and not self._unsent):
+            return
+        self._finishing = True
+        if not self._unsent:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+
+    def pause_reading(self) -> None:
+        if self._reads:
+            self._reads = False
+            self._loop.remove_reader(self._sock)
+
+    def resume_reading(self) -> None:
+        if not self._reads and not self._closed:
+            self._reads = True
+            self._loop.add_reader(self._sock, self._read)
+
+    def abort(self) -> None:
+        if self._closed:
+            return
+        self.pause_reading()
+        self._stop_writing()
+        self._closed = True
+        self._owner = None
+        self._sock.close()
+
+    def _send(self, data: bytes | memoryview) -> int:
+        try:
+            sent = self._sock.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as exc:
+            # The owner may be in the middle of something: told on its own tick.
+            self._loop.call_soon(self._end, exc)
+            return len(data)
+        self.sent_bytes += sent
+        return sent
+
+    def _write_on(self) -> None:
+        self._unsent = self._unsent[self._send(self._unsent) :]
+        if self._unsent:
+            return
+        self._stop_writing()
+        if self._finishing:
+            self._finishing = False
+            self.finish()
+        elif self._owner is not None:
+            self._owner.on_writable()
+
+    def _stop_writing(self) -> None:
+        self._loop.remove_writer(self._sock)
+        self._unsent = memoryview(b"")
+
+    def _read(self) -> None:
+        try:
+            nbytes = self._sock.recv_into(self._buffer)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as exc:
+            self._end(exc)
+            return
+        if not nbytes:
+            self._end(None)
+        elif self._owner is not None:
+            self._owner.on_bytes(self._view[:nbytes])
+
+    def _end(self, error: OSError | None) -> None:
+        self.pause_reading()
+        if self._owner is not None:
+            self._owner.on_end(error)
