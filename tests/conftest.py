@@ -78,11 +78,10 @@ def pytest_runtest_makereport(
 def nothing_blocks_the_loop() -> Iterator[None]:
     """Fail what calls something blocking while a loop runs, if asynckv called it."""
     with blockbuster_ctx("asynckv") as blockbuster:
-        # A path of a unix:// listener is looked at, and removed, once: no disk I/O.
-        for name in ("os.stat", "os.unlink", "os.remove"):
-            blockbuster.functions[name].can_block_in(
-                "asynckv/links/addresses.py", {"bind", "unbind"}
-            )
+        # A listener removes its socket file: one directory entry, once.
+        blockbuster.functions["os.unlink"].can_block_in(
+            "asynckv/links/sockets.py", {"_remove_stale", "remove_place"}
+        )
         yield
 
 
