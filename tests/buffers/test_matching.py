@@ -251,6 +251,24 @@ def test_an_item_given_back_is_found_before_those_that_came_after_it() -> None:
     assert index.best(key_of((1,))) == ("given back", 1)
 
 
+@pytest.mark.parametrize("query", [(1,), (1, 2), (1, 2, 3)])
+def test_items_of_one_key_are_offered_one_after_the_other(
+    query: tuple[int, ...],
+) -> None:
+    index: PrefixIndex[int] = PrefixIndex()
+    for seq in (4, 2, 0, 3, 1):
+        index.add(key_of((1, 2)), seq, seq)
+    asked: list[int] = []
+
+    def only_four(seq: int, matched_tokens: int = 0) -> bool:
+        asked.append(seq)
+        return seq == 4
+
+    index.best(key_of(query), accept=only_four)
+    index.oldest(key_of(query), accept=only_four)
+    assert asked == [0, 1, 2, 3, 4] * 2
+
+
 def test_a_hidden_item_keeps_its_place_and_is_not_found() -> None:
     index: PrefixIndex[str] = PrefixIndex()
     place = index.add(key_of((1, 2)), 1, "hidden")
