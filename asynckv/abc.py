@@ -397,6 +397,10 @@ class KVStoreBuffer(KVCacheBuffer):
     async def delete(self, key: str) -> bool:
         """Forget ``key``; ``True`` if it was there."""
 
+    @abc.abstractmethod
+    async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
+        """Tell for each of ``keys`` whether it is stored; that is not a use of it."""
+
 
 class PayloadTransport(abc.ABC):
     """Moves the payload bytes of one link. Knows nothing of frames or entries.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from asynckv.buffers.changes import Changes
 from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.errors import BufferClosed, EntryAborted
 from asynckv.observability.waits import LoggedWait
@@ -30,9 +31,7 @@ class Room:
         self._give_room = give_room
         self._adopt = adopt
         self._line: dict[int, tuple[StoredEntry, float]] = {}
-        self._changed = asyncio.Condition()
-        self._notifying: asyncio.Task[None] | None = None
-        self._waiting = 0
+        self._changes = Changes()
         self.closed = False
 
     def __len__(self) -> int:
@@ -89,23 +88,12 @@ class Room:
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         """Wait for a change of any state. Cancelling leaves no trace."""
-        if predicate():
-            return
-        self._waiting += 1
-        try:
-            async with self._changed:
-                await self._changed.wait_for(predicate)
-        finally:
-            self._waiting -= 1
+        await self._changes.until(predicate)
 
     def change(self) -> None:
         """Room or a state may have changed. Never waits."""
         self.advance()
-        # A Condition is notified under its lock, which a plain function cannot take.
-        if self._waiting and (self._notifying is None or self._notifying.done()):
-            self._notifying = asyncio.get_running_loop().create_task(
-                self._notify(), name="asynckv: room has changed"
-            )
+        self._changes.notify_soon()
 
     def advance(self) -> None:
         """Give room to the first in line, and to the next, while it lasts."""
@@ -126,9 +114,4 @@ class Room:
         """Refuse whoever waits or comes. Waits for the last notification."""
         self.closed = True
         self.change()
-        if self._notifying is not None:
-            await asyncio.wait({self._notifying})
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        await self._changes.aclose()

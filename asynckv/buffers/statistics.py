@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ("Counters", "LookupStatistics")
+__all__ = ("Counters", "LookupStatistics", "StoreCounters", "StoreStatistics")
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,3 +60,39 @@ class LookupStatistics:
     direct: int
     room_waits: int
     match_waits: int
+
+
+@dataclasses.dataclass(slots=True)
+class StoreCounters:
+    """What has happened in a store buffer since it was made."""
+
+    puts: int = 0
+    deletes: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    room_waits: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreStatistics:
+    """A store buffer at one moment.
+
+    ``used_bytes`` are those of the ``keys`` stored, of puts under way, and of
+    replaced or deleted values that somebody still reads. ``waiting_puts`` wait
+    for room (``oldest_put_wait_s`` the first of them). The counters count since
+    the buffer was made; ``evictions`` are keys dropped to make room.
+    """
+
+    max_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    keys: int
+    waiting_puts: int
+    oldest_put_wait_s: float
+    puts: int
+    deletes: int
+    hits: int
+    misses: int
+    evictions: int
+    room_waits: int

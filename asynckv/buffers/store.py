@@ -1,0 +1,257 @@
+"""The store buffer itself, in the process that holds the values."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import anyio
+import torch
+
+from asynckv.abc import KVStoreBuffer
+from asynckv.buffers.changes import Changes
+from asynckv.buffers.statistics import StoreStatistics
+from asynckv.buffers.store_ledger import (
+    PendingPut,
+    PinnedValue,
+    StoreLedger,
+    StoreName,
+)
+from asynckv.errors import BufferClosed, EntryTooLarge
+from asynckv.loops import LoopBound
+from asynckv.observability.waits import LoggedWait
+from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.views import bytes_of, check_into, empty_tensor, spec_of
+from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
+
+__all__ = ("StoreBuffer", "check_key")
+
+_MAX_KEY_LENGTH: Final = 512
+
+
+class StoreBuffer(LoopBound, KVStoreBuffer):
+    """Values in this process's memory, for readers here and, served, elsewhere.
+
+    ``max_bytes`` is a hard bound on the bytes held. To make room the least
+    recently used keys are dropped, never one that is being read; only where
+    readers and other puts hold too much does a put wait for them, first come,
+    first served. A put replaces a value whole: whoever reads the old one gets
+    the old one. Where there is no room for both, the old value is dropped
+    first, and a put that is cancelled then leaves nothing.
+
+    ``fingerprint`` says what model the values belong to: only those with an
+    equal one are found.
+
+    Closing it drops everything; every further call raises ``BufferClosed``.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int | float | str = "2GiB",
+        *,
+        fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
+        device: str | None = None,
+    ) -> None:
+        if device not in (None, "cpu"):
+            raise ValueError(f"device {device!r}: only 'cpu' memory is here yet")
+        self.fingerprint = KVFingerprint.of(fingerprint)
+        self.pool = CopyPool()
+        self._arena = HeapArena(parse_bytes(max_bytes))
+        self._ledger = StoreLedger(self._arena, self._change)
+        self._changes = Changes()
+        self._line: collections.deque[_Ticket] = collections.deque()
+
+    async def put(self, key: str, value: torch.Tensor | None) -> None:
+        if value is None:
+            await self.delete(key)
+            return
+        self._check_usable(key)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"a value is a tensor, not {type(value).__name__}")
+        pending = await self.reserve(key, spec_of(value), self.fingerprint)
+        try:
+            target = pending.region.tensor(pending.spec)
+            [digest] = await self.pool.copy([value], [target])
+            self.commit(pending, digest)
+        finally:
+            self.discard(pending)
+
+    async def get(
+        self, key: str, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        self._check_usable(key)
+        if into is not None:
+            bytes_of(into)  # refuses what nothing can land in, also on a miss
+        pinned = self.lookup(key, self.fingerprint)
+        if pinned is None:
+            return None
+        try:
+            if into is not None:
+                check_into(into, pinned.spec, key)
+            target = empty_tensor(pinned.spec) if into is None else into
+            source = pinned.region.tensor(pinned.spec)
+            await self.pool.copy([source], [target], digest=False)
+            return target
+        finally:
+            self.release(pinned)
+
+    async def delete(self, key: str) -> bool:
+        self._check_usable(key)
+        return self.remove(key, self.fingerprint)
+
+    async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
+        self._check_open()
+        if isinstance(keys, str):
+            raise TypeError("contains takes a sequence of keys, not one key")
+        for key in keys:
+            check_key(key)
+        return self.has(keys, self.fingerprint)
+
+    def statistics(self) -> StoreStatistics:
+        ledger = self._ledger
+        now = self._loop.time() if self._loop is not None else 0.0
+        return StoreStatistics(
+            max_bytes=self._arena.max_bytes,
+            used_bytes=self._arena.used_bytes,
+            peak_bytes=self._arena.peak_bytes,
+            keys=len(ledger),
+            waiting_puts=len(self._line),
+            oldest_put_wait_s=now - self._line[0].since_s if self._line else 0.0,
+            **dataclasses.asdict(ledger.counters),
+        )
+
+    async def aclose(self) -> None:
+        self._check_loop()
+        self.abort()
+        with anyio.CancelScope(shield=True):
+            await self._changes.aclose()
+
+    def abort(self) -> None:
+        self._ledger.close()
+        self.pool.close()
+
+    async def reserve(
+        self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
+    ) -> PendingPut:
+        """Take memory for a value to be written there, then committed.
+
+        Waits only while readers and other puts hold too much. A cancelled call
+        leaves no trace but the keys dropped to make room.
+
+        :raises EntryTooLarge: it could never fit
+        :raises BufferClosed: the buffer is closed, or was closed meanwhile
+        """
+        pending = self.reserve_nowait(key, spec, fingerprint)
+        if pending is not None:
+            return pending
+        ticket = _Ticket((key, fingerprint), spec, self._check_loop().time())
+        self._line.append(ticket)
+        self._ledger.counters.room_waits += 1
+        try:
+            return await self._turn_of(ticket)
+        except BaseException:
+            self._quit(ticket)
+            raise
+
+    def reserve_nowait(
+        self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
+    ) -> PendingPut | None:
+        """As :meth:`reserve`; ``None`` where that would wait."""
+        self._check_usable(key)
+        if not self._arena.could_ever_fit([spec.nbytes]):
+            raise EntryTooLarge(nbytes=spec.nbytes, max_bytes=self._arena.max_bytes)
+        if self._line:
+            return None
+        return self._ledger.reserve((key, fingerprint), spec)
+
+    def commit(self, pending: PendingPut, digest: bytes) -> None:
+        """Replace what is stored by that key with what was written.
+
+        :raises BufferClosed: the buffer was closed meanwhile; it is discarded
+        """
+        self._ledger.commit(pending, digest)
+
+    def discard(self, pending: PendingPut) -> None:
+        """Give the memory back; nothing happens after a commit. Never waits."""
+        self._ledger.discard(pending)
+
+    def lookup(self, key: str, fingerprint: KVFingerprint | None) -> PinnedValue | None:
+        """Hold what is stored under ``key`` until it is released. Never waits."""
+        self._check_open()
+        return self._ledger.pin((key, fingerprint))
+
+    def release(self, pinned: PinnedValue) -> None:
+        """End the hold of :meth:`lookup`. Never waits; may be called again."""
+        self._ledger.release(pinned)
+
+    def remove(self, key: str, fingerprint: KVFingerprint | None) -> bool:
+        """As :meth:`delete`, for whoever has ``fingerprint``. Never waits."""
+        self._check_open()
+        return self._ledger.delete((key, fingerprint))
+
+    def has(
+        self, keys: Sequence[str], fingerprint: KVFingerprint | None
+    ) -> tuple[bool, ...]:
+        """As :meth:`contains`, for whoever has ``fingerprint``. Never waits."""
+        return tuple((key, fingerprint) in self._ledger for key in keys)
+
+    async def _turn_of(self, ticket: _Ticket) -> PendingPut:
+        who = f"put of {ticket.name[0]!r} ({ticket.spec.nbytes} bytes)"
+        with LoggedWait(who, "room", "the end of a get or put, or aclose"):
+            await self._changes.until(
+                lambda: ticket.pending is not None or self._ledger.closed
+            )
+        if ticket.pending is None or self._ledger.closed:
+            raise BufferClosed("the buffer was closed while the put waited")
+        return ticket.pending
+
+    def _quit(self, ticket: _Ticket) -> None:
+        if ticket.pending is not None:
+            self._ledger.discard(ticket.pending)
+        else:
+            self._line.remove(ticket)
+            self._change()
+
+    def _change(self) -> None:
+        """Give room to the first in line, and to the next, while it lasts."""
+        while self._line and not self._ledger.closed:
+            ticket = self._line[0]
+            ticket.pending = self._ledger.reserve(ticket.name, ticket.spec)
+            if ticket.pending is None:
+                break
+            self._line.popleft()
+        self._changes.notify_soon()
+
+    def _check_usable(self, key: str) -> None:
+        check_key(key)
+        self._check_open()
+
+    def _check_open(self) -> None:
+        self._check_loop()
+        if self._ledger.closed:
+            raise BufferClosed("the buffer is closed")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Ticket:
+    """One put's place in the line; ``pending`` is what it waited for."""
+
+    name: StoreName
+    spec: TensorSpec
+    since_s: float
+    pending: PendingPut | None = None
+
+
+def check_key(key: str) -> None:
+    """Refuse what cannot be a key.
+
+    :raises TypeError: it is no string
+    :raises ValueError: it is longer than 512 characters
+    """
+    if not isinstance(key, str):
+        raise TypeError(f"a key is a str, not {type(key).__name__}")
+    if len(key) > _MAX_KEY_LENGTH:
+        raise ValueError(f"the key {key[:40]!r}... is longer than 512 characters")

@@ -1,0 +1,191 @@
+"""What a store buffer holds, and every change of it: plain functions, no waiting.
+
+A value is charged to the arena until it is no longer stored *and* nobody reads
+it. A value is replaced whole: readers keep the one they began with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from asynckv.buffers.eviction import EvictionOrder
+from asynckv.buffers.statistics import StoreCounters
+from asynckv.errors import BufferClosed
+from asynckv.tensors.arena import Arena, Region
+from asynckv.types import KVFingerprint, TensorSpec
+
+__all__ = ("MAX_KEYS", "PendingPut", "PinnedValue", "StoreLedger", "StoreName")
+
+MAX_KEYS: Final = 2**20
+"""Keys cost memory too, which the arena does not count: a bound for tiny values."""
+
+StoreName: TypeAlias = tuple[str, KVFingerprint | None]
+"""A key, and the model it belongs to: another model's value is another value."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PendingPut:
+    """Memory for one value that is still to come: commit it, or discard it."""
+
+    name: StoreName
+    spec: TensorSpec
+    region: Region
+    is_open: bool = True
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _StoredValue:
+    name: StoreName
+    spec: TensorSpec
+    region: Region
+    digest: bytes
+    readers: int = 0
+    is_stored: bool = True
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PinnedValue:
+    """One reader's hold on a value: its memory stays as it is until released."""
+
+    _value: _StoredValue
+    is_held: bool = True
+
+    @property
+    def spec(self) -> TensorSpec:
+        return self._value.spec
+
+    @property
+    def region(self) -> Region:
+        return self._value.region
+
+    @property
+    def digest(self) -> bytes:
+        return self._value.digest
+
+
+class StoreLedger:
+    """The values of one store buffer by name, in one arena.
+
+    ``changed`` is called whenever room may have appeared.
+    """
+
+    def __init__(
+        self, arena: Arena, changed: Callable[[], None], max_keys: int = MAX_KEYS
+    ) -> None:
+        self._arena = arena
+        self._changed = changed
+        self._max_keys = max_keys
+        self._values: dict[StoreName, _StoredValue] = {}
+        self._idle: EvictionOrder[StoreName] = EvictionOrder()
+        self.counters = StoreCounters()
+        self.closed = False
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def reserve(self, name: StoreName, spec: TensorSpec) -> PendingPut | None:
+        """Take memory for a value, dropping what was used least recently.
+
+        The value that is stored as ``name`` now goes last. ``None``, and nothing
+        dropped, if too much of the arena is being read or written.
+        """
+        free_nbytes = self._arena.max_bytes - self._arena.used_bytes
+        if spec.nbytes > free_nbytes + self._idle.nbytes:
+            return None
+        while (regions := self._arena.allocate([spec.nbytes])) is None:
+            victim = self._idle.victim(spare=name)
+            if victim is None:
+                return None
+            self._evict(victim)
+        return PendingPut(name, spec, regions[0])
+
+    def commit(self, pending: PendingPut, digest: bytes) -> None:
+        """Make the value that was written what is stored by its name.
+
+        :raises BufferClosed: the buffer was closed meanwhile; it is discarded
+        :raises RuntimeError: it was committed or discarded before
+        """
+        if not pending.is_open:
+            raise RuntimeError("this put was committed or discarded before")
+        if self.closed:
+            self.discard(pending)
+            raise BufferClosed("the buffer was closed while the value came in")
+        pending.is_open = False
+        name = pending.name
+        self._remove(name)
+        while len(self._values) >= self._max_keys:
+            victim = self._idle.victim()
+            if victim is None:
+                break
+            self._evict(victim)
+        self._values[name] = _StoredValue(name, pending.spec, pending.region, digest)
+        self._idle.add(name, pending.region.nbytes)
+        self.counters.puts += 1
+        self._changed()
+
+    def discard(self, pending: PendingPut) -> None:
+        """Give the memory of a put back; nothing happens after a commit."""
+        if pending.is_open:
+            pending.is_open = False
+            pending.region.release()
+            self._changed()
+
+    def pin(self, name: StoreName) -> PinnedValue | None:
+        """Hold the value stored as ``name`` for one reader, if there is one."""
+        value = self._values.get(name)
+        if value is None:
+            self.counters.misses += 1
+            return None
+        self.counters.hits += 1
+        value.readers += 1
+        self._idle.discard(name)
+        return PinnedValue(value)
+
+    def release(self, pinned: PinnedValue) -> None:
+        """End one reader's hold; a second call does nothing."""
+        if not pinned.is_held:
+            return
+        pinned.is_held = False
+        value = pinned._value
+        value.readers -= 1
+        if value.readers:
+            return
+        if value.is_stored:
+            self._idle.add(value.name, value.region.nbytes)
+        else:
+            value.region.release()
+        self._changed()
+
+    def delete(self, name: StoreName) -> bool:
+        """Forget ``name``; ``True`` if it was there."""
+        if name not in self._values:
+            return False
+        self._remove(name)
+        self.counters.deletes += 1
+        self._changed()
+        return True
+
+    def close(self) -> None:
+        """Forget everything; what is being read goes when its readers go."""
+        self.closed = True
+        for name in list(self._values):
+            self._remove(name)
+        self._changed()
+
+    def _evict(self, name: StoreName) -> None:
+        self._remove(name)
+        self.counters.evictions += 1
+
+    def _remove(self, name: StoreName) -> None:
+        value = self._values.pop(name, None)
+        if value is None:
+            return
+        self._idle.discard(name)
+        value.is_stored = False
+        if not value.readers:
+            value.region.release()

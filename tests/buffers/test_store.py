@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import BufferClosed, EntryTooLarge, WrongLoop
+from asynckv.protocol.digests import digest_of
+from asynckv.tensors.views import bytes_of
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.types import KVFingerprint, TensorSpec
+
+_MIB = 2**20
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[StoreBuffer]:
+    async with StoreBuffer("4MiB") as store:
+        yield store
+
+
+def value_of(number: int, nbytes: int = _MIB) -> torch.Tensor:
+    return torch.full((nbytes,), number, dtype=torch.uint8)
+
+
+async def until_waiting(store: StoreBuffer, count: int = 1) -> None:
+    async with asyncio.timeout(5):
+        while store.statistics().waiting_puts != count:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_the_digest_of_what_was_put_is_kept(store: StoreBuffer) -> None:
+    await store.put("a", value_of(1))
+    pinned = store.lookup("a", None)
+    assert pinned is not None
+    assert pinned.digest == digest_of(bytes_of(value_of(1)))
+    store.release(pinned)
+
+
+async def test_a_value_can_be_written_straight_into_its_region(
+    store: StoreBuffer,
+) -> None:
+    pending = await store.reserve("a", TensorSpec((3,), "uint8"), None)
+    pending.region.view()[:] = b"abc"
+    assert await store.get("a") is None
+    store.commit(pending, b"")
+    assert (await store.get("a")).tolist() == list(b"abc")  # type: ignore[union-attr]
+
+
+async def test_a_put_waits_for_what_is_read(store: StoreBuffer) -> None:
+    await store.put("a", value_of(1, 3 * _MIB))
+    pinned = store.lookup("a", None)
+    assert pinned is not None
+    assert store.reserve_nowait("b", TensorSpec((2 * _MIB,), "uint8"), None) is None
+    put = asyncio.create_task(store.put("b", value_of(2, 2 * _MIB)))
+    await until_waiting(store)
+    store.release(pinned)
+    await put
+    assert await store.contains(["a", "b"]) == (False, True)
+    assert store.statistics().room_waits == 1
+
+
+async def test_puts_that_wait_are_served_in_order(store: StoreBuffer) -> None:
+    first = await store.reserve("a", TensorSpec((3 * _MIB,), "uint8"), None)
+    large = asyncio.create_task(store.put("b", value_of(2, 2 * _MIB)))
+    await until_waiting(store)
+    small = asyncio.create_task(store.put("c", value_of(3, 8)))
+    await until_waiting(store, 2)
+    store.discard(first)
+    await asyncio.gather(large, small)
+    assert await store.contains(["b", "c"]) == (True, True)
+
+
+async def test_a_wait_for_room_tells_who_waits_for_what(
+    store: StoreBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "asynckv")
+    pending = await store.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
+    put = asyncio.create_task(store.put("b", value_of(2, 8)))
+    await until_waiting(store)
+    store.discard(pending)
+    await put
+    assert "put of 'b' (8 bytes) waits for room" in caplog.text
+
+
+async def test_a_put_that_waits_ends_with_the_buffer(store: StoreBuffer) -> None:
+    await store.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
+    put = asyncio.create_task(store.put("b", value_of(2)))
+    await until_waiting(store)
+    await store.aclose()
+    with pytest.raises(BufferClosed):
+        await put
+    assert store.statistics().waiting_puts == 0
+
+
+async def test_room_given_in_the_moment_of_closing_is_given_back(
+    store: StoreBuffer,
+) -> None:
+    pending = await store.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
+    put = asyncio.create_task(store.put("b", value_of(2)))
+    await until_waiting(store)
+    store.discard(pending)
+    store.abort()
+    with pytest.raises(BufferClosed):
+        await put
+    assert store.statistics().used_bytes == 0
+
+
+async def test_a_cancelled_wait_for_room_leaves_no_trace(store: StoreBuffer) -> None:
+    pending = []
+
+    async def before() -> None:
+        pending.append(await store.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None))
+        asyncio.get_running_loop().call_later(0.01, let)
+
+    def let() -> None:
+        while pending:
+            store.discard(pending.pop())
+
+    async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+        let()
+        await store.put("b", value_of(3, 4 * _MIB))
+        await store.delete("b")
+        statistics = store.statistics()
+        assert (statistics.used_bytes, statistics.waiting_puts) == (0, 0)
+
+    await sweep_cancellation(
+        lambda: store.put("b", value_of(2)),
+        check,
+        before=before,
+        modes=("task", "scope", "completion"),
+    )
+
+
+async def test_a_cancelled_wait_lets_the_next_in_line_go_on(store: StoreBuffer) -> None:
+    pending = await store.reserve("a", TensorSpec((3 * _MIB,), "uint8"), None)
+    large = asyncio.create_task(store.put("b", value_of(2, 2 * _MIB)))
+    await until_waiting(store)
+    small = asyncio.create_task(store.put("c", value_of(3, 8)))
+    await until_waiting(store, 2)
+    large.cancel()
+    await small
+    store.discard(pending)
+
+
+async def test_where_both_do_not_fit_a_cancelled_put_leaves_nothing_or_all(
+    store: StoreBuffer,
+) -> None:
+    async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+        found = await store.get("a")
+        whole = [value_of(n, 3 * _MIB) for n in (1, 2)]
+        assert found is None or any(torch.equal(found, value) for value in whole)
+
+    await sweep_cancellation(
+        lambda: store.put("a", value_of(2, 3 * _MIB)),
+        check,
+        before=lambda: store.put("a", value_of(1, 3 * _MIB)),
+    )
+
+
+async def test_what_could_never_fit_is_refused_even_with_a_line(
+    store: StoreBuffer,
+) -> None:
+    pending = await store.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
+    with pytest.raises(EntryTooLarge, match="5242880 bytes"):
+        await store.put("b", value_of(1, 5 * _MIB))
+    store.discard(pending)
+
+
+async def test_another_models_value_is_not_found() -> None:
+    async with StoreBuffer("1MiB", fingerprint="model") as store:
+        await store.put("a", value_of(1, 8))
+        assert store.has(["a"], KVFingerprint.of("model")) == (True,)
+        assert store.has(["a"], None) == (False,)
+        assert store.lookup("a", KVFingerprint.of("other")) is None
+        assert not store.remove("a", None)
+
+
+async def test_it_counts_what_happens(store: StoreBuffer) -> None:
+    await store.put("a", value_of(1))
+    await store.put("b", value_of(2, 4 * _MIB))
+    await store.get("b")
+    await store.get("a")
+    await store.delete("b")
+    found = store.statistics()
+    assert (found.puts, found.evictions, found.deletes) == (2, 1, 1)
+    assert (found.hits, found.misses, found.keys) == (1, 1, 0)
+    assert (found.used_bytes, found.peak_bytes) == (0, 4 * _MIB)
+    assert (found.max_bytes, found.oldest_put_wait_s) == (4 * _MIB, 0.0)
+
+
+@pytest.mark.parametrize("key", ["k" * 513, 7])
+async def test_what_cannot_be_a_key_is_refused(store: StoreBuffer, key: str) -> None:
+    for call in (
+        store.put(key, value_of(1, 8)),
+        store.put(key, None),
+        store.get(key),
+        store.contains([key]),
+    ):
+        with pytest.raises((TypeError, ValueError), match="key"):
+            await call
+
+
+async def test_contains_takes_keys_and_not_one_key(store: StoreBuffer) -> None:
+    with pytest.raises(TypeError, match="sequence"):
+        await store.contains("abc")
+
+
+async def test_a_value_is_a_tensor(store: StoreBuffer) -> None:
+    with pytest.raises(TypeError, match="not bytes"):
+        await store.put("a", b"abc")  # type: ignore[arg-type]
+
+
+async def test_it_may_be_closed_twice(store: StoreBuffer) -> None:
+    await store.aclose()
+    await store.aclose()
+    store.abort()
+
+
+def test_only_cpu_memory_is_here_yet() -> None:
+    with pytest.raises(ValueError, match="cuda"):
+        StoreBuffer(device="cuda")
+
+
+def test_it_belongs_to_the_loop_that_used_it_first() -> None:
+    store = StoreBuffer("1MiB")
+    asyncio.run(store.put("a", value_of(1, 8)))
+    with pytest.raises(WrongLoop):
+        asyncio.run(store.get("a"))

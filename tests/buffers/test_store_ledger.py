@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.strategies import integers, sampled_from
+
+from asynckv.buffers.store_ledger import (
+    PendingPut,
+    PinnedValue,
+    StoreLedger,
+    StoreName,
+)
+from asynckv.errors import BufferClosed
+from asynckv.tensors.arena import HeapArena
+from asynckv.types import KVFingerprint, TensorSpec
+
+_MAX_BYTES = 100
+
+
+def name_of(key: str) -> StoreName:
+    return (key, None)
+
+
+def make_ledger(
+    max_bytes: int = _MAX_BYTES,
+    changed: Callable[[], None] = lambda: None,
+    max_keys: int = 100,
+) -> StoreLedger:
+    return StoreLedger(HeapArena(max_bytes), changed, max_keys)
+
+
+def reserve(ledger: StoreLedger, key: str, nbytes: int) -> PendingPut:
+    pending = ledger.reserve(name_of(key), TensorSpec((nbytes,), "uint8"))
+    assert pending is not None
+    return pending
+
+
+def store(ledger: StoreLedger, key: str, nbytes: int, digest: bytes = b"") -> None:
+    ledger.commit(reserve(ledger, key, nbytes), digest)
+
+
+def pin(ledger: StoreLedger, key: str) -> PinnedValue:
+    pinned = ledger.pin(name_of(key))
+    assert pinned is not None
+    return pinned
+
+
+def keys_in(ledger: StoreLedger) -> str:
+    return "".join(key for key in "abcdefgh" if name_of(key) in ledger)
+
+
+def test_a_value_is_not_there_before_its_commit() -> None:
+    ledger = make_ledger()
+    pending = reserve(ledger, "a", 10)
+    assert keys_in(ledger) == ""
+    ledger.commit(pending, b"digest")
+    assert pin(ledger, "a").digest == b"digest"
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    ledger = make_ledger()
+    for key in "abc":
+        store(ledger, key, 30)
+    ledger.release(pin(ledger, "a"))
+    store(ledger, "d", 40)
+    assert keys_in(ledger) == "acd"
+    assert ledger.counters.evictions == 1
+
+
+def test_what_is_read_is_never_dropped() -> None:
+    ledger = make_ledger()
+    store(ledger, "a", 60)
+    store(ledger, "b", 40)
+    pin(ledger, "a")
+    assert ledger.reserve(name_of("c"), TensorSpec((50,), "uint8")) is None
+    assert keys_in(ledger) == "ab", "nothing is dropped in vain"
+
+
+def test_the_replaced_value_is_dropped_last() -> None:
+    ledger = make_ledger()
+    store(ledger, "a", 40)
+    store(ledger, "b", 40)
+    reserve(ledger, "a", 50)
+    assert keys_in(ledger) == "a"
+
+
+def test_the_replaced_value_is_dropped_where_both_do_not_fit() -> None:
+    ledger = make_ledger()
+    store(ledger, "a", 60)
+    store(ledger, "a", 70)
+    assert (keys_in(ledger), ledger.counters.evictions) == ("a", 1)
+
+
+def test_a_reader_keeps_the_value_that_is_replaced() -> None:
+    arena = HeapArena(_MAX_BYTES)
+    ledger = StoreLedger(arena, lambda: None)
+    store(ledger, "a", 10, b"old")
+    old = pin(ledger, "a")
+    store(ledger, "a", 20, b"new")
+    assert (old.digest, pin(ledger, "a").digest) == (b"old", b"new")
+    assert arena.used_bytes == 30
+    ledger.release(old)
+    assert arena.used_bytes == 20
+
+
+def test_a_second_release_does_nothing() -> None:
+    ledger = make_ledger()
+    store(ledger, "a", 10)
+    once, other = pin(ledger, "a"), pin(ledger, "a")
+    ledger.release(once)
+    ledger.release(once)
+    assert ledger.reserve(name_of("b"), TensorSpec((100,), "uint8")) is None
+    ledger.release(other)
+    assert keys_in(ledger) == "a"
+    store(ledger, "b", 100)
+
+
+def test_a_discarded_put_leaves_no_trace() -> None:
+    changes: list[None] = []
+    ledger = make_ledger(changed=lambda: changes.append(None))
+    pending = reserve(ledger, "a", 100)
+    ledger.discard(pending)
+    ledger.discard(pending)
+    assert len(changes) == 1
+    store(ledger, "b", 100)
+
+
+def test_a_put_is_committed_once() -> None:
+    ledger = make_ledger()
+    pending = reserve(ledger, "a", 1)
+    ledger.commit(pending, b"")
+    ledger.discard(pending)
+    with pytest.raises(RuntimeError, match="before"):
+        ledger.commit(pending, b"")
+    assert keys_in(ledger) == "a"
+
+
+def test_another_models_value_is_another_value() -> None:
+    ledger = make_ledger()
+    store(ledger, "a", 1)
+    assert ("a", KVFingerprint(model="m")) not in ledger
+
+
+def test_the_number_of_keys_is_bounded_too() -> None:
+    ledger = make_ledger(max_keys=2)
+    for key in "abc":
+        store(ledger, key, 0)
+    assert keys_in(ledger) == "bc"
+
+
+def test_keys_that_are_all_read_may_exceed_their_number() -> None:
+    ledger = make_ledger(max_keys=1)
+    store(ledger, "a", 0)
+    pin(ledger, "a")
+    store(ledger, "b", 0)
+    assert keys_in(ledger) == "ab"
+
+
+def test_closing_forgets_all_but_what_is_read() -> None:
+    arena = HeapArena(_MAX_BYTES)
+    ledger = StoreLedger(arena, lambda: None)
+    store(ledger, "a", 10)
+    store(ledger, "b", 20)
+    pinned = pin(ledger, "b")
+    ledger.close()
+    assert (len(ledger), arena.used_bytes) == (0, 20)
+    ledger.release(pinned)
+    assert arena.used_bytes == 0
+
+
+def test_a_put_that_ends_after_the_closing_is_discarded() -> None:
+    arena = HeapArena(_MAX_BYTES)
+    ledger = StoreLedger(arena, lambda: None)
+    pending = reserve(ledger, "a", 10)
+    ledger.close()
+    with pytest.raises(BufferClosed):
+        ledger.commit(pending, b"")
+    assert (keys_in(ledger), arena.used_bytes) == ("", 0)
+
+
+_KEYS = sampled_from("abcde")
+
+
+class LedgerAsADict(RuleBasedStateMachine):
+    """The ledger beside a dict in order of last use, and a list of readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = HeapArena(_MAX_BYTES)
+        self.ledger = StoreLedger(self.arena, lambda: None)
+        self.values: dict[str, tuple[int, bytes]] = {}
+        self.pending: list[tuple[str, PendingPut, bytes]] = []
+        self.readers: list[tuple[str, PinnedValue, bytes]] = []
+        self.count = 0
+
+    def used_bytes(self) -> int:
+        read = {id(p.region): p.region.nbytes for _, p, _ in self.readers}
+        stored = sum(
+            nbytes
+            for key, (nbytes, digest) in self.values.items()
+            if (key, digest) not in {(k, d) for k, _, d in self.readers}
+        )
+        return (
+            stored + sum(read.values()) + sum(p.spec.nbytes for _, p, _ in self.pending)
+        )
+
+    def is_read(self, key: str) -> bool:
+        return any((k, d) == (key, self.values[key][1]) for k, _, d in self.readers)
+
+    def room(self, key: str, nbytes: int) -> list[str] | None:
+        """What is dropped to make room, or None if that does not help."""
+        idle = [k for k in self.values if not self.is_read(k) and k != key]
+        if key in self.values and not self.is_read(key):
+            idle.append(key)
+        free, victims = _MAX_BYTES - self.used_bytes(), list[str]()
+        for victim in idle:
+            if nbytes <= free:
+                break
+            free += self.values[victim][0]
+            victims.append(victim)
+        return victims if nbytes <= free else None
+
+    @rule(key=_KEYS, nbytes=integers(0, _MAX_BYTES))
+    def reserve(self, key: str, nbytes: int) -> None:
+        victims = self.room(key, nbytes)
+        pending = self.ledger.reserve(name_of(key), TensorSpec((nbytes,), "uint8"))
+        assert (pending is None) == (victims is None)
+        for victim in victims or ():
+            del self.values[victim]
+        if pending is not None:
+            self.count += 1
+            self.pending.append((key, pending, str(self.count).encode()))
+
+    @precondition(lambda self: self.pending)
+    @rule(index=integers(0), commits=sampled_from([True, True, False]))
+    def end_put(self, index: int, commits: bool) -> None:
+        key, pending, digest = self.pending.pop(index % len(self.pending))
+        if not commits:
+            self.ledger.discard(pending)
+            return
+        self.ledger.commit(pending, digest)
+        self.values.pop(key, None)
+        self.values[key] = (pending.spec.nbytes, digest)
+
+    @rule(key=_KEYS)
+    def pin(self, key: str) -> None:
+        pinned = self.ledger.pin(name_of(key))
+        assert (pinned is None) == (key not in self.values)
+        if pinned is not None:
+            assert pinned.digest == self.values[key][1]
+            self.readers.append((key, pinned, pinned.digest))
+
+    @precondition(lambda self: self.readers)
+    @rule(index=integers(0))
+    def release(self, index: int) -> None:
+        key, pinned, digest = self.readers.pop(index % len(self.readers))
+        self.ledger.release(pinned)
+        value = self.values.get(key)
+        if value is not None and value[1] == digest and not self.is_read(key):
+            self.values[key] = self.values.pop(key)  # now the most recently used
+
+    @rule(key=_KEYS)
+    def delete(self, key: str) -> None:
+        assert self.ledger.delete(name_of(key)) == (key in self.values)
+        self.values.pop(key, None)
+
+    @invariant()
+    def they_agree(self) -> None:
+        assert keys_in(self.ledger) == "".join(sorted(self.values))
+        assert self.arena.used_bytes == self.used_bytes() <= _MAX_BYTES
+
+
+LedgerAsADict.TestCase.settings = settings(max_examples=60, deadline=None)
+test_it_behaves_as_a_dict_with_an_order = LedgerAsADict.TestCase

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from asynckv.abc import KVStoreBuffer
+from asynckv.buffers.store import StoreBuffer
+from asynckv.testing.store_conformance import (
+    STORE_CHECKS,
+    StoreCheck,
+    check_store_buffer,
+)
+
+pytestmark = pytest.mark.both_loops
+
+
+@asynccontextmanager
+async def local_pair() -> AsyncIterator[tuple[KVStoreBuffer, StoreBuffer]]:
+    async with StoreBuffer("16MiB") as buffer:
+        yield buffer, buffer
+
+
+class Forgetful(StoreBuffer):
+    """Shows only some of what was put."""
+
+    async def get(
+        self, key: str, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        value = await super().get(key, into)
+        return None if value is None else value.flatten()
+
+
+@asynccontextmanager
+async def broken_pair() -> AsyncIterator[tuple[KVStoreBuffer, StoreBuffer]]:
+    async with Forgetful("16MiB") as buffer:
+        yield buffer, buffer
+
+
+@pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
+async def test_the_local_buffer_keeps_the_contract(check: StoreCheck) -> None:
+    async with local_pair() as (client, local):
+        await check(client, local)
+
+
+async def test_all_checks_run_as_one() -> None:
+    await check_store_buffer(local_pair)
+
+
+async def test_a_buffer_that_breaks_the_contract_is_found_and_the_check_named() -> None:
+    with pytest.raises(AssertionError, match="expected a") as caught:
+        await check_store_buffer(broken_pair)
+    assert caught.value.__notes__ == ["in a_value_comes_back_as_it_was_put"]
