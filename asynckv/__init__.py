@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         KVStoreBuffer as KVStoreBuffer,
     )
     from asynckv.buffers.lookup import LookupBuffer as LookupBuffer
+    from asynckv.buffers.store import StoreBuffer as StoreBuffer
+    from asynckv.config import KVTransferConfig as KVTransferConfig
     from asynckv.errors import (
         AsyncKVError as AsyncKVError,
         AuthError as AuthError,
@@ -61,12 +63,14 @@ _HOME: Final = {
     "KVLookupBuffer": "asynckv.abc",
     "KVPipe": "asynckv.abc",
     "KVStoreBuffer": "asynckv.abc",
+    "KVTransferConfig": "asynckv.config",
     "LeaseLost": "asynckv.errors",
     "LookupBuffer": "asynckv.buffers.lookup",
     "PeerLost": "asynckv.errors",
     "PeerRestarted": "asynckv.errors",
     "PipeBroken": "asynckv.errors",
     "ProtocolError": "asynckv.errors",
+    "StoreBuffer": "asynckv.buffers.store",
     "TensorSpec": "asynckv.types",
     "WrongLoop": "asynckv.errors",
     "WrongRole": "asynckv.errors",

@@ -1,0 +1,268 @@
+"""What ``--kv-transfer-config`` says, checked, and as plain values for lower floors.
+
+Lower floors never see a config: whoever opens them passes keyword arguments.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from asynckv.errors import ConfigError
+from asynckv.types import parse_bytes
+
+__all__ = ("KVLoadFailurePolicy", "KVRole", "KVTransferConfig")
+
+KVRole: TypeAlias = Literal["kv_producer", "kv_consumer", "kv_both"]
+KVLoadFailurePolicy: TypeAlias = Literal["fail", "recompute"]
+
+_DEFAULT_PORT: Final = 14579
+_DEFAULT_STORE_TIMEOUT_S: Final = 300.0
+_ENV_PREFIX: Final = "ASYNCKV_"
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's ``KVTransferConfig``: its names and defaults, old fields and new.
+
+    ``kv_buffer_size`` also takes ``"1e9"`` or ``"2GiB"``. ``kv_buffer_device`` is
+    where a buffer's memory is. A ``kv_producer`` listens on ``kv_ip`` and
+    ``kv_port``, a ``kv_consumer`` connects to them.
+
+    ``kv_connector_extra_config`` may hold, for asynckv itself, ``port_offset``
+    (added to ``kv_port``), ``store_timeout`` (how many seconds a peer may take
+    to be there), ``peer_url`` (whom a ``kv_both`` asks) and ``fingerprint``
+    (what model the entries belong to).
+
+    :raises ConfigError: a value that cannot work
+    """
+
+    kv_connector: str | None = None
+    engine_id: str | None = None
+    kv_buffer_device: str = "cpu"
+    kv_buffer_size: int | float | str = 1e9
+    kv_role: KVRole | None = None
+    kv_rank: int | None = None
+    kv_parallel_size: int = 1
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = _DEFAULT_PORT
+    kv_connector_extra_config: dict[str, object] = {}
+    kv_connector_module_path: str | None = None
+    enable_permute_local_kv: bool = False
+    kv_load_failure_policy: KVLoadFailurePolicy = "fail"
+
+    def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self)).items():
+            if name in self.__struct_fields__:
+                _check_type(name, getattr(self, name), hint)
+        _check_range("kv_rank", self.kv_rank or 0, 0, None)
+        _check_range("kv_parallel_size", self.kv_parallel_size, 1, None)
+        _check_range("kv_port", self.kv_port, 0, 65535)
+        try:
+            size = parse_bytes(self.kv_buffer_size)
+        except ValueError as exc:
+            raise ConfigError(
+                f"kv_buffer_size: {exc}", hint="write bytes: 1e9, '1e9' or '2GiB'"
+            ) from exc
+        _check_range("kv_buffer_size", size, 1, None)
+        if self.kv_connector is not None and self.kv_role is None:
+            raise ConfigError(
+                f"kv_connector is {self.kv_connector!r} and kv_role is not set",
+                hint='set kv_role to "kv_producer", "kv_consumer" or "kv_both"',
+            )
+
+    @classmethod
+    def from_json(cls, text: str) -> KVTransferConfig:
+        """Read the exact string that ``--kv-transfer-config`` takes.
+
+        :raises ConfigError: it is no JSON object, or a field cannot work
+        """
+        try:
+            fields = json.loads(text)
+        except ValueError as exc:
+            raise ConfigError(
+                f"the configuration is not JSON: {exc}",
+                hint='write it as \'{"kv_role": "kv_producer"}\'',
+            ) from exc
+        if not isinstance(fields, dict):
+            raise ConfigError(
+                f"the configuration is a JSON {type(fields).__name__}",
+                hint="it is an object: {...}",
+            )
+        _check_names(fields, cls.__struct_fields__)
+        return cls(**fields)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> KVTransferConfig:
+        """Read ``ASYNCKV_<FIELD>`` for every field (``ASYNCKV_KV_PORT=14580``).
+
+        ``environ`` is the process's unless given. Names like
+        ``ASYNCKV_KV_...`` that are no field are refused.
+
+        :raises ConfigError: a field cannot work
+        """
+        environ = os.environ if environ is None else environ
+        found = {
+            name.removeprefix(_ENV_PREFIX).lower(): text
+            for name, text in environ.items()
+            if name.startswith(_ENV_PREFIX)
+        }
+        _check_names([n for n in found if n.startswith("kv_")], cls.__struct_fields__)
+        fields: dict[str, Any] = {
+            name: _from_text(name, found[name])
+            for name in cls.__struct_fields__
+            if name in found
+        }
+        return cls(**fields)
+
+    @property
+    def is_kv_producer(self) -> bool:
+        """Does this role insert? The role alone decides, with or without connector."""
+        return self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        """Does this role select?"""
+        return self.kv_role in ("kv_consumer", "kv_both")
+
+    @property
+    def is_kv_transfer_instance(self) -> bool:
+        """Is there any role at all?"""
+        return self.kv_role is not None
+
+    def get_from_extra_config(self, key: str, default: object) -> object:
+        """Return ``kv_connector_extra_config[key]``, or ``default`` without it."""
+        return self.kv_connector_extra_config.get(key, default)
+
+    @property
+    def max_bytes(self) -> int:
+        """``kv_buffer_size`` in whole bytes."""
+        return parse_bytes(self.kv_buffer_size)
+
+    @property
+    def url(self) -> str:
+        """``tcp://kv_ip:kv_port``, with ``port_offset`` added to the port.
+
+        :raises ConfigError: the offset is no whole number, or leaves the range
+        """
+        offset: int = self._extra("port_offset", int, 0, "a whole number")
+        port = self.kv_port + offset
+        _check_range("kv_port + port_offset", port, 0, 65535)
+        host = f"[{self.kv_ip}]" if ":" in self.kv_ip else self.kv_ip
+        return f"tcp://{host}:{port}"
+
+    @property
+    def store_timeout_s(self) -> float:
+        """How long a peer may take to be there.
+
+        :raises ConfigError: it is no positive number
+        """
+        seconds: float = self._extra(
+            "store_timeout", float, _DEFAULT_STORE_TIMEOUT_S, "a number of seconds"
+        )
+        if not seconds > 0:
+            raise ConfigError(
+                f"store_timeout is {seconds:g}", hint="it is more than 0 seconds"
+            )
+        return seconds
+
+    @property
+    def peer_url(self) -> str | None:
+        """Whom a node asks: the ``peer_url`` given, or :attr:`url` for a consumer.
+
+        :raises ConfigError: it is no text
+        """
+        given: str = self._extra(
+            "peer_url", str, "", "a URL like 'tcp://10.0.0.2:14579'"
+        )
+        if given:
+            return given
+        return self.url if self.kv_role == "kv_consumer" else None
+
+    @property
+    def fingerprint(self) -> dict[str, str] | str | None:
+        """What model the entries belong to.
+
+        :raises ConfigError: it is neither text nor an object of texts
+        """
+        given: dict[str, str] | str | None = self._extra(
+            "fingerprint",
+            dict[str, str] | str | None,
+            None,
+            "a model's name, or an object of texts",
+        )
+        return given
+
+    def _extra(self, key: str, kind: Any, default: Any, what: str) -> Any:
+        value = self.kv_connector_extra_config.get(key, default)
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as exc:
+            raise ConfigError(
+                f"kv_connector_extra_config.{key} is {value!r}", hint=f"it is {what}"
+            ) from exc
+
+
+def _check_type(name: str, value: object, kind: Any) -> None:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as exc:
+        allowed = [
+            choice
+            for part in (kind, *typing.get_args(kind))
+            if typing.get_origin(part) is Literal
+            for choice in typing.get_args(part)
+        ]
+        hint = f"it is one of {', '.join(allowed)}" if allowed else ""
+        if isinstance(value, str) and (near := _nearest(value, allowed)):
+            hint = f"did you mean {near!r}? {hint}"
+        raise ConfigError(f"{name} is {value!r}: {exc}", hint=hint) from exc
+
+
+def _check_range(name: str, value: int, least: int, most: int | None) -> None:
+    if value < least or (most is not None and value > most):
+        bounds = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ConfigError(f"{name} is {value}", hint=f"it is {bounds}")
+
+
+def _check_names(names: Iterable[str], fields: tuple[str, ...]) -> None:
+    for name in names:
+        if name in fields:
+            continue
+        near = _nearest(name, fields)
+        hint = f"did you mean {near!r}?" if near else f"fields: {', '.join(fields)}"
+        raise ConfigError(
+            f"{name!r} is no field of a KVTransferConfig",
+            hint=f"{hint} A connector's own options go in kv_connector_extra_config",
+        )
+
+
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    """Find what was meant: nearly the same letters, or the name without its prefix."""
+    names = tuple(names)
+    for known in names:
+        if known.removeprefix("kv_") == name.lower():
+            return known
+    close = difflib.get_close_matches(name.lower(), names, n=1)
+    return close[0] if close else None
+
+
+def _from_text(name: str, text: str) -> object:
+    """Turn what an environment variable says into the field's own type."""
+    kind = typing.get_type_hints(KVTransferConfig)[name]
+    try:
+        if name == "kv_connector_extra_config":
+            return json.loads(text)
+        if kind in (bool, int, int | None):
+            return msgspec.convert(text, kind, strict=False)
+    except (ValueError, msgspec.ValidationError) as exc:
+        raise ConfigError(
+            f"{_ENV_PREFIX}{name.upper()} is {text!r}: {exc}",
+            hint="unset it, or correct it",
+        ) from exc
+    return text
