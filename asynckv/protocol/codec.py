@@ -132,29 +132,35 @@ class FrameDecoder:
         return not self._pending and not self._unfinished
 
     def feed(self, data: Buffer) -> Iterator[tuple[int, Frame, bytes]]:
-        """Accept ``data``; the iterator yields stream, frame and whole body.
+        """Accept ``data`` and yield stream, frame and whole body of each frame.
 
-        Iterate to the end before the next call. ``data`` may be reused at once.
+        Iterate to the end before the next call. ``data`` may be reused then.
 
         :raises RemoteProtocolError: the peer's bytes are not a valid frame
         """
-        if self._error is None:
-            self._pending += data
-        return self._frames()
-
-    def _frames(self) -> Iterator[tuple[int, Frame, bytes]]:
-        while True:
-            try:
-                if self._error is not None:
-                    raise RemoteProtocolError(*self._error.args, hint=self._error.hint)
-                taken = self._take()
-            except RemoteProtocolError as exc:
-                self._die(exc)
-                raise
-            if taken is None:
+        if self._error is not None:
+            raise RemoteProtocolError(*self._error.args, hint=self._error.hint)
+        pending = self._pending
+        if pending or self._header is not None:
+            pending += data
+            # Joined once a frame, however small the pieces are.
+            if len(pending) < self._wanted_bytes():
                 return
-            if (whole := taken[0]) is not None:
-                yield whole
+            data = bytes(pending)
+            pending.clear()
+        elif type(data) is not bytes:
+            data = bytes(data)
+        start = 0
+        try:
+            while (taken := self._take(data, start)) is not None:
+                start += HEADER_BYTES + taken[0].control_bytes + taken[0].payload_bytes
+                whole = taken[1]
+                if whole is not None:
+                    yield whole
+        except RemoteProtocolError as exc:
+            self._die(exc)
+            raise
+        pending += data[start:]
 
     def _die(self, error: RemoteProtocolError) -> None:
         self._error = error
@@ -166,25 +172,26 @@ class FrameDecoder:
             return HEADER_BYTES
         return HEADER_BYTES + self._header.control_bytes + self._header.payload_bytes
 
-    def _take(self) -> tuple[tuple[int, Frame, bytes] | None] | None:
-        """Consume one wire frame: None if it is not complete yet."""
-        pending = self._pending
-        if self._header is None:
-            if len(pending) < HEADER_BYTES:
-                return None
-            header = unpack_header(pending)
-            self._check(header)
-            self._header = header
+    def _take(
+        self, data: bytes, start: int
+    ) -> tuple[Header, tuple[int, Frame, bytes] | None] | None:
+        """Read the wire frame at ``start``: None if it is not complete yet."""
+        left = len(data) - start
         header = self._header
-        end = self._wanted_bytes()
-        if len(pending) < end:
+        if header is None:
+            if left < HEADER_BYTES:
+                return None
+            header = unpack_header(data, start)
+            self._check(header)
+        control_start = start + HEADER_BYTES
+        body_start = control_start + header.control_bytes
+        end = body_start + header.payload_bytes
+        if len(data) < end:
+            self._header = header
             return None
-        start = end - header.payload_bytes
-        control = bytes(pending[HEADER_BYTES:start])
-        part = bytes(pending[start:end])
-        del pending[:end]
         self._header = None
-        return (self._accept(header, control, part),)
+        control, part = data[control_start:body_start], data[body_start:end]
+        return header, self._accept(header, control, part)
 
     def _check(self, header: Header) -> None:
         limits = self.limits

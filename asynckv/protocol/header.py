@@ -41,7 +41,7 @@ FLAG_MORE: Final = 1
 _MAGIC: Final = b"AKV1"
 _FIELDS: Final = struct.Struct("!4sBBHIQI")
 _CHECKSUM: Final = struct.Struct("!I")
-_WHOLE: Final = struct.Struct("!4sBBHIQII")
+_unpack: Final = struct.Struct("!4sBBHIQII").unpack_from
 
 
 class Header(NamedTuple):
@@ -77,24 +77,27 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Head
     """
     if len(data) - offset < HEADER_BYTES:
         raise RemoteProtocolError("a frame header was cut short")
-    magic, version, type_, flags, control, payload, stream, checksum = (
-        _WHOLE.unpack_from(data, offset)
+    magic, version, type_, flags, control, payload, stream, checksum = _unpack(
+        data, offset
     )
-    if magic != _MAGIC:
-        raise RemoteProtocolError(
-            f"not a frame: it begins with {magic!r}",
-            hint="is something else than asynckv at that address?",
-        )
-    if version != WIRE_VERSION:
-        raise RemoteProtocolError(
-            f"wire version {version}, not {WIRE_VERSION}",
-            hint="run the same release of asynckv on both sides",
-        )
+    if magic != _MAGIC or version != WIRE_VERSION:
+        raise _foreign(magic, version)
     if type_ > TYPE_CHUNK:
         raise RemoteProtocolError(f"unknown frame type {type_}")
     if flags & ~FLAG_MORE:
         raise RemoteProtocolError(f"unknown frame flags {flags:#x}")
-    end = offset + HEADER_BYTES - _CHECKSUM.size
-    if zlib.crc32(memoryview(data)[offset:end]) != checksum:
+    if zlib.crc32(data[offset : offset + _FIELDS.size]) != checksum:
         raise RemoteProtocolError("a frame header fails its checksum")
     return Header(type_, flags == FLAG_MORE, control, payload, stream)
+
+
+def _foreign(magic: bytes, version: int) -> RemoteProtocolError:
+    if magic != _MAGIC:
+        return RemoteProtocolError(
+            f"not a frame: it begins with {magic!r}",
+            hint="is something else than asynckv at that address?",
+        )
+    return RemoteProtocolError(
+        f"wire version {version}, not {WIRE_VERSION}",
+        hint="run the same release of asynckv on both sides",
+    )
