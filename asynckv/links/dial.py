@@ -10,6 +10,7 @@ from typing import Final
 
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.address import Address, parse_url
+from asynckv.links.door import dial_memory
 from asynckv.links.link import Link, Service
 from asynckv.links.payloads import payload_paths
 from asynckv.links.sockets import connect, read_first_frame, send_first_frame
@@ -26,6 +27,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.handshake import (
     MAX_LANES,
+    WELCOME_LIMITS,
     DigestMode,
     Terms,
     accept_welcome,
@@ -37,7 +39,6 @@ from asynckv.types import KVFingerprint
 __all__ = ("dial", "make_terms")
 
 _DEFAULT_LIMITS: Final = Limits()
-_WELCOME_LIMITS: Final = Limits(max_control_bytes=16 * 1024, max_body_bytes=0)
 _MAX_DEFAULT_LANES: Final = 4
 
 
@@ -100,9 +101,10 @@ async def dial(
         lanes=lanes,
         limits=limits,
     )
+    open_link = dial_memory if address.scheme == "mem" else _dial_sockets
     try:
         async with asyncio.timeout(timeout_s):
-            link = await _dial_sockets(address, terms)
+            link = await open_link(address, terms)
     except TimeoutError as exc:
         raise PeerLost(
             f"{address} did not answer within {timeout_s:g} s",
@@ -118,7 +120,7 @@ async def _dial_sockets(address: Address, terms: Terms) -> Link:
     with contextlib.ExitStack() as stack:
         control = stack.enter_context(await connect(address))
         await send_first_frame(control, hello)
-        answer = await read_first_frame(control, _WELCOME_LIMITS)
+        answer = await read_first_frame(control, WELCOME_LIMITS)
         agreement, welcome = accept_welcome(terms, answer)
         lanes = [
             stack.enter_context(await _attach(address, welcome, lane))

@@ -14,6 +14,7 @@ import anyio
 from asynckv.errors import PeerLost
 from asynckv.links.address import Address, parse_url
 from asynckv.links.dial import make_terms
+from asynckv.links.door import MemoryDoor
 from asynckv.links.link import Link, Service
 from asynckv.links.reception import Reception
 from asynckv.links.sockets import bind, remove_place
@@ -46,15 +47,24 @@ class LinkListener:
         self._service_for = service_for
         self._on_link = on_link
         self._links: dict[str, Link] = {}
-        sock = bind(address)
-        self._place = address.place
+        self._place = ""
         self._inode = 0
-        if self._place:
+        self._door: Reception | MemoryDoor
+        if address.scheme == "mem":
+            self._door = MemoryDoor(address.place, terms, self._adopt)
+            self.url = f"mem://{self._door.name}"
+        else:
+            self._door = self._receive(address, terms)
+
+    def _receive(self, address: Address, terms: Terms) -> Reception:
+        sock = bind(address)
+        if address.scheme == "unix":
+            self._place = address.place
             self._inode = os.lstat(self._place).st_ino
         else:
             address = dataclasses.replace(address, port=sock.getsockname()[1])
         self.url = str(address)
-        self._reception = Reception(sock, terms, self._adopt, url=self.url)
+        return Reception(sock, terms, self._adopt, url=self.url)
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -88,7 +98,7 @@ class LinkListener:
         if self._place:
             remove_place(self._place, self._inode)
             self._place = ""
-        return self._reception.close()
+        return self._door.close()
 
     def _adopt(self, link: Link) -> None:
         peer = link.peer

@@ -17,7 +17,7 @@ __all__ = ("make_payload", "payload_paths")
 _PATHS: Final[dict[Scheme, tuple[str, ...]]] = {
     "tcp": ("inline",),
     "unix": ("inline",),
-    "mem": ("mem",),
+    "mem": ("inline",),
 }
 
 

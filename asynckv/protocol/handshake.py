@@ -33,6 +33,7 @@ from asynckv.types import KVFingerprint
 __all__ = (
     "GREETING_LIMITS",
     "MAX_LANES",
+    "WELCOME_LIMITS",
     "Agreement",
     "DigestMode",
     "Terms",
@@ -50,6 +51,8 @@ DigestMode: TypeAlias = Literal["full", "edges", "off"]
 
 GREETING_LIMITS: Final = Limits(max_control_bytes=4096, max_body_bytes=0)
 """What is read from somebody who is not let in yet."""
+WELCOME_LIMITS: Final = Limits(max_control_bytes=16 * 1024, max_body_bytes=0)
+"""What is read from somebody whom we have dialled."""
 MAX_LANES: Final = 16
 _DEFAULT_LIMITS: Final = Limits()
 
