@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from asynckv.errors import ConfigError
-from asynckv.types import parse_bytes
+from asynckv.types import KVFingerprint, parse_bytes
 
 __all__ = ("KVLoadFailurePolicy", "KVRole", "KVTransferConfig")
 
@@ -173,22 +173,24 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peer_url(self) -> str | None:
-        """Whom a node asks: the ``peer_url`` given, or :attr:`url` for a consumer.
+        """Whom the node asks: the ``peer_url`` given, or :attr:`url` for a consumer.
+
+        ``None`` for a mere producer, and for a ``kv_both`` that was not told.
 
         :raises ConfigError: it is no text
         """
         given: str = self._extra(
             "peer_url", str, "", "a URL like 'tcp://10.0.0.2:14579'"
         )
-        if given:
-            return given
-        return self.url if self.kv_role == "kv_consumer" else None
+        if not self.is_kv_consumer:
+            return None
+        return given or (self.url if self.kv_role == "kv_consumer" else None)
 
     @property
-    def fingerprint(self) -> dict[str, str] | str | None:
+    def fingerprint(self) -> KVFingerprint | None:
         """What model the entries belong to.
 
-        :raises ConfigError: it is neither text nor an object of texts
+        :raises ConfigError: it is neither a model's name nor a fingerprint's fields
         """
         given: dict[str, str] | str | None = self._extra(
             "fingerprint",
@@ -196,7 +198,14 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             None,
             "a model's name, or an object of texts",
         )
-        return given
+        try:
+            return KVFingerprint.of(given)
+        except ValueError as exc:
+            fields = ", ".join(KVFingerprint.__struct_fields__)
+            raise ConfigError(
+                f"kv_connector_extra_config.fingerprint: {exc}",
+                hint=f"it is a model's name, or an object of {fields}",
+            ) from exc
 
     def _extra(self, key: str, kind: Any, default: Any, what: str) -> Any:
         value = self.kv_connector_extra_config.get(key, default)

@@ -8,6 +8,7 @@ import pytest
 
 from asynckv.config import KVTransferConfig
 from asynckv.errors import ConfigError
+from asynckv.types import KVFingerprint
 
 
 def config_of(**fields: Any) -> KVTransferConfig:
@@ -118,13 +119,14 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
         ({"store_timeout": 0}, "store_timeout is 0.*more than 0"),
         ({"peer_url": 7}, "peer_url is 7.*URL"),
         ({"fingerprint": 7}, "fingerprint is 7.*name"),
+        ({"fingerprint": {"modl": "m"}}, "fingerprint: .*modl.*model, dtype"),
     ],
 )
 def test_extra_values_are_checked_when_they_are_used(
     extra: dict[str, Any], message: str
 ) -> None:
     config = config_of(kv_role="kv_both", kv_connector_extra_config=extra)
-    name = re.split(r"[ .]", message)[0]
+    name = re.split(r"[ :]", message)[0]
     attribute = {"port_offset": "url", "store_timeout": "store_timeout_s"}
     with pytest.raises(ConfigError, match=message):
         getattr(config, attribute.get(name, name))
@@ -145,12 +147,14 @@ def test_a_consumer_asks_the_address_and_the_others_whom_they_are_told() -> None
     assert config_of(kv_role="kv_both").peer_url is None
     config = config_of(kv_role="kv_both", kv_connector_extra_config=extra)
     assert config.peer_url == "tcp://b:1"
+    config = config_of(kv_role="kv_producer", kv_connector_extra_config=extra)
+    assert config.peer_url is None
 
 
-def test_a_fingerprint_is_a_name_or_its_fields() -> None:
-    for fingerprint in ("model", {"model": "m", "dtype": "bfloat16"}, None):
-        config = config_of(kv_connector_extra_config={"fingerprint": fingerprint})
-        assert config.fingerprint == fingerprint
+@pytest.mark.parametrize("given", ["m", {"model": "m"}, None])
+def test_a_fingerprint_is_a_name_or_its_fields(given: Any) -> None:
+    config = config_of(kv_connector_extra_config={"fingerprint": given})
+    assert config.fingerprint == (given and KVFingerprint(model="m"))
 
 
 def test_the_environment_says_the_same() -> None:

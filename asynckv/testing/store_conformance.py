@@ -19,7 +19,26 @@ from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 
-__all__ = ("STORE_CHECKS", "MakeStorePair", "StoreCheck", "check_store_buffer")
+__all__ = (
+    "STORE_CHECKS",
+    "MakeStorePair",
+    "StoreCheck",
+    "a_cancelled_get_leaves_into_alone",
+    "a_cancelled_put_stores_all_or_nothing",
+    "a_closed_buffer_refuses",
+    "a_reader_never_sees_a_mix",
+    "a_value_comes_back_as_it_was_put",
+    "a_value_lands_in_into",
+    "an_into_that_does_not_fit_is_refused",
+    "check_store_buffer",
+    "it_tells_which_keys_it_has",
+    "none_deletes",
+    "the_last_put_wins",
+    "the_least_recently_used_make_room",
+    "the_tensor_may_be_overwritten_after_a_put",
+    "what_can_never_fit_is_refused",
+    "what_was_never_put_is_none",
+)
 
 StoreCheck: TypeAlias = Callable[[KVStoreBuffer, StoreBuffer], Awaitable[None]]
 
