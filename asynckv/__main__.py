@@ -1,4 +1,4 @@
-"""``python -m asynckv``: the same as the ``asynckv`` command."""
+"""``python -m asynckv`` is the ``asynckv`` command."""
 
 from __future__ import annotations
 

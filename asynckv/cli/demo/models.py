@@ -115,7 +115,11 @@ def load_model(folder: Path) -> PreTrainedModel:
 def _tokenizer_in(folder: Path) -> PromptTokenizer:
     from transformers import AutoTokenizer
 
-    return _ChatTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{folder} holds no tokenizer that can be loaded") from exc
+    return _ChatTokenizer(tokenizer)
 
 
 def _unpack_smollm2(scratch: Path) -> PreparedModel:

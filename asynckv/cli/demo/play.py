@@ -38,7 +38,7 @@ async def play_demo(model: str, prompt: str, display: LiveDisplay) -> DemoReport
     async with contextlib.AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory("asynckv")))
         (scratch / "prompt").write_text(prompt, encoding="utf-8")
-        start = functools.partial(_start, stack, scratch, display)
+        start = functools.partial(_start, stack, display)
         prefill = await start(_PREFILL, model, str(scratch))
         decode = await start(_DECODE)
         display.begin(f"load ({model}): prefill process {prefill.pid}")
@@ -50,14 +50,11 @@ async def play_demo(model: str, prompt: str, display: LiveDisplay) -> DemoReport
 
 async def _start(
     stack: contextlib.AsyncExitStack,
-    scratch: Path,
     display: LiveDisplay,
     module: str,
     *arguments: str,
 ) -> Worker:
-    # Nobody else sees the log's name, so its number need not mean anything.
-    log = scratch / f"{module}-{time.monotonic_ns()}.log"
-    worker = await Worker.start(module, *arguments, log=log, progress=display.note)
+    worker = await Worker.start(module, *arguments, progress=display.note)
     stack.push_async_callback(worker.stop)
     return worker
 

@@ -169,8 +169,10 @@ class _PrefillWorker:
         samples.append(sample)
 
     async def _wait_returned(self) -> KeptEntry:
+        prompt = self._engine.prompt[0]
         async with asyncio.timeout(_RETURN_DEADLINE_S):
-            while not (matched := await self._lookup.peek(self._engine.prompt[0])):
+            # A buffer tells nobody that an entry is back, so it is asked.
+            while not (matched := await self._lookup.peek(prompt)):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
         return KeptEntry(time.monotonic(), matched)
 
@@ -195,15 +197,21 @@ def main() -> None:
     asyncio.run(_serve(stage, engine, prepared, prompt))
 
 
+def _warm_up(engine: Engine) -> int:
+    """Compute the prompt once, and return how many bytes its KV has. Blocks."""
+    nbytes: list[int] = []
+    cache = StreamingCache(
+        engine.model, lambda _, *states: nbytes.extend(t.nbytes for t in states)
+    )
+    engine.prefill(cache)
+    return sum(nbytes)
+
+
 async def _serve(
     stage: Stage, engine: Engine, prepared: PreparedModel, prompt: tuple[int, ...]
 ) -> None:
-    kept: list[torch.Tensor] = []
-    cache = StreamingCache(engine.model, lambda _, *states: kept.extend(states))
-    await engine.compute(lambda: engine.prefill(cache))
-    kv_bytes = sum(states.nbytes for states in kept)
+    kv_bytes = await engine.compute(lambda: _warm_up(engine))
     max_bytes = int(kv_bytes * _ROOM_IN_ENTRIES)
-    del kept[:], cache
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(engine.close)
         lookup = LookupBuffer(max_bytes, fingerprint=fingerprint_of(engine.model))

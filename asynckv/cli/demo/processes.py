@@ -13,7 +13,6 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from asynckv.cli.demo.messages import (
@@ -51,12 +50,10 @@ class Worker:
     ``progress`` is called, on the loop, with each note that nobody asked for.
     """
 
-    def __init__(
-        self, process: Process, log: Path, progress: Callable[[Progress], None]
-    ) -> None:
-        self._process = process
-        self._log = log
+    def __init__(self, process: Process, progress: Callable[[Progress], None]) -> None:
         self.progress = progress
+        self._process = process
+        self._last_words = b""
         self._expected: dict[type, asyncio.Future[Note]] = {}
         self._reader = asyncio.create_task(
             self._read_forever(), name=f"reader of the worker {process.pid}"
@@ -64,28 +61,23 @@ class Worker:
 
     @classmethod
     async def start(
-        cls,
-        module: str,
-        *arguments: str,
-        log: Path,
-        progress: Callable[[Progress], None],
+        cls, module: str, *arguments: str, progress: Callable[[Progress], None]
     ) -> Worker:
         """Start ``python -m module arguments`` in a process of its own."""
-        with log.open("wb") as errors:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                module,
-                *arguments,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=errors,
-                limit=_MAX_LINE_BYTES,
-                env=_environment(),
-                # Ctrl-C is for the parent, which then ends its workers.
-                start_new_session=True,
-            )
-        return cls(process, log, progress)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            *arguments,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            limit=_MAX_LINE_BYTES,
+            env=_environment(),
+            # Ctrl-C is for the parent, which then ends its workers.
+            start_new_session=True,
+        )
+        return cls(process, progress)
 
     @property
     def pid(self) -> int:
@@ -146,11 +138,21 @@ class Worker:
             await asyncio.wait({self._reader})
 
     async def _read_forever(self) -> None:
-        stdout = self._process.stdout
-        while stdout is not None and (line := await stdout.readline()):
-            self._take(decode_note(line))
-        await self._process.wait()
-        self._fail(self._ended())
+        stdout, stderr = self._process.stdout, self._process.stderr
+        if stdout is None or stderr is None:
+            raise ValueError("a worker is read through pipes")
+        listener = asyncio.create_task(self._listen_to(stderr))
+        try:
+            while line := await stdout.readline():
+                self._take(decode_note(line))
+        finally:
+            await asyncio.wait({listener})
+            await self._process.wait()
+            self._fail(self._ended())
+
+    async def _listen_to(self, stderr: asyncio.StreamReader) -> None:
+        while words := await stderr.read(_LAST_WORDS):
+            self._last_words = (self._last_words + words)[-_LAST_WORDS:]
 
     def _take(self, note: Note) -> None:
         if isinstance(note, Failed):
@@ -169,7 +171,7 @@ class Worker:
 
     def _ended(self) -> WorkerEnded:
         status = self._process.returncode
-        words = self._log.read_text("utf-8", "replace")[-_LAST_WORDS:].strip()
+        words = self._last_words.decode("utf-8", "replace").strip()
         return WorkerEnded(f"process {self.pid} ended with status {status}\n{words}")
 
 

@@ -14,14 +14,15 @@ from asynckv.cli.demo.report import (
     Survival,
 )
 
-__all__ = ("sample_report",)
+__all__ = ("no_progress_bars", "sample_report")
 
-TOKENS = tuple(range(40))
+_LAYERS = 30
+_TOKENS = tuple(range(40))
 
 
-def hand_over(title: str, *, layerwise: bool, layers: int = 30) -> HandOver:
+def hand_over(title: str, *, layerwise: bool, attempt: int = 1) -> HandOver:
     """Return a hand-over in which each layer computes for 80 ms."""
-    end_s = layers * 0.08
+    end_s = _LAYERS * 0.08
     traces = tuple(
         LayerTrace(
             name=f"layers.{index}",
@@ -30,7 +31,7 @@ def hand_over(title: str, *, layerwise: bool, layers: int = 30) -> HandOver:
             handed_s=index * 0.08 + 0.04 if layerwise else end_s,
             landed_s=index * 0.08 + 0.055 if layerwise else end_s + 0.11,
         )
-        for index in range(layers)
+        for index in range(_LAYERS)
     )
     landed_s = traces[-1].landed_s
     return HandOver(
@@ -39,8 +40,8 @@ def hand_over(title: str, *, layerwise: bool, layers: int = 30) -> HandOver:
         landed_s=landed_s,
         first_token_s=max(end_s, landed_s) + 0.03,
         prompt_positions=1,
-        attempt=1,
-        tokens=TOKENS,
+        attempt=attempt,
+        tokens=_TOKENS,
         layers=traces,
     )
 
@@ -69,6 +70,12 @@ def backpressure() -> BackpressureReport:
     )
 
 
+@pytest.fixture(autouse=True)
+def no_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a model's progress bars from starting a thread that stays."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+
+
 @pytest.fixture
 def sample_report() -> DemoReport:
     """Return the report of a run in which all went well."""
@@ -79,7 +86,7 @@ def sample_report() -> DemoReport:
         prefill_pid=4711,
         decode_pid=4712,
         transport="tcp, inline",
-        recompute=Recompute(first_token_s=2.45, prompt_positions=1822, tokens=TOKENS),
+        recompute=Recompute(first_token_s=2.45, prompt_positions=1822, tokens=_TOKENS),
         bulk=hand_over("Bulk", layerwise=False),
         layerwise=hand_over("Layer-wise", layerwise=True),
         backpressure=backpressure(),
@@ -89,7 +96,7 @@ def sample_report() -> DemoReport:
             prefill_running=True,
             back_after_s=0.012,
             successor_pid=4799,
-            taken_over=hand_over("Taken over", layerwise=True),
+            taken_over=hand_over("Taken over", layerwise=True, attempt=2),
         ),
         prefill_lag_s=0.0061,
         decode_lag_s=0.0049,

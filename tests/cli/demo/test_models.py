@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asynckv.cli.demo.models import ByteTokenizer, load_model, prepare_model
+from asynckv.errors import ConfigError
+
+
+def test_a_byte_tokenizer_gives_text_back() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode_prompt("Ferrow")) == "Ferrow"
+
+
+def test_a_byte_tokenizer_cuts_a_long_prompt() -> None:
+    assert len(ByteTokenizer(max_tokens=5).encode_prompt("a long prompt")) == 5
+
+
+def test_bytes_that_are_no_text_show_as_dots() -> None:
+    assert ByteTokenizer().decode([72, 105, 7]) == "Hi."
+
+
+def test_a_random_model_is_the_same_wherever_it_is_loaded(tmp_path: Path) -> None:
+    prepared = prepare_model("random-tiny", tmp_path)
+    first, second = load_model(prepared.folder), load_model(prepared.folder)
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    prepare_model("random-tiny", tmp_path)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        prepare_model(str(tmp_path), tmp_path / "scratch")
+
+
+def test_what_is_no_model_is_refused_with_what_would_be_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="config.json"):
+        prepare_model(str(tmp_path / "nowhere"), tmp_path)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_wheel_s_model_speaks(tmp_path: Path) -> None:
+    prepared = prepare_model("smollm2", tmp_path)
+    tokens = prepared.tokenizer.encode_prompt("What is the capital of France?")
+    model = load_model(prepared.folder)
+    ids = torch.tensor([tokens])
+    new = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]  # type: ignore[operator]
+    assert "Paris" in prepared.tokenizer.decode(new.tolist())

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from asynckv.cli.demo.messages import (
+    FillBuffer,
+    Filled,
+    KeptEntry,
+    Landed,
+    Progress,
+    ReadBack,
+    Text,
+    WaitReturned,
+)
+from asynckv.cli.demo.processes import Worker, WorkerEnded, WorkerFailed
+
+pytestmark = pytest.mark.multiprocess
+
+ECHO = """
+import asyncio, sys
+from asynckv.cli.demo.messages import *
+from asynckv.cli.demo.stage import Stage
+
+async def do(order):
+    match order:
+        case ReadBack():
+            print("not a note")
+            stage.tell(Landed(len(order.tokens)))
+            return Text(str(sum(order.tokens)))
+        case WaitReturned():
+            raise LookupError("nothing is kept")
+        case FillBuffer():
+            sys.exit("last words")
+
+stage = Stage()
+asyncio.run(stage.perform(do))
+"""
+
+
+@pytest.fixture
+async def worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Worker]:
+    """Return a worker that adds tokens up."""
+    (tmp_path / "echo_worker.py").write_text(ECHO, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    worker = await Worker.start("echo_worker", progress=lambda _: None)
+    yield worker
+    await worker.stop()
+
+
+async def test_a_worker_answers_and_its_prints_do_no_harm(worker: Worker) -> None:
+    assert await worker.ask(ReadBack((1, 2)), Text) == Text("3")
+    assert await worker.ask(ReadBack((3,)), Text) == Text("3")
+
+
+async def test_progress_is_told_before_the_answer(worker: Worker) -> None:
+    told: list[Progress] = []
+    worker.progress = told.append
+    await worker.ask(ReadBack((1, 2)), Text)
+    assert told == [Landed(2)]
+
+
+async def test_what_a_worker_cannot_do_is_raised_here(worker: Worker) -> None:
+    with pytest.raises(WorkerFailed, match="LookupError: nothing is kept"):
+        await worker.ask(WaitReturned(), KeptEntry)
+
+
+async def test_a_worker_that_dies_is_noticed(worker: Worker) -> None:
+    with pytest.raises(WorkerEnded, match="(?s)status 1.*last words"):
+        await worker.ask(FillBuffer(("a",)), Filled)
+
+
+async def test_a_killed_worker_answers_nothing_any_more(worker: Worker) -> None:
+    worker.kill()
+    with pytest.raises(WorkerEnded, match="status -9"):
+        await worker.expect(Text)
+    with pytest.raises(WorkerEnded, match="status -9"):
+        await worker.ask(ReadBack((1,)), Text)
+
+
+async def test_stopping_twice_is_once(worker: Worker) -> None:
+    await worker.stop()
+    await worker.stop()
+
+
+async def test_a_cancelled_question_can_be_asked_again(worker: Worker) -> None:
+    asking = asyncio.create_task(worker.ask(ReadBack((1,)), Text))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait({asking})
+    assert asking.cancelled()
+    assert (await worker.ask(ReadBack((5,)), Text)).text in {"1", "5"}

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import msgspec
+import pytest
+
+from asynckv.cli.demo.report import DemoReport
+from asynckv.cli.demo.timeline import draw_backpressure, draw_bars, draw_timeline
+
+
+def rects(svg: str, kind: str) -> list[ET.Element]:
+    return [
+        rect for rect in ET.fromstring(svg).iter("rect") if rect.get("class") == kind
+    ]
+
+
+def test_each_layer_has_a_lane(sample_report: DemoReport) -> None:
+    svg = draw_timeline(sample_report.layerwise, 2.5)
+    assert len(rects(svg, "compute")) == len(rects(svg, "wire")) == 30
+
+
+def test_time_runs_to_the_right(sample_report: DemoReport) -> None:
+    starts = [
+        float(rect.get("x", "nan"))
+        for rect in rects(draw_timeline(sample_report.layerwise, 2.5), "compute")
+    ]
+    assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 200])
+def test_any_number_of_layers_fits(sample_report: DemoReport, layers: int) -> None:
+    lanes = (sample_report.bulk.layers * 7)[:layers]
+    bulk = msgspec.structs.replace(sample_report.bulk, layers=lanes)
+    root = ET.fromstring(draw_timeline(bulk, 2.6))
+    assert float(root.get("viewBox", "").split()[3]) < 500
+
+
+def test_what_lies_beyond_the_axis_stays_on_it(sample_report: DemoReport) -> None:
+    for rect in rects(draw_timeline(sample_report.bulk, 1.0), "compute"):
+        right = float(rect.get("x", "nan")) + float(rect.get("width", "nan"))
+        assert right <= 960
+
+
+def test_the_longest_bar_is_the_longest_time() -> None:
+    svg = draw_bars([("slow", 2.0, "<&>"), ("fast", 0.5, "")])
+    widths = [float(r.get("width", "nan")) for r in ET.fromstring(svg).iter("rect")]
+    assert widths[0] == pytest.approx(4 * widths[1])
+
+
+def test_a_buffer_without_samples_can_be_drawn(sample_report: DemoReport) -> None:
+    empty = msgspec.structs.replace(sample_report.backpressure, samples=())
+    assert ET.fromstring(draw_backpressure(empty)).tag == "svg"
