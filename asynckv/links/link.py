@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 
@@ -24,7 +24,9 @@ from asynckv.errors import (
     WrongRole,
 )
 from asynckv.links.heartbeat import Heartbeat
+from asynckv.links.outgoing import Outgoing
 from asynckv.links.payloads import make_payload
+from asynckv.links.requests import LinkStream, Service, StreamHandler
 from asynckv.links.streams import ControlStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.failures import to_failure
@@ -36,69 +38,7 @@ __all__ = ("Link", "LinkStream", "Service", "StreamHandler")
 
 logger = logging.getLogger(__name__)
 
-_WRITE_BYTES: Final = 256 * 1024
-_MAX_ANSWER_BYTES: Final = 4 * 2**20
-_MAX_STUCK_ANSWER_BYTES: Final = 4 * _MAX_ANSWER_BYTES
-_LOW_BYTES: Final = 2**20
 _GRACE_S: Final = 1.0
-
-
-class StreamHandler(Protocol):
-    """Who hears of one stream. Plain functions on the loop; never waited for.
-
-    A :exc:`~asynckv.errors.ProtocolError` from :meth:`on_frame` breaks the
-    link and tells the peer why. Any other exception is a fault of ours: it is
-    logged and the link is aborted.
-    """
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        """A frame came, with its whole body."""
-
-    def on_lost(self, error: PeerLost) -> None:
-        """The link ended before the stream did. Called once, on a later tick.
-
-        ``error.goodbye`` tells a clean close by either side from a loss.
-        """
-
-
-class Service(Protocol):
-    """Who answers the requests of a peer."""
-
-    def open(
-        self, stream: LinkStream, frame: OpeningFrame, body: bytes
-    ) -> StreamHandler:
-        """The peer opens ``stream``; return who hears of it from here on.
-
-        What it raises is sent as the stream's Failure; a
-        :exc:`~asynckv.errors.RemoteProtocolError` breaks the link.
-        """
-
-
-class LinkStream:
-    """One request and all that follows from it, on either side."""
-
-    __slots__ = ("handler", "id", "link")
-
-    def __init__(
-        self, link: Link, stream_id: int, handler: StreamHandler | None = None
-    ) -> None:
-        self.link = link
-        self.id = stream_id
-        self.handler = handler
-
-    def send(self, frame: Frame, body: Buffer = b"") -> None:
-        """Queue a frame; nothing happens if stream or link are over.
-
-        Never waits. ``body`` may be overwritten on return. The responder's
-        final frame (Accepted, Result, Failure, Cancelled) ends the stream.
-
-        :raises LocalProtocolError: it is longer than ``link.limits``
-        """
-        self.link._send(self.id, frame, body)
-
-    def close(self) -> None:
-        """Forget the stream: its handler hears nothing more, nor of a loss."""
-        self.link._session.close(self.id)
 
 
 class Link:
@@ -132,13 +72,8 @@ class Link:
         # Both directions share one payload transport: their numbers differ.
         self._transfers = itertools.count(1 if dialled else 2, 2)
         self._pings = itertools.count(1)
-        self._flushing: asyncio.Handle | None = None
-        self._hanging_up = False
-        self._reading_paused = False
-        self._max_answer_bytes = _MAX_ANSWER_BYTES
-        self._sent_at_beat = 0
+        self._outgoing = Outgoing(stream, self._session.outbox, self._loop)
         self._when_lost: list[Callable[[PeerLost], None]] = []
-        self._when_drained: list[Callable[[], None]] = []
         self._grace: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._heartbeat = Heartbeat(
@@ -160,13 +95,14 @@ class Link:
     @property
     def outgoing_bytes(self) -> int:
         """Bytes of frames that have not left for the kernel yet."""
-        return self._session.outbox.nbytes + self._stream.unsent_bytes
+        return self._outgoing.nbytes
 
     def start(self, service: Service | None) -> None:
         """Begin to read. Called once, by whoever made the link."""
         self._service = service
-        self._stream.start(self)
-        self._heartbeat.start()
+        if self.error is None:
+            self._stream.start(self)
+            self._heartbeat.start()
 
     def open_stream(
         self, handler: StreamHandler, frame: OpeningFrame, body: Buffer = b""
@@ -180,8 +116,17 @@ class Link:
             raise _copy(self.error)
         stream = LinkStream(self, self._session.next_stream(), handler)
         self._session.open(stream.id, stream, frame, body)
-        self._flush_soon()
+        self._outgoing.flush_soon()
         return stream
+
+    def send_on(self, stream_id: int, frame: Frame, body: Buffer = b"") -> None:
+        """Queue a frame; what :meth:`LinkStream.send` does."""
+        if self.error is None and self._session.send(stream_id, frame, body):
+            self._outgoing.flush_soon()
+
+    def forget(self, stream_id: int) -> None:
+        """Forget a stream; what :meth:`LinkStream.close` does."""
+        self._session.close(stream_id)
 
     def new_transfer(self) -> int:
         """Return a number for the next transfer that this side sends."""
@@ -196,10 +141,7 @@ class Link:
 
     def call_when_drained(self, fn: Callable[[], None]) -> None:
         """Call ``fn`` once, when less than 1 MiB waits to leave, or all is lost."""
-        if self.outgoing_bytes < _LOW_BYTES or self.error is not None:
-            self._loop.call_soon(fn)
-        else:
-            self._when_drained.append(fn)
+        self._outgoing.call_when_drained(fn)
 
     async def aclose(self) -> None:
         """Say goodbye behind all that is queued, and hang up.
@@ -241,10 +183,10 @@ class Link:
         except Exception as exc:
             logger.exception("a request handler of the link to %s", self.peer.id)
             self.abort(exc)
-        self._flush()
+        self._outgoing.flush()
 
     def on_writable(self) -> None:
-        self._flush()
+        self._outgoing.flush()
 
     def on_end(self, error: OSError | None) -> None:
         if error is not None:
@@ -256,49 +198,11 @@ class Link:
         lost.__cause__ = error
         self._end_at_once(lost)
 
-    # Sending.
-
-    def _send(self, stream_id: int, frame: Frame, body: Buffer) -> None:
-        if self.error is None and self._session.send(stream_id, frame, body):
-            self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        if self._flushing is None:
-            self._flushing = self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
-        stream, outbox = self._stream, self._session.outbox
-        while outbox.nbytes and not stream.unsent_bytes:
-            stream.write(outbox.take(_WRITE_BYTES))
-        if outbox.answer_bytes > self._max_answer_bytes:
-            self._reading_paused = True
-            stream.pause_reading()
-        elif self._reading_paused and outbox.answer_bytes <= _LOW_BYTES:
-            self._max_answer_bytes = _MAX_ANSWER_BYTES
-            self._read_on()
-        if self._when_drained and self.outgoing_bytes < _LOW_BYTES:
-            self._tell_drained()
-        if self._hanging_up and not outbox.nbytes:
-            stream.finish()
-
-    def _read_on(self) -> None:
-        self._reading_paused = False
-        self._stream.resume_reading()
-
-    def _tell_drained(self) -> None:
-        waiting, self._when_drained = self._when_drained, []
-        for fn in waiting:
-            self._loop.call_soon(fn)
-
     # Receiving.
 
     def _handle(self, event: Event[LinkStream]) -> None:
         if isinstance(event, Came):
-            if event.owner.handler is not None:
-                event.owner.handler.on_frame(event.frame, event.body)
+            event.owner.on_frame(event.frame, event.body)
         elif isinstance(event, Opened):
             self._open(event)
         elif isinstance(event, Farewell):
@@ -313,7 +217,7 @@ class Link:
         try:
             if self._service is None:
                 raise WrongRole("this side of the link serves nothing")
-            stream.handler = self._service.open(stream, event.frame, event.body)
+            stream.attach(self._service.open(stream, event.frame, event.body))
         except RemoteProtocolError:
             raise
         except (AsyncKVError, KeyError, ValueError) as exc:
@@ -354,7 +258,7 @@ class Link:
 
     def _on_silence(self) -> None:
         interval_s = self.limits.heartbeat_ms / 1000
-        what = "does not read" if self._reading_paused else "was silent"
+        what = "does not read" if self._outgoing.is_reading_paused else "was silent"
         self.abort(
             PeerLost(
                 f"{self.peer.id} {what} for 3 heartbeats of {interval_s:g} s",
@@ -364,22 +268,10 @@ class Link:
         )
 
     def _on_beat(self) -> None:
-        sent = self._stream.sent_bytes
-        if self._reading_paused:
-            self._judge_reader(has_progress=sent != self._sent_at_beat)
-        self._sent_at_beat = sent
-        self._session.ping(next(self._pings))
-        self._flush()
-
-    def _judge_reader(self, *, has_progress: bool) -> None:
-        # While nothing is read silence means nothing, but a peer that takes what
-        # we send lives. If neither reads because both wait for the other, one
-        # has to give way: once or twice, for a peer that never reads.
-        if has_progress:
+        if self._outgoing.is_reading_paused and self._outgoing.judge_reader():
             self._heartbeat.was_heard = True
-        elif self._max_answer_bytes < _MAX_STUCK_ANSWER_BYTES:
-            self._max_answer_bytes *= 2
-            self._read_on()
+        self._session.ping(next(self._pings))
+        self._outgoing.flush()
 
     def _lose(self, error: Exception) -> None:
         if self.error is not None:
@@ -391,13 +283,11 @@ class Link:
         self.error = error
         self._heartbeat.stop()
         logger.debug("the link to %s ended: %s", self.peer.id, error)
-        streams = self._session.take_owners()
-        told: list[Callable[[PeerLost], None]]
-        told = [stream.handler.on_lost for stream in streams if stream.handler]
+        told = [stream.on_lost for stream in self._session.take_owners()]
         told.extend(self._when_lost)
         self._when_lost = []
         self._loop.call_soon(self._tell_lost, told, error)
-        self._tell_drained()
+        self._outgoing.tell_drained()
 
     def _tell_lost(
         self, told: list[Callable[[PeerLost], None]], error: PeerLost
@@ -406,12 +296,10 @@ class Link:
             try:
                 fn(_copy(error))
             except Exception:
-                logger.exception("a listener to the loss of %s", self.peer.id)
+                logger.exception("told of the loss of %s", self.peer.id)
 
     def _hang_up(self) -> None:
-        self._hanging_up = True
-        self._read_on()
-        self._flush()
+        self._outgoing.finish()
         if self._grace is None and not self._closed.done():
             self._grace = self._loop.call_later(_GRACE_S, self._close)
 
@@ -419,11 +307,10 @@ class Link:
         if self._closed.done():
             return
         self._closed.set_result(None)
-        for handle in (self._grace, self._flushing):
-            if handle is not None:
-                handle.cancel()
+        if self._grace is not None:
+            self._grace.cancel()
         self._heartbeat.stop()
-        self._session.outbox.clear()
+        self._outgoing.stop()
         self._stream.abort()
         self.payload.abort()
 

@@ -10,14 +10,14 @@ from asynckv.abc import PayloadTransport
 from asynckv.errors import ConfigError
 from asynckv.links.address import Address, Scheme
 from asynckv.protocol.handshake import Agreement
-from asynckv.transports.inline import InlineTransport
+from asynckv.transports.table import TRANSPORTS
 
 __all__ = ("make_payload", "payload_paths")
 
 _PATHS: Final[dict[Scheme, tuple[str, ...]]] = {
     "tcp": ("inline",),
     "unix": ("inline",),
-    "mem": ("inline",),
+    "mem": ("mem", "inline"),
 }
 
 
@@ -43,7 +43,8 @@ def make_payload(
     on_lost: Callable[[Exception], None],
 ) -> PayloadTransport:
     """Return the payload transport that was agreed on, not open yet."""
-    return InlineTransport(
+    make: Callable[..., PayloadTransport] = TRANSPORTS[agreement.payload_path]
+    return make(
         agreement.lanes,
         agreement.digest != "off",
         loop,

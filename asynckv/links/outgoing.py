@@ -1,0 +1,114 @@
+"""What leaves a link: written in one place, and bounded where a peer decides.
+
+Everything that is queued in a tick leaves in one write at its end. While more
+than 4 MiB of answers wait for a peer, nothing more of it is read: one that
+never reads cannot make us hold memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from asynckv.links.streams import ControlStream
+from asynckv.protocol.outbox import Outbox
+
+__all__ = ("LOW_BYTES", "MAX_ANSWER_BYTES", "Outgoing")
+
+MAX_ANSWER_BYTES: Final = 4 * 2**20
+LOW_BYTES: Final = 2**20
+_MAX_STUCK_ANSWER_BYTES: Final = 4 * MAX_ANSWER_BYTES
+_WRITE_BYTES: Final = 256 * 1024
+
+
+class Outgoing:
+    """Moves an outbox to a stream, and pauses its reading where it must."""
+
+    def __init__(
+        self, stream: ControlStream, outbox: Outbox, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.is_reading_paused = False
+        self._stream = stream
+        self._outbox = outbox
+        self._loop = loop
+        self._flushing: asyncio.Handle | None = None
+        self._is_last = False
+        self._max_answer_bytes = MAX_ANSWER_BYTES
+        self._sent_before = 0
+        self._when_drained: list[Callable[[], None]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that have not left for the kernel yet."""
+        return self._outbox.nbytes + self._stream.unsent_bytes
+
+    def flush_soon(self) -> None:
+        """Write what is queued at the end of this tick."""
+        if self._flushing is None:
+            self._flushing = self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Write what is queued, as much as the stream takes."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        stream, outbox = self._stream, self._outbox
+        while outbox.nbytes and not stream.unsent_bytes:
+            stream.write(outbox.take(_WRITE_BYTES))
+        if self._is_last:
+            if not outbox.nbytes:
+                stream.finish()
+        elif outbox.answer_bytes > self._max_answer_bytes:
+            self.is_reading_paused = True
+            stream.pause_reading()
+        elif self.is_reading_paused and outbox.answer_bytes <= LOW_BYTES:
+            self._max_answer_bytes = MAX_ANSWER_BYTES
+            self._read_on()
+        if self._when_drained and self.nbytes < LOW_BYTES:
+            self.tell_drained()
+
+    def finish(self) -> None:
+        """Write what is queued, then end the writing half; read on meanwhile."""
+        self._is_last = True
+        self._read_on()
+        self.flush()
+
+    def stop(self) -> None:
+        """Write nothing more."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        self._outbox.clear()
+
+    def call_when_drained(self, fn: Callable[[], None]) -> None:
+        """Call ``fn`` once less than 1 MiB waits; on a later tick if it is so now."""
+        if self.nbytes < LOW_BYTES:
+            self._loop.call_soon(fn)
+        else:
+            self._when_drained.append(fn)
+
+    def tell_drained(self) -> None:
+        """Wait no longer: everything has left, or nothing more will."""
+        waiting, self._when_drained = self._when_drained, []
+        for fn in waiting:
+            self._loop.call_soon(fn)
+
+    def judge_reader(self) -> bool:
+        """Once a heartbeat: whether the peer takes what it is sent.
+
+        While its bytes are not read, its silence means nothing. Where both
+        sides wait for the other to read, one has to give way; for a peer that
+        never reads that happens twice, and then never again.
+        """
+        sent, self._sent_before = self._sent_before, self._stream.sent_bytes
+        if not self.is_reading_paused or sent != self._sent_before:
+            return True
+        if self._max_answer_bytes < _MAX_STUCK_ANSWER_BYTES:
+            self._max_answer_bytes *= 2
+            self._read_on()
+        return False
+
+    def _read_on(self) -> None:
+        self.is_reading_paused = False
+        self._stream.resume_reading()

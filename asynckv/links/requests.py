@@ -1,0 +1,93 @@
+"""One request and all that follows from it: who hears of it, who answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from asynckv.errors import PeerLost
+from asynckv.protocol.codec import Buffer
+from asynckv.protocol.frames import Frame, OpeningFrame
+
+if TYPE_CHECKING:
+    from asynckv.links.link import Link
+
+__all__ = ("LinkStream", "Service", "StreamHandler")
+
+
+class StreamHandler(Protocol):
+    """Who hears of one stream. Plain functions on the loop; never waited for.
+
+    A :exc:`~asynckv.errors.ProtocolError` from :meth:`on_frame` breaks the
+    link and tells the peer why. Any other exception is a fault of ours: it is
+    logged and the link is aborted.
+    """
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        """A frame came, with its whole body."""
+
+    def on_lost(self, error: PeerLost) -> None:
+        """The link ended before the stream did. Called once, on a later tick.
+
+        ``error.goodbye`` tells a clean close by either side from a loss. Each
+        handler gets an error of its own, which it may raise.
+        """
+
+
+class Service(Protocol):
+    """Who answers the requests of a peer."""
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler:
+        """The peer opens ``stream``; return who hears of it from here on.
+
+        An ``AsyncKVError``, ``KeyError`` or ``ValueError`` is sent as the
+        stream's Failure; a :exc:`~asynckv.errors.RemoteProtocolError` breaks
+        the link. Anything else is a fault of ours and aborts the link.
+        """
+
+
+class LinkStream:
+    """A stream of a link, as the side that asks and the side that answers see it."""
+
+    __slots__ = ("_handler", "_is_closed", "id", "link")
+
+    def __init__(
+        self, link: Link, stream_id: int, handler: StreamHandler | None = None
+    ) -> None:
+        self.link = link
+        self.id = stream_id
+        self._handler = handler
+        self._is_closed = False
+
+    def send(self, frame: Frame, body: Buffer = b"") -> None:
+        """Queue a frame; nothing happens if stream or link are over.
+
+        Never waits. ``body`` may be overwritten on return. The responder's
+        final frame (Accepted, Result, Failure, Cancelled) ends the stream,
+        unless it was opened by OpenPipe: then only a Failure does.
+
+        :raises LocalProtocolError: it is longer than ``link.limits``
+        """
+        self.link.send_on(self.id, frame, body)
+
+    def close(self) -> None:
+        """Forget the stream: its handler hears nothing more, nor of a loss."""
+        self._is_closed = True
+        self._handler = None
+        self.link.forget(self.id)
+
+    def attach(self, handler: StreamHandler) -> None:
+        """Let ``handler`` hear of the stream, if it was not closed meanwhile."""
+        if not self._is_closed:
+            self._handler = handler
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        """Hand a frame to the handler. Called by the link."""
+        if self._handler is not None:
+            self._handler.on_frame(frame, body)
+
+    def on_lost(self, error: PeerLost) -> None:
+        """Tell the handler of the loss. Called by the link."""
+        if self._handler is not None:
+            self._handler.on_lost(error)
