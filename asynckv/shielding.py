@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 
 __all__ = ("wait_or_stop", "wait_shielded")
 
+_T = TypeVar("_T")
+
 _LONG_S: Final = 3600.0
 
 
 async def wait_shielded(
-    future: asyncio.Future[None], *, timeout_s: float | None = None
+    future: asyncio.Future[_T], *, timeout_s: float | None = None
 ) -> None:
     """Wait until ``future`` is done; a cancellation is delivered after that.
 

@@ -242,7 +242,7 @@ class InlineTransport(PayloadTransport):
             self._lose(None)
 
     def _is_touched(self, transfer: int) -> bool:
-        return self._table.is_in_use(transfer) or any(
+        return bool(self._table.carriers_of(transfer)) or any(
             lane.is_sending(transfer) for lane in self._senders
         )
 

@@ -141,6 +141,15 @@ class PartTable:
                 if part is not None:
                     part.stopped = True
 
+    def carriers_of(self, transfer: int | None = None) -> list[object]:
+        """Who is between :meth:`enter` and :meth:`leave`, for one transfer or any."""
+        with self._lock:
+            return [
+                carrier
+                for carrier, part in self._in_use.items()
+                if transfer is None or part.transfer == transfer
+            ]
+
     def take_all(self) -> list[Part]:
         """Forget and return every part that has not landed."""
         with self._lock:
@@ -152,11 +161,6 @@ class PartTable:
             ]
             self._transfers.clear()
             return parts
-
-    def is_in_use(self, transfer: int) -> bool:
-        """A thread writes to memory of this transfer."""
-        with self._lock:
-            return any(part.transfer == transfer for part in self._in_use.values())
 
     def enter(self, chunk: Chunk, carrier: object) -> Part | None:
         """Begin to receive ``chunk``: its part, or ``None`` if nobody wants it.

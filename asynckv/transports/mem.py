@@ -1,0 +1,241 @@
+"""Payload within one process: copied from the one side's memory to the other's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import ClassVar, Final
+
+import torch
+
+from asynckv.abc import PayloadTransport
+from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
+from asynckv.protocol.chunks import Chunk
+from asynckv.shielding import wait_shielded
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.views import tensor_over
+from asynckv.transports.inline import DEFAULT_CHUNK_BYTES
+from asynckv.transports.parts import DoneCallback, Part, PartTable
+from asynckv.types import TensorSpec
+
+__all__ = ("MemTransport",)
+
+_CLOSE_S: Final = 1.0
+
+_names = itertools.count(1)
+
+
+class MemTransport(PayloadTransport):
+    """One of a pair on the same event loop; each sender copies in a thread.
+
+    Up to 64 KiB are copied at once. ``on_lost`` and ``done`` are called as
+    :class:`~asynckv.transports.inline.InlineTransport` calls them.
+    """
+
+    name: ClassVar[str] = "mem"
+
+    def __init__(
+        self,
+        lanes: int,
+        digest: bool,
+        loop: asyncio.AbstractEventLoop,
+        on_lost: Callable[[Exception], None],
+        max_chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    ) -> None:
+        self._digest = digest
+        self._loop = loop
+        self._on_lost = on_lost
+        self._peer: MemTransport | None = None
+        self._peer_left = False
+        self._pool = CopyPool(threads=1)
+        self._table = PartTable()
+        self._moves: dict[asyncio.Task[None], Part] = {}
+        self._error: Exception | None = None
+
+    def describe(self) -> bytes:
+        return b""
+
+    async def open(self, peer_description: bytes, side_channel: object) -> None:
+        """Connect with ``side_channel``, the peer's own ``MemTransport``.
+
+        :raises LocalProtocolError: it is something else
+        """
+        if not isinstance(side_channel, MemTransport):
+            raise LocalProtocolError("a mem transport opens on the peer's")
+        self._peer = side_channel
+
+    def send(
+        self,
+        transfer: int,
+        part: int,
+        source: memoryview,
+        done: DoneCallback,
+        *,
+        digest: bytes | None = None,
+    ) -> None:
+        outgoing = Part(transfer, part, source, done, digest or b"")
+        if self._peer_left:
+            self._loop.call_soon(self._lose, PeerLost("the peer closed its side"))
+        self._start(self._move(outgoing), outgoing)
+
+    def receive(
+        self, transfer: int, part: int, target: memoryview, done: DoneCallback
+    ) -> None:
+        """As the contract says.
+
+        :raises LocalProtocolError: the part is waited for already
+        """
+        incoming = Part(transfer, part, target, done, b"")
+        self._table.announce(transfer)
+        if not incoming.left_bytes:
+            self._start(self._digest_only(incoming), incoming)
+            return
+        self._table.add(incoming)
+        if self._error is not None:
+            self._loop.call_soon(self._fail_if_over)
+        elif self._peer_left:
+            self._loop.call_soon(self._lose, PeerLost("the peer closed its side"))
+
+    def announce(self, transfer: int) -> None:
+        self._table.announce(transfer)
+
+    def stop(self, transfer: int) -> None:
+        self._table.stop(transfer)
+        for part in self._moves.values():
+            if part.transfer == transfer:
+                part.stopped = True
+        for task in self._tasks_of(transfer):
+            task.cancel()
+
+    async def quiesce(self, transfer: int) -> None:
+        """As the contract says; there is no lane that could fail to let go."""
+        self.stop(transfer)
+        if tasks := self._tasks_of(transfer):
+            await wait_shielded(asyncio.gather(*tasks, return_exceptions=True))
+
+    async def aclose(self) -> None:
+        """As the contract says: at most 1 s for queued parts, 1 s to end."""
+        try:
+            await self._wait_for_moves()
+        finally:
+            self.abort()
+            await self._wait_for_moves()
+
+    def abort(self) -> None:
+        """End now. Never waits; the thread lets go within a moment."""
+        self._end(PeerLost("the payload transport was closed on this side"))
+
+    async def _wait_for_moves(self) -> None:
+        if tasks := self._tasks_of(None):
+            ended = asyncio.gather(*tasks, return_exceptions=True)
+            await wait_shielded(ended, timeout_s=_CLOSE_S)
+
+    def _start(self, move: Coroutine[None, None, None], part: Part) -> None:
+        task = self._loop.create_task(move, name=f"asynckv-mem-{next(_names)}")
+        self._moves[task] = part
+        task.add_done_callback(self._after)
+        if self._error is not None:
+            task.cancel()
+
+    def _tasks_of(self, transfer: int | None) -> list[asyncio.Task[None]]:
+        """Whoever touches memory of this side, for one transfer or for any."""
+        ours = [
+            task
+            for task, part in self._moves.items()
+            if transfer is None or part.transfer == transfer
+        ]
+        theirs = self._table.carriers_of(transfer)
+        return [*ours, *(task for task in theirs if isinstance(task, asyncio.Task))]
+
+    async def _move(self, part: Part) -> None:
+        peer, task = self._peer, asyncio.current_task()
+        target = None
+        if peer is not None and part.left_bytes:
+            place = Chunk(part.transfer, part.number, 0, part.left_bytes)
+            target = peer._enter(place, task)
+        if target is None or peer is None:
+            await self._digest_only(part)
+            return
+        landed = False
+        try:
+            await self._copy(part, target)
+        except asyncio.CancelledError:
+            if target.stopped and not part.stopped and self._error is None:
+                # Only the receiver has stopped: to the sender it has left.
+                self._start(self._digest_only(part), part)
+            raise
+        finally:
+            landed = peer._table.leave(target, task)
+            self._loop.call_soon(peer._fail_if_over)
+        part.tell()
+        if landed:
+            target.tell()
+
+    async def _copy(self, part: Part, target: Part) -> None:
+        found = await self._pool.copy(
+            [_tensor(part)], [_tensor(target)], digest=self._digest
+        )
+        target.moved_bytes = part.moved_bytes = part.memory.nbytes
+        target.known_digest = found[0]
+        part.known_digest = (part.known_digest or found[0]) if self._digest else b""
+
+    async def _digest_only(self, part: Part) -> None:
+        if self._digest and not part.known_digest:
+            (part.known_digest,) = await self._pool.digest([_tensor(part)])
+        part.tell()
+
+    def _enter(self, place: Chunk, carrier: object) -> Part | None:
+        try:
+            part = self._table.enter(place, carrier)
+        except RemoteProtocolError as exc:
+            self._lose(exc)
+            return None
+        if part is not None and part.left_bytes != place.nbytes:
+            self._table.leave(part, carrier)
+            self._lose(RemoteProtocolError("a part of another length than expected"))
+            return None
+        return part
+
+    def _after(self, task: asyncio.Task[None]) -> None:
+        part = self._moves.pop(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lose(PeerLost(f"a copy failed: {error}"))
+        if part.stopped:
+            part.let_go()
+        elif self._error is not None:
+            part.tell(self._error)
+        self._fail_if_over()
+
+    def _lose(self, error: Exception) -> None:
+        if self._error is None:
+            self._end(error)
+            self._on_lost(error)
+
+    def _end(self, error: Exception) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        for task in self._tasks_of(None):
+            task.cancel()
+        self._pool.close()
+        if not self._loop.is_closed():
+            self._loop.call_soon(self._fail_if_over)
+            if self._peer is not None:
+                self._loop.call_soon(self._peer._after_peer)
+
+    def _after_peer(self) -> None:
+        self._peer_left = True
+        if self._moves or self._table.is_waiting:
+            self._lose(PeerLost("the peer closed its side"))
+
+    def _fail_if_over(self) -> None:
+        """Once nothing touches memory: tell what will never land."""
+        if self._error is None or self._tasks_of(None):
+            return
+        for part in self._table.take_all():
+            part.tell(self._error)
+
+
+def _tensor(part: Part) -> torch.Tensor:
+    return tensor_over(part.memory, TensorSpec((part.memory.nbytes,), "uint8"))
