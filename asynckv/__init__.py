@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         KVStoreBuffer as KVStoreBuffer,
     )
     from asynckv.buffers.lookup import LookupBuffer as LookupBuffer
+    from asynckv.buffers.remote import connect as connect
+    from asynckv.buffers.serve import serve as serve
     from asynckv.buffers.store import StoreBuffer as StoreBuffer
     from asynckv.config import KVTransferConfig as KVTransferConfig
     from asynckv.errors import (
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
         WrongLoop as WrongLoop,
         WrongRole as WrongRole,
     )
+    from asynckv.node import Node as Node, open as open
     from asynckv.types import KVFingerprint as KVFingerprint, TensorSpec as TensorSpec
 
 __version__ = "0.1.0"
@@ -66,6 +69,7 @@ _HOME: Final = {
     "KVTransferConfig": "asynckv.config",
     "LeaseLost": "asynckv.errors",
     "LookupBuffer": "asynckv.buffers.lookup",
+    "Node": "asynckv.node",
     "PeerLost": "asynckv.errors",
     "PeerRestarted": "asynckv.errors",
     "PipeBroken": "asynckv.errors",
@@ -74,6 +78,7 @@ _HOME: Final = {
     "TensorSpec": "asynckv.types",
     "WrongLoop": "asynckv.errors",
     "WrongRole": "asynckv.errors",
+    "open": "asynckv.node",
 }
 
 __all__ = tuple(_HOME)

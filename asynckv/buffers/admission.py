@@ -10,7 +10,7 @@ from typing import Protocol
 
 from asynckv.buffers.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.ledger import Ledger
-from asynckv.buffers.room import Room
+from asynckv.buffers.room import Room, check_not_aborted
 from asynckv.errors import BufferClosed, EntryAborted
 
 __all__ = ("Admission", "Landed", "Source")
@@ -46,7 +46,14 @@ class Admission:
         while there was no room, or at once if the same entry (``digest``) was
         inserted before. Cancelled, it leaves as :meth:`Ledger.forsake` says.
         """
-        self._check_open()
+        self.check_open()
+        if self._ledger.is_undecided(draft.entry_id):
+            await self._room.until(
+                lambda: (
+                    self._room.closed or not self._ledger.is_undecided(draft.entry_id)
+                )
+            )
+            self.check_open()
         entry = self._ledger.admit(draft, digest)
         if entry is None:
             return
@@ -64,7 +71,7 @@ class Admission:
 
         A cancelled call leaves no trace.
         """
-        self._check_open()
+        self.check_open()
         entry = self._ledger.admit(draft, None)
         if entry is None:
             raise EntryAborted(reason="producer")
@@ -80,18 +87,21 @@ class Admission:
         """Commit a streaming entry whose parts have all landed.
 
         Waits, if it began without room, until it has room or was acknowledged.
-        Cancelling that wait aborts the entry.
+        Cancelling that wait aborts the entry, unless a consumer holds it: then
+        it is that consumer's alone.
         """
         self._ledger.commit(entry)
         try:
             await self._room.until(
-                lambda: entry.in_arena or entry.state is EntryState.GONE
+                lambda: (
+                    entry.in_arena or entry.owner_gone or entry.state is EntryState.GONE
+                )
             )
         except BaseException:
             self.abort(entry)
             raise
         self._room.quit(entry)
-        _check_not_aborted(entry)
+        self._check_owned(entry)
 
     def abort(self, entry: StoredEntry) -> None:
         """The writer of a streaming entry failed. Never waits."""
@@ -100,12 +110,20 @@ class Admission:
 
     async def _attempt(self, entry: StoredEntry, source: Source) -> bool:
         await self._wait_for_room(entry)
+        if entry.state is EntryState.GONE:
+            return True  # acknowledged already, without its bytes
         await source.fill(
             entry, lambda index, digest: self._ledger.landed(entry, index, digest)
         )
         self._ledger.commit(entry)
-        await self._room.until(lambda: entry.state is not EntryState.DIRECT)
-        _check_not_aborted(entry)
+        await self._room.until(
+            lambda: (
+                entry.state is not EntryState.DIRECT
+                or not entry.complete  # given back, and selected again at once
+                or entry.owner_gone
+            )
+        )
+        self._check_owned(entry)
         return entry.state in (EntryState.READY, EntryState.GONE)
 
     async def _wait_for_room(self, entry: StoredEntry) -> None:
@@ -116,13 +134,18 @@ class Admission:
             self._ledger.counters.room_waits += 1
         await self._room.turn(entry)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse new entries once the buffer is being closed.
+
+        :raises BufferClosed: it is
+        """
         if self._room.closed:
             raise BufferClosed("the buffer takes no more entries")
 
-
-def _check_not_aborted(entry: StoredEntry) -> None:
-    if entry.state is EntryState.GONE and entry.left_by:
-        if entry.left_by == "closed":
-            raise BufferClosed("the buffer was closed while the entry came in")
-        raise EntryAborted(reason=entry.left_by)
+    def _check_owned(self, entry: StoredEntry) -> None:
+        check_not_aborted(entry)
+        if entry.owner_gone:
+            raise BufferClosed(
+                "the buffer was closed before the consumer that holds the entry "
+                "acknowledged it"
+            )

@@ -22,12 +22,14 @@ def flatten(
 ) -> dict[str, torch.Tensor]:
     """Name every tensor of an entry.
 
-    :raises TypeError: if one of them is no tensor
+    :raises TypeError: if one of them is no tensor, or a layer's name no text
     :raises ValueError: if a layer's name makes its tensors ambiguous
     """
     named: dict[str, torch.Tensor] = {}
     for field, tensors in (("key", key), ("value", value)):
         if isinstance(tensors, Mapping):
+            for layer in tensors:
+                _check_layer(layer)
             named.update({f"{layer}.{field}": t for layer, t in tensors.items()})
         elif tensors is not None:
             named[field] = tensors
@@ -37,12 +39,6 @@ def flatten(
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
-    count = sum(
-        len(part) if isinstance(part, Mapping) else part is not None
-        for part in (key, value, hidden, extras)
-    )
-    if len(named) != count:
-        raise ValueError("a layer called 'extras' cannot be told from the extras")
     check_names(named)
     return named
 
@@ -89,6 +85,13 @@ def unflatten(
         if name.startswith(_EXTRAS)
     }
     return fields["key"], fields["value"], named.get("hidden"), extras
+
+
+def _check_layer(layer: object) -> None:
+    if not isinstance(layer, str):
+        raise TypeError(f"a layer's name is text, not {layer!r}: write {str(layer)!r}")
+    if f"{layer}.".startswith(_EXTRAS):
+        raise ValueError(f"a layer called {layer!r} cannot be told from the extras")
 
 
 def _layer_of(name: str, field: str) -> str | None:

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
+from asynckv.buffers.manifest import content_digest
 from asynckv.buffers.matching import Place
 from asynckv.buffers.queries import Query, key_of
-from asynckv.protocol.digests import entry_digest
 from asynckv.protocol.frames import TensorRecord
 from asynckv.tensors.arena import Region
 from asynckv.types import KVFingerprint, TensorSpec
@@ -82,7 +82,8 @@ class StoredEntry:
         self.complete = False
         self.place: Place[StoredEntry] | None = None
         self.leases: dict[bytes, Lease] = {}
-        self.takers: set[str] = set()
+        self.consumers: set[str] = set()
+        """Who holds it or has acknowledged it."""
         self.deliveries_left = draft.deliveries
         self.attempts = 0
         self.failures = 0
@@ -91,7 +92,7 @@ class StoredEntry:
         self.in_arena = False
         self.left_by = ""
         self.acknowledged_tokens: set[bytes] = set()
-        self.gone: list[asyncio.Future[None]] = []
+        self.gone: set[asyncio.Future[None]] = set()
 
     @property
     def entry_id(self) -> str:
@@ -121,7 +122,7 @@ class StoredEntry:
 
     def digest(self) -> bytes:
         """Return the digest of the whole entry, once every part has landed."""
-        return entry_digest(self.records())
+        return content_digest(self.records(), self.input_tokens, self.roi)
 
     def place_regions(self, regions: Sequence[Region]) -> None:
         """Give every part its memory and move the tokens into theirs."""
@@ -188,6 +189,7 @@ class Waiter:
     __slots__ = (
         "fingerprint",
         "holder",
+        "is_forgotten",
         "is_waiting",
         "lease",
         "place",
@@ -207,6 +209,7 @@ class Waiter:
         self.seq = seq
         self.fingerprint = fingerprint
         self.is_waiting = False
+        self.is_forgotten = False
         self.place: Place[Waiter] | None = None
         self.lease: Lease | None = None
 

@@ -7,8 +7,8 @@ import itertools
 
 from asynckv.buffers.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.ledger import Ledger
-from asynckv.buffers.queries import Query
-from asynckv.errors import BufferClosed, EntryAborted
+from asynckv.buffers.queries import TOKEN_NBYTES, Query
+from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.observability.waits import LoggedWait
 from asynckv.types import KVFingerprint
 
@@ -24,14 +24,17 @@ class LocalHolder:
         self.consumer = f"local-{next(_numbers)}"
         self.streams = streams
         self._ledger = ledger
+        self._name = "drop_select"
         self._waiter: Waiter | None = None
         self._lease: Lease | None = None
         self._is_closed = False
         self._aborted_by = ""
-        self._watchers: list[asyncio.Future[None]] = []
+        self._watchers: set[asyncio.Future[None]] = set()
 
     def select(self, query: Query, fingerprint: KVFingerprint | None) -> None:
         """Ask for an entry; a lease may come at once. Never waits."""
+        tokens = "any" if query.key is None else len(query.key) // TOKEN_NBYTES
+        self._name = f"drop_select ({self.consumer}, {tokens} tokens)"
         self._waiter = self._ledger.select(query, self, fingerprint)
 
     def forget(self) -> None:
@@ -51,12 +54,27 @@ class LocalHolder:
         :raises BufferClosed: the buffer is closed
         """
         if self._lease is None and not self._is_closed:
-            with LoggedWait("drop_select", "a match", "an insert or aclose"):
+            with LoggedWait(self._name, "a match", "an insert or aclose"):
                 while self._lease is None and not self._is_closed:
                     await self._change()
         if self._lease is None:
             raise BufferClosed("the buffer was closed before an entry matched")
         return self._lease
+
+    async def shown_lease(self) -> Lease:
+        """Wait for an entry that a stream may show to the application.
+
+        That is one with a writer of its own, or one that is whole: an insert
+        that fails must leave no trace.
+
+        :raises BufferClosed: the buffer is closed
+        """
+        while True:
+            lease = await self.lease()
+            while self._lease is lease and not _may_be_shown(lease.entry):
+                await self._change()
+            if self._lease is lease:
+                return lease
 
     async def whole_lease(self) -> Lease:
         """Wait for an entry and for all of its bytes.
@@ -76,14 +94,31 @@ class LocalHolder:
         """Wait until more than ``count`` parts have landed, or the entry is whole.
 
         :raises EntryAborted: the producer failed
+        :raises LeaseLost: the delivery ended in another way
         """
         entry: StoredEntry = lease.entry
+        self.check_held(lease)
         while len(entry.landed) <= count and not entry.complete:
-            if self._aborted_by:
-                raise EntryAborted(reason=self._aborted_by)
             await self._change()
+            self.check_held(lease)
+
+    def check_held(self, lease: Lease) -> None:
+        """Refuse to read on when the delivery has ended.
+
+        :raises EntryAborted: the producer failed
+        :raises LeaseLost: the delivery ended in another way
+        """
         if self._aborted_by:
             raise EntryAborted(reason=self._aborted_by)
+        if not lease.is_valid:
+            raise LeaseLost("the entry was taken back while it was read")
+
+    def wake(self) -> None:
+        """Let whoever waits look at the state again. Never waits."""
+        watchers, self._watchers = self._watchers, set()
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
 
     def may_charge(self, nbytes: int) -> bool:
         return True  # the tensors are the caller's own from the start
@@ -93,33 +128,39 @@ class LocalHolder:
 
     def leased(self, lease: Lease) -> None:
         self._lease = lease
-        self._wake()
+        self.wake()
 
     def part_landed(self, lease: Lease, index: int) -> None:
-        self._wake()
+        self.wake()
 
     def completed(self, lease: Lease) -> None:
-        self._wake()
+        self.wake()
 
     def retracted(self, lease: Lease) -> None:
         self._lease = None
-        self._wake()
+        self.wake()
 
     def aborted(self, lease: Lease, reason: str) -> None:
-        self._aborted_by = reason
-        self._wake()
+        if lease.reached:
+            self._aborted_by = "" if reason == "lapsed" else reason
+            self.wake()
+            return
+        self.retracted(lease)
+        if self._waiter is not None:
+            self._ledger.serve(self._waiter)
 
     def closed(self) -> None:
         self._is_closed = True
-        self._wake()
-
-    def _wake(self) -> None:
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
+        self.wake()
 
     async def _change(self) -> None:
         watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watchers.append(watcher)
-        await watcher
+        self._watchers.add(watcher)
+        try:
+            await watcher
+        finally:
+            self._watchers.discard(watcher)
+
+
+def _may_be_shown(entry: StoredEntry) -> bool:
+    return entry.draft.streaming or entry.complete

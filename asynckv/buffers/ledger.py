@@ -53,6 +53,7 @@ class Ledger:
         self._max_hold_s = max_hold_s
         self._changed = changed
         self._next_seq = 0
+        self._is_closed = False
         self._matchmaker = Matchmaker()
         self._expiry = ExpiryClock(self._expire_id, self.entries)
 
@@ -81,7 +82,6 @@ class Ledger:
             )
         if not self.arena.could_ever_fit(draft.sizes):
             raise EntryTooLarge(nbytes=sum(draft.sizes), max_bytes=self.arena.max_bytes)
-        self.tombstones.forget(draft.entry_id)
         self._next_seq += 1
         entry = StoredEntry(draft, self._next_seq)
         self.entries[entry.entry_id] = entry
@@ -94,6 +94,14 @@ class Ledger:
             return entry.digest() if entry.complete else None
         stone = self.tombstones.find(entry_id, self._now())
         return stone.digest if stone is not None and not stone.reason else None
+
+    def is_undecided(self, entry_id: str) -> bool:
+        """Has that entry all its bytes, but only in a consumer's hands?
+
+        Acknowledged it was inserted; given back it was not, or not yet.
+        """
+        entry = self.entries.get(entry_id)
+        return entry is not None and entry.complete and not entry.in_arena
 
     def announce(self, entry: StoredEntry) -> None:
         """The entry waits for room: from now on it can be selected."""
@@ -128,7 +136,8 @@ class Ledger:
         entry.parts[index].digest = digest
         entry.landed.append(index)
         for lease in list(entry.leases.values()):
-            lease.holder.part_landed(lease, index)
+            if lease.is_valid:
+                lease.holder.part_landed(lease, index)
 
     def commit(self, entry: StoredEntry) -> None:
         """Every part has landed: the entry is in, or with its direct consumer."""
@@ -145,7 +154,8 @@ class Ledger:
                 entry.expires_at = self._now() + entry.draft.ttl_s
                 self._expiry.add(entry.expires_at, entry.entry_id)
         for lease in list(entry.leases.values()):
-            lease.holder.completed(lease)
+            if lease.is_valid:
+                lease.holder.completed(lease)
         self._offer(entry)
 
     def forsake(self, entry: StoredEntry) -> None:
@@ -154,15 +164,14 @@ class Ledger:
         What has not all landed leaves without a trace; a direct delivery that
         has belongs to its consumer alone from here on.
         """
-        if entry.state is EntryState.DIRECT and entry.complete and entry.leases:
-            entry.owner_gone = True
+        if self._leave_to_consumers(entry):
             return
         if entry.state not in (EntryState.GONE, EntryState.READY):
             self._abort(entry, "producer")
 
     def abort_streaming(self, entry: StoredEntry) -> None:
         """The writer failed: the entry is gone and its consumers learn of it."""
-        if entry.state is not EntryState.GONE:
+        if entry.state is not EntryState.GONE and not self._leave_to_consumers(entry):
             self.counters.aborted += 1
             self._abort(entry, "producer")
 
@@ -182,11 +191,29 @@ class Ledger:
         """Lease the best entry to ``holder``, at once or as soon as one matches."""
         self._next_seq += 1
         waiter = Waiter(query, holder, self._next_seq, fingerprint)
-        self._serve(waiter)
+        self.serve(waiter)
         return waiter
+
+    def serve(self, waiter: Waiter) -> None:
+        """Let a query that has no delivery (any more) have one, in its old place."""
+        if waiter.is_forgotten or waiter.is_waiting or waiter.lease is not None:
+            return
+        if self._is_closed:
+            waiter.holder.closed()
+            return
+        if waiter.query.entry_id is not None:
+            found = find_by_id(self.entries, waiter)
+        else:
+            found = self._matchmaker.find(waiter)
+        if found is not None:
+            self._lease(found[0], waiter, found[1])
+        else:
+            self.counters.match_waits += 1
+            self._matchmaker.enqueue(waiter)
 
     def forget(self, waiter: Waiter) -> None:
         """The query is cancelled; a delivery in its hand goes back."""
+        waiter.is_forgotten = True
         self._matchmaker.dequeue(waiter)
         if waiter.lease is not None:
             self.give_back(waiter.lease, reached=False)
@@ -207,15 +234,19 @@ class Ledger:
                 "acknowledged; somebody else may have the entry"
             )
         self._end(lease)
-        entry.takers.add(lease.holder.consumer)
+        entry.consumers.add(lease.holder.consumer)
         entry.acknowledged_tokens.add(lease.token)
         entry.deliveries_left -= 1
         self.counters.acknowledged += 1
-        if entry.deliveries_left == 0 or entry.owner_gone:
+        if entry.deliveries_left == 0:
             self._leave(entry, "")
-        else:
-            if entry.state is EntryState.DIRECT:
-                self._wait_again(entry)
+        elif entry.owner_gone:
+            if not entry.leases:
+                self._leave(entry, "closed" if self._is_closed else "")
+        elif entry.state is EntryState.DIRECT and entry.complete:
+            self._wait_again(entry)
+            self._offer(entry)
+        elif not self._expire(entry):
             self._offer(entry)
 
     def give_back(self, lease: Lease, *, reached: bool) -> None:
@@ -239,7 +270,8 @@ class Ledger:
             )
             self._abort(entry, "max_deliver")
         elif entry.owner_gone:
-            self._leave(entry, "producer")
+            if not entry.leases:
+                self._leave(entry, "closed" if self._is_closed else "producer")
         elif entry.state is EntryState.DIRECT:
             if entry.complete:
                 self._wait_again(entry)
@@ -249,6 +281,8 @@ class Ledger:
 
     def reach(self, lease: Lease) -> None:
         """The application has the delivery from now on: ``max_hold_s`` begins."""
+        if lease.reached:
+            return
         lease.reached = True
         if self._max_hold_s is not None and lease.is_valid:
             lease.lapse = asyncio.get_running_loop().call_later(
@@ -273,7 +307,8 @@ class Ledger:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = self.entries.get(entry_id)
         if entry is not None:
-            entry.gone.append(future)
+            entry.gone.add(future)
+            future.add_done_callback(entry.gone.discard)
             return future
         stone = self.tombstones.find(entry_id, self._now())
         if stone is None:
@@ -290,29 +325,34 @@ class Ledger:
                 self._offer(entry)
 
     def close(self) -> None:
-        """Every waiting query ends; entries that nobody holds leave."""
+        """Every query ends, and entries leave.
+
+        What an application holds whole leaves when it is acknowledged or given
+        back; no other delivery goes on, and no stream.
+        """
+        self._is_closed = True
         for waiter in self._matchmaker.everyone():
             waiter.holder.closed()
         for entry in list(self.entries.values()):
-            if not entry.leases:
-                self._leave(entry, "closed")
+            leases = list(entry.leases.values())
+            held = [x for x in leases if x.reached and not x.holder.streams]
+            if not entry.complete or not held:
+                self._abort(entry, "closed")
+                continue
+            entry.owner_gone = True
+            self._matchmaker.show(entry)
+            for lease in leases:
+                if lease not in held:
+                    self._end(lease)
+                    self._take_back(lease, "closed")
         self._expiry.stop()
-
-    def _serve(self, waiter: Waiter) -> None:
-        if waiter.query.entry_id is not None:
-            found = find_by_id(self.entries, waiter)
-        else:
-            found = self._matchmaker.find(waiter)
-        if found is not None:
-            self._lease(found[0], waiter, found[1])
-        else:
-            self.counters.match_waits += 1
-            self._matchmaker.enqueue(waiter)
+        self._changed()
 
     def _lease(self, entry: StoredEntry, waiter: Waiter, matched_tokens: int) -> None:
         entry.attempts += 1
         lease = Lease(entry, waiter, matched_tokens, entry.attempts)
         entry.leases[lease.token] = lease
+        entry.consumers.add(waiter.holder.consumer)
         waiter.lease = lease
         self.counters.delivered += 1
         if entry.state is EntryState.WAITING:
@@ -348,9 +388,12 @@ class Ledger:
                 self._max_hold_s,
             )
             self.give_back(lease, reached=lease.reached)
+            if lease.holder.streams:
+                lease.holder.aborted(lease, "lapsed")
 
     def _end(self, lease: Lease) -> None:
         lease.entry.leases.pop(lease.token, None)
+        lease.entry.consumers.discard(lease.holder.consumer)
         lease.waiter.lease = None
         if lease.lapse is not None:
             lease.lapse.cancel()
@@ -369,17 +412,29 @@ class Ledger:
             self._lease(entry, found[0], found[1])
 
     def _abort(self, entry: StoredEntry, reason: str) -> None:
-        leases = list(entry.leases.values())
+        leases = sorted(entry.leases.values(), key=lambda lease: lease.waiter.seq)
         for lease in leases:
             self._end(lease)
         self._leave(entry, reason)
         for lease in leases:
-            self.counters.retracted += 1
-            if lease.holder.streams:
-                lease.holder.aborted(lease, reason)
-            elif not lease.reached:
-                lease.holder.retracted(lease)
-                self._serve(lease.waiter)
+            self._take_back(lease, reason)
+
+    def _take_back(self, lease: Lease, reason: str) -> None:
+        """Tell the holder of an ended delivery that the entry will not come."""
+        self.counters.retracted += 1
+        if lease.holder.streams:
+            lease.holder.aborted(lease, reason)
+        elif not lease.reached:
+            lease.holder.retracted(lease)
+            self.serve(lease.waiter)
+
+    def _leave_to_consumers(self, entry: StoredEntry) -> bool:
+        """Its insert ends; bytes that all landed outside are its consumers' alone."""
+        if entry.in_arena or not entry.complete or not entry.leases:
+            return False
+        entry.owner_gone = True
+        self._matchmaker.show(entry)
+        return True
 
     def _leave(self, entry: StoredEntry, reason: str) -> None:
         digest = entry.digest() if entry.complete else b""
@@ -395,7 +450,7 @@ class Ledger:
             tokens = frozenset(entry.acknowledged_tokens)
             stone = Tombstone(reason, digest, tokens, self._now())
             self.tombstones.bury(entry.entry_id, stone)
-        for future in entry.gone:
+        for future in list(entry.gone):
             if not future.done():
                 if reason:
                     future.set_exception(EntryAborted(reason=reason))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,10 +23,11 @@ from asynckv.abc import (
 from asynckv.buffers.admission import Admission, Landed
 from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drop_select import PendingSelect
-from asynckv.buffers.entries import Draft, StoredEntry
+from asynckv.buffers.entries import Draft, Lease, StoredEntry
 from asynckv.buffers.handover import check_targets, hand_over, lend
 from asynckv.buffers.holders import LocalHolder
 from asynckv.buffers.ledger import Ledger
+from asynckv.buffers.manifest import content_digest
 from asynckv.buffers.queries import (
     Query,
     as_mask,
@@ -38,7 +40,6 @@ from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalStream, LocalWriter
 from asynckv.errors import BufferClosed, LeaseLost
 from asynckv.loops import LoopBound
-from asynckv.protocol.digests import entry_digest
 from asynckv.protocol.frames import TensorRecord
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.copying import CopyPool
@@ -83,6 +84,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         self.room = Room(
             give_room=lambda entry: self.ledger.give_room(entry),
             adopt=lambda entry: self.ledger.adopt(entry),
+            bound=f"a buffer of {self._arena.max_bytes} bytes",
         )
         self.ledger = Ledger(
             self._arena,
@@ -92,6 +94,11 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         )
         self.admission = Admission(self.ledger, self.room)
         self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether every wait has ended for good."""
+        return self._is_closed
 
     async def insert(
         self,
@@ -117,13 +124,15 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             ttl_s=ttl_s,
             deliveries=deliveries,
         )
+        self.admission.check_open()
         digest = None
         if entry_id is not None and self.ledger.known_digest(entry_id) is not None:
             digests = await self.pool.digest(list(tensors.values()))
-            digest = entry_digest(
+            records = [
                 TensorRecord(name, spec, part)
                 for (name, spec), part in zip(draft.specs.items(), digests, strict=True)
-            )
+            ]
+            digest = content_digest(records, draft.input_tokens, draft.roi)
         await self.admission.insert(draft, _LocalSource(tensors, self.pool), digest)
         return draft.entry_id
 
@@ -223,7 +232,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         holder = LocalHolder(self.ledger, streams=True)
         holder.select(query, self.fingerprint)
         try:
-            lease = await holder.lease()
+            lease = await holder.shown_lease()
             stream = LocalStream(holder, lease, self.pool, targets)
             self.ledger.reach(lease)
             yield stream
@@ -233,8 +242,8 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         except BaseException:
             holder.forget()
             raise
-        stream.close()
         self.ledger.acknowledge(lease)
+        stream.close()
 
     def statistics(self) -> LookupStatistics:
         ledger = self.ledger
@@ -277,12 +286,14 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
     async def _close(self, drain_s: float) -> None:
         self._check_loop()
         with anyio.CancelScope(shield=True):
-            await self.room.aclose()
-            with anyio.move_on_after(drain_s):
-                await self.room.until(
-                    lambda: not self.ledger.entries or self._is_closed
-                )
-            self.abort()
+            try:
+                await self.room.aclose()
+                with anyio.move_on_after(drain_s):
+                    await self.room.until(
+                        lambda: not self.ledger.entries or self._is_closed
+                    )
+            finally:  # also if the task is cancelled: nobody is left waiting
+                self.abort()
             await self.room.aclose()
 
     def _check_selectable(self) -> None:
@@ -313,9 +324,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         holder = LocalHolder(self.ledger, streams=False)
         holder.select(query, self.fingerprint)
         try:
-            lease = await holder.whole_lease()
-            entry = await lend(lease, self.pool, targets)
-            self.ledger.reach(lease)
+            lease, entry = await self._lend(holder, targets)
             yield entry
         except Exception:
             holder.give_back_failed()
@@ -324,6 +333,16 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             holder.forget()
             raise
         self.ledger.acknowledge(lease)
+
+    async def _lend(
+        self, holder: LocalHolder, targets: Mapping[str, torch.Tensor]
+    ) -> tuple[Lease, KVEntry]:
+        while True:
+            lease = await holder.whole_lease()
+            entry = await lend(lease, self.pool, targets)
+            if lease.is_valid:
+                self.ledger.reach(lease)
+                return lease, entry
 
 
 class _LocalSource:
@@ -364,8 +383,8 @@ def make_draft(
     """
     if deliveries < 1:
         raise ValueError("deliveries is at least 1")
-    if ttl_s is not None and ttl_s < 0:
-        raise ValueError("ttl_s is not negative; None means no end")
+    if ttl_s is not None and not 0 <= ttl_s < math.inf:
+        raise ValueError("ttl_s is finite and not negative; None means no end")
     tokens = as_tokens(input_tokens)
     return Draft(
         entry_id=uuid.uuid4().hex if entry_id is None else entry_id,

@@ -7,7 +7,6 @@ the one that has waited longest. Only equal fingerprints match.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
 
 from asynckv.buffers.entries import EntryState, StoredEntry, Waiter
 from asynckv.buffers.matching import PrefixIndex
@@ -93,13 +92,13 @@ class Matchmaker:
             self.waiting_count -= 1
             self._lines[waiter.fingerprint].remove(waiter)
 
-    def everyone(self) -> Iterator[Waiter]:
-        """Take every waiting query out of its line."""
-        for line in self._lines.values():
-            for waiter in line.everyone():
-                waiter.is_waiting = False
-                self.waiting_count -= 1
-                yield waiter
+    def everyone(self) -> list[Waiter]:
+        """Take every waiting query out of its line, who waits longest first."""
+        waiters = [w for line in self._lines.values() for w in line.everyone()]
+        for waiter in waiters:
+            waiter.is_waiting = False
+        self.waiting_count = 0
+        return sorted(waiters, key=lambda waiter: waiter.seq)
 
 
 def may_lease(entry: StoredEntry, waiter: Waiter) -> bool:
@@ -108,12 +107,8 @@ def may_lease(entry: StoredEntry, waiter: Waiter) -> bool:
         return False
     if entry.state is EntryState.FILLING and waiter.holder.streams:
         return False  # an insert that fails must leave no trace in an application
-    consumer = waiter.holder.consumer
-    if entry.draft.deliveries > 1 and (
-        consumer in entry.takers
-        or any(held.holder.consumer == consumer for held in entry.leases.values())
-    ):
-        return False
+    if entry.draft.deliveries > 1 and waiter.holder.consumer in entry.consumers:
+        return False  # each delivery goes to another consumer
     outside = entry.state is EntryState.WAITING
     return not outside or waiter.holder.may_charge(entry.nbytes)
 
@@ -130,4 +125,6 @@ def find_by_id(
 
 
 def _has_delivery_left(entry: StoredEntry) -> bool:
+    if entry.owner_gone:
+        return False  # it is its present consumers' alone
     return entry.state in _SELECTABLE and len(entry.leases) < entry.deliveries_left

@@ -14,22 +14,27 @@ from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.errors import BufferClosed, EntryAborted
 from asynckv.observability.waits import LoggedWait
 
-__all__ = ("Room",)
+__all__ = ("Room", "check_not_aborted")
+
+_ENDS_WITH = "a drop_select, a withdraw or aclose"
 
 
 class Room:
     """The line of entries that have no room in the arena yet.
 
-    ``give_room`` and ``adopt`` try to take memory for the first in line.
+    ``give_room`` and ``adopt`` try to take memory for the first in line;
+    ``bound`` says in logs what it is that has no room.
     """
 
     def __init__(
         self,
         give_room: Callable[[StoredEntry], bool],
         adopt: Callable[[StoredEntry], bool],
+        bound: str = "the buffer",
     ) -> None:
         self._give_room = give_room
         self._adopt = adopt
+        self._bound = bound
         self._line: dict[int, tuple[StoredEntry, float]] = {}
         self._changes = Changes()
         self.closed = False
@@ -50,16 +55,15 @@ class Room:
         return 0.0
 
     def join(self, entry: StoredEntry) -> bool:
-        """Get in line; ``True`` if there was nobody and room was had at once.
+        """Get in line; ``True`` if nobody was before it and room was had at once.
 
         :raises BufferClosed: no more entries are taken
         """
         if self.closed:
             raise BufferClosed("the buffer takes no more entries")
-        if not self._line and self._give_room(entry):
-            return True
         self._line[entry.seq] = (entry, asyncio.get_running_loop().time())
-        return False
+        self.advance()
+        return entry.seq not in self._line
 
     def quit(self, entry: StoredEntry) -> None:
         """Leave the line; nothing happens if the entry is not in it."""
@@ -74,15 +78,13 @@ class Room:
         :raises BufferClosed: the buffer was closed meanwhile
         :raises EntryAborted: the entry was withdrawn meanwhile
         """
-        self.advance()
         if entry.state is EntryState.WAITING and not self.closed:
             who = f"insert of {entry.entry_id} ({entry.nbytes} bytes)"
-            with LoggedWait(who, "room", "a drop_select, a withdraw or aclose"):
+            with LoggedWait(who, f"room in {self._bound}", _ENDS_WITH):
                 await self.until(
                     lambda: entry.state is not EntryState.WAITING or self.closed
                 )
-        if entry.state is EntryState.GONE and entry.left_by:
-            raise EntryAborted(reason=entry.left_by)
+        check_not_aborted(entry)
         if entry.state is EntryState.WAITING:
             raise BufferClosed("the buffer was closed while the insert waited")
 
@@ -97,21 +99,37 @@ class Room:
 
     def advance(self) -> None:
         """Give room to the first in line, and to the next, while it lasts."""
-        for seq, (entry, _) in list(self._line.items()):
-            if entry.state is EntryState.DIRECT:
-                continue
+        while (entry := self._first_without_room()) is not None:
             if entry.state is EntryState.WAITING:
                 moved = not self.closed and self._give_room(entry)
-            elif entry.state is EntryState.STREAMING and not entry.in_arena:
+            elif entry.state is not EntryState.GONE and not entry.in_arena:
                 moved = self._adopt(entry)
             else:
                 moved = True
             if not moved:
                 break
-            self._line.pop(seq, None)
+            self._line.pop(entry.seq, None)
+
+    def _first_without_room(self) -> StoredEntry | None:
+        for entry, _ in self._line.values():
+            if entry.state is not EntryState.DIRECT:
+                return entry
+        return None
 
     async def aclose(self) -> None:
         """Refuse whoever waits or comes. Waits for the last notification."""
         self.closed = True
         self.change()
         await self._changes.aclose()
+
+
+def check_not_aborted(entry: StoredEntry) -> None:
+    """Tell the insert of an entry that left by anything but an acknowledgement.
+
+    :raises BufferClosed: the buffer was closed
+    :raises EntryAborted: it left in another way
+    """
+    if entry.state is EntryState.GONE and entry.left_by:
+        if entry.left_by == "closed":
+            raise BufferClosed("the buffer was closed while the entry came in")
+        raise EntryAborted(reason=entry.left_by)

@@ -12,7 +12,7 @@ from asynckv.buffers.entries import EntryState, Lease, StoredEntry
 from asynckv.buffers.handover import match_targets, tensors_of
 from asynckv.buffers.holders import LocalHolder
 from asynckv.buffers.ledger import Ledger
-from asynckv.errors import EntryAborted, LeaseLost
+from asynckv.errors import EntryAborted
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
 from asynckv.types import TensorSpec
@@ -57,12 +57,17 @@ class LocalWriter(InsertWriter):
     def check_whole(self) -> None:
         """Refuse to commit what is not whole.
 
-        :raises ValueError: a declared tensor was never put
+        :raises ValueError: a declared tensor was never put, or is still being put
         """
-        missing = [name for name in self._indexes if name not in self._put]
+        gone = self._entry.state is EntryState.GONE
+        missing = [
+            part.name
+            for part in self._entry.parts
+            if part.name not in self._put or (part.digest is None and not gone)
+        ]
         if missing:
             raise ValueError(
-                f"{len(missing)} declared tensors were never put: "
+                f"{len(missing)} declared tensors were not put: "
                 f"{', '.join(missing[:5])}; the entry is aborted"
             )
 
@@ -118,8 +123,9 @@ class LocalStream(SelectStream):
         return await self._tensor(index)
 
     def close(self) -> None:
-        """No more tensors."""
+        """No more tensors; whoever waits for one learns it."""
         self._is_closed = True
+        self._holder.wake()
 
     async def _wait_for_landed(self, count: int) -> None:
         if self._is_closed:
@@ -129,10 +135,11 @@ class LocalStream(SelectStream):
     async def _tensor(self, index: int) -> torch.Tensor:
         async with self._copying:
             if index not in self._tensors:
-                if not self._lease.is_valid:
-                    raise LeaseLost("the entry was taken back while it was read")
+                self._holder.check_held(self._lease)
                 part = self._lease.entry.parts[index]
                 (tensor,) = await tensors_of([part], self._pool, self._targets)
+                # Memory of an ended delivery may be somebody else's by now.
+                self._holder.check_held(self._lease)
                 self._tensors[index] = tensor
         return self._tensors[index]
 

@@ -51,7 +51,3 @@ class Tombstones:
                 break
             self._stones.popitem(last=False)
         return self._stones.get(entry_id)
-
-    def forget(self, entry_id: str) -> None:
-        """The id is used anew."""
-        self._stones.pop(entry_id, None)

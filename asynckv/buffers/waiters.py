@@ -6,7 +6,6 @@ query that lost its entry again is back in its old place.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 
 from asynckv.buffers.entries import StoredEntry, Waiter
@@ -24,13 +23,14 @@ class WaitingQueries:
     def __init__(self) -> None:
         self._by_key: PrefixIndex[Waiter] = PrefixIndex()
         self._any: PrefixIndex[Waiter] = PrefixIndex()
-        self._by_id: dict[str, dict[int, Waiter]] = {}
+        self._by_id: dict[str, PrefixIndex[Waiter]] = {}
 
     def add(self, waiter: Waiter) -> None:
         """Put ``waiter`` in line, in the place its ``seq`` gives."""
         query = waiter.query
         if query.entry_id is not None:
-            self._by_id.setdefault(query.entry_id, {})[waiter.seq] = waiter
+            named = self._by_id.setdefault(query.entry_id, PrefixIndex())
+            waiter.place = named.add(b"", waiter.seq, waiter)
         elif query.key is None:
             waiter.place = self._any.add(b"", waiter.seq, waiter)
         else:
@@ -40,13 +40,15 @@ class WaitingQueries:
         """Take ``waiter`` out of the line; nothing happens if it is not in it."""
         query, place = waiter.query, waiter.place
         waiter.place = None
-        if query.entry_id is not None:
-            named = self._by_id.get(query.entry_id, {})
-            named.pop(waiter.seq, None)
-            if not named:
-                self._by_id.pop(query.entry_id, None)
-        elif place is not None:
+        if place is None:
+            return
+        if query.entry_id is None:
             (self._any if query.key is None else self._by_key).remove(place)
+            return
+        named = self._by_id[query.entry_id]
+        named.remove(place)
+        if not len(named):
+            del self._by_id[query.entry_id]
 
     def oldest(self, entry: StoredEntry, accept: _Accept) -> tuple[Waiter, int] | None:
         """Return who has waited longest of all that match, and the matched tokens."""
@@ -63,28 +65,27 @@ class WaitingQueries:
                 candidates.append(found)
         if (any_waiter := self._any.first(accept=accept)) is not None:
             candidates.append((any_waiter, 0))
-        for waiter in sorted(
-            self._by_id.get(entry.entry_id, {}).values(), key=lambda w: w.seq
-        ):
-            matched = matched_by_id(waiter, entry)
-            if matched is not None and accept(waiter):
-                candidates.append((waiter, matched))
-                break
+        named = self._by_id.get(entry.entry_id)
+        if named and (by_id := _first_named(named, entry, accept)) is not None:
+            candidates.append(by_id)
         return min(candidates, key=lambda found: found[0].seq, default=None)
 
     def everyone(self) -> Iterator[Waiter]:
-        """All that wait, in no order."""
-        while (waiter := self._by_key.first()) is not None:
-            self.remove(waiter)
-            yield waiter
-        while (waiter := self._any.first()) is not None:
-            self.remove(waiter)
-            yield waiter
-        named = list(
-            itertools.chain.from_iterable(w.values() for w in self._by_id.values())
-        )
-        self._by_id.clear()
-        yield from named
+        """Take all that wait out, in no order."""
+        for line in [self._by_key, self._any, *self._by_id.values()]:
+            while (waiter := line.first()) is not None:
+                self.remove(waiter)
+                yield waiter
+
+
+def _first_named(
+    named: PrefixIndex[Waiter], entry: StoredEntry, accept: _Accept
+) -> tuple[Waiter, int] | None:
+    """Return who has waited longest for this very entry, and the matched tokens."""
+    waiter = named.first(
+        accept=lambda w: matched_by_id(w, entry) is not None and accept(w)
+    )
+    return None if waiter is None else (waiter, matched_by_id(waiter, entry) or 0)
 
 
 def matched_by_id(waiter: Waiter, entry: StoredEntry) -> int | None:

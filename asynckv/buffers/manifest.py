@@ -1,0 +1,162 @@
+"""An entry as the body of a frame: what it holds, its tokens, its small tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import msgspec
+import torch
+
+from asynckv.errors import ChecksumError, RemoteProtocolError
+from asynckv.protocol.digests import digest_of, entry_digest
+from asynckv.protocol.frames import Contents, TensorRecord
+from asynckv.tensors.views import bytes_of, dtype_of, spec_of, tensor_over
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "INLINE_NBYTES",
+    "Manifest",
+    "content_digest",
+    "pack",
+    "unpack",
+    "verify",
+    "verify_inline",
+)
+
+INLINE_NBYTES: Final = 64 * 1024
+"""Tensors of so many bytes in all ride with their frame."""
+
+_LENGTH_NBYTES: Final = 4
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Contents)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """A body, read: records, tokens, and the tensors' bytes if they rode along.
+
+    ``tokens`` and ``roi`` are over the body's memory: read, never written.
+    """
+
+    records: tuple[TensorRecord, ...]
+    input_tokens: torch.Tensor | None
+    roi: torch.Tensor | None
+    inline: tuple[memoryview, ...]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {record.name: record.spec for record in self.records}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, without tokens and roi."""
+        return sum(record.spec.nbytes for record in self.records)
+
+
+def pack(
+    records: Sequence[TensorRecord],
+    input_tokens: torch.Tensor | None,
+    roi: torch.Tensor | None,
+    inline: Iterable[memoryview] = (),
+) -> bytes:
+    """Return the body of an entry."""
+    tokens = [_dense(t) for t in (input_tokens, roi)]
+    contents = _encoder.encode(
+        Contents(
+            tensors=tuple(records),
+            input_tokens=None if tokens[0] is None else spec_of(tokens[0]),
+            roi=None if tokens[1] is None else spec_of(tokens[1]),
+        )
+    )
+    length = len(contents).to_bytes(_LENGTH_NBYTES, "big")
+    parts: list[bytes | memoryview] = [length, contents]
+    parts += [bytes_of(t) for t in tokens if t is not None]
+    return b"".join([*parts, *inline])
+
+
+def unpack(body: bytes, *, inline: bool) -> Manifest:
+    """Read a body that a peer sent.
+
+    :raises RemoteProtocolError: if it is not exactly what it says
+    """
+    end = _LENGTH_NBYTES + int.from_bytes(body[:_LENGTH_NBYTES], "big")
+    try:
+        contents = _decoder.decode(body[_LENGTH_NBYTES:end])
+        for spec in (contents.input_tokens, contents.roi):
+            if spec is not None:
+                dtype_of(spec.dtype)
+        for record in contents.tensors:
+            dtype_of(record.spec.dtype)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise RemoteProtocolError(f"an entry's manifest is broken: {exc}") from exc
+    names = {record.name for record in contents.tensors}
+    if len(names) != len(contents.tensors):
+        raise RemoteProtocolError("an entry's manifest names a tensor twice")
+    return _read(memoryview(body)[end:], contents, inline)
+
+
+def _read(rest: memoryview, contents: Contents, inline: bool) -> Manifest:
+    tokens = [spec for spec in (contents.input_tokens, contents.roi) if spec]
+    records = contents.tensors if inline else ()
+    sizes = [spec.nbytes for spec in (*tokens, *(record.spec for record in records))]
+    if sum(sizes) != len(rest):
+        raise RemoteProtocolError(
+            f"an entry's body holds {len(rest)} bytes, its manifest says {sum(sizes)}"
+        )
+    pieces: list[memoryview] = []
+    for size in sizes:
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    read = [tensor_over(pieces[i], spec) for i, spec in enumerate(tokens)]
+    first = read.pop(0) if contents.input_tokens else None
+    return Manifest(
+        records=contents.tensors,
+        input_tokens=first,
+        roi=read.pop(0) if contents.roi else None,
+        inline=tuple(pieces[len(tokens) :]),
+    )
+
+
+def content_digest(
+    records: Iterable[TensorRecord],
+    input_tokens: torch.Tensor | None,
+    roi: torch.Tensor | None,
+) -> bytes:
+    """Return the digest of a whole entry, tokens and roi included."""
+    tokens = [
+        TensorRecord(name, spec_of(dense), digest_of(bytes_of(dense)))
+        for name, tensor in (("input_tokens", input_tokens), ("roi", roi))
+        if (dense := _dense(tensor)) is not None
+    ]
+    return entry_digest([*records, *tokens])
+
+
+def verify(record: TensorRecord, found: bytes) -> None:
+    """Compare the digest of what arrived with what was announced.
+
+    Empty digests mean that the link carries none.
+
+    :raises ChecksumError: they differ
+    """
+    if record.digest and record.digest != found:
+        raise ChecksumError(
+            f"{record.name} arrived with other bytes than were sent",
+            hint="the delivery was refused; nothing of it was used",
+        )
+
+
+def verify_inline(manifest: Manifest) -> list[bytes]:
+    """Digest what rode along, and verify it.
+
+    :raises ChecksumError: some bytes changed on their way
+    """
+    digests = [digest_of(piece) for piece in manifest.inline]
+    for record, digest in zip(manifest.records, digests, strict=True):
+        verify(record, digest)
+    return digests
+
+
+def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()

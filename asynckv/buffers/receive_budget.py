@@ -1,0 +1,66 @@
+"""A consumer's receive bound: what peers may send that nobody has taken yet."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+
+from asynckv.errors import EntryTooLarge
+from asynckv.observability.waits import LoggedWait
+
+__all__ = ("ReceiveBudget",)
+
+
+class ReceiveBudget:
+    """Bytes, first come, first served."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self._line: collections.deque[tuple[int, asyncio.Future[None]]] = (
+            collections.deque()
+        )
+
+    async def reserve(self, nbytes: int) -> None:
+        """Take ``nbytes``, waiting behind those who asked before.
+
+        A cancelled call leaves no trace.
+
+        :raises EntryTooLarge: ``nbytes`` exceeds the bound
+        """
+        if nbytes > self.max_bytes:
+            raise EntryTooLarge(
+                nbytes=nbytes,
+                max_bytes=self.max_bytes,
+                hint="raise connect(max_bytes=...) or pass into=",
+            )
+        if not self._line and self.used_bytes + nbytes <= self.max_bytes:
+            self.used_bytes += nbytes
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append((nbytes, turn))
+        try:
+            with LoggedWait("drop_select", f"{nbytes} receivable bytes", "a release"):
+                await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self.release(nbytes)  # it was given in the same tick
+            else:
+                self._line.remove((nbytes, turn))
+                self._advance()
+            raise
+
+    def release(self, nbytes: int) -> None:
+        """Give bytes back. Never waits."""
+        self.used_bytes -= nbytes
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._line:
+            nbytes, turn = self._line[0]
+            if self.used_bytes + nbytes > self.max_bytes:
+                break
+            self._line.popleft()
+            if not turn.done():
+                self.used_bytes += nbytes
+                turn.set_result(None)

@@ -1,0 +1,93 @@
+"""The receiving half of a transfer: bytes by payload, their digests by control.
+
+A part counts when its bytes have landed, its ``Done`` has come, and the digests
+agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from asynckv.errors import ChecksumError, RemoteProtocolError
+from asynckv.links.link import Link
+from asynckv.protocol.frames import Done
+
+__all__ = ("PartSink", "Reception")
+
+
+class PartSink(Protocol):
+    """Who receives. Called on the loop; never waits."""
+
+    def part_verified(self, index: int, digest: bytes) -> None:
+        """The part is whole, and its bytes are those that were sent."""
+
+    def reception_failed(self, error: Exception) -> None:
+        """The transfer will not become whole."""
+
+
+class Reception:
+    """One transfer on its way into memory that ``sink`` owns."""
+
+    def __init__(
+        self, link: Link, transfer: int, targets: Sequence[memoryview], sink: PartSink
+    ) -> None:
+        self.transfer = transfer
+        self._link = link
+        self._targets = targets
+        self._sink = sink
+        self._landed: dict[int, bytes] = {}
+        self._sent: dict[int, bytes] = {}
+        self._is_stopped = False
+
+    def begin(self) -> None:
+        """Let bytes land. To be called before the peer is granted the transfer."""
+        for index, target in enumerate(self._targets):
+            self._link.payload.receive(
+                self.transfer, index, target, self._done_with(index)
+            )
+
+    def on_done(self, frame: Done) -> None:
+        """The peer says that it has sent a part.
+
+        :raises RemoteProtocolError: there is no such part, or it was sent before
+        """
+        if self._is_stopped:
+            return
+        if frame.part >= len(self._targets) or frame.part in self._sent:
+            raise RemoteProtocolError(f"a Done for part {frame.part} makes no sense")
+        self._sent[frame.part] = frame.digest
+        self._compare(frame.part)
+
+    def stop(self) -> None:
+        """Let nothing more land. The memory is quiet after :meth:`quiesce`."""
+        self._is_stopped = True
+        self._link.payload.stop(self.transfer)
+
+    async def quiesce(self) -> None:
+        """Stop, and wait until no thread touches the memory (at most 1 s)."""
+        self._is_stopped = True
+        await self._link.payload.quiesce(self.transfer)
+
+    def _done_with(self, index: int) -> Callable[[bytes, BaseException | None], None]:
+        def done(digest: bytes, error: BaseException | None) -> None:
+            if error is None and not self._is_stopped:
+                self._landed[index] = digest
+                self._compare(index)
+
+        return done  # an error ends the link too, and is told by on_lost
+
+    def _compare(self, index: int) -> None:
+        landed, sent = self._landed.get(index), self._sent.get(index)
+        if landed is None or sent is None:
+            return
+        if landed != sent:
+            self.stop()
+            self._sink.reception_failed(
+                ChecksumError(
+                    f"part {index} arrived with other bytes than were sent",
+                    hint="the delivery was refused; nothing of it was used",
+                )
+            )
+        else:
+            self._sink.part_verified(index, landed)

@@ -1,0 +1,262 @@
+"""A connection to a server of buffers that comes back when it was cut."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import anyio
+
+from asynckv.buffers.receive_budget import ReceiveBudget
+from asynckv.buffers.remote_lookup import RemoteLookupBuffer
+from asynckv.buffers.remote_store import RemoteStoreBuffer
+from asynckv.buffers.serve import (
+    Digest,
+    Role,
+    new_identity,
+    payload_digest,
+    refuse_security,
+)
+from asynckv.errors import AsyncKVError, PeerLost
+from asynckv.links.dial import dial
+from asynckv.links.link import Link
+from asynckv.loops import LoopBound
+from asynckv.protocol.frames import Limits, PeerIdentity
+from asynckv.tensors.copying import CopyPool
+from asynckv.types import KVFingerprint, parse_bytes
+
+__all__ = ("Peer", "connect")
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+_DIAL_S: Final = 10.0
+
+
+class Peer(LoopBound):
+    """One server of buffers, while it is entered.
+
+    ``lookup`` and ``store`` are its buffers. A connection that is cut is made
+    again for ``reconnect_s`` seconds, and calls that wait go on; a peer that
+    says goodbye is not called again.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        own_identity: PeerIdentity,
+        fingerprint: KVFingerprint | None,
+        digest: Literal["full", "off"],
+        lanes: int | None,
+        reconnect_s: float,
+        max_bytes: int,
+    ) -> None:
+        self.url = url
+        self.own_identity = own_identity
+        self.budget = ReceiveBudget(max_bytes)
+        self.pool = CopyPool()
+        self.lookup = RemoteLookupBuffer(self)
+        self.store = RemoteStoreBuffer(self)
+        self._fingerprint = fingerprint
+        self._digest: Literal["full", "off"] = digest
+        self._lanes = lanes
+        self._reconnect_s = reconnect_s
+        self._link: Link | None = None
+        self._error: PeerLost | None = None
+        self._is_closing = False
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Future[None]] = []
+
+    @property
+    def identity(self) -> str:
+        """The peer's id."""
+        return self._linked().peer.id
+
+    @property
+    def incarnation(self) -> str:
+        """Changes when the peer has lost its memory."""
+        return self._linked().peer.incarnation
+
+    @property
+    def role(self) -> str:
+        """``"producer"``, ``"consumer"`` or ``"both"``."""
+        return self._linked().peer.role
+
+    @property
+    def transport(self) -> str:
+        """How payload moves: ``"inline"`` or ``"mem"``."""
+        return self._linked().transport_name
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a request could leave now."""
+        return self._link is not None and self._link.is_open
+
+    def check(self) -> asyncio.AbstractEventLoop:
+        """Return the loop this peer belongs to.
+
+        :raises WrongLoop: it is not the running one
+        :raises RuntimeError: the peer was not entered
+        """
+        loop = self._check_loop()
+        self._linked()
+        return loop
+
+    async def link(self) -> Link:
+        """Return a link that is up, waiting while it is made again.
+
+        A cancelled call leaves no trace.
+
+        :raises PeerLost: the peer is gone and did not come back in time
+        """
+        self.check()
+        while True:
+            if self._error is not None:
+                raise PeerLost(self._error.message, hint=self._error.hint)
+            if self._link is not None and self._link.is_open:
+                return self._link
+            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._watchers.append(watcher)
+            await watcher
+
+    async def __aenter__(self) -> Self:
+        self._check_loop()
+        if self._link is not None or self._is_closing:
+            raise RuntimeError("the peer was entered before; connect again")
+        self._use(await self._dial(_DIAL_S))
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Say goodbye; what is leased goes back. Bounded, shielded, repeatable."""
+        self._check_loop()
+        self._end(PeerLost(f"the connection to {self.url} was closed on this side"))
+        with anyio.CancelScope(shield=True):
+            if self._reconnecting is not None:
+                self._reconnecting.cancel()
+                await asyncio.wait({self._reconnecting})
+            if self._link is not None:
+                await self._link.aclose()
+        self.pool.close()
+
+    def abort(self) -> None:
+        """Hang up now. Never waits."""
+        self._end(PeerLost(f"the connection to {self.url} was aborted on this side"))
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+        if self._link is not None:
+            self._link.abort()
+        self.pool.close()
+
+    async def _dial(self, timeout_s: float) -> Link:
+        return await dial(
+            self.url,
+            identity=self.own_identity,
+            fingerprint=self._fingerprint,
+            digest=self._digest,
+            lanes=self._lanes,
+            limits=Limits(max_receive_bytes=self.budget.max_bytes),
+            timeout_s=timeout_s,
+        )
+
+    def _use(self, link: Link) -> None:
+        self._link = link
+        link.call_when_lost(lambda error: self._on_lost(link, error))
+        self._wake()
+
+    def _on_lost(self, link: Link, error: PeerLost) -> None:
+        if self._is_closing or link is not self._link:
+            return
+        if error.goodbye or self._reconnect_s <= 0:
+            self._end(error)
+        else:
+            logger.info("the link to %s was lost; dialling again", self.url)
+            self._reconnecting = asyncio.get_running_loop().create_task(
+                self._reconnect(error), name=f"asynckv: reconnect to {self.url}"
+            )
+
+    async def _reconnect(self, lost: PeerLost) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._reconnect_s
+        pause_s = _FIRST_PAUSE_S
+        while (left_s := deadline - loop.time()) > 0:
+            try:
+                link = await self._dial(min(left_s, _DIAL_S))
+            except (PeerLost, OSError, TimeoutError):
+                # Many peers of one server shall not all come in one moment.
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            except AsyncKVError as exc:
+                self._end(PeerLost(f"{self.url} refuses this peer now: {exc}"))
+                return
+            else:
+                self._use(link)
+                return
+        self._end(
+            PeerLost(
+                f"{lost.message}, and {self.url} could not be reached again within "
+                f"{self._reconnect_s:g} s",
+                hint="is its process alive? connect(reconnect_s=...) waits longer",
+            )
+        )
+
+    def _end(self, error: PeerLost) -> None:
+        self._is_closing = True
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    def _linked(self) -> Link:
+        if self._link is None:
+            raise RuntimeError("the peer is not connected; use 'async with connect()'")
+        return self._link
+
+
+def connect(
+    url: str,
+    *,
+    fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
+    reconnect_s: float = 30.0,
+    max_bytes: int | float | str = "1GiB",
+    digest: Digest = "auto",
+    lanes: int | None = None,
+    secret_file: str | None = None,
+    tls: object = None,
+    allow_plaintext: bool = False,
+    identity: str | None = None,
+    role: Role = "both",
+) -> Peer:
+    """Connect to a server of buffers while the returned object is entered.
+
+    ``max_bytes`` bounds what has been received and not been handed over.
+
+    :raises ConfigError: an option that this version cannot honour
+    """
+    refuse_security(secret_file, tls, allow_plaintext)
+    return Peer(
+        url,
+        own_identity=new_identity(identity, role),
+        fingerprint=KVFingerprint.of(fingerprint),
+        digest=payload_digest(digest),
+        lanes=lanes,
+        reconnect_s=reconnect_s,
+        max_bytes=parse_bytes(max_bytes),
+    )

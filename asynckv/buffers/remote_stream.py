@@ -1,0 +1,58 @@
+"""The tensors of one remotely selected entry, as they land."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asynckv.abc import SelectStream
+from asynckv.buffers.selecting import Delivery, Selecting, clone
+from asynckv.types import TensorSpec
+
+__all__ = ("RemoteStream",)
+
+
+class RemoteStream(SelectStream):
+    """Hands out each tensor once it is verified."""
+
+    def __init__(self, selecting: Selecting, delivery: Delivery) -> None:
+        offer, manifest = delivery.offer, delivery.manifest
+        self.entry_id = offer.entry_id
+        self.attempt = offer.attempt
+        self.matched_tokens = offer.matched_tokens
+        self.input_tokens = clone(manifest.input_tokens)
+        self.roi = clone(manifest.roi)
+        self.specs: Mapping[str, TensorSpec] = manifest.specs
+        self._selecting = selecting
+        self._delivery = delivery
+        self._names = list(self.specs)
+        self._next = 0
+        self._is_closed = False
+
+    async def __anext__(self) -> tuple[str, torch.Tensor]:
+        self._check_open()
+        if self._next >= len(self._names):
+            await self._selecting.committed()
+            raise StopAsyncIteration
+        await self._selecting.landed(self._next)
+        index = self._delivery.landed[self._next]
+        self._next += 1
+        return self._names[index], self._delivery.tensors[index]
+
+    async def wait_for(self, name: str) -> torch.Tensor:
+        self._check_open()
+        if name not in self.specs:
+            raise KeyError(name)
+        index = self._names.index(name)
+        while index not in self._delivery.landed:
+            await self._selecting.landed(len(self._delivery.landed))
+        return self._delivery.tensors[index]
+
+    def close(self) -> None:
+        """No more tensors."""
+        self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the stream was left already")

@@ -1,0 +1,220 @@
+"""Buffers of this process, for peers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from types import TracebackType
+from typing import Literal, Self
+
+import anyio
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve_lookup import LookupService
+from asynckv.buffers.serve_store import StoreService
+from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import ConfigError
+from asynckv.links.link import Link, LinkStream, StreamHandler
+from asynckv.links.listen import LinkListener, listen
+from asynckv.loops import LoopBound
+from asynckv.protocol.frames import OpeningFrame, PeerIdentity
+
+__all__ = ("Server", "new_identity", "serve")
+
+Digest = Literal["auto", "full", "edges", "off"]
+Role = Literal["producer", "consumer", "both"]
+
+
+def new_identity(identity: str | None = None, role: Role = "both") -> PeerIdentity:
+    """Return who this process is to its peers; the incarnation is new each time."""
+    name = identity or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return PeerIdentity(
+        id=name, incarnation=secrets.token_hex(8), role=role, pid=os.getpid()
+    )
+
+
+def payload_digest(digest: Digest) -> Literal["full", "off"]:
+    """Return what crosses a socket under that option: ``full`` unless ``off``."""
+    return "off" if digest == "off" else "full"
+
+
+def refuse_security(
+    secret_file: str | None, tls: object, allow_plaintext: bool
+) -> None:
+    """Refuse options whose promise this version cannot keep.
+
+    :raises ConfigError: if authentication or TLS was asked for
+    """
+    if secret_file is not None or tls is not None:
+        raise ConfigError(
+            "this version has neither authentication nor TLS",
+            hint="use it on loopback or a unix socket, without secret_file and tls",
+        )
+
+
+class _Services:
+    """What one link may ask of a server."""
+
+    def __init__(
+        self, link: Link, lookup: LookupBuffer | None, store: StoreBuffer | None
+    ) -> None:
+        self.link = link
+        self.lookup = None if lookup is None else LookupService(lookup, link)
+        self.store = None if store is None else StoreService(store, link)
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler:
+        for service in (self.lookup, self.store):
+            if service is not None:
+                handler = service.open(stream, frame, body)
+                if handler is not None:
+                    return handler
+        raise ConfigError(
+            f"nothing here answers a {type(frame).__name__}",
+            hint="serve a lookup buffer, a store buffer or a pipe at that address",
+        )
+
+
+class Server(LoopBound):
+    """Serves buffers that it was given, and leaves them as they are.
+
+    Leaving it refuses new requests, lets deliveries under way end (at most
+    ``drain_s``), says goodbye and hangs up.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        lookup: LookupBuffer | None,
+        store: StoreBuffer | None,
+        *,
+        digest: Literal["full", "off"],
+        lanes: int | None,
+        identity: PeerIdentity,
+        drain_s: float = 30.0,
+    ) -> None:
+        self.identity = identity
+        self._asked_url = url
+        self._lookup = lookup
+        self._store = store
+        self._digest = digest
+        self._lanes = lanes
+        self._drain_s = drain_s
+        self._listener: LinkListener | None = None
+        self._services: set[_Services] = set()
+
+    @property
+    def url(self) -> str:
+        """Where peers connect, with the real port.
+
+        :raises RuntimeError: it was not entered yet
+        """
+        if self._listener is None:
+            raise RuntimeError("the server has no address before it is entered")
+        return self._listener.url
+
+    @property
+    def peers(self) -> tuple[PeerIdentity, ...]:
+        """Who is connected now."""
+        return tuple(services.link.peer for services in self._services)
+
+    async def __aenter__(self) -> Self:
+        self._check_loop()
+        if self._listener is not None:
+            raise RuntimeError("the server was entered before; make a new one")
+        buffers = [b for b in (self._lookup, self._store) if b is not None]
+        fingerprints = {b.fingerprint for b in buffers if b.fingerprint is not None}
+        if len(fingerprints) > 1:
+            raise ConfigError("lookup and store have different fingerprints")
+        self._listener = await listen(
+            self._asked_url,
+            identity=self.identity,
+            service_for=self._service_for,
+            fingerprint=next(iter(fingerprints), None),
+            digest=self._digest,
+            lanes=self._lanes,
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._close(self._drain_s if exc_type is None else 0)
+
+    async def aclose(self) -> None:
+        """Leave as the context manager does. May be called again."""
+        await self._close(self._drain_s)
+
+    def abort(self) -> None:
+        """Hang up now. Never waits."""
+        if self._listener is not None:
+            self._listener.abort()
+        for services in self._services:
+            for service in (services.lookup, services.store):
+                if service is not None:
+                    service.abort()
+
+    async def _close(self, drain_s: float) -> None:
+        if self._listener is None:
+            return
+        with anyio.CancelScope(shield=True):
+            found = [
+                service
+                for services in self._services
+                for service in (services.lookup, services.store)
+                if service is not None
+            ]
+            for service in found:
+                service.is_leaving = True
+            with anyio.move_on_after(drain_s):
+                for service in found:
+                    await service.wait_idle()
+            await self._listener.aclose()
+            for service in found:
+                service.abort()
+                await service.wait_ended()
+
+    def _service_for(self, link: Link) -> _Services:
+        services = _Services(link, self._lookup, self._store)
+        self._services.add(services)
+        link.call_when_lost(lambda error: self._services.discard(services))
+        return services
+
+
+def serve(
+    url: str,
+    *,
+    lookup: LookupBuffer | None = None,
+    store: StoreBuffer | None = None,
+    digest: Digest = "auto",
+    lanes: int | None = None,
+    secret_file: str | None = None,
+    tls: object = None,
+    allow_plaintext: bool = False,
+    identity: str | None = None,
+    role: Role = "both",
+) -> Server:
+    """Serve buffers at ``url`` while the returned object is entered.
+
+    ``async with serve("tcp://127.0.0.1:0", lookup=buffer) as server:
+    server.url``. The buffers stay the caller's to close.
+
+    :raises ConfigError: an option that this version cannot honour
+    :raises ValueError: nothing to serve
+    """
+    refuse_security(secret_file, tls, allow_plaintext)
+    if lookup is None and store is None:
+        raise ValueError("nothing to serve: pass lookup=, store= or both")
+    return Server(
+        url,
+        lookup,
+        store,
+        digest=payload_digest(digest),
+        lanes=lanes,
+        identity=new_identity(identity, role),
+    )

@@ -1,0 +1,174 @@
+"""A lookup buffer's answers to one peer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.queries import TOKEN_NBYTES, Query
+from asynckv.buffers.serve_insert import ServedInsert, ServedWriter
+from asynckv.buffers.serve_select import ServedSelect, query_of
+from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
+from asynckv.links.link import Link, LinkStream, StreamHandler
+from asynckv.protocol.failures import to_failure
+from asynckv.protocol.frames import (
+    Cancel,
+    Cancelled,
+    Frame,
+    Insert,
+    OpeningFrame,
+    Peek,
+    Result,
+    Select,
+    Settle,
+    Taken,
+    Withdraw,
+)
+
+__all__ = ("Answered", "LookupService")
+
+
+class Answered:
+    """The handler of a request that was answered at once."""
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        pass  # a Cancel that crossed the answer
+
+    def on_lost(self, error: PeerLost) -> None:
+        pass
+
+
+class _ServedTaken:
+    """A peer waits for the end of an entry."""
+
+    def __init__(self, stream: LinkStream, gone: asyncio.Future[None]) -> None:
+        self._stream = stream
+        self._gone = gone
+        gone.add_done_callback(self._answer)
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        if not isinstance(frame, Cancel):
+            raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+        self._gone.cancel()
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._gone.cancel()
+
+    def _answer(self, gone: asyncio.Future[None]) -> None:
+        if gone.cancelled():
+            self._stream.send(Cancelled())
+        elif (error := gone.exception()) is not None:
+            self._stream.send(to_failure(error))
+        else:
+            self._stream.send(Result(1))
+        self._stream.close()
+
+
+class LookupService:
+    """Answers the requests that one link makes of ``buffer``."""
+
+    def __init__(self, buffer: LookupBuffer, link: Link) -> None:
+        self.buffer = buffer
+        self.link = link
+        self.loop = asyncio.get_running_loop()
+        self.deliveries: set[ServedSelect] = set()
+        self.is_leaving = False
+        self._charged_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way for this peer."""
+        return not self.deliveries and not self._tasks
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler | None:
+        """Answer a request; ``None`` if it is none of a lookup buffer's."""
+        match frame:
+            case Insert():
+                self._check_open()
+                kind = ServedWriter if frame.streaming else ServedInsert
+                return kind(self, stream, frame, body)
+            case Select():
+                self._check_open()
+                select = ServedSelect(self, stream, frame)
+                select.select(query_of(frame, body))
+                return select
+            case Peek():
+                return self._answer(stream, self._peek(body))
+            case Withdraw(entry_id=entry_id):
+                return self._answer(stream, self.buffer.ledger.withdraw(entry_id))
+            case Settle(entry_id=entry_id, token=token):
+                ledger = self.buffer.ledger
+                return self._answer(stream, ledger.was_acknowledged(entry_id, token))
+            case Taken(entry_id=entry_id):
+                return _ServedTaken(stream, self.buffer.ledger.when_gone(entry_id))
+            case _:
+                return None
+
+    def run(
+        self, coroutine: Coroutine[Any, Any, None], name: str
+    ) -> asyncio.Task[None]:
+        """Own a task of one request."""
+        task = self.loop.create_task(coroutine, name=f"asynckv: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def may_charge(self, nbytes: int) -> bool:
+        """Can the peer's receive bound take bytes that have no room in the arena?"""
+        bound = self.link.peer_limits.max_receive_bytes
+        return self._charged_bytes + nbytes <= bound
+
+    def charge(self, nbytes: int) -> None:
+        """Charge the peer for such bytes; a negative number gives back."""
+        self._charged_bytes += nbytes
+        if nbytes < 0:
+            self.loop.call_soon(self.buffer.ledger.offer_waiting)
+
+    def delivery_ended(self, select: ServedSelect) -> None:
+        """A delivery was acknowledged, given back or retracted."""
+        self.deliveries.discard(select)
+        self._tell_if_leaving()
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing is under way. Cancelling leaves no trace."""
+        await self.buffer.room.until(lambda: self.is_idle)
+
+    def abort(self) -> None:
+        """End what is under way. Never waits."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_ended(self) -> None:
+        """Wait for the tasks of an aborted service."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._tell_if_leaving()
+
+    def _tell_if_leaving(self) -> None:
+        if self.is_leaving:
+            self.buffer.room.change()
+
+    def _answer(self, stream: LinkStream, value: int) -> StreamHandler:
+        stream.send(Result(int(value)))
+        stream.close()
+        return Answered()
+
+    def _peek(self, key: bytes) -> int:
+        if len(key) % TOKEN_NBYTES:
+            raise RemoteProtocolError(f"a key of {len(key)} bytes is no list of tokens")
+        query = Query(bytes(key) or None)
+        return self.buffer.ledger.peek(query, self.link.fingerprint)
+
+    def _check_open(self) -> None:
+        if self.is_leaving:
+            raise BufferClosed("the server is leaving; it takes no new requests")
+        if self.buffer.is_closed:
+            raise BufferClosed("the buffer is closed")

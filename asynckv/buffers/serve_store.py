@@ -1,0 +1,263 @@
+"""A store buffer's answers to one peer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from asynckv.buffers.manifest import INLINE_NBYTES, pack
+from asynckv.buffers.receiving import Reception
+from asynckv.buffers.serve_insert import answer
+from asynckv.buffers.store import StoreBuffer
+from asynckv.buffers.store_ledger import PendingPut, PinnedValue
+from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
+from asynckv.links.link import Link, LinkStream, StreamHandler
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import (
+    Cancel,
+    Cancelled,
+    Contains,
+    Delete,
+    Done,
+    Frame,
+    Get,
+    Grant,
+    Nack,
+    Offer,
+    OpeningFrame,
+    Put,
+    Result,
+    TensorRecord,
+)
+from asynckv.tensors.views import dtype_of
+
+__all__ = ("StoreService",)
+
+
+class StoreService:
+    """Answers the requests that one link makes of ``buffer``."""
+
+    def __init__(self, buffer: StoreBuffer, link: Link) -> None:
+        self.buffer = buffer
+        self.link = link
+        self.loop = asyncio.get_running_loop()
+        self.is_leaving = False
+        self.under_way: set[object] = set()
+        self._idle: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler | None:
+        """Answer a request; ``None`` if it is none of a store buffer's."""
+        fingerprint = self.link.fingerprint
+        if not isinstance(frame, Put | Get | Delete | Contains):
+            return None
+        if self.is_leaving:
+            raise BufferClosed("the server is leaving; it takes no new requests")
+        match frame:
+            case Put(spec=None, key=key):
+                return self._answer(
+                    stream, Result(self.buffer.remove(key, fingerprint))
+                )
+            case Put():
+                return _ServedPut(self, stream, frame, body)
+            case Get(key=key):
+                pinned = self.buffer.lookup(key, fingerprint)
+                if pinned is None:
+                    return self._answer(stream, Result(0))
+                return _ServedGet(self, stream, pinned)
+            case Delete(key=key):
+                return self._answer(
+                    stream, Result(self.buffer.remove(key, fingerprint))
+                )
+            case Contains(keys=keys):
+                flags = self.buffer.has(keys, fingerprint)
+                return self._answer(stream, Result(sum(flags), flags))
+
+    def run(
+        self, coroutine: Coroutine[Any, Any, None], name: str
+    ) -> asyncio.Task[None]:
+        """Own a task of one request."""
+        task = self.loop.create_task(coroutine, name=f"asynckv: {name}")
+        self._tasks.add(task)
+        self.under_way.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self.ended)
+        return task
+
+    def ended(self, request: object) -> None:
+        """One request is over."""
+        self.under_way.discard(request)
+        if not self.under_way and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing is under way. Cancelling leaves no trace."""
+        while self.under_way:
+            self._idle = self.loop.create_future()
+            await self._idle
+
+    def abort(self) -> None:
+        """End what is under way. Never waits."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_ended(self) -> None:
+        """Wait for the tasks of an aborted service."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def _answer(self, stream: LinkStream, last: Result) -> StreamHandler:
+        stream.send(last)
+        stream.close()
+        return _Answered()
+
+
+class _Answered:
+    """The handler of a request that was answered at once."""
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        pass  # a Cancel that crossed the answer
+
+    def on_lost(self, error: PeerLost) -> None:
+        pass
+
+
+class _ServedPut:
+    """One remote put: received straight into the store's memory."""
+
+    def __init__(
+        self, service: StoreService, stream: LinkStream, frame: Put, body: bytes
+    ) -> None:
+        if frame.spec is None or frame.inline != (frame.spec.nbytes == len(body)):
+            raise RemoteProtocolError("a put's body is not the tensor it declares")
+        try:
+            dtype_of(frame.spec.dtype)
+        except ValueError as exc:
+            raise RemoteProtocolError(str(exc)) from exc
+        self._service = service
+        self._stream = stream
+        self._frame = frame
+        self._spec = frame.spec
+        self._body = body
+        service.link.payload.announce(frame.transfer)
+        self._reception: Reception | None = None
+        self._digest: asyncio.Future[bytes] = service.loop.create_future()
+        self._task = service.run(self._run(), f"put of {frame.key}")
+        self._task.add_done_callback(lambda task: answer(stream, task))
+
+    def part_verified(self, index: int, digest: bytes) -> None:
+        if not self._digest.done():
+            self._digest.set_result(digest)
+
+    def reception_failed(self, error: Exception) -> None:
+        if not self._digest.done():
+            self._digest.set_exception(error)
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        match frame:
+            case Cancel():
+                self._task.cancel()
+            case Done() if self._reception is not None:
+                self._reception.on_done(frame)
+            case _:
+                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        store, link = self._service.buffer, self._service.link
+        pending = await store.reserve(self._frame.key, self._spec, link.fingerprint)
+        try:
+            store.commit(pending, await self._receive(pending))
+        finally:
+            if self._reception is not None:
+                await self._reception.quiesce()
+            store.discard(pending)
+
+    async def _receive(self, pending: PendingPut) -> bytes:
+        if self._frame.inline:
+            digest = digest_of(self._body)
+            if self._frame.digest and self._frame.digest != digest:
+                raise ChecksumError(f"{self._frame.key} changed on its way")
+            pending.region.view()[:] = self._body  # at most 64 KiB
+            return digest
+        self._reception = Reception(
+            self._service.link,
+            self._frame.transfer,
+            [pending.region.view()],
+            self,
+        )
+        self._reception.begin()
+        self._stream.send(Grant(self._frame.transfer))
+        return await self._digest
+
+
+class _ServedGet:
+    """One remote get: sent straight from the store's memory, which stays pinned."""
+
+    def __init__(
+        self, service: StoreService, stream: LinkStream, pinned: PinnedValue
+    ) -> None:
+        self._service = service
+        self._stream = stream
+        self._pinned = pinned
+        self._transfer = service.link.new_transfer()
+        self._is_sending = False
+        service.under_way.add(self)
+        self._offer_when_writable()
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        match frame:
+            case Grant() if not self._is_sending:
+                self._send()
+            case Cancel() | Nack():
+                self._end(Cancelled())
+            case _:
+                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._end(None)
+
+    def _offer_when_writable(self) -> None:
+        link, pinned = self._service.link, self._pinned
+        if self not in self._service.under_way:
+            return
+        if link.outgoing_bytes > 4 * 2**20:
+            link.call_when_drained(self._offer_when_writable)
+            return
+        inline = pinned.spec.nbytes <= INLINE_NBYTES
+        record = TensorRecord("value", pinned.spec, pinned.digest)
+        body = pack([record], None, None, [pinned.region.view()] if inline else [])
+        self._stream.send(Offer(transfer=self._transfer, inline=inline), body)
+        if inline:
+            self._end(Result(1))
+
+    def _send(self) -> None:
+        self._is_sending = True
+        self._service.link.payload.send(
+            self._transfer,
+            0,
+            self._pinned.region.view(),
+            self._sent,
+            digest=self._pinned.digest,
+        )
+
+    def _sent(self, digest: bytes, error: BaseException | None) -> None:
+        if error is None and self in self._service.under_way:
+            self._stream.send(Done(self._transfer, 0, digest))
+            self._end(Result(1))
+
+    def _end(self, last: Frame | None) -> None:
+        if self not in self._service.under_way:
+            return
+        if self._is_sending:
+            self._service.link.payload.stop(self._transfer)
+        if last is not None:
+            self._stream.send(last)
+        self._stream.close()
+        self._service.buffer.release(self._pinned)
+        self._service.ended(self)
