@@ -13,6 +13,7 @@ pytestmark = pytest.mark.both_loops
 
 MANAGERS: dict[str, Callable[[], AbstractAsyncContextManager[Any, Any]]] = {
     "LookupBuffer": lambda: asynckv.LookupBuffer("1MiB"),
+    "StoreBuffer": lambda: asynckv.StoreBuffer(max_bytes="1MiB"),
 }
 
 
