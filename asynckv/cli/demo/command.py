@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
 from rich.console import Console
+from rich.text import Text
 
 from asynckv.cli.demo.acts import ActFailed
 from asynckv.cli.demo.live import LiveDisplay, final_table
@@ -23,6 +25,7 @@ from asynckv.cli.demo.report import DemoReport
 __all__ = ("demo",)
 
 _INTERRUPTED = 130
+_POLITE_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def demo(
@@ -51,13 +54,12 @@ def demo(
     """
     console = Console(stderr=json)
     try:
-        text = read_prompt(prompt)
-        report = asyncio.run(_run(model, text, console))
+        report = _run(model, read_prompt(prompt), console)
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; nothing is left behind")
         return _INTERRUPTED
     except (ActFailed, OSError, ValueError, WorkerEnded, WorkerFailed) as exc:
-        console.print(f"[bold red]the demo failed:[/] {exc}", highlight=False)
+        console.print(Text(f"the demo failed: {exc}", style="bold red"))
         return 1
     html.write_text(render_page(report), encoding="utf-8")
     if json:
@@ -68,17 +70,25 @@ def demo(
     return 1 if report.problems else 0
 
 
-async def _run(model: str, text: str, console: Console) -> DemoReport:
-    # asyncio.run turns Ctrl-C into a cancellation; a polite kill is no different.
-    task = asyncio.current_task()
-    loop = asyncio.get_running_loop()
+def _run(model: str, text: str, console: Console) -> DemoReport:
+    with tempfile.TemporaryDirectory(prefix="asynckv-demo-") as folder:
+        scratch = Path(folder)
+        (scratch / "prompt").write_text(text, encoding="utf-8")
+        return asyncio.run(_play(model, scratch, console))
+
+
+async def _play(model: str, scratch: Path, console: Console) -> DemoReport:
+    # asyncio.run turns Ctrl-C into a cancellation; other polite ends are no different.
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
     if task is not None:
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        for number in _POLITE_ENDS:
+            loop.add_signal_handler(number, task.cancel)
     try:
         with LiveDisplay(console) as display:
-            return await play_demo(model, text, display)
+            return await play_demo(model, scratch, display)
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        for number in _POLITE_ENDS:
+            loop.remove_signal_handler(number)
 
 
 def _with_sums(report: DemoReport) -> dict[str, object]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import asynckv
@@ -24,6 +25,7 @@ from asynckv.cli.demo.messages import (
     SelectSlowly,
     SlowlySelected,
 )
+from asynckv.cli.demo.models import load_model
 from asynckv.cli.demo.stage import Stage
 from asynckv.integrations.transformers import (
     LayerEvent,
@@ -33,14 +35,16 @@ from asynckv.integrations.transformers import (
     handoff_of,
 )
 
-__all__ = ("main",)
+__all__ = ("DecodeWorker", "main")
 
 
-class _DecodeWorker:
+class DecodeWorker:
     """Carries out the parent's orders."""
 
-    def __init__(self, stage: Stage, stack: contextlib.AsyncExitStack) -> None:
-        self._stage = stage
+    def __init__(
+        self, tell: Callable[[Note], None], stack: contextlib.AsyncExitStack
+    ) -> None:
+        self._tell = tell
         self._stack = stack
         self._loaded: tuple[Engine, KVLookupBuffer] | None = None
 
@@ -59,8 +63,13 @@ class _DecodeWorker:
                 return await self._select_slowly(order.entries, order.pause_s)
         raise ValueError(f"a decode process does not know {type(order).__name__}")
 
+    def use(self, engine: Engine, lookup: KVLookupBuffer) -> None:
+        """Take KV out of ``lookup`` from here on."""
+        self._loaded = engine, lookup
+
     async def _load(self, order: Load) -> Ready:
-        engine = Engine(Path(order.folder), order.prompt)
+        # Nothing else happens on this loop yet.
+        engine = Engine(load_model(Path(order.folder)), order.prompt)
         self._stack.callback(engine.close)
         fingerprint = fingerprint_of(engine.model)
         peer = await self._stack.enter_async_context(
@@ -68,7 +77,7 @@ class _DecodeWorker:
         )
         if order.warm_up:
             await engine.compute(lambda: engine.generate(TokenClock()))
-        self._loaded = engine, peer.lookup
+        self.use(engine, peer.lookup)
         scheme = order.url.partition(":")[0]
         return Ready(pid=os.getpid(), transport=f"{scheme}, {peer.transport} payload")
 
@@ -93,7 +102,7 @@ class _DecodeWorker:
                 entry = await lookup.drop_select(engine.prompt[0])
                 landed_s = time.monotonic()
                 for layer in range(len(engine.layers)):
-                    self._stage.tell(Landed(layer))
+                    self._tell(Landed(layer))
                 generated = await continue_from(
                     handoff_of(engine.model, entry, engine.prompt),
                     use_carried=False,
@@ -111,7 +120,7 @@ class _DecodeWorker:
         def note(event: LayerEvent) -> None:
             if event.what == "landed":
                 landed[event.layer] = event.at
-                self._stage.tell(Landed(event.layer))
+                self._tell(Landed(event.layer))
 
         began_s = time.monotonic()
         with engine.recording() as recording:
@@ -174,7 +183,7 @@ def main() -> None:
 
 async def _work(stage: Stage) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        await stage.perform(_DecodeWorker(stage, stack).do)
+        await stage.perform(DecodeWorker(stage.tell, stack).do)
 
 
 if __name__ == "__main__":

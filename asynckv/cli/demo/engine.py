@@ -8,14 +8,12 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from asynckv.cli.demo.measurements import LayerClock, PositionCounter, TokenClock
-from asynckv.cli.demo.models import load_model
 
 __all__ = ("MAX_NEW_TOKENS", "Continuation", "Engine")
 
@@ -36,11 +34,11 @@ class Continuation:
 class Engine:
     """One model and one prompt, computed in one thread at a time."""
 
-    def __init__(self, folder: Path, prompt: tuple[int, ...]) -> None:
+    def __init__(self, model: PreTrainedModel, prompt: tuple[int, ...]) -> None:
         torch.set_num_threads(os.cpu_count() or 1)
-        self.model: PreTrainedModel = load_model(folder)
+        self.model = model
         self.prompt = torch.tensor([prompt], dtype=torch.int64)
-        self.layers = _decoder_layers(self.model)
+        self.layers = _decoder_layers(model)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "demo compute")
 
     async def compute(self, call: Callable[[], _T]) -> _T:

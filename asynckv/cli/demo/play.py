@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,10 +24,11 @@ _PREFILL = "asynckv.cli.demo.prefill"
 _DECODE = "asynckv.cli.demo.decode"
 
 
-async def play_demo(model: str, prompt: str, display: LiveDisplay) -> DemoReport:
-    """Play all five acts with ``model`` and ``prompt``.
+async def play_demo(model: str, scratch: Path, display: LiveDisplay) -> DemoReport:
+    """Play all five acts with ``model`` and the text in ``scratch/prompt``.
 
-    Cancelled or not, no process and no file is left behind.
+    Cancelled or not, no process is left behind; what the processes write they
+    write into ``scratch``.
 
     :raises WorkerFailed: a process says that it cannot do its part
     :raises WorkerEnded: a process died that should not have
@@ -36,8 +36,6 @@ async def play_demo(model: str, prompt: str, display: LiveDisplay) -> DemoReport
     """
     began_s = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory("asynckv")))
-        (scratch / "prompt").write_text(prompt, encoding="utf-8")
         start = functools.partial(_start, stack, display)
         prefill = await start(_PREFILL, model, str(scratch))
         decode = await start(_DECODE)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,7 +31,12 @@ from asynckv.cli.demo.messages import (
     Text,
     WaitReturned,
 )
-from asynckv.cli.demo.models import PreparedModel, PromptTokenizer, prepare_model
+from asynckv.cli.demo.models import (
+    PreparedModel,
+    PromptTokenizer,
+    load_model,
+    prepare_model,
+)
 from asynckv.cli.demo.report import BackpressureSample
 from asynckv.cli.demo.stage import Stage
 from asynckv.integrations.transformers import (
@@ -41,7 +47,7 @@ from asynckv.integrations.transformers import (
     prefill,
 )
 
-__all__ = ("main",)
+__all__ = ("PrefillWorker", "main")
 
 _ROOM_IN_ENTRIES = 2.5
 _SAMPLE_EVERY_S = 0.02
@@ -49,17 +55,17 @@ _POLL_S = 0.001
 _RETURN_DEADLINE_S = 30.0
 
 
-class _PrefillWorker:
+class PrefillWorker:
     """Carries out the parent's orders."""
 
     def __init__(
         self,
-        stage: Stage,
+        tell: Callable[[Note], None],
         engine: Engine,
         tokenizer: PromptTokenizer,
         lookup: LookupBuffer,
     ) -> None:
-        self._stage = stage
+        self._tell = tell
         self._engine = engine
         self._tokenizer = tokenizer
         self._lookup = lookup
@@ -165,7 +171,7 @@ class _PrefillWorker:
             waiting=now.waiting_inserts,
         )
         if len(samples) % 5 == 0:
-            self._stage.tell(Sampled(sample, now.max_bytes))
+            self._tell(Sampled(sample, now.max_bytes))
         samples.append(sample)
 
     async def _wait_returned(self) -> KeptEntry:
@@ -177,7 +183,7 @@ class _PrefillWorker:
         return KeptEntry(time.monotonic(), matched)
 
     def _tell_computed(self, layer: int) -> None:
-        self._stage.tell(Computed(layer))
+        self._tell(Computed(layer))
 
 
 def _by_layer(times: dict[int, float], layers: int) -> tuple[float, ...]:
@@ -193,7 +199,7 @@ def main() -> None:
     prepared = prepare_model(model, scratch / "model")
     text = (scratch / "prompt").read_text(encoding="utf-8")
     prompt = tuple(prepared.tokenizer.encode_prompt(text))
-    engine = Engine(prepared.folder, prompt)
+    engine = Engine(load_model(prepared.folder), prompt)
     asyncio.run(_serve(stage, engine, prepared, prompt))
 
 
@@ -219,7 +225,7 @@ async def _serve(
         server = await stack.enter_async_context(
             asynckv.serve("tcp://127.0.0.1:0", lookup=lookup)
         )
-        worker = _PrefillWorker(stage, engine, prepared.tokenizer, lookup)
+        worker = PrefillWorker(stage.tell, engine, prepared.tokenizer, lookup)
         stage.tell(
             Ready(
                 pid=os.getpid(),

@@ -1,9 +1,14 @@
-"""A report such as a run of the demo leaves behind, with made-up figures."""
+"""A tiny engine, and a report such as a run leaves behind, with made-up figures."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from asynckv.cli.demo.engine import Engine
+from asynckv.cli.demo.models import load_model, prepare_model
 from asynckv.cli.demo.report import (
     BackpressureReport,
     BackpressureSample,
@@ -14,7 +19,7 @@ from asynckv.cli.demo.report import (
     Survival,
 )
 
-__all__ = ("no_progress_bars", "sample_report")
+__all__ = ("engine", "no_progress_bars", "sample_report")
 
 _LAYERS = 30
 _TOKENS = tuple(range(40))
@@ -74,6 +79,15 @@ def backpressure() -> BackpressureReport:
 def no_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep a model's progress bars from starting a thread that stays."""
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """Return an engine with a tiny random model and a prompt of 20 tokens."""
+    folder = prepare_model("random-tiny", tmp_path).folder
+    engine = Engine(load_model(folder), tuple(range(20)))
+    yield engine
+    engine.close()
 
 
 @pytest.fixture
