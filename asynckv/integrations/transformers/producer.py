@@ -38,7 +38,7 @@ from asynckv.types import TensorSpec
 
 __all__ = ("Prefilled", "StreamingCache", "prefill")
 
-HandOver: TypeAlias = Callable[[LayerPlan, torch.Tensor, torch.Tensor], None]
+_HandOver: TypeAlias = Callable[[LayerPlan, torch.Tensor, torch.Tensor], None]
 
 
 class StreamingCache(DynamicCache):
@@ -48,7 +48,7 @@ class StreamingCache(DynamicCache):
     layer, with the positions that travel. Later forwards hand over nothing.
     """
 
-    def __init__(self, model: PreTrainedModel, hand_over: HandOver) -> None:
+    def __init__(self, model: PreTrainedModel, hand_over: _HandOver) -> None:
         super().__init__(config=model.config)
         self._plans = plan_layers(model.config)
         self._dtype = model.dtype
@@ -241,7 +241,7 @@ class _Prefill:
 
     def _forward(self) -> _Result:
         with torch.no_grad():
-            output = forward_prompt(
+            output = _forward_prompt(
                 self._model,
                 self.prompt,
                 self._cache,
@@ -260,7 +260,7 @@ async def _put(writer: InsertWriter, tensors: Mapping[str, torch.Tensor]) -> Non
         await writer.put(name, tensor)
 
 
-def forward_prompt(
+def _forward_prompt(
     model: PreTrainedModel,
     prompt: Prompt,
     cache: DynamicCache,

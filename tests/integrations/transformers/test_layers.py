@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    StaticCache,
+    T5Config,
+)
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    Fp8QuantizedLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
+
+from asynckv.errors import ConfigError
+from asynckv.integrations.transformers import LayerPlan, plan_layers
+from asynckv.integrations.transformers.layers import check_cache
+
+KINDS = {
+    "gqa": "full full full",
+    "sliding": "sliding(16) sliding(16) sliding(16)",
+    "mixed": "full sliding(16) sliding(16)",
+    "chunked": "sliding(16) sliding(16) sliding(16)",
+    "latent": "full full full",
+    "shared": "sliding(16) full shared",
+}
+Model = Callable[..., PreTrainedModel]
+
+
+def llama_of(*layer_types: str) -> LlamaConfig:
+    config = LlamaConfig(num_hidden_layers=len(layer_types), hidden_size=32)
+    object.__setattr__(config, "layer_types", list(layer_types))
+    return config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_is_what_a_forward_fills(kind: str, model_of: Model) -> None:
+    model: Any = model_of(kind)
+    plans = plan_layers(model.config)
+    assert " ".join(plan.label for plan in plans) == KINDS[kind]
+    cache: Any = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.ones(1, 40, dtype=torch.int64), past_key_values=cache)
+    for plan, layer in zip(plans, cache.layers, strict=True):
+        if plan.kind == "shared":
+            assert layer.keys is None
+        else:
+            shapes = [spec.shape for spec in plan.specs(1, 15, model.dtype).values()]
+            assert layer.keys[:, :, -15:].shape == shapes[0]
+            assert layer.values[:, :, -15:].shape == shapes[1]
+    check_cache(cache, plans)
+
+
+def test_a_sliding_layer_sends_one_position_more_than_it_keeps() -> None:
+    plan = LayerPlan(0, "sliding", 16, 2, 8, 8)
+    assert plan.rows_to_carry(40) == 16
+    assert plan.rows_to_carry(10) == 10
+    assert plan.first_needed(39) == 40 - plan.rows_to_carry(40)
+
+
+@pytest.mark.parametrize(
+    "kind", ["linear_attention", "conv", "indexed_attention", "hybrid", "no_such_kind"]
+)
+def test_a_config_with_a_kind_that_cannot_be_carried_is_refused_by_name(
+    kind: str,
+) -> None:
+    with pytest.raises(ConfigError, match=f"layer 1 is '{kind}'"):
+        plan_layers(llama_of("full_attention", kind))
+
+
+def test_a_model_with_linear_attention_is_refused() -> None:
+    with pytest.raises(ConfigError, match="layer 0 is 'linear_attention'"):
+        plan_layers(Qwen3NextConfig(num_hidden_layers=4))
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="t5 is an encoder-decoder"):
+        plan_layers(T5Config())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        StaticLayer(max_cache_len=8),
+        DynamicIndexedLayer(),
+        LinearAttentionLayer(),
+        LinearAttentionAndFullAttentionLayer(),
+        Fp8QuantizedLayer.__new__(Fp8QuantizedLayer),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_cache_of_another_kind_is_refused_by_name(layer: Any) -> None:
+    cache = DynamicCache()
+    cache.layers = [DynamicLayer(), layer]
+    plans = plan_layers(llama_of("full_attention", "full_attention"))
+    with pytest.raises(ConfigError, match=f"layer 1 is '{type(layer).__name__}'"):
+        check_cache(cache, plans)
+
+
+def test_a_static_cache_and_a_cache_of_fewer_layers_are_refused() -> None:
+    config = llama_of("full_attention", "full_attention")
+    with pytest.raises(ConfigError, match="layer 0 is 'StaticLayer'"):
+        check_cache(StaticCache(config=config, max_cache_len=8), plan_layers(config))
+    with pytest.raises(ConfigError, match="0 layers"):
+        check_cache(DynamicCache(), plan_layers(config))
