@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         KVStoreBuffer as KVStoreBuffer,
     )
     from asynckv.buffers.lookup import LookupBuffer as LookupBuffer
-    from asynckv.buffers.remote import connect as connect
-    from asynckv.buffers.serve import serve as serve
+    from asynckv.buffers.remote import Peer as Peer, connect as connect
+    from asynckv.buffers.serve import Server as Server, serve as serve
     from asynckv.buffers.store import StoreBuffer as StoreBuffer
     from asynckv.config import KVTransferConfig as KVTransferConfig
     from asynckv.errors import (
@@ -70,15 +70,19 @@ _HOME: Final = {
     "LeaseLost": "asynckv.errors",
     "LookupBuffer": "asynckv.buffers.lookup",
     "Node": "asynckv.node",
+    "Peer": "asynckv.buffers.remote",
     "PeerLost": "asynckv.errors",
     "PeerRestarted": "asynckv.errors",
     "PipeBroken": "asynckv.errors",
     "ProtocolError": "asynckv.errors",
+    "Server": "asynckv.buffers.serve",
     "StoreBuffer": "asynckv.buffers.store",
     "TensorSpec": "asynckv.types",
     "WrongLoop": "asynckv.errors",
     "WrongRole": "asynckv.errors",
+    "connect": "asynckv.buffers.remote",
     "open": "asynckv.node",
+    "serve": "asynckv.buffers.serve",
 }
 
 __all__ = tuple(_HOME)
