@@ -283,6 +283,7 @@ class Link:
         self.error = error
         self._heartbeat.stop()
         logger.debug("the link to %s ended: %s", self.peer.id, error)
+        told: list[Callable[[PeerLost], None]]
         told = [stream.on_lost for stream in self._session.take_owners()]
         told.extend(self._when_lost)
         self._when_lost = []

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv import errors
+from asynckv.errors import (
+    AsyncKVError,
+    AuthError,
+    EntryAborted,
+    EntryTooLarge,
+    IncompatiblePeer,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.failures import (
+    from_failure,
+    from_refuse,
+    to_failure,
+    to_refuse,
+)
+from asynckv.protocol.frames import Failure, Refuse
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_arrives_as_what_it_was(name: str) -> None:
+    kind = getattr(errors, name)
+    arrived = from_failure(to_failure(kind("words")))
+    mirrored = {
+        LocalProtocolError: RemoteProtocolError,
+        RemoteProtocolError: LocalProtocolError,
+    }
+    assert type(arrived) is mirrored.get(kind, kind)
+    assert "words" in str(arrived)
+
+
+@pytest.mark.parametrize("kind", [KeyError, ValueError])
+def test_wrong_arguments_arrive_as_such(kind: type[Exception]) -> None:
+    arrived = from_failure(to_failure(kind("no such name")))
+    assert type(arrived) is kind
+    assert arrived.args == ("no such name",)
+
+
+def test_what_an_error_knows_arrives_with_it() -> None:
+    large = from_failure(to_failure(EntryTooLarge(nbytes=7, max_bytes=5)))
+    gone = from_failure(to_failure(EntryAborted(reason="ttl")))
+    other = from_failure(to_failure(IncompatiblePeer("no", field="dtype")))
+    assert isinstance(large, EntryTooLarge)
+    assert (large.nbytes, large.max_bytes) == (7, 5)
+    assert isinstance(gone, EntryAborted)
+    assert gone.reason == "ttl"
+    assert isinstance(other, IncompatiblePeer)
+    assert other.field == "dtype"
+
+
+def test_a_fault_of_this_side_tells_nothing() -> None:
+    failure = to_failure(RuntimeError("/root/secret at 0xdeadbeef"))
+    assert failure == Failure("AsyncKVError", "the peer failed; its log says why")
+
+
+@pytest.mark.parametrize(
+    ("said", "published"),
+    [
+        ("open /etc/passwd failed", "open ... failed"),
+        ("cannot read '~/model/a.bin'", "cannot read '...'"),
+        ("<Link at 0x7f00dead>", "<Link at ...>"),
+        ("peer 10.1.2.3:7000 is gone", "peer ... is gone"),
+        ("peer [fe80::1]:70 is gone", "peer ... is gone"),
+        ("dial tcp://host:1 first", "dial ... first"),
+        ("3 of 4 and/or LAYER.key", "3 of 4 and/or LAYER.key"),
+    ],
+)
+def test_paths_and_addresses_stay_here(said: str, published: str) -> None:
+    assert to_failure(AuthError(said)).message == published
+
+
+def test_an_unknown_code_is_still_an_error() -> None:
+    assert type(from_failure(Failure("SystemExit", "boo"))) is AsyncKVError
+    assert type(from_failure(Failure("__class__", ""))) is AsyncKVError
+
+
+def test_any_text_fits_its_frame() -> None:
+    failure = to_failure(EntryAborted("x" * 10_000, reason="y" * 10_000))
+    assert encode_frame(1, failure)
+    assert encode_frame(0, to_refuse(KeyError("x" * 10_000)))
+
+
+def test_a_refusal_names_the_field() -> None:
+    refused = from_refuse(to_refuse(IncompatiblePeer("no", field="model")))
+    assert isinstance(refused, IncompatiblePeer)
+    assert refused.field == "model"
+
+
+def test_a_refusal_is_always_one_of_ours() -> None:
+    assert type(from_refuse(Refuse("ValueError", "odd"))) is AsyncKVError

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, strategies as st
+
+from asynckv.errors import LocalProtocolError, RemoteProtocolError
+from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.frames import (
+    Accepted,
+    Ack,
+    Cancel,
+    Cancelled,
+    Failure,
+    Frame,
+    Get,
+    Goodbye,
+    Grant,
+    Hello,
+    Insert,
+    Limits,
+    OpenPipe,
+    PeerIdentity,
+    Ping,
+    Pong,
+    Refuse,
+    Result,
+    Select,
+)
+from asynckv.protocol.session import (
+    Came,
+    Event,
+    Farewell,
+    Opened,
+    Refused,
+    Session,
+    is_final,
+)
+
+
+def near(limits: Limits | None = None) -> Session[str]:
+    """The side that dialled: its streams are odd."""
+    return Session(limits or Limits(), dialled=True)
+
+
+def far(limits: Limits | None = None) -> Session[str]:
+    return Session(limits or Limits(), dialled=False)
+
+
+def pump(source: Session[str], sink: Session[str]) -> list[Event[str]]:
+    """Carry all that ``source`` has to say to ``sink``."""
+    events: list[Event[str]] = []
+    while source.outbox:
+        events += sink.receive(source.outbox.take(100_000))
+    return events
+
+
+def ask(session: Session[str], owner: str = "asker") -> int:
+    stream = session.next_stream()
+    session.open(stream, owner, Get("k"))
+    return stream
+
+
+def hear(session: Session[str], stream: int, frame: Frame, body: bytes = b"") -> None:
+    list(session.receive(encode_frame(stream, frame, body)[0]))
+
+
+def test_a_request_and_its_answer_reach_their_owners() -> None:
+    a, b = near(), far()
+    stream = a.next_stream()
+    a.open(stream, "asker", Select(has_key=True), b"key")
+    assert pump(a, b) == [Opened(1, Select(has_key=True), b"key")]
+    b.attach(1, "answerer")
+    assert b.send(1, Grant(4))
+    assert pump(b, a) == [Came("asker", Grant(4), b"")]
+    a.send(1, Ack(b"t"))
+    assert pump(a, b) == [Came("answerer", Ack(b"t"), b"")]
+
+
+def test_each_side_counts_its_own_streams() -> None:
+    a, b = near(), far()
+    assert [ask(a), ask(a)] == [1, 3]
+    assert [ask(b), ask(b)] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "final", [Accepted(), Result(), Failure("KeyError", ""), Cancelled()]
+)
+def test_a_stream_is_over_with_its_final_frame_on_both_sides(final: Frame) -> None:
+    a, b = near(), far()
+    stream = ask(a)
+    pump(a, b)
+    b.attach(stream, "answerer")
+    assert b.send(stream, final)
+    assert pump(b, a) == [Came("asker", final, b"")]
+    assert (a.take_owners(), b.take_owners()) == ([], [])
+    assert not a.send(stream, Cancel())
+    assert not b.send(stream, Grant(1))
+    assert is_final(final)
+
+
+def test_frames_for_a_stream_that_is_over_are_ignored() -> None:
+    a, b = near(), far()
+    stream = ask(a)
+    pump(a, b)
+    b.send(stream, Accepted())
+    a.send(stream, Cancel())
+    assert pump(a, b) == []
+    pump(b, a)
+    hear(a, stream, Grant(1))
+
+
+def test_a_forgotten_stream_is_ignored_and_counts_until_its_end() -> None:
+    a, b = near(Limits(max_streams=1)), far()
+    stream = ask(a)
+    pump(a, b)
+    a.close(stream)
+    with pytest.raises(LocalProtocolError, match="1 requests are open"):
+        a.next_stream()
+    b.send(stream, Grant(1))
+    b.send(stream, Accepted())
+    assert pump(b, a) == []
+    assert a.next_stream() == 3
+
+
+def test_a_pipe_goes_on_after_what_ends_other_streams() -> None:
+    a, b = near(), far()
+    a.open(1, "near end", OpenPipe())
+    pump(a, b)
+    b.attach(1, "far end")
+    b.send(1, Accepted())
+    a.send(1, Accepted())
+    assert pump(b, a) == [Came("near end", Accepted(), b"")]
+    assert pump(a, b) == [Came("far end", Accepted(), b"")]
+    b.send(1, Failure("WrongRole", ""))
+    pump(b, a)
+    assert (a.take_owners(), b.take_owners()) == ([], [])
+
+
+def test_closing_a_pipe_forgets_it() -> None:
+    a = near(Limits(max_streams=1))
+    a.open(1, "near end", OpenPipe())
+    a.close(1)
+    assert a.next_stream() == 3
+
+
+def test_an_opened_stream_that_nobody_attached_to_is_ignored() -> None:
+    a, b = near(), far()
+    stream = ask(a)
+    pump(a, b)
+    a.send(stream, Cancel())
+    assert pump(a, b) == []
+
+
+@pytest.mark.parametrize(
+    ("stream", "frame", "says"),
+    [
+        (1, Grant(1), "never opened"),
+        (2, Grant(1), "never opened"),
+        (2, Get("k"), "opens stream 2, which it cannot"),
+        (1, Ping(1), "Ping on a stream"),
+        (0, Get("k"), "Get on an open link"),
+        (0, Hello(1, 0, PeerIdentity("a", "1"), Limits(), (), 1), "on an open link"),
+    ],
+)
+def test_a_frame_out_of_place_breaks_the_link(
+    stream: int, frame: Frame, says: str
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=says):
+        hear(far(), stream, frame)
+
+
+def test_a_stream_cannot_be_opened_twice_or_backwards() -> None:
+    for second in (5, 3):
+        b = far()
+        hear(b, 5, Get("k"))
+        with pytest.raises(RemoteProtocolError, match="which it cannot"):
+            hear(b, second, Get("k"))
+
+
+def test_the_side_that_asks_cannot_end_its_stream() -> None:
+    b = far()
+    hear(b, 1, Get("k"))
+    with pytest.raises(RemoteProtocolError, match="from the side that asks"):
+        hear(b, 1, Accepted())
+
+
+def test_a_link_frame_has_no_body() -> None:
+    with pytest.raises(RemoteProtocolError, match="Ping with a body"):
+        hear(far(), 0, Ping(1), b"body")
+
+
+def test_too_many_streams_break_the_link() -> None:
+    b = far(Limits(max_streams=2))
+    hear(b, 1, Get("k"))
+    hear(b, 3, Get("k"))
+    b.send(1, Accepted())
+    hear(b, 5, Get("k"))
+    with pytest.raises(RemoteProtocolError, match="more than 2 streams"):
+        hear(b, 7, Get("k"))
+
+
+def test_a_ping_is_answered_and_its_answer_noticed() -> None:
+    a, b = near(), far()
+    a.ping(9)
+    assert a.unanswered_ping == 9
+    assert pump(a, b) == []
+    assert pump(b, a) == []
+    assert a.unanswered_ping is None
+
+
+def test_an_unknown_pong_is_ignored() -> None:
+    a = near()
+    a.ping(9)
+    hear(a, 0, Pong(8))
+    assert a.unanswered_ping == 9
+
+
+def test_a_goodbye_comes_after_all_else_and_ends_the_hearing() -> None:
+    a, b = near(), far()
+    a.say_goodbye("done")
+    ask(a)
+    assert pump(a, b) == [Opened(1, Get("k"), b""), Farewell("done")]
+    hear(b, 2, Goodbye())
+
+
+def test_a_refusal_is_the_last_word() -> None:
+    a, b = near(), far()
+    ask(a)
+    a.refuse(RemoteProtocolError("too loud"))
+    events = pump(a, b)
+    assert [type(event) for event in events] == [Refused]
+    assert isinstance(events[0], Refused)
+    assert isinstance(events[0].error, LocalProtocolError)
+
+
+def test_a_hang_up_is_clean_only_between_frames() -> None:
+    b = far()
+    assert b.is_between_frames
+    list(b.receive(encode_frame(1, Get("k"))[0][:-1]))
+    assert not b.is_between_frames
+
+
+def test_what_is_too_long_opens_nothing() -> None:
+    a = near(Limits(max_body_bytes=10))
+    with pytest.raises(LocalProtocolError):
+        a.open(a.next_stream(), "asker", Get("k"), bytes(11))
+    assert a.next_stream() == 1
+    assert not a.outbox
+
+
+def _recording() -> bytes:
+    frames: list[tuple[int, Frame, bytes]] = [
+        (1, Select(has_key=True), bytes(64)),
+        (0, Ping(3), b""),
+        (3, Insert("e", 1, inline=True), b"contents"),
+        (1, Cancel(), b""),
+        (3, Ack(b"t" * 16), b""),
+        (0, Goodbye("enough"), b""),
+    ]
+    return b"".join(part for frame in frames for part in encode_frame(*frame))
+
+
+RECORDED = _recording()
+
+
+def replay(*pieces: bytes) -> list[Event[str]]:
+    b = far()
+    events = []
+    for piece in pieces:
+        for event in b.receive(piece):
+            events.append(event)
+            if isinstance(event, Opened):
+                b.attach(event.stream, f"owner of {event.stream}")
+    return events
+
+
+@given(st.lists(st.integers(0, len(RECORDED)), max_size=20))
+def test_any_chunking_gives_the_same_events(cuts: list[int]) -> None:
+    edges = [0, *sorted(cuts), len(RECORDED)]
+    pieces = [RECORDED[a:b] for a, b in itertools.pairwise(edges)]
+    assert replay(*pieces) == replay(RECORDED)
+
+
+def test_every_cut_gives_the_events_before_it() -> None:
+    whole = replay(RECORDED)
+    for cut in range(len(RECORDED)):
+        events = replay(RECORDED[:cut])
+        assert events == whole[: len(events)]
+
+
+def test_each_flipped_bit_gives_a_documented_error_or_events() -> None:
+    for bit in range(len(RECORDED) * 8):
+        changed = bytearray(RECORDED)
+        changed[bit // 8] ^= 1 << bit % 8
+        try:
+            replay(bytes(changed))
+        except RemoteProtocolError as exc:
+            assert str(exc)
+
+
+def test_shuffled_frames_give_a_documented_error_or_events() -> None:
+    random_ = random.Random(1)
+    frames = [encode_frame(s, f)[0] for s in range(4) for f in (Get("k"), Ack(b""))]
+    frames += [encode_frame(0, Refuse("x", "y"))[0], encode_frame(0, Pong(1))[0]]
+    for _ in range(300):
+        random_.shuffle(frames)
+        try:
+            replay(*frames)
+        except RemoteProtocolError as exc:
+            assert str(exc)
