@@ -39,8 +39,10 @@ def makes_a_variable(node: ast.Assign | ast.AnnAssign) -> bool:
 
 
 def imported_in(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that a package takes from its own modules."""
+    """Names that a package takes from its own modules, those it defers included."""
     for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from imported_in(node.body)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
             "asynckv"
         ):

@@ -1,7 +1,14 @@
-"""Fakes, connected pairs and checks for your own tests."""
+"""Fakes, connected pairs and checks for your own tests.
+
+What needs torch is imported when it is first asked for.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
     CancelMode,
     Outcome,
@@ -10,10 +17,33 @@ from asynckv.testing.cancellation import (
 )
 from asynckv.testing.tasks import use_across_tasks
 
+if TYPE_CHECKING:
+    from asynckv.testing.lookup_conformance import LOOKUP_CHECKS, check_lookup_buffer
+    from asynckv.testing.store_conformance import STORE_CHECKS, check_store_buffer
+
 __all__ = (
+    "LOOKUP_CHECKS",
+    "STORE_CHECKS",
     "CancelMode",
     "Outcome",
     "SweepCounts",
+    "check_lookup_buffer",
+    "check_store_buffer",
     "sweep_cancellation",
+    "until",
+    "until_blocked",
     "use_across_tasks",
 )
+
+_HOME: Final = {
+    "LOOKUP_CHECKS": "asynckv.testing.lookup_conformance",
+    "STORE_CHECKS": "asynckv.testing.store_conformance",
+    "check_lookup_buffer": "asynckv.testing.lookup_conformance",
+    "check_store_buffer": "asynckv.testing.store_conformance",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,47 @@
+"""Waiting until others wait: what tests do instead of sleeping."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+__all__ = ("until", "until_blocked")
+
+_TIMEOUT_S: Final = 10.0
+_QUIET_TICKS: Final = 5
+
+
+async def until(
+    predicate: Callable[[], bool], *, timeout_s: float = _TIMEOUT_S
+) -> None:
+    """Yield to the event loop until ``predicate()`` is true.
+
+    :raises TimeoutError: it did not become true within ``timeout_s``
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not predicate():
+        if loop.time() > deadline:
+            raise TimeoutError(f"still not so after {timeout_s:g} s")
+        await asyncio.sleep(0)
+
+
+async def until_blocked(*tasks: asyncio.Task[Any]) -> None:
+    """Yield to the event loop until each task is done, or stays where it waits.
+
+    :raises TimeoutError: they go on and on
+    """
+    quiet = 0
+
+    def are_blocked() -> bool:
+        nonlocal quiet
+        quiet = quiet + 1 if all(map(_is_blocked, tasks)) else 0
+        return quiet >= _QUIET_TICKS
+
+    await until(are_blocked)
+
+
+def _is_blocked(task: asyncio.Task[Any]) -> bool:
+    waited_for: asyncio.Future[Any] | None = getattr(task, "_fut_waiter", None)
+    return task.done() or (waited_for is not None and not waited_for.done())

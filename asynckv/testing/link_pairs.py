@@ -1,0 +1,122 @@
+"""Two ends of a link in one process, and fakes for who asks and who answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, TypeAlias
+
+from asynckv.errors import PeerLost
+from asynckv.links.dial import dial
+from asynckv.links.link import Link, LinkStream
+from asynckv.links.listen import LinkListener, listen
+from asynckv.protocol.frames import Frame, OpeningFrame, PeerIdentity, Result
+
+__all__ = ("Answer", "Hearer", "LinkPair", "ScriptedService", "linked", "name_of")
+
+Answer: TypeAlias = Callable[[LinkStream, OpeningFrame, bytes], None]
+
+_numbers: Final = itertools.count(1)
+
+
+def name_of(role: str) -> PeerIdentity:
+    """Return an identity that no other peer of this process has."""
+    return PeerIdentity(f"{role}-{next(_numbers)}", "1")
+
+
+class Hearer:
+    """Hears of one stream: keeps what came, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[Frame, bytes]] = []
+        self.losses: list[PeerLost] = []
+        self._taken = 0
+        self._changed = asyncio.Event()
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        self.frames.append((frame, body))
+        self._changed.set()
+
+    def on_lost(self, error: PeerLost) -> None:
+        self.losses.append(error)
+        self._changed.set()
+
+    async def next(self) -> tuple[Frame, bytes]:
+        """Wait for the next frame that was not returned before.
+
+        :raises PeerLost: the link ended first
+        """
+        while len(self.frames) == self._taken:
+            if self.losses:
+                raise self.losses[0]
+            self._changed.clear()
+            await self._changed.wait()
+        self._taken += 1
+        return self.frames[self._taken - 1]
+
+    async def loss(self) -> PeerLost:
+        """Wait for the end of the link."""
+        while not self.losses:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.losses[0]
+
+
+def _echo(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
+    stream.send(Result(len(body)), body)
+
+
+class ScriptedService:
+    """Answers as it is told, and keeps what was asked. Echoes unless told."""
+
+    def __init__(self, answer: Answer = _echo) -> None:
+        self.answer = answer
+        self.asked: list[tuple[LinkStream, OpeningFrame, bytes]] = []
+        self.hearers: list[Hearer] = []
+
+    def open(self, stream: LinkStream, frame: OpeningFrame, body: bytes) -> Hearer:
+        self.asked.append((stream, frame, body))
+        self.hearers.append(Hearer())
+        self.answer(stream, frame, body)
+        return self.hearers[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkPair:
+    """``near`` dialled, ``far`` was accepted; ``service`` answers ``near``."""
+
+    near: Link
+    far: Link
+    service: ScriptedService
+    listener: LinkListener
+
+
+@contextlib.asynccontextmanager
+async def linked(
+    url: str = "tcp://127.0.0.1:0",
+    answer: Answer = _echo,
+    *,
+    near: dict[str, Any] | None = None,
+    far: dict[str, Any] | None = None,
+) -> AsyncIterator[LinkPair]:
+    """Open a link through ``url``; ``near`` and ``far`` are options of the sides."""
+    service = ScriptedService(answer)
+    arrived: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+    listener = await listen(
+        url,
+        identity=name_of("far"),
+        service_for=lambda link: service,
+        on_link=arrived.set_result,
+        **(far or {}),
+    )
+    try:
+        link = await dial(listener.url, identity=name_of("near"), **(near or {}))
+        try:
+            yield LinkPair(link, await arrived, service, listener)
+        finally:
+            await link.aclose()
+    finally:
+        await listener.aclose()

@@ -1,0 +1,204 @@
+"""How a delivery ends, and how an entry leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Final
+
+import torch
+
+from asynckv.abc import KVLookupBuffer
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.errors import EntryAborted, EntryConflict
+from asynckv.testing.lookup_checks.values import (
+    MIB,
+    LookupCheck,
+    cancelled,
+    empty,
+    expect,
+    expect_error,
+    noise,
+    same,
+)
+
+__all__ = (
+    "DELIVERING_CHECKS",
+    "a_cancelled_body_gives_back",
+    "a_held_entry_cannot_be_withdrawn",
+    "an_entry_can_be_withdrawn_and_its_end_awaited",
+    "an_entry_leaves_after_as_many_deliveries",
+    "an_entry_leaves_when_its_time_is_over",
+    "an_entry_that_fails_too_often_is_dropped",
+    "leaving_cleanly_acknowledges_and_an_error_gives_back",
+    "tensors_land_where_into_says",
+    "the_same_insert_again_changes_nothing",
+)
+
+
+async def leaving_cleanly_acknowledges_and_an_error_gives_back(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """``attempt`` tells a repeated delivery."""
+    for nbytes in (64, MIB):
+        name = f"of {nbytes}"
+        await producer.insert([1], None, noise(nbytes), None, None, entry_id=name)
+        try:
+            async with consumer.drop_select([1]) as entry:
+                expect(await consumer.peek([1]) == 0, "a held entry cannot be had")
+                raise LookupError("the application fails")
+        except LookupError:
+            expect(entry.attempt == 1, entry.attempt)
+        async with consumer.drop_select([1]) as entry:
+            expect(entry.attempt == 2 and entry.entry_id == name, entry.attempt)
+            expect(same(entry.key, noise(nbytes)), "the bytes")
+        await producer.taken(name)
+        expect(await consumer.peek([1]) == 0, "an acknowledged entry is gone")
+    await empty(local)
+
+
+async def a_cancelled_body_gives_back(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """At once to who waits for it, and it does not count as a failure."""
+
+    async def hold() -> None:
+        async with consumer.drop_select([1]):
+            held.set()
+            await asyncio.get_running_loop().create_future()
+
+    for _ in range(7):
+        held = asyncio.Event()
+        if not local.statistics().entries:
+            await producer.insert([1], None, noise(64), None, None)
+        task = asyncio.create_task(hold())
+        await held.wait()
+        await cancelled(task)
+    entry = await consumer.drop_select([1])
+    expect(entry.attempt == 8, entry.attempt)
+    await empty(local)
+
+
+async def tensors_land_where_into_says(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """What does not fit is a ``ValueError``, and the entry stays."""
+    for nbytes in (64, MIB):
+        key = {"0": noise(nbytes), "1": noise(nbytes)}
+        await producer.insert([1], None, key, None, noise(8))
+        wrong = {"0.key": torch.zeros(nbytes + 1, dtype=torch.uint8)}
+        for into in (wrong, {"2.key": noise(4)}):
+            await expect_error(
+                ValueError, partial(consumer.drop_select, [1], into=into)
+            )
+        target = torch.zeros(nbytes, dtype=torch.uint8)
+        entry = await consumer.drop_select([1], into={"0.key": target})
+        expect(isinstance(entry.key, dict) and entry.key["0"] is target, "into")
+        expect(same(target, key["0"]), "its bytes")
+        expect(same(entry.hidden, noise(8)), "what into does not name")
+    await empty(local)
+
+
+async def an_entry_can_be_withdrawn_and_its_end_awaited(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """``taken`` tells how an entry left."""
+    for entry_id in ("acknowledged", "withdrawn"):
+        await producer.insert([1], None, None, None, None, entry_id=entry_id)
+    waiting = asyncio.create_task(producer.taken("acknowledged"))
+    await consumer.drop_select(entry_id="acknowledged")
+    await waiting
+    await producer.taken("acknowledged")
+    expect(await producer.withdraw("withdrawn"), "it was there")
+    expect(not await producer.withdraw("withdrawn"), "it is gone")
+    error = await expect_error(EntryAborted, producer.taken, "withdrawn")
+    expect(error.reason == "withdrawn", error.reason)
+    await expect_error(KeyError, producer.taken, "unknown")
+    await empty(local)
+
+
+async def a_held_entry_cannot_be_withdrawn(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """And its consumer does not notice the attempt."""
+    entry_id = await producer.insert([1], None, noise(64), None, None)
+    async with consumer.drop_select([1]):
+        expect(not await producer.withdraw(entry_id), "it is held")
+    await producer.taken(entry_id)
+    await empty(local)
+
+
+async def an_entry_leaves_after_as_many_deliveries(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """Each goes to another consumer: here to both sides."""
+    for nbytes in (64, MIB):
+        key = noise(nbytes)
+        entry_id = await producer.insert([1], None, key, None, None, deliveries=2)
+        async with consumer.drop_select([1]) as one, producer.drop_select([1]) as two:
+            expect(same(one.key, key) and same(two.key, key), "two copies")
+        await producer.taken(entry_id)
+    await empty(local)
+
+
+async def the_same_insert_again_changes_nothing(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """Other contents or other tokens under that id are a conflict."""
+    for nbytes in (64, MIB):
+        key, name = noise(nbytes), f"of {nbytes}"
+        for _ in range(2):
+            await producer.insert([1], None, key, None, None, entry_id=name)
+        for tokens, other in (([1], key + 1), ([2], key)):
+            await expect_error(
+                EntryConflict,
+                partial(producer.insert, entry_id=name),
+                *(tokens, None, other, None, None),
+            )
+        expect(local.statistics().entries == 1, "one entry")
+        await consumer.drop_select([1])
+        await producer.taken(name)
+        await producer.insert([1], None, key, None, None, entry_id=name)
+        expect(local.statistics().entries == 0, "it was acknowledged before")
+    await empty(local)
+
+
+async def an_entry_leaves_when_its_time_is_over(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """Unless somebody holds it."""
+    await producer.insert([1], None, noise(64), None, None, ttl_s=0, entry_id="it")
+    error = await expect_error(EntryAborted, producer.taken, "it")
+    expect(error.reason == "ttl", error.reason)
+    expect(local.statistics().expired == 1, "it is counted")
+    await empty(local)
+
+
+async def an_entry_that_fails_too_often_is_dropped(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """After ``max_deliver`` consumers that had it in hand."""
+    entry_id = await producer.insert([1], None, noise(64), None, None)
+    for _ in range(5):
+        try:
+            async with consumer.drop_select([1]):
+                raise LookupError("the application fails")
+        except LookupError:
+            pass
+    error = await expect_error(EntryAborted, producer.taken, entry_id)
+    expect(error.reason == "max_deliver", error.reason)
+    expect(local.statistics().undeliverable == 1, "it is counted")
+    await empty(local)
+
+
+DELIVERING_CHECKS: Final[tuple[LookupCheck, ...]] = (
+    leaving_cleanly_acknowledges_and_an_error_gives_back,
+    a_cancelled_body_gives_back,
+    tensors_land_where_into_says,
+    an_entry_can_be_withdrawn_and_its_end_awaited,
+    a_held_entry_cannot_be_withdrawn,
+    an_entry_leaves_after_as_many_deliveries,
+    the_same_insert_again_changes_nothing,
+    an_entry_leaves_when_its_time_is_over,
+    an_entry_that_fails_too_often_is_dropped,
+)

@@ -1,0 +1,149 @@
+"""What the checks share: bytes to send, and how to say what was expected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeAlias, TypeVar
+
+import torch
+
+from asynckv.abc import KVLookupBuffer
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.testing.blocked import until
+
+__all__ = (
+    "DTYPES",
+    "LOOKUP_MAX_BYTES",
+    "MIB",
+    "LookupCheck",
+    "cancelled",
+    "empty",
+    "expect",
+    "expect_error",
+    "fill",
+    "five_waiting",
+    "noise",
+    "same",
+    "until_waiting",
+)
+
+_E = TypeVar("_E", bound=BaseException)
+
+LookupCheck: TypeAlias = Callable[
+    [KVLookupBuffer, KVLookupBuffer, LookupBuffer], Awaitable[None]
+]
+"""Called with the producer's side, the consumer's side and the local buffer."""
+
+MIB: Final = 2**20
+LOOKUP_MAX_BYTES: Final = 4 * MIB
+
+DTYPES: Final = (
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.bfloat16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.complex64,
+)
+
+
+def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """Return ``nbytes`` zeros and ones (any dtype holds them), the same each time."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def same(found: object, expected: torch.Tensor | None) -> bool:
+    """Whether bytes, dtype and shape are those expected."""
+    if found is None or expected is None:
+        return found is expected
+    if not isinstance(found, torch.Tensor):
+        return False
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        return False
+    pair = [tensor.contiguous().reshape(-1) for tensor in (found, expected)]
+    return torch.equal(*(tensor.view(torch.uint8) for tensor in pair))
+
+
+def expect(is_so: bool, otherwise: object) -> None:
+    """Say what is wrong if it is not so.
+
+    :raises AssertionError: it is not so
+    """
+    if not is_so:
+        raise AssertionError(str(otherwise))
+
+
+async def expect_error(
+    kind: type[_E], operation: Callable[..., Awaitable[object]], *args: Any
+) -> _E:
+    """Return the error that ``operation(*args)`` ends with.
+
+    :raises AssertionError: it does not fail
+    """
+    try:
+        await operation(*args)
+    except kind as exc:
+        return exc
+    raise AssertionError(f"no {kind.__name__}")
+
+
+async def fill(producer: KVLookupBuffer) -> None:
+    """Leave less than 1 MiB of room; the tokens of what takes it are ``[0]``."""
+    nbytes = LOOKUP_MAX_BYTES - MIB // 2
+    await producer.insert([0], None, noise(nbytes), None, None)
+
+
+async def five_waiting(
+    producer: KVLookupBuffer, local: LookupBuffer
+) -> list[asyncio.Task[str]]:
+    """Let five inserts of 1 MiB wait for room: ids "1" to "5", tokens likewise."""
+    tasks = []
+    for number in range(1, 6):
+        insert = producer.insert(
+            [number], None, noise(MIB, number), None, None, entry_id=str(number)
+        )
+        tasks.append(asyncio.create_task(insert))
+        await until_waiting(local, inserts=number)
+    return tasks
+
+
+async def until_waiting(
+    local: LookupBuffer, *, inserts: int = 0, selects: int = 0
+) -> None:
+    """Wait until so many inserts wait for room, and selects for a match."""
+
+    def is_so() -> bool:
+        now = local.statistics()
+        return (now.waiting_inserts, now.waiting_selects) == (inserts, selects)
+
+    await until(is_so)
+
+
+async def empty(local: LookupBuffer, *, timeout_s: float = 5.0) -> None:
+    """Wait until the buffer holds nothing, for nobody.
+
+    :raises AssertionError: it goes on holding something
+    """
+
+    def is_empty() -> bool:
+        now = local.statistics()
+        held = (now.used_bytes, now.outside_bytes, now.entries, now.leased)
+        return not any((*held, now.waiting_inserts, now.waiting_selects))
+
+    try:
+        await until(is_empty, timeout_s=timeout_s)
+    except TimeoutError:
+        raise AssertionError(f"not empty: {local.statistics()}") from None
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait for its end.
+
+    :raises AssertionError: it ends in another way
+    """
+    task.cancel()
+    await asyncio.wait({task})
+    expect(task.cancelled(), task)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynckv.testing.blocked import until, until_blocked
+
+pytestmark = pytest.mark.both_loops
+
+
+async def steps(count: int, seen: list[int]) -> None:
+    for step in range(count):
+        seen.append(step)
+        await asyncio.sleep(0)
+    await asyncio.get_running_loop().create_future()
+
+
+async def test_waits_until_a_task_stays_where_it_is() -> None:
+    seen: list[int] = []
+    task = asyncio.create_task(steps(20, seen))
+    await until_blocked(task)
+    assert len(seen) == 20
+    task.cancel()
+
+
+async def test_a_task_that_is_done_is_waited_for_no_longer() -> None:
+    task = asyncio.create_task(asyncio.sleep(0, "done"))
+    await until_blocked(task)
+    assert task.result() == "done"
+
+
+async def test_waits_for_a_predicate() -> None:
+    seen: list[int] = []
+    task = asyncio.create_task(steps(5, seen))
+    await until(lambda: len(seen) == 3)
+    assert len(seen) == 3
+    task.cancel()
+
+
+async def test_gives_up_on_what_never_comes() -> None:
+    with pytest.raises(TimeoutError, match=r"after 0\.01 s"):
+        await until(lambda: False, timeout_s=0.01)
