@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asynckv.buffers.manifest import (
+    content_digest,
+    pack,
+    unpack,
+    verify,
+    verify_inline,
+)
+from asynckv.errors import ChecksumError, RemoteProtocolError
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import TensorRecord
+from asynckv.tensors.views import bytes_of, spec_of
+
+TOKENS = torch.arange(5, dtype=torch.int32)
+ROI = torch.tensor([1, 0, 1, 1, 0], dtype=torch.bool)
+KEY = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+
+
+def record(name: str = "key") -> TensorRecord:
+    return TensorRecord(name, spec_of(KEY), digest_of(bytes_of(KEY)))
+
+
+def test_what_is_packed_comes_out_again() -> None:
+    body = pack([record()], TOKENS, ROI, [bytes_of(KEY)])
+    manifest = unpack(body, inline=True)
+    assert manifest.specs == {"key": spec_of(KEY)}
+    assert manifest.input_tokens is not None and manifest.roi is not None
+    assert torch.equal(manifest.input_tokens, TOKENS)
+    assert torch.equal(manifest.roi, ROI)
+    assert bytes(manifest.inline[0]) == bytes(bytes_of(KEY))
+
+
+def test_tokens_of_any_strides_are_packed_densely() -> None:
+    manifest = unpack(pack([], torch.arange(10)[::3], None), inline=False)
+    assert manifest.input_tokens is not None
+    assert manifest.input_tokens.tolist() == [0, 3, 6, 9]
+    assert manifest.roi is None
+
+
+def test_an_entry_may_have_nothing_at_all() -> None:
+    manifest = unpack(pack([], None, None), inline=True)
+    assert manifest.records == () and manifest.nbytes == 0
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 10, 40])
+def test_a_body_that_is_cut_is_refused(cut: int) -> None:
+    body = pack([record()], TOKENS, ROI, [bytes_of(KEY)])
+    with pytest.raises(RemoteProtocolError):
+        unpack(body[:-cut], inline=True)
+
+
+def test_every_flipped_bit_is_refused_or_seen_by_the_digest() -> None:
+    body = pack([record()], None, None, [bytes_of(KEY)])
+    for bit in range(8 * len(body)):
+        flipped = bytearray(body)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            manifest = unpack(bytes(flipped), inline=True)
+            digests = verify_inline(manifest)
+        except (RemoteProtocolError, ChecksumError):
+            continue
+        unharmed = manifest.records == (record(),)
+        assert not unharmed and digests, "only names and shapes may pass, as data"
+
+
+def test_a_name_may_not_come_twice() -> None:
+    with pytest.raises(RemoteProtocolError, match="twice"):
+        unpack(pack([record(), record()], None, None), inline=False)
+
+
+def test_a_changed_byte_is_a_checksum_error() -> None:
+    manifest = unpack(
+        pack([record()], None, None, [memoryview(bytes(12))]), inline=True
+    )
+    with pytest.raises(ChecksumError, match="key"):
+        verify_inline(manifest)
+
+
+def test_an_empty_digest_is_not_compared() -> None:
+    verify(TensorRecord("key", spec_of(KEY)), b"anything")
+
+
+def test_the_digest_of_an_entry_tells_tokens_roi_names_and_bytes_apart() -> None:
+    digests = {
+        content_digest([record()], TOKENS, ROI),
+        content_digest([record()], TOKENS, None),
+        content_digest([record()], TOKENS + 1, ROI),
+        content_digest([record("value")], TOKENS, ROI),
+        content_digest([], TOKENS, ROI),
+        content_digest([record()], None, None),
+    }
+    assert len(digests) == 6

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynckv.buffers.receive_budget import ReceiveBudget
+from asynckv.errors import EntryTooLarge
+
+
+async def started(budget: ReceiveBudget, nbytes: int) -> asyncio.Task[None]:
+    task = asyncio.create_task(budget.reserve(nbytes))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_what_exceeds_the_bound_is_refused_at_once() -> None:
+    with pytest.raises(EntryTooLarge, match="11 bytes"):
+        await ReceiveBudget(10).reserve(11)
+
+
+async def test_bytes_are_given_first_come_first_served() -> None:
+    budget = ReceiveBudget(10)
+    await budget.reserve(8)
+    large, small = await started(budget, 9), await started(budget, 1)
+    budget.release(7)
+    assert not large.done() and not small.done()
+    budget.release(1)
+    await asyncio.gather(large, small)
+    assert budget.used_bytes == 10
+
+
+async def test_a_cancelled_wait_leaves_no_trace_and_lets_others_pass() -> None:
+    budget = ReceiveBudget(10)
+    await budget.reserve(8)
+    large, small = await started(budget, 9), await started(budget, 1)
+    large.cancel()
+    await asyncio.wait({large, small})
+    assert large.cancelled() and budget.used_bytes == 9
+
+
+async def test_a_wait_cancelled_in_the_tick_of_its_turn_gives_the_bytes_back() -> None:
+    budget = ReceiveBudget(10)
+    await budget.reserve(8)
+    waiting = await started(budget, 9)
+    budget.release(8)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled() and budget.used_bytes == 0
