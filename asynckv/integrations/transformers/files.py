@@ -1,4 +1,7 @@
-"""An entry in a file of its own: safetensors, nothing is unpickled."""
+"""An entry in a file of its own: safetensors, nothing is unpickled.
+
+These read and write files: from async code, call them in a thread.
+"""
 
 from __future__ import annotations
 

@@ -97,11 +97,11 @@ async def generate_from(
     without a forward where it is what plain greedy ``generate`` would choose;
     with ``use_carried=False`` the last position is always computed again.
 
-    The entry is acknowledged as soon as all of it is in this process, before
-    the generation ends; inside ``async with load(...)``, :func:`continue_from`
-    has it given back if the generation fails. A cancelled call gives the entry
-    back, or has acknowledged it, and stops the forward at its next layer: it
-    waits for that, at most 1 s.
+    The entry is acknowledged as soon as the first forward has taken up all of
+    it, before the generation ends; inside ``async with load(...)``,
+    :func:`continue_from` has it given back however late the generation fails. A
+    cancelled call gives the entry back, or has acknowledged it, and stops the
+    forward at its next layer: it waits for that, at most 1 s.
 
     :raises IncompatiblePeer: another model computed it; given back
     :raises EntryAborted: if the producer failed before the entry was complete
@@ -120,7 +120,7 @@ async def generate_from(
         async with loading as handoff:
             generation = await _start(handoff, use_carried, options)
             generations.push_async_callback(generation.aclose)
-            waited = {handoff.landing.completed, generation.ended}
+            waited = {handoff.taken_up, generation.ended}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if generation.ended.done():
                 return generation.result()

@@ -64,6 +64,9 @@ class Handoff:
         self._loop = asyncio.get_running_loop()
         self._cache: LandingCache | None = None
         self._plans = plan_layers(model.config)
+        self._unused = {plan.index for plan in self._plans if plan.kind != "shared"}
+        self.taken_up: asyncio.Future[None] = self._loop.create_future()
+        """Done when a forward has taken up every layer."""
         self._rows = [self._rows_of(plan) for plan in self._plans]
         self.length = prompt.shared_length(entry_prompt)
         if self.length == 0:
@@ -230,9 +233,16 @@ class Handoff:
                 )
 
     def _tell_used(self, layer: int) -> None:
-        """Tell the observer. In the forward's thread."""
+        """Let the loop know. In the forward's thread."""
+        event = LayerEvent(layer, "used")
+        self._loop.call_soon_threadsafe(self._note_used, event)
+
+    def _note_used(self, event: LayerEvent) -> None:
         if self._observe is not None:
-            self._loop.call_soon_threadsafe(self._observe, LayerEvent(layer, "used"))
+            self._observe(event)
+        self._unused.discard(event.layer)
+        if not (self._unused or self.taken_up.done()):
+            self.taken_up.set_result(None)
 
 
 async def _left(name: str) -> torch.Tensor:

@@ -325,27 +325,30 @@ async def test_a_failed_generation_gives_the_entry_back(
     with pytest.raises(ValueError, match="no_such_option"):
         async with load(model, prompt, lookup) as handoff:
             await continue_from(handoff, no_such_option=1)
+    with pytest.raises(ValueError, match="no_such_option"):
+        await generate_from(model, prompt, lookup, no_such_option=1)
     async with load(model, prompt, lookup) as handoff:
-        assert handoff.attempt == 2
+        assert handoff.attempt == 3
 
 
 async def test_a_cancelled_generation_leaves_nothing_and_loses_nothing(
     model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
 ) -> None:
-    cache = filled(model, prompt)
+    ids = prompt.repeat(1, 30)  # large enough for copies to wait
+    cache = filled(model, ids)
 
     async def before() -> None:
-        await export(model, cache, prompt, lookup, entry_id=None)
+        await export(model, cache, ids, lookup)
 
     async def generate() -> Generated:
-        return await generate_from(model, prompt, lookup, **GREEDY)
+        return await generate_from(model, ids, lookup, use_carried=False, **GREEDY)
 
     async def check(_: int, __: object, outcome: Any) -> None:
         if not outcome.cancelled:
-            assert outcome.value.sequences.shape == (1, 48)
-        elif await lookup.peek(prompt[0]):
-            await lookup.drop_select(prompt[0])
-        assert await lookup.peek(prompt[0]) == 0
+            assert outcome.value.sequences.shape == (1, 1208)
+        elif await lookup.peek(ids[0]):
+            await lookup.drop_select(ids[0])
+        assert await lookup.peek(ids[0]) == 0
 
     counts = await sweep_cancellation(generate, check, before=before)
-    assert counts.cancelled > 4
+    assert counts.cancelled >= 4

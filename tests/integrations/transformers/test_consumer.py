@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
+
+from asynckv.abc import KVEntry, KVLookupBuffer
+from asynckv.errors import IncompatiblePeer
+from asynckv.integrations.transformers import (
+    LayerEvent,
+    continue_from,
+    entry_of,
+    handoff_of,
+    load,
+    prefill,
+)
+from asynckv.testing import use_across_tasks
+
+Model = Callable[..., PreTrainedModel]
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+
+
+async def insert(lookup: KVLookupBuffer, entry: KVEntry, **changes: Any) -> None:
+    entry = dataclasses.replace(entry, **changes)
+    await lookup.insert(*entry, extras=entry.extras)
+
+
+@pytest.fixture
+def entry(model: Any, prompt: torch.Tensor) -> KVEntry:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    return entry_of(model, cache, prompt)
+
+
+async def test_leaving_acknowledges_and_landed_layers_stay(
+    model: PreTrainedModel,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+    reference: Callable[..., torch.Tensor],
+) -> None:
+    prefilled = await prefill(model, prompt, lookup)
+    async with load(model, prompt, lookup) as handoff:
+        await handoff.landed()
+    await lookup.taken(prefilled.entry_id)
+    done = await continue_from(handoff, use_carried=False, **GREEDY)
+    assert torch.equal(done.sequences, reference(model, prompt))
+    assert done.entry_id == prefilled.entry_id
+    with pytest.raises(RuntimeError, match="was left"):
+        await handoff.first_token()
+
+
+async def test_an_error_gives_the_entry_back(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    await prefill(model, prompt, lookup)
+    with pytest.raises(InterruptedError):
+        async with load(model, prompt, lookup):
+            raise InterruptedError
+    async with load(model, prompt, lookup) as handoff:
+        assert handoff.attempt == 2
+
+
+async def test_it_may_be_entered_and_left_in_different_tasks(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    await prefill(model, prompt, lookup)
+    await use_across_tasks(
+        load(model, prompt, lookup), lambda handoff: continue_from(handoff, **GREEDY)
+    )
+    assert await lookup.peek(prompt[0]) == 0
+
+
+async def test_what_has_not_landed_when_it_is_left_never_will(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    await prefill(model, prompt, lookup)
+    async with load(model, prompt, lookup) as handoff:
+        pass
+    with pytest.raises(RuntimeError, match="before it had landed"):
+        await continue_from(handoff, **GREEDY, use_carried=False)
+
+
+async def test_every_layer_lands_and_is_used(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    events: list[LayerEvent] = []
+    await prefill(model, prompt, lookup)
+    async with load(model, prompt, lookup, observe=events.append) as handoff:
+        await continue_from(handoff, **GREEDY)
+    for what in ("landed", "used"):
+        assert {event.layer for event in events if event.what == what} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (lambda of: of("full"), "model"),
+        (lambda of: of("sliding"), "model"),
+        (lambda of: of("gqa", torch.bfloat16), "dtype"),
+    ],
+)
+async def test_another_models_kv_is_refused_and_given_back(
+    other: Callable[[Model], PreTrainedModel],
+    field: str,
+    model_of: Model,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+) -> None:
+    await prefill(model_of("gqa"), prompt, lookup)
+    with pytest.raises(IncompatiblePeer, match="another model") as caught:
+        async with load(other(model_of), prompt, lookup):
+            raise AssertionError("entered")
+    assert caught.value.field == field
+    assert await lookup.peek(prompt[0]) == 40
+
+
+async def test_other_weights_are_told_apart_by_name(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    await prefill(model, prompt, lookup, name="mine")
+    with pytest.raises(IncompatiblePeer, match="mine"):
+        async with load(model, prompt, lookup, name="yours"):
+            raise AssertionError("entered")
+    async with load(model, prompt, lookup, name="mine"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda kv: {"layers.0": kv["layers.0"]}, "layers"),
+        (lambda kv: {name: t.bfloat16() for name, t in kv.items()}, "dtype"),
+        (lambda kv: {name: t[..., :4] for name, t in kv.items()}, "shape"),
+        (lambda kv: {name: t[:, :, 1:] for name, t in kv.items()}, "shape"),
+        (lambda kv: {name: t[:, :, :0] for name, t in kv.items()}, "shape"),
+        (lambda kv: {name: t[0] for name, t in kv.items()}, "layers"),
+    ],
+)
+async def test_an_entry_without_a_fingerprint_is_checked_by_its_shapes(
+    change: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    field: str,
+    model: PreTrainedModel,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+    entry: KVEntry,
+) -> None:
+    key: Any = entry.key
+    await insert(lookup, entry, key=change(key), extras={})
+    with pytest.raises(IncompatiblePeer) as caught:
+        async with load(model, prompt, lookup):
+            raise AssertionError("entered")
+    assert caught.value.field == field
+
+
+async def test_an_entry_of_no_prompt_is_refused(
+    model: PreTrainedModel, lookup: KVLookupBuffer, entry: KVEntry
+) -> None:
+    for tokens in (None, torch.tensor([-3, 1])):
+        await insert(lookup, entry, input_tokens=tokens)
+        with pytest.raises(IncompatiblePeer) as caught:
+            async with load(model, None, lookup):
+                raise AssertionError("entered")
+        assert caught.value.field == "tokens"
+        await lookup.drop_select()
+
+
+def test_an_entry_for_another_prompt_is_refused(
+    model: PreTrainedModel, entry: KVEntry
+) -> None:
+    async def check() -> None:
+        with pytest.raises(IncompatiblePeer, match="another prompt"):
+            handoff_of(model, entry, [5, 5, 5])
+
+    asyncio.run(check())
+
+
+async def test_a_cancelled_wait_for_a_match_leaves_nothing(
+    model: LlamaForCausalLM, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    loading = load(model, prompt, lookup)
+    task = asyncio.create_task(loading.__aenter__())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await prefill(model, prompt, lookup)
+    assert await lookup.peek(prompt[0]) == 40

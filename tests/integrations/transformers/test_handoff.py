@@ -1,0 +1,192 @@
+"""The table of ways to continue, row by row: the naive way, and the adapter's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from asynckv.abc import KVLookupBuffer
+from asynckv.integrations.transformers import Handoff, entry_of, handoff_of, prefill
+
+Model = Callable[..., PreTrainedModel]
+Tokens = Callable[..., torch.Tensor]
+
+
+def filled(model: Any, ids: torch.Tensor) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def go_on(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    options = {"max_new_tokens": 8, "do_sample": False} | options
+    sequences: torch.Tensor = model.generate(ids, **options)
+    return sequences
+
+
+async def handed(
+    model: PreTrainedModel, ids: torch.Tensor, lookup: KVLookupBuffer
+) -> Handoff:
+    await prefill(model, ids, lookup)
+    return handoff_of(model, await lookup.drop_select(ids[0]), ids)
+
+
+async def test_a_whole_prompt_over_a_whole_cache_is_wrong_unless_it_is_cut(
+    model: Any, lookup: KVLookupBuffer, prompt: torch.Tensor, reference: Tokens
+) -> None:
+    mask = torch.ones_like(prompt)
+    naive = go_on(
+        model, prompt, attention_mask=mask, past_key_values=filled(model, prompt)
+    )
+    assert not torch.equal(naive, reference(model, prompt))
+    kwargs = (await handed(model, prompt, lookup)).generate_kwargs()
+    assert kwargs.keys() == {"input_ids", "attention_mask", "past_key_values"}
+    assert kwargs["past_key_values"].get_seq_length() == 39
+    done = model.generate(**kwargs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(done, reference(model, prompt))
+
+
+async def test_a_prompt_with_its_first_token_uses_the_whole_cache(
+    model: Any, lookup: KVLookupBuffer, prompt: torch.Tensor, reference: Tokens
+) -> None:
+    handoff = await handed(model, prompt, lookup)
+    kwargs = handoff.generate_kwargs(await handoff.first_token())
+    assert kwargs["past_key_values"].get_seq_length() == 40
+    assert kwargs["attention_mask"].shape == kwargs["input_ids"].shape == (1, 41)
+    done = model.generate(**kwargs, max_new_tokens=7, do_sample=False)
+    assert torch.equal(done, reference(model, prompt))
+    assert handoff.prompt_positions_computed == 0
+
+
+async def test_only_the_new_token_with_the_full_mask_gives_only_new_tokens(
+    model: Any, lookup: KVLookupBuffer, prompt: torch.Tensor, reference: Tokens
+) -> None:
+    kwargs = (await handed(model, prompt, lookup)).generate_kwargs()
+    kwargs["input_ids"] = kwargs["input_ids"][:, -1:]
+    done = model.generate(**kwargs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(done, reference(model, prompt)[:, 39:])
+
+
+async def test_only_the_new_token_without_a_mask_fails_loudly(
+    model: Any, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    kwargs = (await handed(model, prompt, lookup)).generate_kwargs()
+    cache = kwargs["past_key_values"]
+    with pytest.raises(RuntimeError, match="0 elements"):
+        go_on(model, prompt[:, -1:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "sliding", "alternating"])
+async def test_a_padded_batch_is_cut_at_its_end(
+    kind: str,
+    model_of: Model,
+    lookup: KVLookupBuffer,
+    padded: tuple[torch.Tensor, torch.Tensor],
+    reference: Tokens,
+) -> None:
+    model, (ids, mask) = model_of(kind), padded
+    await prefill(model, ids, lookup, attention_mask=mask, carry=())
+    handoff = handoff_of(model, await lookup.drop_select(), ids, attention_mask=mask)
+    kwargs: Any = handoff.generate_kwargs()
+    assert torch.equal(kwargs["attention_mask"], mask)
+    done = go_on(model, **kwargs | {"ids": kwargs.pop("input_ids")})
+    assert torch.equal(done, reference(model, ids, mask))
+
+
+@pytest.mark.parametrize("kind", ["sliding", "alternating"])
+async def test_a_window_is_wrong_unless_its_length_is_counted_on(
+    kind: str,
+    model_of: Model,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+    reference: Tokens,
+) -> None:
+    model: Any = model_of(kind)
+    first = reference(model, prompt)[:, :41]
+    naive = DynamicCache(list(filled(model, prompt)), config=model.config)
+    layer: Any = naive.layers[-1]
+    assert layer.cumulative_length == 15
+    options = {"attention_mask": torch.ones_like(first), "max_new_tokens": 7}
+    try:
+        wrong = go_on(model, first, past_key_values=naive, **options)
+    except (RuntimeError, IndexError):
+        wrong = first
+    assert not torch.equal(wrong, reference(model, prompt))
+    handoff = await handed(model, prompt, lookup)
+    kwargs: Any = handoff.generate_kwargs(await handoff.first_token())
+    layer = kwargs["past_key_values"].layers[-1]
+    assert (layer.cumulative_length, layer.keys.shape[-2]) == (40, 15)
+    done = model.generate(**kwargs, max_new_tokens=7, do_sample=False)
+    assert torch.equal(done, reference(model, prompt))
+
+
+async def test_without_the_config_a_window_sees_too_much(
+    model_of: Model, lookup: KVLookupBuffer, prompt: torch.Tensor, reference: Tokens
+) -> None:
+    model: Any = model_of("sliding")
+    naive = DynamicCache([(keys, values) for keys, values, _ in filled(model, prompt)])
+    first = reference(model, prompt)[:, :41]
+    try:
+        wrong = go_on(
+            model,
+            first,
+            past_key_values=naive,
+            attention_mask=torch.ones_like(first),
+            max_new_tokens=7,
+        )
+    except (RuntimeError, IndexError):
+        wrong = first
+    assert not torch.equal(wrong, reference(model, prompt))
+    kwargs: Any = (await handed(model, prompt, lookup)).generate_kwargs()
+    done = model.generate(**kwargs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(done, reference(model, prompt))
+
+
+async def test_a_first_token_of_another_prompt_is_not_taken(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    for held, asked in ((30, 40), (40, 30)):
+        part = prompt[:, :held]
+        await prefill(model, part, lookup, carry={"first_token", "hidden"})
+        entry = await lookup.drop_select(prompt[0])
+        handoff = handoff_of(model, entry, prompt[:, :asked])
+        assert await handoff.first_token() is None
+        assert await handoff.hidden() is None
+        with pytest.raises(ValueError, match="not for this prompt"):
+            handoff.generate_kwargs(torch.tensor([5]))
+
+
+async def test_a_handoff_is_continued_from_once(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    handoff = await handed(model, prompt, lookup)
+    handoff.generate_kwargs()
+    with pytest.raises(RuntimeError, match="once"):
+        handoff.generate_kwargs()
+
+
+async def test_a_prompt_of_one_token_imports_nothing(
+    model: Any, lookup: KVLookupBuffer, prompt: torch.Tensor, reference: Tokens
+) -> None:
+    one = prompt[:, :1]
+    kwargs: Any = (await handed(model, one, lookup)).generate_kwargs()
+    done = model.generate(**kwargs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(done, reference(model, one))
+
+
+async def test_all_that_was_carried_is_there(
+    model: PreTrainedModel, prompt: torch.Tensor, lookup: KVLookupBuffer
+) -> None:
+    await prefill(model, prompt, lookup, carry={"hidden"})
+    handoff = handoff_of(model, await lookup.drop_select(prompt[0]))
+    logits, first = await handoff.logits(), await handoff.first_token()
+    assert logits is not None
+    assert first is not None
+    assert torch.equal(logits.argmax(-1), first)
+    bare = handoff_of(model, entry_of(model, filled(model, prompt), prompt))
+    assert await bare.first_token() is None
