@@ -85,7 +85,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         raise ValueError("the tensor is not contiguous")
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError("the tensor is a lazy conjugate or negative: resolve it")
-    flat: _Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    # One element may come with any stride, which reshape() keeps and view() refuses.
+    elements = tensor.detach().as_strided((tensor.numel(),), (1,))
+    flat: _Bytes = elements.view(torch.uint8).numpy()
     return flat.data
 
 

@@ -41,6 +41,12 @@ def test_bytes_of_is_the_tensors_own_memory() -> None:
     assert tensor[0] == 1
 
 
+def test_one_element_out_of_a_wide_row_has_bytes() -> None:
+    column = torch.arange(96).reshape(2, 48)[:1, 5]
+    assert column.stride() != (1,)
+    assert bytes(bytes_of(column)) == (5).to_bytes(8, "little")
+
+
 def test_memory_outlives_the_tensor_it_came_from() -> None:
     memory = bytes_of(torch.full((1000,), 7, dtype=torch.uint8))
     gc.collect()
