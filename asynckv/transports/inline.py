@@ -56,7 +56,8 @@ class InlineTransport(PayloadTransport):
         self._digest = digest
         self._loop = loop
         self._on_lost = on_lost
-        self._max_chunk_bytes = max_chunk_bytes
+        # A peer's limit of 0 must not make us send empty chunks for ever.
+        self._max_chunk_bytes = max(max_chunk_bytes, 1)
         self._sockets: list[LaneSocket] = []
         self._senders: list[SendLane] = []
         self._receivers: list[ReceiveLane] = []
@@ -125,7 +126,8 @@ class InlineTransport(PayloadTransport):
     ) -> None:
         """As the contract says.
 
-        :raises LocalProtocolError: the part is waited for already
+        :raises LocalProtocolError: the part is waited for already, or the
+            transport is not open yet
         """
         incoming = self._part(transfer, part, target, done, None)
         if not incoming.left_bytes and self._error is None:
@@ -203,6 +205,8 @@ class InlineTransport(PayloadTransport):
         done: DoneCallback,
         digest: bytes | None,
     ) -> Part:
+        if not self._sockets:
+            raise LocalProtocolError("the payload lanes are not open yet")
         return Part(transfer, number, memory, done, digest if self._digest else b"")
 
     def _start_receiving(self) -> None:

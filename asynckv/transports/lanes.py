@@ -25,7 +25,7 @@ from asynckv.transports.parts import Part, PartTable
 
 __all__ = ("LaneOwner", "LaneSocket", "ReceiveLane", "SendLane")
 
-_PIECE_NBYTES: Final = 512 * 1024
+_PIECE_NBYTES: Final = 2**20
 """As much is received before the digest, so that it is still in the cache."""
 
 _names = itertools.count(1)

@@ -225,6 +225,14 @@ async def test_it_opens_on_as_many_sockets_as_lanes() -> None:
         await end.transport.open(b"", object())
 
 
+async def test_nothing_moves_before_it_is_open() -> None:
+    end = End(1)
+    with pytest.raises(LocalProtocolError, match="not open"):
+        end.send(1, 0, b"x")
+    with pytest.raises(LocalProtocolError, match="not open"):
+        end.receive(2, 0, bytearray(1))
+
+
 async def test_a_part_is_received_once() -> None:
     async with _connected() as (near, _):
         near.receive(1, 0, bytearray(3)).future.cancel()
