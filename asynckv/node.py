@@ -1,0 +1,155 @@
+"""One process's part in a transfer, opened from its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+)
+from typing import Final
+
+from asynckv.abc import KVLookupBuffer
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.roles import LookupByRole
+from asynckv.buffers.serve import Role, Server, serve
+from asynckv.config import KVRole, KVTransferConfig
+from asynckv.errors import ConfigError, PeerLost
+from asynckv.observability.waits import LoggedWait
+
+__all__ = ("Node", "open")
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+_ROLES: Final[dict[KVRole, Role]] = {
+    "kv_producer": "producer",
+    "kv_consumer": "consumer",
+    "kv_both": "both",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """An open node. ``lookup`` has the verbs of its role; others raise ``WrongRole``.
+
+    ``server`` serves what this node inserts, ``peer`` is asked for what it
+    selects; a role that does not do that has ``None`` there.
+    """
+
+    config: KVTransferConfig
+    lookup: KVLookupBuffer
+    server: Server | None
+    peer: Peer | None
+
+    @property
+    def url(self) -> str:
+        """Where this node serves, with the real port; else where its peer does."""
+        return self.config.url if self.server is None else self.server.url
+
+
+def open(
+    config: KVTransferConfig, *, drain_s: float = 30.0
+) -> AbstractAsyncContextManager[Node]:
+    """Open this process's node: ``async with asynckv.open(config) as node``.
+
+    A ``kv_producer`` serves its own buffer at ``kv_ip:kv_port``; a
+    ``kv_consumer`` connects there; a ``kv_both`` serves its own buffer, which
+    ``insert`` fills, and ``drop_select`` asks
+    ``kv_connector_extra_config.peer_url``. Entering waits at most
+    ``store_timeout`` seconds for that peer to be there; a cancelled entering
+    leaves nothing behind.
+
+    Leaving lets consumers take what is left for at most ``drain_s`` (not at all
+    when left by an error), then says goodbye to everybody.
+
+    :raises ConfigError: a configuration that cannot be opened
+    :raises PeerLost: the peer was not there in time
+    :raises OSError: the address cannot be listened on
+    """
+    return _opened(config, drain_s)
+
+
+@asynccontextmanager
+async def _opened(config: KVTransferConfig, drain_s: float) -> AsyncIterator[Node]:
+    role = _role_of(config)
+    async with AsyncExitStack() as stack:
+        own = server = peer = None
+        if config.is_kv_producer:
+            own = LookupBuffer(
+                config.max_bytes, fingerprint=config.fingerprint, drain_s=drain_s
+            )
+            # Entered before the buffer: what is left in it is served while it drains.
+            server = await stack.enter_async_context(
+                serve(config.url, lookup=own, identity=config.engine_id, role=role)
+            )
+            await stack.enter_async_context(own)
+        if config.peer_url is not None:
+            peer = await _connected(config, config.peer_url, role, stack)
+        lookup = LookupByRole(own, None if peer is None else peer.lookup)
+        yield Node(config, lookup, server, peer)
+
+
+def _role_of(config: KVTransferConfig) -> Role:
+    if config.kv_role is None:
+        raise ConfigError(
+            "kv_role is not set",
+            hint='set it to "kv_producer", "kv_consumer" or "kv_both"',
+        )
+    if config.kv_buffer_device != "cpu":
+        raise ConfigError(
+            f"kv_buffer_device is {config.kv_buffer_device!r}: only CPU memory is "
+            "here yet",
+            hint='write "cpu" and move tensors with .cpu()',
+        )
+    if config.is_kv_consumer and config.peer_url is None:
+        raise ConfigError(
+            "a kv_both also selects, and has nobody to ask",
+            hint='set kv_connector_extra_config.peer_url to "tcp://HOST:PORT"',
+        )
+    return _ROLES[config.kv_role]
+
+
+async def _connected(
+    config: KVTransferConfig, url: str, role: Role, stack: AsyncExitStack
+) -> Peer:
+    """Connect to the peer, again and again until it is there."""
+    timeout_s = config.store_timeout_s
+    lost: list[PeerLost] = []
+    try:
+        async with asyncio.timeout(timeout_s):
+            with LoggedWait("a node", f"its peer at {url}", "store_timeout, or serve"):
+                return await _first_answer(
+                    lambda: stack.enter_async_context(
+                        connect(
+                            url,
+                            fingerprint=config.fingerprint,
+                            max_bytes=config.max_bytes,
+                            identity=config.engine_id,
+                            role=role,
+                        )
+                    ),
+                    lost,
+                )
+    except TimeoutError:
+        raise PeerLost(
+            f"nobody served at {url} within {timeout_s:g} s",
+            hint="start the peer, or raise kv_connector_extra_config.store_timeout",
+        ) from (lost[-1] if lost else None)
+
+
+async def _first_answer(
+    dial: Callable[[], Awaitable[Peer]], lost: list[PeerLost]
+) -> Peer:
+    """Dial until somebody answers; note the last failure in ``lost``."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            return await dial()
+        except PeerLost as exc:
+            lost[:] = [exc]
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
