@@ -23,6 +23,7 @@ class ExpiryClock:
         self._present = present
         self._due: list[tuple[float, str]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0  # uvloop's handles do not all know when
 
     def add(self, at: float, entry_id: str) -> None:
         """Ask to be called at loop time ``at``."""
@@ -30,7 +31,7 @@ class ExpiryClock:
         if len(self._due) > 1024 + 2 * len(self._present):
             self._due = [due for due in self._due if due[1] in self._present]
             heapq.heapify(self._due)
-        if self._timer is None or at < self._timer.when():
+        if self._timer is None or at < self._timer_at:
             self._arm()
 
     def stop(self) -> None:
@@ -43,8 +44,9 @@ class ExpiryClock:
             self._timer.cancel()
             self._timer = None
         if self._due:
+            self._timer_at = self._due[0][0]
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(self._due[0][0], self._call)
+            self._timer = loop.call_at(self._timer_at, self._call)
 
     def _call(self) -> None:
         self._timer = None

@@ -14,7 +14,14 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, check_into, empty_tensor
 from asynckv.types import TensorSpec
 
-__all__ = ("build_entry", "check_targets", "hand_over", "lend", "tensors_of")
+__all__ = (
+    "build_entry",
+    "check_targets",
+    "hand_over",
+    "lend",
+    "match_targets",
+    "tensors_of",
+)
 
 
 def check_targets(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-__all__ = ("Tombstone", "Tombstones")
+__all__ = ("MAX_AGE_S", "MAX_COUNT", "Tombstone", "Tombstones")
 
 MAX_COUNT = 65_536
 MAX_AGE_S = 600.0
