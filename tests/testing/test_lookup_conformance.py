@@ -35,6 +35,6 @@ async def test_a_failure_names_the_check() -> None:
 
 
 def test_every_check_has_a_name_and_says_what_it_is_for() -> None:
-    names = [check.__name__ for check in LOOKUP_CHECKS]  # type: ignore[attr-defined]
+    names = [check.__name__ for check in LOOKUP_CHECKS]
     assert len(set(names)) == len(names) > 30
     assert all(check.__doc__ for check in LOOKUP_CHECKS)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import torch
+
+from asynckv.buffers.entries import EntryState, Lease, StoredEntry, Waiter
+from asynckv.buffers.queries import Query
+from asynckv.tensors.arena import HeapArena
+from asynckv.testing.holders import RecordingHolder, draft_of
+
+
+def placed(tokens: torch.Tensor) -> StoredEntry:
+    draft = draft_of("it", tuple(tokens.tolist()))
+    object.__setattr__(draft, "input_tokens", tokens)
+    entry = StoredEntry(draft, 1)
+    entry.place_regions(HeapArena(100).allocate(draft.sizes) or [])
+    return entry
+
+
+def test_an_entry_begins_without_memory() -> None:
+    entry = StoredEntry(draft_of("it"), 1)
+    assert entry.state is EntryState.WAITING
+    assert entry.regions == []
+    assert entry.nbytes == 16
+
+
+def test_tokens_are_copied_with_the_regions() -> None:
+    tokens = torch.tensor([1, 2])
+    entry = placed(tokens)
+    tokens.fill_(9)
+    assert entry.key() == torch.tensor([1, 2]).numpy().tobytes()
+
+
+def test_beginning_again_forgets_what_landed() -> None:
+    entry = placed(torch.tensor([1, 2]))
+    entry.parts[0].digest = b"d"
+    entry.landed.append(0)
+    entry.drop_regions()
+    assert entry.regions == []
+    assert entry.landed == []
+    assert entry.parts[0].digest is None
+
+
+def test_the_digest_covers_tokens_and_tensors() -> None:
+    digests = set()
+    for tokens in ([1], [2]):
+        entry = placed(torch.tensor(tokens))
+        for digest in (b"x", b"y"):
+            entry.parts[0].digest = digest
+            digests.add(entry.digest())
+    assert len(digests) == 4
+
+
+def test_a_lease_is_valid_while_its_entry_knows_it() -> None:
+    entry = StoredEntry(draft_of("it"), 1)
+    holder = RecordingHolder()
+    lease = Lease(entry, Waiter(Query(None), holder, 1, None), 0, 1)
+    assert not lease.is_valid
+    entry.leases[lease.token] = lease
+    assert lease.is_valid
+    assert lease.holder is holder
+
+
+def test_tokens_of_leases_are_never_the_same() -> None:
+    waiter = Waiter(Query(None), RecordingHolder(), 1, None)
+    entry = StoredEntry(draft_of("it"), 1)
+    assert len({Lease(entry, waiter, 0, 1).token for _ in range(100)}) == 100

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from asynckv.buffers.entries import EntryState, StoredEntry, Waiter
+from asynckv.buffers.matchmaker import Matchmaker, find_by_id, may_lease
+from asynckv.buffers.queries import Query, make_query
+from asynckv.testing.holders import RecordingHolder, draft_of
+from asynckv.types import KVFingerprint
+
+
+def ready(name: str, tokens: tuple[int, ...] = (1,), seq: int = 1) -> StoredEntry:
+    entry = StoredEntry(draft_of(name, tokens), seq)
+    entry.state = EntryState.READY
+    return entry
+
+
+def waiting(
+    query: Query, seq: int = 1, fingerprint: KVFingerprint | None = None
+) -> Waiter:
+    return Waiter(query, RecordingHolder(), seq, fingerprint)
+
+
+def test_the_longest_match_wins_then_the_first_in() -> None:
+    maker = Matchmaker()
+    for seq, tokens in enumerate([(1,), (1, 2), (1, 2)]):
+        maker.show(ready(str(seq), tokens, seq))
+    found = maker.find(waiting(make_query([1, 2, 3], None)))
+    assert found is not None
+    assert (found[0].entry_id, found[1]) == ("1", 2)
+
+
+def test_only_equal_fingerprints_match() -> None:
+    maker = Matchmaker()
+    maker.show(ready("a"))
+    other = KVFingerprint(model="m")
+    assert maker.find(waiting(make_query([1], None), 1, other)) is None
+    assert maker.peek(make_query([1], None), other) == 0
+    assert maker.peek(make_query([1], None), None) == 1
+
+
+def test_the_query_that_has_waited_longest_is_next() -> None:
+    maker = Matchmaker()
+    for seq in (3, 2):
+        maker.enqueue(waiting(make_query([1], None), seq))
+    maker.enqueue(waiting(Query(None), 1))
+    entry = ready("a", (1, 2))
+    served = [maker.next_for(entry) for _ in range(4)]
+    assert [found and found[0].seq for found in served] == [1, 2, 3, None]
+    assert maker.waiting_count == 0
+
+
+def test_who_waits_no_longer_is_not_next() -> None:
+    maker = Matchmaker()
+    waiter = waiting(make_query([1], None))
+    maker.enqueue(waiter)
+    for _ in range(2):
+        maker.dequeue(waiter)
+    assert maker.waiting_count == 0
+    assert maker.next_for(ready("a")) is None
+
+
+def test_everyone_leaves_in_the_order_of_their_wait() -> None:
+    maker = Matchmaker()
+    queries = (Query(None, "id"), make_query([1], None), Query(None))
+    for seq, query in enumerate(queries):
+        maker.enqueue(waiting(query, seq))
+    assert [waiter.seq for waiter in maker.everyone()] == [0, 1, 2]
+    assert maker.waiting_count == 0
+    assert maker.everyone() == []
+
+
+def test_an_insert_that_may_fail_is_shown_to_no_stream() -> None:
+    entry = ready("a")
+    entry.state = EntryState.FILLING
+    waiter = waiting(make_query([1], None))
+    assert may_lease(entry, waiter)
+    waiter.holder.streams = True
+    assert not may_lease(entry, waiter)
+
+
+def test_what_is_its_consumers_alone_is_found_by_nobody() -> None:
+    entry = ready("a")
+    entry.owner_gone = True
+    assert not may_lease(entry, waiting(make_query([1], None)))
+
+
+def test_an_id_finds_its_entry_if_the_tokens_agree() -> None:
+    entries = {"a": ready("a", (1, 2))}
+    found = find_by_id(entries, waiting(make_query([1], None, entry_id="a")))
+    assert found == (entries["a"], 1)
+    assert find_by_id(entries, waiting(make_query([2], None, entry_id="a"))) is None
+    assert find_by_id(entries, waiting(Query(None, "b"))) is None

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from asynckv.buffers.tombstones import Tombstone, Tombstones
+
+
+def stone(left_at: float, reason: str = "") -> Tombstone:
+    return Tombstone(reason, b"", frozenset(), left_at)
+
+
+def test_the_oldest_are_forgotten_by_count() -> None:
+    stones = Tombstones(max_count=2)
+    for number in range(3):
+        stones.bury(str(number), stone(0))
+    assert len(stones) == 2
+    assert stones.find("0", 0) is None
+    assert stones.find("2", 0) is not None
+
+
+def test_and_by_age() -> None:
+    stones = Tombstones(max_age_s=10)
+    stones.bury("old", stone(0))
+    stones.bury("new", stone(5))
+    assert stones.find("old", 10) is not None
+    assert stones.find("old", 11) is None
+    assert stones.find("new", 11) is not None
+
+
+def test_an_id_that_leaves_again_is_the_newest() -> None:
+    stones = Tombstones(max_count=2)
+    for name in ("a", "b", "a", "c"):
+        stones.bury(name, stone(0, name))
+    assert stones.find("a", 0) is not None
+    assert stones.find("b", 0) is None

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from asynckv.observability import waits
+from asynckv.observability.waits import LONG_WAIT_S, LoggedWait
+from asynckv.testing.blocked import until
+
+
+async def test_logs_once_at_debug_when_it_begins(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, waits.logger.name)
+    with LoggedWait("somebody", "room", "an insert"):
+        await asyncio.sleep(0)
+    assert caplog.messages == ["somebody waits for room; it ends with an insert"]
+
+
+async def test_warns_once_when_it_has_become_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert LONG_WAIT_S == 30
+    monkeypatch.setattr(waits, "LONG_WAIT_S", 0.001)
+    with LoggedWait("somebody", "room", "an insert"):
+        await until(lambda: bool(caplog.records))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "somebody has waited 0 s for room; it ends with an insert" in record.message
+
+
+async def test_what_ends_in_time_warns_of_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "LONG_WAIT_S", 0.001)
+    with LoggedWait("somebody", "room", "an insert"):
+        pass
+    with LoggedWait("another", "room", "an insert"):
+        await until(lambda: bool(caplog.records))
+    assert [r.message.split()[0] for r in caplog.records] == ["another"]

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import torch
+
+from asynckv.tensors.arena import HeapArena
+from asynckv.types import TensorSpec
+
+
+def test_takes_all_regions_or_none() -> None:
+    arena = HeapArena(10)
+    assert arena.allocate([6, 5]) is None
+    assert arena.used_bytes == 0
+    regions = arena.allocate([6, 4])
+    assert regions is not None
+    assert [region.nbytes for region in regions] == [6, 4]
+    assert (arena.used_bytes, arena.peak_bytes) == (10, 10)
+
+
+def test_a_region_is_given_back_once() -> None:
+    arena = HeapArena(10)
+    (region,) = arena.allocate([10]) or []
+    for _ in range(2):
+        region.release()
+    assert arena.used_bytes == 0
+    assert arena.peak_bytes == 10
+
+
+def test_memory_lives_as_long_as_its_tensor() -> None:
+    arena = HeapArena(16)
+    (region,) = arena.allocate([8]) or []
+    tensor = region.tensor(TensorSpec((2,), "float32"))
+    tensor.copy_(torch.tensor([1.0, 2.0]))
+    region.release()
+    del region
+    assert tensor.tolist() == [1.0, 2.0]
+
+
+def test_a_view_and_a_tensor_are_the_same_bytes() -> None:
+    (region,) = HeapArena(8).allocate([8]) or []
+    region.view()[:] = bytes(range(8))
+    assert region.tensor(TensorSpec((8,), "uint8")).tolist() == list(range(8))
+
+
+def test_what_is_outside_is_charged_when_it_is_adopted() -> None:
+    arena = HeapArena(10)
+    regions = arena.allocate_outside([8])
+    assert arena.used_bytes == 0
+    (other,) = arena.allocate([3]) or []
+    assert not arena.adopt(regions)
+    other.release()
+    assert arena.adopt(regions)
+    assert arena.used_bytes == 8
+    regions[0].release()
+    assert arena.used_bytes == 0
+
+
+def test_says_what_could_ever_fit() -> None:
+    arena = HeapArena(10)
+    arena.allocate([10])
+    assert not arena.fits([1])
+    assert arena.could_ever_fit([10])
+    assert not arena.could_ever_fit([10, 1])
+
+
+def test_empty_tensors_take_no_room() -> None:
+    arena = HeapArena(0)
+    (region,) = arena.allocate([0]) or []
+    assert region.tensor(TensorSpec((0, 3), "int16")).shape == (0, 3)
