@@ -16,9 +16,10 @@ from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.roles import LookupByRole
-from asynckv.buffers.serve import Role, Server, serve
+from asynckv.buffers.serve import Server, serve
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.errors import ConfigError, PeerLost
+from asynckv.links.options import Role
 from asynckv.observability.waits import LoggedWait
 
 __all__ = ("Node", "open")

@@ -14,16 +14,16 @@ import anyio
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.buffers.remote_store import RemoteStoreBuffer
-from asynckv.buffers.serve import (
+from asynckv.errors import AsyncKVError, PeerLost
+from asynckv.links.dial import dial
+from asynckv.links.link import Link
+from asynckv.links.options import (
     Digest,
     Role,
     new_identity,
     payload_digest,
     refuse_security,
 )
-from asynckv.errors import AsyncKVError, PeerLost
-from asynckv.links.dial import dial
-from asynckv.links.link import Link
 from asynckv.loops import LoopBound
 from asynckv.protocol.frames import Limits, PeerIdentity
 from asynckv.tensors.copying import CopyPool

@@ -14,10 +14,10 @@ from asynckv.buffers.asking import ask
 from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
 from asynckv.buffers.pushing import dense
 from asynckv.buffers.receive_budget import ReceiveBudget
-from asynckv.buffers.receiving import Reception
 from asynckv.buffers.store import check_key
 from asynckv.errors import PeerLost, PeerRestarted, RemoteProtocolError
 from asynckv.links.link import Link
+from asynckv.links.receiving import Reception
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.failures import from_failure

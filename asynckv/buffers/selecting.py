@@ -19,9 +19,9 @@ from asynckv.buffers.handover import match_targets
 from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
 from asynckv.buffers.queries import Query
 from asynckv.buffers.receive_budget import ReceiveBudget
-from asynckv.buffers.receiving import Reception
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
+from asynckv.links.receiving import Reception
 from asynckv.protocol.failures import from_failure
 from asynckv.protocol.frames import (
     Accepted,

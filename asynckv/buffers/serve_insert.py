@@ -11,7 +11,6 @@ from asynckv.buffers.contents import check_names
 from asynckv.buffers.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.manifest import Manifest, unpack, verify_inline
 from asynckv.buffers.queries import as_mask, as_tokens
-from asynckv.buffers.receiving import Reception
 from asynckv.errors import (
     AsyncKVError,
     EntryAborted,
@@ -19,6 +18,7 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.link import LinkStream
+from asynckv.links.receiving import Reception
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (

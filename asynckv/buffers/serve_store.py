@@ -7,12 +7,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 from asynckv.buffers.manifest import INLINE_NBYTES, pack
-from asynckv.buffers.receiving import Reception
 from asynckv.buffers.serve_insert import answer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.store_ledger import PendingPut, PinnedValue
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link, LinkStream, StreamHandler
+from asynckv.links.receiving import Reception
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Cancel,
