@@ -59,7 +59,7 @@ class StoreService:
         match frame:
             case Put(spec=None, key=key):
                 return self._answer(
-                    stream, Result(self.buffer.remove(key, fingerprint))
+                    stream, Result(int(self.buffer.remove(key, fingerprint)))
                 )
             case Put():
                 return _ServedPut(self, stream, frame, body)
@@ -70,7 +70,7 @@ class StoreService:
                 return _ServedGet(self, stream, pinned)
             case Delete(key=key):
                 return self._answer(
-                    stream, Result(self.buffer.remove(key, fingerprint))
+                    stream, Result(int(self.buffer.remove(key, fingerprint)))
                 )
             case Contains(keys=keys):
                 flags = self.buffer.has(keys, fingerprint)
