@@ -3,6 +3,7 @@
 Two processes; 64 tensors of 16 MiB into preallocated memory. Each round moves
 them once by one raw stream (``sendall``, ``recv_into(MSG_WAITALL)``) and once
 by each number of lanes, so that what disturbs the one disturbs the other.
+``--digest known`` is what a buffer does: the sender's digest was made at insert.
 
     python benchmarks/lanes.py --lanes 1 2 4 --rounds 7
 """
@@ -22,6 +23,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
+from asynckv.protocol.digests import digest_of
 from asynckv.tensors.views import bytes_of
 from asynckv.transports.inline import DEFAULT_CHUNK_BYTES, InlineTransport
 
@@ -37,7 +39,7 @@ class Work:
     tensors: int
     nbytes: int
     lanes: Sequence[int]
-    digest: bool
+    digest: str
     chunk_bytes: int
 
 
@@ -81,7 +83,7 @@ async def _open(work: Work, sockets: list[socket.socket]) -> list[InlineTranspor
     loop = asyncio.get_running_loop()
     for lanes in work.lanes:
         transport = InlineTransport(
-            lanes, work.digest, loop, _raise, max_chunk_bytes=work.chunk_bytes
+            lanes, work.digest != "off", loop, _raise, max_chunk_bytes=work.chunk_bytes
         )
         await transport.open(b"", [sockets.pop(0) for _ in range(lanes)])
         transports.append(transport)
@@ -100,6 +102,7 @@ async def _serve(work: Work, port: int) -> None:
     ]
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     memory = _memory(work)
+    known = [digest_of(source) if work.digest == "known" else None for source in memory]
     transports = await _open(work, sockets)
     loop = asyncio.get_running_loop()
     transfer = 0
@@ -113,7 +116,7 @@ async def _serve(work: Work, port: int) -> None:
                 control.sendall(source)
             continue
         transfer += 1
-        for digest in await _send(transports[order[0]], transfer, memory):
+        for digest in await _send(transports[order[0]], transfer, memory, known):
             control.sendall(digest)
     for transport in transports:
         await transport.aclose()
@@ -135,12 +138,15 @@ def _settle(
 
 
 async def _send(
-    transport: InlineTransport, transfer: int, memory: list[memoryview]
+    transport: InlineTransport,
+    transfer: int,
+    memory: list[memoryview],
+    known: list[bytes | None],
 ) -> list[bytes]:
     futures = _landing(len(memory))
     for index, source in enumerate(memory):
         done = functools.partial(_settle, futures[index])
-        transport.send(transfer, index, source, done)
+        transport.send(transfer, index, source, done, digest=known[index])
     return await asyncio.gather(*futures)
 
 
@@ -219,13 +225,13 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=64)
     parser.add_argument("--nbytes", type=int, default=16 * 2**20)
     parser.add_argument("--chunk-bytes", type=int, default=DEFAULT_CHUNK_BYTES)
-    parser.add_argument("--digest", choices=["full", "off"], default="full")
+    parser.add_argument("--digest", choices=["full", "known", "off"], default="full")
     given = parser.parse_args()
     work = Work(
         given.tensors,
         given.nbytes,
         given.lanes,
-        given.digest == "full",
+        given.digest,
         given.chunk_bytes,
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
