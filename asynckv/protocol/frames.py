@@ -18,6 +18,7 @@ __all__ = (
     "PROTOCOL_MINOR",
     "Accepted",
     "Ack",
+    "Arrived",
     "Attach",
     "Attached",
     "Cancel",
@@ -36,7 +37,10 @@ __all__ = (
     "Grant",
     "Hello",
     "Insert",
+    "JoinGroup",
     "Limits",
+    "Members",
+    "Missing",
     "Nack",
     "Noted",
     "Offer",
@@ -282,6 +286,33 @@ class OpenPipe(_Base, frozen=True, tag="pipe"):
     name: _Id = ""
 
 
+class JoinGroup(_Base, frozen=True, tag="join"):
+    """That rank of a group has come, and takes pipes at ``url``. Asked of rank 0."""
+
+    rank: _Count
+    size: _Count
+    url: _Name
+
+
+class Missing(_Base, frozen=True, tag="missing"):
+    """Group: who has not come yet, as rank 0 knows it."""
+
+    ranks: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=1024)]
+
+
+class Members(_Base, frozen=True, tag="members"):
+    """Group: all have come. Where each rank takes pipes that say ``group_id``."""
+
+    group_id: _Id
+    urls: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=1024)]
+
+
+class Arrived(_Base, frozen=True, tag="arrived"):
+    """Group: this rank is at its barrier of that number; from rank 0: all are."""
+
+    number: _Count
+
+
 class Grant(_Base, frozen=True, tag="grant"):
     """The receiver's memory is ready for this transfer."""
 
@@ -312,7 +343,11 @@ class Push(_Base, frozen=True, tag="push"):
 
 
 class Read(_Base, frozen=True, tag="read"):
-    """Pipe: the application has taken this many more bytes and tensors."""
+    """Pipe: there is room for this many more bytes and tensors.
+
+    The first one says how much there is in all, and the others what the
+    application has taken since.
+    """
 
     nbytes: _Count
     tensors: _Count
@@ -426,6 +461,7 @@ OpeningFrame: TypeAlias = (
     | Get
     | Delete
     | Contains
+    | JoinGroup
     | OpenPipe
 )
 
@@ -444,6 +480,9 @@ Frame: TypeAlias = (
     | Push
     | Read
     | Flushed
+    | Missing
+    | Members
+    | Arrived
     | Offer
     | Complete
     | Commit

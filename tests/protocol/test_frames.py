@@ -39,6 +39,10 @@ VALUES: dict[str, Any] = {
     "link_token": b"l" * 32,
     "has_key": True,
     "inline": False,
+    "url": "unix:///run/rank-1",
+    "group_id": "group",
+    "ranks": (1, 3),
+    "urls": ("", "tcp://127.0.0.1:7000"),
 }
 
 
