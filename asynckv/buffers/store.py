@@ -103,7 +103,6 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         return self.remove(key, self.fingerprint)
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
-        self._check_open()
         if isinstance(keys, str):
             raise TypeError("contains takes a sequence of keys, not one key")
         for key in keys:
@@ -196,6 +195,7 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         self, keys: Sequence[str], fingerprint: KVFingerprint | None
     ) -> tuple[bool, ...]:
         """As :meth:`contains`, for whoever has ``fingerprint``. Never waits."""
+        self._check_open()
         return tuple((key, fingerprint) in self._ledger for key in keys)
 
     async def _turn_of(self, ticket: _Ticket) -> PendingPut:
