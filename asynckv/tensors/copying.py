@@ -26,6 +26,9 @@ __all__ = ("CopyPool",)
 _PIECE_NBYTES: Final = 2**20
 """A thread asks whether to go on after as much; it also stays in the cache."""
 
+_IDLE_S: Final = 0.5
+"""A thread without work for as long ends; the next work starts another."""
+
 _AT_ONCE_NBYTES: Final = 64 * 1024
 _AT_ONCE_TENSORS: Final = 16
 
@@ -89,7 +92,7 @@ class _Call:
 class CopyPool:
     """A few threads that copy tensors and digest them.
 
-    They are started when there is work for them, and end after :meth:`close`.
+    They are started when there is work for them, and end soon after there is none.
     """
 
     def __init__(self, threads: int = 2) -> None:
@@ -165,7 +168,9 @@ class CopyPool:
             self._waiting.append((call, end))
             while self._threads < self._max_threads:
                 name = f"asynckv-copy-{next(_names)}"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
+                # No daemons: one that is in torch while the interpreter ends takes
+                # the process down. None outlives its work by more than _IDLE_S.
+                threading.Thread(target=self._work, name=name, daemon=False).start()
                 self._threads += 1
             self._changed.notify_all()
 
@@ -181,7 +186,8 @@ class CopyPool:
         with self._changed:
             while True:
                 while not self._waiting and not self._closed:
-                    self._changed.wait()
+                    if not self._changed.wait(_IDLE_S):
+                        break
                 if not self._waiting:
                     self._threads -= 1
                     return
