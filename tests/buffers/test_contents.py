@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from asynckv.buffers.contents import check_names, flatten, unflatten
+
+ONE = torch.ones(1)
+
+
+def test_fields_come_back_from_their_names() -> None:
+    key, value = {"0": torch.zeros(1), "a.key": torch.zeros(2)}, torch.zeros(3)
+    named = flatten(key, value, ONE, {"x.key": torch.zeros(4)})
+    assert list(named) == ["0.key", "a.key.key", "value", "hidden", "extras.x.key"]
+    fields = unflatten(named)
+    assert isinstance(fields[0], Mapping)
+    assert list(fields[0]) == ["0", "a.key"]
+    assert fields[1] is value
+    assert fields[2] is ONE
+    assert list(fields[3]) == ["x.key"]
+
+
+def test_nothing_is_an_entry_too() -> None:
+    assert flatten(None, None, None, None) == {}
+    assert unflatten({}) == (None, None, None, {})
+
+
+@pytest.mark.parametrize("layer", ["extras", "extras.a", ""])
+def test_a_layer_that_cannot_be_told_from_the_extras_is_refused(layer: str) -> None:
+    with pytest.raises(ValueError, match="extras|no tensor's name"):
+        flatten({layer: ONE}, None, None, None)
+
+
+def test_a_layer_called_by_a_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="write '0'"):
+        flatten({0: ONE}, None, None, None)  # type: ignore[dict-item]
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="hidden is a list"):
+        flatten(None, None, [1], None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["keys", ".key", "0.hidden", "a" * 513, ""])
+def test_names_that_no_entry_has_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        check_names([name])
+
+
+def test_a_field_is_whole_or_one_a_layer() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        check_names(["key", "0.key"])
+    check_names(["key", "0.value", "extras.key"])

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+
+import pytest
+
+from asynckv.abc import KVEntry
+from asynckv.buffers.drop_select import PendingSelect
+
+ENTRY = KVEntry(None, None, None, None, None, entry_id="it")
+
+
+class Uses:
+    """What a pending select did."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.pending = PendingSelect(self.take, self.borrow)
+
+    async def take(self) -> KVEntry:
+        self.seen.append("taken")
+        await asyncio.sleep(0)
+        return ENTRY
+
+    @asynccontextmanager
+    async def borrow(self) -> AsyncIterator[KVEntry]:
+        self.seen.append("borrowed")
+        try:
+            yield ENTRY
+        except LookupError:
+            self.seen.append("failed")
+            raise
+
+
+async def test_awaiting_takes() -> None:
+    uses = Uses()
+    assert uses.seen == []
+    assert await uses.pending is ENTRY
+    assert uses.seen == ["taken"]
+
+
+async def test_entering_borrows_and_hands_an_error_on() -> None:
+    uses = Uses()
+    with pytest.raises(LookupError):
+        async with uses.pending as entry:
+            assert entry is ENTRY
+            raise LookupError
+    assert uses.seen == ["borrowed", "failed"]
+
+
+async def test_a_second_use_is_refused() -> None:
+    uses = Uses()
+    await uses.pending
+    with pytest.raises(RuntimeError, match="used before"):
+        await uses.pending
+    with pytest.raises(RuntimeError, match="used before"):
+        async with uses.pending:
+            pass
+
+
+async def test_every_runner_of_coroutines_takes_it() -> None:
+    assert isinstance(Uses().pending, Coroutine)
+    assert await asyncio.create_task(Uses().pending) is ENTRY
+    assert await asyncio.wait_for(Uses().pending, 10) is ENTRY
+    assert list(await asyncio.gather(Uses().pending, Uses().pending)) == [ENTRY] * 2
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(Uses().pending)
+    assert task.result() is ENTRY
+
+
+async def test_a_task_cancelled_before_it_starts_takes_nothing() -> None:
+    uses = Uses()
+    task = asyncio.create_task(uses.pending)
+    task.cancel()
+    await asyncio.wait({task})
+    assert uses.seen == []
+
+
+async def test_closed_unused_it_stays_unused() -> None:
+    uses = Uses()
+    uses.pending.close()
+    with pytest.raises(RuntimeError, match="used before"):
+        await uses.pending
+    assert uses.seen == []
+
+
+async def test_leaving_what_was_never_entered_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="never entered"):
+        await Uses().pending.__aexit__(None, None, None)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asynckv.buffers.entries import Lease, StoredEntry, Waiter
+from asynckv.buffers.handover import (
+    build_entry,
+    check_targets,
+    hand_over,
+    lend,
+    match_targets,
+    tensors_of,
+)
+from asynckv.buffers.queries import Query
+from asynckv.errors import LeaseLost
+from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.copying import CopyPool
+from asynckv.testing.holders import RecordingHolder, draft_of
+from asynckv.types import TensorSpec
+
+POOL = CopyPool()
+
+
+def leased(deliveries: int = 1) -> Lease:
+    entry = StoredEntry(draft_of("it", (1, 2), deliveries=deliveries), 1)
+    entry.place_regions(HeapArena(100).allocate(entry.draft.sizes) or [])
+    stored(entry).fill_(7)
+    return Lease(entry, Waiter(Query(None), RecordingHolder(), 1, None), 2, 3)
+
+
+def stored(entry: StoredEntry) -> torch.Tensor:
+    part = entry.parts[0]
+    assert part.region is not None
+    return part.region.tensor(part.spec)
+
+
+def of(key: object) -> torch.Tensor:
+    assert isinstance(key, torch.Tensor)
+    return key
+
+
+async def test_the_last_delivery_gets_the_memory_itself() -> None:
+    lease = leased()
+    entry = await hand_over(lease, POOL, {})
+    assert of(entry.key).data_ptr() == stored(lease.entry).data_ptr()
+
+
+async def test_any_other_delivery_gets_a_copy() -> None:
+    for lease, hand in ((leased(2), hand_over), (leased(), lend)):
+        entry = await hand(lease, POOL, {})
+        of(entry.key).fill_(9)
+        assert stored(lease.entry).tolist() == [7] * 8
+
+
+async def test_into_is_where_it_lands() -> None:
+    for hand in (hand_over, lend):
+        target = torch.zeros(8, dtype=torch.uint8)
+        entry = await hand(leased(), POOL, {"key": target})
+        assert entry.key is target
+        assert target.tolist() == [7] * 8
+
+
+async def test_an_entry_says_how_it_was_delivered() -> None:
+    entry = await lend(leased(), POOL, {})
+    assert (entry.entry_id, entry.matched_tokens, entry.attempt) == ("it", 2, 3)
+    assert entry.input_tokens is not None
+    assert entry.input_tokens.tolist() == [1, 2]
+
+
+async def test_its_tokens_are_a_copy_too() -> None:
+    lease = leased()
+    entry = build_entry(lease, {"key": torch.zeros(8)})
+    assert entry.input_tokens is not None
+    entry.input_tokens.fill_(9)
+    assert lease.entry.input_tokens is not None
+    assert lease.entry.input_tokens.tolist() == [1, 2]
+
+
+async def test_what_has_left_cannot_be_read() -> None:
+    lease = leased()
+    lease.entry.release_regions()
+    with pytest.raises(LeaseLost):
+        await tensors_of(lease.entry.parts, POOL, {})
+
+
+def test_targets_are_checked_before_anything_is_waited_for() -> None:
+    assert check_targets(None) == {}
+    with pytest.raises(ValueError, match="no tensor's name"):
+        check_targets({"keys": torch.zeros(1)})
+    with pytest.raises(ValueError, match="contiguous"):
+        check_targets({"key": torch.zeros(4, 4).T})
+
+
+def test_targets_must_fit_the_entry() -> None:
+    specs = {"key": TensorSpec((2,), "float32")}
+    match_targets(specs, {"key": torch.zeros(2)})
+    for name, tensor in (("hidden", torch.zeros(2)), ("key", torch.zeros(3))):
+        with pytest.raises(ValueError, match=name):
+            match_targets(specs, {name: tensor})

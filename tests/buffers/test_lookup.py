@@ -1,0 +1,392 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from asynckv.abc import KVEntry
+from asynckv.buffers.lookup import LookupBuffer, make_draft
+from asynckv.errors import (
+    BufferClosed,
+    EntryAborted,
+    EntryConflict,
+    LeaseLost,
+    WrongLoop,
+)
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.lookup_checks.values import MIB, cancelled, expect_error, noise
+from asynckv.testing.tasks import use_across_tasks
+from asynckv.types import TensorSpec
+
+SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
+
+
+async def insert(
+    buffer: LookupBuffer, token: int, nbytes: int = 64, **options: Any
+) -> str:
+    return await buffer.insert([token], None, noise(nbytes), None, None, **options)
+
+
+async def borrow(
+    buffer: LookupBuffer, token: int, leave: asyncio.Event, error: bool = False
+) -> None:
+    async with buffer.drop_select([token]):
+        await leave.wait()
+        if error:
+            raise LookupError("the application fails")
+
+
+async def started(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    task = asyncio.create_task(work)
+    await until_blocked(task)
+    return task
+
+
+def full_buffer(**options: Any) -> LookupBuffer:
+    return LookupBuffer(100, drain_s=0, **options)
+
+
+async def ended(*tasks: asyncio.Task[Any]) -> list[Any]:
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_select_for_the_fifth_waiting_insert_comes_at_once() -> None:
+    async with LookupBuffer(MIB + 100, drain_s=0) as buffer:
+        await insert(buffer, 0, MIB)
+        inserts = [await started(insert(buffer, n, MIB)) for n in range(1, 6)]
+        began = asyncio.get_running_loop().time()
+        await buffer.drop_select([5])
+        assert asyncio.get_running_loop().time() - began < 0.05
+        await inserts[4]
+        assert not any(task.done() for task in inserts[:4])
+        for number in range(4):
+            await buffer.drop_select([number])
+            assert await inserts[number]
+        await buffer.drop_select([4])
+        assert buffer.statistics().used_bytes == 0
+
+
+async def test_an_insert_wakes_one_of_10_000_and_runs_no_other() -> None:
+    async with LookupBuffer(MIB, drain_s=0) as buffer:
+        tasks = [asyncio.create_task(buffer.drop_select([7, n])) for n in range(10_000)]
+        await until(lambda: buffer.statistics().waiting_selects == 10_000)
+        await buffer.insert([7, 4242], None, None, None, None)
+        await tasks[4242]
+        await asyncio.sleep(0)
+        assert sum(task.done() for task in tasks) == 1
+        buffer.abort()
+        results = await ended(*tasks)
+        assert sum(isinstance(r, BufferClosed) for r in results) == 9_999
+
+
+async def test_a_taken_back_delivery_waits_for_another_before_it_is_shown() -> None:
+    async with LookupBuffer(8 * MIB, max_deliver=1, drain_s=0) as buffer:
+        await insert(buffer, 1, 2 * MIB, deliveries=2)
+        leave = asyncio.Event()
+        failing = asyncio.create_task(borrow(buffer, 1, leave, error=True))
+        await until(
+            lambda: any(
+                x.reached
+                for e in buffer.ledger.entries.values()
+                for x in e.leases.values()
+            )
+        )
+        leave.set()
+        slow = asyncio.create_task(borrow(buffer, 1, asyncio.Event()))
+        await ended(failing)
+        assert buffer.statistics().undeliverable == 1
+        await until(lambda: buffer.statistics().waiting_selects == 1)
+        await cancelled(slow)
+        assert buffer.statistics().waiting_selects == 0
+
+
+async def test_who_holds_too_long_cannot_acknowledge() -> None:
+    async with LookupBuffer(1000, max_hold_s=0.001, drain_s=0) as buffer:
+        await insert(buffer, 1)
+        with pytest.raises(LeaseLost):
+            async with buffer.drop_select([1]):
+                await until(lambda: buffer.statistics().lapsed == 1)
+        assert (await buffer.drop_select([1])).attempt == 2
+
+
+async def test_a_stream_that_waits_learns_that_its_lease_has_lapsed() -> None:
+    async with LookupBuffer(1000, max_hold_s=0.001, drain_s=0) as buffer:
+        async with buffer.open_insert([1], None, SPECS) as writer:
+            with pytest.raises(LeaseLost):
+                async with buffer.open_drop_select([1]) as stream:
+                    await stream.wait_for("key")
+            await writer.put("key", noise(8))
+            await writer.put("value", noise(8))
+        await buffer.drop_select([1])
+
+
+async def test_a_put_that_is_still_under_way_is_not_committed() -> None:
+    specs = {"key": TensorSpec((8 * MIB,), "uint8")}
+    async with LookupBuffer(16 * MIB, drain_s=0) as buffer:
+        with pytest.raises(ValueError, match="not put"):
+            async with buffer.open_insert([1], None, specs) as writer:
+                putting = asyncio.create_task(writer.put("key", noise(8 * MIB)))
+                await until(lambda: putting.get_coro().cr_await is not None)  # type: ignore[union-attr]
+        await ended(putting)
+        assert buffer.statistics().used_bytes == 0
+
+
+async def test_a_retry_waits_for_what_is_only_in_a_consumers_hands() -> None:
+    async with full_buffer() as buffer:
+        await insert(buffer, 9, 80)
+        first = await started(insert(buffer, 1, entry_id="it"))
+        leave = asyncio.Event()
+        holding = await started(borrow(buffer, 1, leave))
+        await cancelled(first)
+        retry = await started(insert(buffer, 1, entry_id="it"))
+        assert not retry.done()
+        leave.set()
+        await holding
+        assert await retry == "it"
+        assert buffer.statistics().direct == 1
+
+
+async def test_a_retry_is_in_if_the_consumer_gives_back() -> None:
+    async with full_buffer() as buffer:
+        await insert(buffer, 9, 80)
+        first = await started(insert(buffer, 1, entry_id="it"))
+        leave = asyncio.Event()
+        holding = await started(borrow(buffer, 1, leave, error=True))
+        await cancelled(first)
+        retry = await started(insert(buffer, 1, entry_id="it"))
+        leave.set()
+        await ended(holding)
+        await buffer.drop_select([9])
+        assert await retry == "it"
+        assert (await buffer.drop_select([1])).entry_id == "it"
+
+
+async def test_a_cancelled_direct_insert_sends_its_consumer_back_to_waiting() -> None:
+    async with LookupBuffer(9 * MIB, drain_s=0) as buffer:
+        await insert(buffer, 9, 8 * MIB)
+        first = await started(insert(buffer, 1, 8 * MIB))
+        select = asyncio.create_task(buffer.drop_select([1]))
+        await until(lambda: buffer.statistics().direct == 1)
+        await cancelled(first)
+        await until(lambda: buffer.statistics().waiting_selects == 1)
+        assert buffer.statistics().outside_bytes == 0
+        await insert(buffer, 1)
+        assert (await select).attempt == 1
+
+
+async def test_a_bad_into_does_not_count_as_a_failure() -> None:
+    async with LookupBuffer(1000, max_deliver=1, drain_s=0) as buffer:
+        await insert(buffer, 1)
+        bad = {"key": noise(1)}
+        for kind in (buffer.open_drop_select, buffer.drop_select):
+            with pytest.raises(ValueError, match="key"):
+                async with kind([1], into=bad):
+                    pass
+        assert (await buffer.drop_select([1])).attempt == 3
+
+
+async def test_closing_lets_consumers_take_what_is_left() -> None:
+    buffer = LookupBuffer(1000, drain_s=30)
+    await insert(buffer, 1)
+    closing = await started(buffer.aclose())
+    with pytest.raises(BufferClosed):
+        await insert(buffer, 2)
+    assert not closing.done()
+    await buffer.drop_select([1])
+    await closing
+
+
+async def test_a_cancelled_close_leaves_nobody_waiting() -> None:
+    buffer = LookupBuffer(1000, drain_s=30)
+    await insert(buffer, 1)
+    select = await started(buffer.drop_select([2]))
+    await cancelled(await started(buffer.aclose()))
+    with pytest.raises(BufferClosed):
+        await select
+    assert buffer.statistics().used_bytes == 0
+
+
+async def test_closing_is_bounded_and_may_be_repeated() -> None:
+    buffer = LookupBuffer(1000, drain_s=0.01)
+    await insert(buffer, 1)
+    gone = await started(buffer.taken(await insert(buffer, 2)))
+    await asyncio.gather(buffer.aclose(), buffer.aclose())
+    error = await expect_error(EntryAborted, lambda: gone)
+    assert error.reason == "closed"
+    await buffer.aclose()
+
+
+@pytest.mark.both_loops
+async def test_an_abort_ends_every_wait_in_every_state() -> None:
+    buffer = full_buffer()
+    await insert(buffer, 9, 60)
+    leave = asyncio.Event()
+    waiting = await started(insert(buffer, 1))
+    direct = await started(insert(buffer, 2))
+    holding = await started(borrow(buffer, 2, leave))
+    select = await started(buffer.drop_select([7]))
+    stream = await started(insert_stream(buffer, 3))
+    buffer.abort()
+    for task in (waiting, direct, select, stream):
+        await expect_error(BufferClosed, asyncio.wait_for, task, 10)
+    leave.set()
+    await holding  # what an application holds whole may still be acknowledged
+    now = buffer.statistics()
+    assert (now.used_bytes, now.outside_bytes, now.entries) == (0, 0, 0)
+
+
+async def insert_stream(buffer: LookupBuffer, token: int) -> None:
+    async with buffer.open_insert([token], None, SPECS):
+        raise AssertionError("there is no room")
+
+
+async def test_an_abort_ends_streams_on_both_sides() -> None:
+    buffer = LookupBuffer(1000)
+    with pytest.raises(EntryAborted, match="closed"):
+        async with buffer.open_insert([1], None, SPECS) as writer:
+            read = await started(read_stream(buffer))
+            plain = await started(buffer.drop_select([1]))
+            buffer.abort()
+            await expect_error(EntryAborted, lambda: read)
+            await expect_error(BufferClosed, lambda: plain)
+            await writer.put("key", noise(8))
+    assert buffer.statistics().used_bytes == 0
+
+
+async def read_stream(buffer: LookupBuffer) -> None:
+    async with buffer.open_drop_select([1]) as stream:
+        async for _ in stream:
+            pass
+
+
+async def test_it_may_be_entered_in_one_task_and_left_in_another() -> None:
+    buffer = LookupBuffer(1000, drain_s=0)
+
+    async def use(_: LookupBuffer) -> None:
+        await insert(buffer, 1)
+        await use_across_tasks(buffer.drop_select([1]))
+
+    await use_across_tasks(buffer, use)
+
+
+def test_it_belongs_to_the_loop_that_used_it_first() -> None:
+    buffer = LookupBuffer(1000)
+    asyncio.run(insert(buffer, 1, ttl_s=None))
+    with pytest.raises(WrongLoop):
+        asyncio.run(insert(buffer, 1))
+    buffer.pool.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"device": "cuda"}, {"max_deliver": 0}, {"max_bytes": "much"}]
+)
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"device|max_deliver|size"):
+        LookupBuffer(**options)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"deliveries": 0}, {"ttl_s": -1}, {"ttl_s": float("inf")}]
+)
+def test_what_an_insert_says_is_checked(wrong: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"ttl_s": 1, "deliveries": 1} | wrong
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        make_draft([1], None, {}, entry_id=None, fingerprint=None, **options)
+
+
+async def test_a_second_insert_under_way_is_a_conflict() -> None:
+    async with full_buffer() as buffer:
+        await insert(buffer, 9, 80)
+        first = await started(insert(buffer, 1, entry_id="it"))
+        with pytest.raises(EntryConflict):
+            await insert(buffer, 1, entry_id="it")
+        await cancelled(first)
+
+
+class Crowd:
+    """Random callers of one small buffer, cancelled at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.buffer = LookupBuffer(600, max_deliver=3, max_hold_s=60, drain_s=0)
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def choose(self) -> Coroutine[Any, Any, Any]:
+        token, leave = self.random.randrange(3), asyncio.Event()
+        if self.random.random() < 0.5:
+            leave.set()
+        error = self.random.random() < 0.5
+        nbytes, ttl_s = self.random.randrange(400), self.random.choice([0, 600, None])
+        deliveries = self.random.randint(1, 2)
+        options = {"ttl_s": ttl_s, "deliveries": deliveries}
+        name = f"id {self.random.randrange(8)}"
+        kinds: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            lambda: insert(self.buffer, token, nbytes, **options),
+            lambda: insert(self.buffer, token, 90, entry_id=name, **options),
+            lambda: self.take(token),
+            lambda: borrow(self.buffer, token, leave, error),
+            lambda: self.buffer.withdraw(name),
+            lambda: self.write(token, leave, error),
+            lambda: self.read(token, leave, error),
+        ]
+        return self.random.choice(kinds)()
+
+    async def take(self, token: int) -> KVEntry:
+        return await self.buffer.drop_select([token])
+
+    async def write(self, token: int, leave: asyncio.Event, error: bool) -> None:
+        async with self.buffer.open_insert([token], None, SPECS) as writer:
+            for name in SPECS:
+                await writer.put(name, noise(8))
+            if error:
+                await leave.wait()
+                raise LookupError("the application fails")
+
+    async def read(self, token: int, leave: asyncio.Event, error: bool) -> None:
+        async with self.buffer.open_drop_select([token]) as stream:
+            async for _ in stream:
+                if error:
+                    await leave.wait()
+                    raise LookupError("the application fails")
+
+    async def step(self) -> None:
+        if self.tasks and self.random.random() < 0.3:
+            self.random.choice(self.tasks).cancel()
+        else:
+            self.tasks.append(asyncio.create_task(self.choose()))
+        for _ in range(self.random.randrange(4)):
+            await asyncio.sleep(0)
+        self.check()
+
+    def check(self) -> None:
+        """Bytes charged are those of the entries that are there."""
+        entries = self.buffer.ledger.entries.values()
+        now = self.buffer.statistics()
+        inside = [e.nbytes for e in entries if e.in_arena]
+        outside = [e.nbytes for e in entries if e.regions and not e.in_arena]
+        assert now.used_bytes == sum(inside) <= now.max_bytes
+        assert now.outside_bytes == sum(outside)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_bytes_are_exact_after_any_interleaving(seed: int) -> None:
+    crowd = Crowd(seed)
+    for _ in range(200):
+        await crowd.step()
+    crowd.buffer.abort()
+    for task in crowd.tasks:
+        if crowd.random.random() < 0.5:
+            task.cancel()
+    _, left = await asyncio.wait(crowd.tasks, timeout=0.05)
+    for task in left:  # those that hold an entry for ever
+        task.cancel()
+    await ended(*crowd.tasks)
+    now = crowd.buffer.statistics()
+    assert (now.used_bytes, now.outside_bytes, now.entries) == (0, 0, 0)
+    assert (now.waiting_selects, now.waiting_inserts) == (0, 0)
+    errors = {type(e) for e in await ended(*crowd.tasks) if isinstance(e, Exception)}
+    known = {LookupError, BufferClosed, EntryAborted, EntryConflict, LeaseLost}
+    assert errors <= known

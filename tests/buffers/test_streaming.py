@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.streaming import LocalStream, LocalWriter, check_put
+from asynckv.errors import EntryAborted, LeaseLost
+from asynckv.testing.blocked import until_blocked
+from asynckv.testing.lookup_checks.values import cancelled, noise, same
+from asynckv.types import TensorSpec
+
+SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
+
+
+async def test_a_writer_that_was_left_puts_nothing() -> None:
+    async with LookupBuffer(1000, drain_s=0) as buffer:
+        async with buffer.open_insert([1], None, SPECS) as writer:
+            for name in SPECS:
+                await writer.put(name, noise(8))
+        assert isinstance(writer, LocalWriter)
+        with pytest.raises(RuntimeError, match="left already"):
+            await writer.put("key", noise(8))
+
+
+async def test_a_put_may_be_overwritten_on_return() -> None:
+    async with LookupBuffer(1000, drain_s=0) as buffer:
+        async with buffer.open_insert([1], None, SPECS) as writer:
+            for name in SPECS:
+                tensor = noise(8)
+                await writer.put(name, tensor)
+                tensor.fill_(9)
+        assert same((await buffer.drop_select([1])).key, noise(8))
+
+
+async def test_a_cancelled_put_may_be_made_again() -> None:
+    nbytes = 8 * 2**20
+    async with LookupBuffer(2 * nbytes, drain_s=0) as buffer:
+        specs = {"key": TensorSpec((nbytes,), "uint8")}
+        async with buffer.open_insert([1], None, specs) as writer:
+            overwritten = noise(nbytes)
+            putting = asyncio.create_task(writer.put("key", overwritten))
+            await asyncio.sleep(0)
+            await cancelled(putting)
+            overwritten.fill_(9)
+            await writer.put("key", noise(nbytes))
+        assert same((await buffer.drop_select([1])).key, noise(nbytes))
+
+
+async def test_a_writer_of_an_entry_that_is_gone_learns_it() -> None:
+    buffer = LookupBuffer(1000)
+    with pytest.raises(EntryAborted):
+        async with buffer.open_insert([1], None, SPECS) as writer:
+            buffer.abort()
+            await writer.put("key", noise(8))
+
+
+async def test_a_stream_that_was_left_gives_nothing() -> None:
+    async with LookupBuffer(1000, drain_s=0) as buffer:
+        await buffer.insert([1], None, noise(8), None, None)
+        async with buffer.open_drop_select([1]) as stream:
+            assert isinstance(stream, LocalStream)
+        with pytest.raises(RuntimeError, match="left already"):
+            await anext(stream)
+
+
+async def test_leaving_wakes_who_still_waits_for_a_tensor() -> None:
+    async with LookupBuffer(1000, drain_s=0) as buffer:
+        async with buffer.open_insert([1], None, SPECS) as writer:
+            async with buffer.open_drop_select([1]) as stream:
+                waiting = asyncio.create_task(stream.wait_for("key"))
+                await until_blocked(waiting)
+            with pytest.raises(LeaseLost):
+                await waiting
+            for name in SPECS:
+                await writer.put(name, noise(8))
+
+
+async def test_a_cancelled_read_reads_the_same_tensor_again() -> None:
+    async with LookupBuffer(1000, drain_s=0) as buffer:
+        async with buffer.open_insert([1], None, SPECS) as writer:
+            async with buffer.open_drop_select([1]) as stream:
+                reading = asyncio.create_task(stream.wait_for("key"))
+                await until_blocked(reading)
+                await cancelled(reading)
+                await writer.put("key", noise(8))
+                assert (await anext(stream))[0] == "key"
+                assert await stream.wait_for("key") is await stream.wait_for("key")
+            await writer.put("value", noise(8))
+
+
+async def test_into_must_fit_what_was_declared() -> None:
+    async with LookupBuffer(1000, drain_s=0) as buffer:
+        await buffer.insert([1], None, noise(8), None, None)
+        with pytest.raises(ValueError, match="key"):
+            async with buffer.open_drop_select([1], into={"key": noise(9)}):
+                pass
+        await buffer.drop_select([1])
+
+
+def test_a_put_is_as_declared() -> None:
+    check_put(SPECS, set(), "key", noise(8))
+    for put, name, tensor in (
+        (set[str](), "hidden", noise(8)),
+        ({"key"}, "key", noise(8)),
+        (set[str](), "key", torch.zeros(8)),
+        (set[str](), "key", noise(7)),
+    ):
+        with pytest.raises(ValueError, match=name):
+            check_put(SPECS, put, name, tensor)
