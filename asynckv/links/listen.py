@@ -106,7 +106,7 @@ class LinkListener:
         if older is not None:
             older.abort(PeerLost(f"{peer.id} has opened a new link"))
         self._links[peer.id] = link
-        link.call_when_lost(lambda _: self._forget(link))
+        link.call_when_lost(lambda _: self.release(link))
         try:
             service = self._service_for(link)
             if self._on_link is not None:
@@ -118,7 +118,8 @@ class LinkListener:
         link.start(service)
         logger.info("link to %s by %s", peer.id, link.transport_name)
 
-    def _forget(self, link: Link) -> None:
+    def release(self, link: Link) -> None:
+        """Leave a link to its owner: closing the listener does not close it."""
         if self._links.get(link.peer.id) is link:
             del self._links[link.peer.id]
 

@@ -1,0 +1,283 @@
+"""The receiving half of a pipe: what the peer may send, and what waits to be taken.
+
+The peer sends ahead of the application, up to a bound that it is told; a tensor
+above the bound comes alone, and only when the application waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
+from asynckv.links.link import Link
+from asynckv.links.receiving import Reception
+from asynckv.pipes.outbound import INLINE_NBYTES, MAX_TENSORS
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
+from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
+from asynckv.types import TensorSpec
+
+__all__ = ("Arrival", "Inbound")
+
+_NOTHING: Final = memoryview(b"")
+
+
+class Arrival:
+    """One tensor, or None, that the peer has announced."""
+
+    __slots__ = ("inbound", "is_verified", "reception", "spec", "tensor", "transfer")
+
+    def __init__(self, inbound: Inbound, frame: Push) -> None:
+        self.inbound = inbound
+        self.spec: TensorSpec | None = frame.spec
+        self.transfer = frame.transfer
+        self.tensor: torch.Tensor | None = None
+        self.reception: Reception | None = None
+        self.is_verified = False
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.spec is None else self.spec.nbytes
+
+    def part_verified(self, index: int, digest: bytes) -> None:
+        self.inbound.verified(self)
+
+    def reception_failed(self, error: Exception) -> None:
+        self.inbound.fail(self, str(error))
+
+
+class Inbound:
+    """What one side receives through a pipe, in order.
+
+    ``broke`` is told, on the loop, of bytes that changed on their way: nothing
+    behind them is received.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        send: Callable[[Frame, memoryview], None],
+        max_bytes: int,
+        broke: Callable[[ChecksumError], None],
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self.received_bytes = 0
+        self.received_tensors = 0
+        self._link = link
+        self._send = send
+        self._broke = broke
+        self._queue: collections.deque[Arrival] = collections.deque()
+        self._unverified: collections.deque[Arrival] = collections.deque()
+        self._landing: dict[int, Arrival] = {}
+        self._credit_bytes = 0
+        self._credit_tensors = 0
+        self._owed_bytes = 0
+        self._owed_tensors = 0
+        self._verified_count = 0
+        self._reported_count = 0
+        self._report: asyncio.Handle | None = None
+        self._changed = asyncio.Event()
+        self._lost: PeerLost | None = None
+        self._was_cut = False
+        self._checksum: ChecksumError | None = None
+
+    @property
+    def held_tensors(self) -> int:
+        """How many were announced and not taken."""
+        return len(self._queue)
+
+    def open(self) -> None:
+        """Let the peer send. Never waits."""
+        self._owe(self.max_bytes, MAX_TENSORS)
+
+    # What the application does.
+
+    async def head(self) -> Arrival:
+        """Wait for the next tensor; it stays in the stream until it is taken.
+
+        To be called by one task at a time. A cancelled call leaves no trace.
+
+        :raises EndOfStream: the pipe was closed and everything was taken
+        :raises PeerLost: the connection ended in any other way
+        :raises ChecksumError: the next tensor's bytes changed on their way
+        :raises MemoryError: there is none for a tensor above the bound
+        """
+        while not self._queue or not self._queue[0].is_verified:
+            if self._lost is not None:
+                raise self._failure()
+            if self._queue:
+                self._grant(self._queue[0])
+            self._changed.clear()
+            await self._changed.wait()
+        return self._queue[0]
+
+    def take(self, arrival: Arrival) -> None:
+        """Take the first tensor out of the stream. Never waits.
+
+        :raises EndOfStream: the pipe was closed on this side meanwhile
+        :raises PeerLost: it was aborted on this side meanwhile
+        """
+        if not self._queue or self._queue[0] is not arrival:
+            raise self._failure()
+        self._queue.popleft()
+        self.held_bytes -= arrival.nbytes
+        self.received_bytes += arrival.nbytes
+        self.received_tensors += 1
+        self._owe(arrival.nbytes, 1)
+
+    # What the peer says.
+
+    def on_push(self, frame: Push, body: bytes) -> None:
+        """The next tensor comes, with its bytes if they are few."""
+        arrival = Arrival(self, frame)
+        self._charge(arrival)
+        if arrival.spec is not None:
+            try:
+                dtype_of(arrival.spec.dtype)
+            except ValueError as exc:
+                raise RemoteProtocolError(f"a pushed tensor: {exc}") from exc
+        self._queue.append(arrival)
+        self._unverified.append(arrival)
+        if arrival.spec is None or frame.inline:
+            self._take_inline(arrival, frame, body)
+            return
+        if body or arrival.nbytes <= INLINE_NBYTES:
+            raise RemoteProtocolError("a small tensor that did not ride along")
+        self._link.payload.announce(frame.transfer)
+        if arrival.nbytes <= self.max_bytes:
+            # Without memory for it now, it comes when the application waits.
+            with contextlib.suppress(MemoryError):
+                self._grant(arrival)
+        self._changed.set()
+
+    def on_done(self, frame: Done) -> None:
+        """The peer has sent a tensor's last byte."""
+        arrival = self._landing.get(frame.transfer)
+        if arrival is None or arrival.reception is None:
+            raise RemoteProtocolError("a Done for what was never granted")
+        arrival.reception.on_done(frame)
+
+    def verified(self, arrival: Arrival) -> None:
+        """All bytes of it are here, and are those that were sent."""
+        arrival.is_verified = True
+        arrival.reception = None
+        self._landing.pop(arrival.transfer, None)
+        while self._unverified and self._unverified[0].is_verified:
+            self._unverified.popleft()
+            self._verified_count += 1
+        self._report_soon()
+        self._changed.set()
+
+    def fail(self, arrival: Arrival, message: str) -> None:
+        """Its bytes changed on their way: what came before it is still good."""
+        if self._lost is None:
+            self._checksum = ChecksumError(message, hint="the pipe is broken")
+            while self._queue[-1] is not arrival:
+                self._cut()
+            self._broke(self._checksum)
+
+    def report(self) -> None:
+        """Say what was verified and what was taken. Never waits."""
+        if self._report is not None:
+            self._report.cancel()
+            self._report = None
+        if self._verified_count > self._reported_count:
+            self._reported_count = self._verified_count
+            self._send(Flushed(self._verified_count), _NOTHING)
+        if self._owed_bytes or self._owed_tensors:
+            read = Read(self._owed_bytes, self._owed_tensors)
+            self._credit_bytes += read.nbytes
+            self._credit_tensors += read.tensors
+            self._owed_bytes = self._owed_tensors = 0
+            self._send(read, _NOTHING)
+
+    def end(self, error: PeerLost, *, keep: bool = True) -> None:
+        """Nothing comes any more. Never waits; only the first call counts.
+
+        What has come whole can still be taken, unless ``keep`` is false.
+        """
+        if self._lost is None:
+            self._lost = error
+            self._was_cut = bool(self._unverified)
+        while self._unverified and self._queue:
+            self._cut()
+        if not keep:
+            self._queue.clear()
+            self.held_bytes = 0
+            self._was_cut = False
+        if self._report is not None:
+            self._report.cancel()
+            self._report = None
+        self._changed.set()
+
+    # Changes of state.
+
+    def _failure(self) -> Exception:
+        if self._checksum is not None:
+            return ChecksumError(self._checksum.message, hint=self._checksum.hint)
+        lost = self._lost or PeerLost("the pipe is over")
+        if lost.goodbye and not self._was_cut:
+            return EndOfStream(lost.message)
+        error = PeerLost(lost.message, hint=lost.hint)
+        error.__cause__ = lost.__cause__
+        return error
+
+    def _charge(self, arrival: Arrival) -> None:
+        told_unread = self.max_bytes - self._credit_bytes
+        if self._credit_tensors < 1 or (
+            arrival.nbytes > self._credit_bytes and told_unread
+        ):
+            raise RemoteProtocolError("a tensor for which there is no room")
+        self._credit_bytes -= arrival.nbytes
+        self._credit_tensors -= 1
+        self.held_bytes += arrival.nbytes
+
+    def _take_inline(self, arrival: Arrival, frame: Push, body: bytes) -> None:
+        if len(body) != arrival.nbytes or arrival.nbytes > INLINE_NBYTES:
+            raise RemoteProtocolError("a pushed tensor has not its declared size")
+        if arrival.spec is not None:
+            if self._link.digest != "off" and frame.digest != digest_of(body):
+                self.fail(arrival, "a tensor arrived with other bytes than were sent")
+                return
+            arrival.tensor = empty_tensor(arrival.spec)
+            bytes_of(arrival.tensor)[:] = body
+        self.verified(arrival)
+
+    def _grant(self, arrival: Arrival) -> None:
+        if arrival.spec is None or arrival.reception is not None:
+            return
+        try:
+            arrival.tensor = empty_tensor(arrival.spec)
+        except RuntimeError as exc:
+            raise MemoryError(f"none for a tensor of {arrival.nbytes} bytes") from exc
+        target = bytes_of(arrival.tensor)
+        arrival.reception = Reception(self._link, arrival.transfer, [target], arrival)
+        self._landing[arrival.transfer] = arrival
+        arrival.reception.begin()
+        self._send(Grant(arrival.transfer), _NOTHING)
+
+    def _cut(self) -> None:
+        """Forget the last tensor, which is not whole or follows one that is not."""
+        arrival = self._queue.pop()
+        if arrival.reception is not None:
+            arrival.reception.stop()
+        self._landing.pop(arrival.transfer, None)
+        if self._unverified and self._unverified[-1] is arrival:
+            self._unverified.pop()
+        self.held_bytes -= arrival.nbytes
+
+    def _owe(self, nbytes: int, tensors: int) -> None:
+        self._owed_bytes += nbytes
+        self._owed_tensors += tensors
+        self._report_soon()
+
+    def _report_soon(self) -> None:
+        if self._report is None and self._lost is None:
+            self._report = asyncio.get_running_loop().call_soon(self.report)

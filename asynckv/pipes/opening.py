@@ -1,0 +1,241 @@
+"""Opening pipes: one side dials, the other accepts."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import torch
+
+from asynckv.errors import ConfigError, EndOfStream
+from asynckv.links.dial import dial
+from asynckv.links.link import Link, LinkStream
+from asynckv.links.listen import LinkListener, listen
+from asynckv.links.options import (
+    Digest,
+    new_identity,
+    payload_digest,
+    refuse_security,
+)
+from asynckv.loops import LoopBound
+from asynckv.pipes.end import PipeEnd
+from asynckv.pipes.pipe import Pipe
+from asynckv.protocol.frames import OpeningFrame, OpenPipe
+from asynckv.types import parse_bytes
+
+__all__ = ("PipeListener", "listen_pipe", "open_pipe", "refuse_device")
+
+_MAX_WAITING: Final = 64
+
+
+def refuse_device(device: torch.device | str | None) -> None:
+    """Refuse devices to which no pipe leads yet.
+
+    :raises ConfigError: it is another one than the CPU
+    """
+    if device is not None and torch.device(device).type != "cpu":
+        raise ConfigError(
+            f"device={str(device)!r}: pipes move tensors in CPU memory only, so far",
+            hint="leave device out and send tensor.cpu()",
+        )
+
+
+def open_pipe(
+    url: str,
+    *,
+    digest: Digest = "auto",
+    lanes: int | None = None,
+    secret_file: str | None = None,
+    tls: object = None,
+    allow_plaintext: bool = False,
+    max_bytes: int | float | str = "1GB",
+    device: torch.device | str | None = None,
+) -> AbstractAsyncContextManager[Pipe]:
+    """Open a pipe to the listener at ``url``: ``async with open_pipe(url) as pipe``.
+
+    Entering waits for the connection (at most 10 s), not for the peer's
+    ``accept()``; a cancelled entering leaves nothing behind. ``max_bytes``
+    bounds what is in flight, and what is received ahead of the application.
+    Leaving flushes, says goodbye and hangs up; after an error it just hangs up.
+
+    :raises ConfigError: an option that this version cannot honour
+    :raises PeerLost: nobody listens there, or did not answer in time
+    """
+    refuse_security(secret_file, tls, allow_plaintext)
+    refuse_device(device)
+    return _opened(url, payload_digest(digest), lanes, parse_bytes(max_bytes))
+
+
+@asynccontextmanager
+async def _opened(
+    url: str, digest: Literal["full", "off"], lanes: int | None, max_bytes: int
+) -> AsyncIterator[Pipe]:
+    link = await dial(url, identity=new_identity(), digest=digest, lanes=lanes)
+    end = PipeEnd.dialled(link, max_bytes)
+    async with Pipe(end, end) as pipe:
+        yield pipe
+
+
+def listen_pipe(
+    url: str,
+    *,
+    digest: Digest = "auto",
+    lanes: int | None = None,
+    secret_file: str | None = None,
+    tls: object = None,
+    allow_plaintext: bool = False,
+    max_bytes: int | float | str = "1GB",
+    device: torch.device | str | None = None,
+) -> PipeListener:
+    """Wait for pipes at ``url``, of which port 0 takes a free port.
+
+    ``async with listen_pipe(url) as listener``; ``listener.url`` has the real
+    port, and ``async with await listener.accept() as pipe`` takes one pipe.
+    ``max_bytes`` holds for each of them.
+
+    :raises ConfigError: an option that this version cannot honour
+    """
+    refuse_security(secret_file, tls, allow_plaintext)
+    refuse_device(device)
+    return PipeListener(
+        url,
+        digest=payload_digest(digest),
+        lanes=lanes,
+        max_bytes=parse_bytes(max_bytes),
+    )
+
+
+class _Door:
+    """What one link may ask of a listener: to be a pipe, once."""
+
+    def __init__(self, listener: PipeListener, link: Link) -> None:
+        self._listener = listener
+        self._link = link
+        self._was_opened = False
+
+    def open(self, stream: LinkStream, frame: OpeningFrame, body: bytes) -> PipeEnd:
+        if not isinstance(frame, OpenPipe):
+            raise ConfigError(
+                f"nothing here answers a {type(frame).__name__}",
+                hint="a pipe listens at that address: open_pipe reaches it",
+            )
+        if self._was_opened:
+            raise ConfigError("this link is a pipe already")
+        self._was_opened = True
+        return self._listener.arrived(stream)
+
+
+class PipeListener(LoopBound):
+    """Accepts pipes while it is entered. Those it has accepted are the caller's."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        digest: Literal["full", "off"],
+        lanes: int | None,
+        max_bytes: int,
+    ) -> None:
+        self._asked_url = url
+        self._digest = digest
+        self._lanes = lanes
+        self._max_bytes = max_bytes
+        self._listener: LinkListener | None = None
+        self._waiting: collections.deque[PipeEnd] = collections.deque()
+        self._turn_to_accept = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    @property
+    def url(self) -> str:
+        """Where pipes are opened, with the real port.
+
+        :raises RuntimeError: it was not entered yet
+        """
+        if self._listener is None:
+            raise RuntimeError("the listener has no address before it is entered")
+        return self._listener.url
+
+    async def accept(self) -> Pipe:
+        """Return the next pipe that a peer has opened; the caller closes it.
+
+        Several callers are served in turn. A cancelled call has taken nothing.
+
+        :raises EndOfStream: the listener was closed
+        """
+        self._check_loop()
+        if self._listener is None:
+            raise RuntimeError("enter the listener before accept()")
+        async with self._turn_to_accept:
+            while not self._is_closed:
+                while self._waiting:
+                    end = self._waiting.popleft()
+                    if end.link.is_open:
+                        self._listener.release(end.link)
+                        end.inbound.open()
+                        return Pipe(end, end)
+                self._changed.clear()
+                await self._changed.wait()
+        raise EndOfStream("the listener was closed on this side")
+
+    def arrived(self, stream: LinkStream) -> PipeEnd:
+        """A peer has opened a pipe; it waits until it is accepted.
+
+        :raises ConfigError: too many wait
+        """
+        self._waiting = collections.deque(
+            end for end in self._waiting if end.link.is_open
+        )
+        if len(self._waiting) >= _MAX_WAITING:
+            raise ConfigError(
+                f"{_MAX_WAITING} pipes wait to be accepted here already",
+                hint="call accept() there, or open fewer",
+            )
+        end = PipeEnd.asked_for(stream, self._max_bytes)
+        self._waiting.append(end)
+        self._changed.set()
+        return end
+
+    async def __aenter__(self) -> Self:
+        self._check_loop()
+        if self._listener is not None:
+            raise RuntimeError("the listener was entered before; make a new one")
+        self._listener = await listen(
+            self._asked_url,
+            identity=new_identity(),
+            service_for=lambda link: _Door(self, link),
+            digest=self._digest,
+            lanes=self._lanes,
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Take no more; pipes that nobody accepted are cut. May be called again."""
+        self._close()
+        if self._listener is not None:
+            await self._listener.aclose()
+
+    def abort(self) -> None:
+        """As :meth:`aclose`, at once. Never waits."""
+        self._close()
+        if self._listener is not None:
+            self._listener.abort()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._changed.set()
+        while self._waiting:
+            # No goodbye: the peer would take it for the end of a whole stream.
+            self._waiting.popleft().abort()

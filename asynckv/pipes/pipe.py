@@ -1,0 +1,226 @@
+"""The pipe: tensors in, tensors out, each in the order of the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from asynckv.abc import KVPipe
+from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
+from asynckv.loops import LoopBound
+from asynckv.pipes.end import PipeEnd
+from asynckv.pipes.inbound import Arrival
+from asynckv.pipes.outbound import Parcel
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.views import check_into, empty_tensor, spec_of
+
+__all__ = ("Pipe", "PipeStatistics")
+
+_DRAIN_S: Final = 30.0
+_CALLS_A_TICK: Final = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class PipeStatistics:
+    """What went through a pipe, and what is in it now.
+
+    ``in_flight`` is copied and not known to be in the peer's memory; ``held``
+    was announced by the peer and not taken yet. ``room_waits`` counts the sends
+    that found the pipe full, ``waiting_senders`` those that wait now.
+    """
+
+    max_bytes: int
+    sent_bytes: int
+    sent_tensors: int
+    received_bytes: int
+    received_tensors: int
+    in_flight_bytes: int
+    in_flight_tensors: int
+    held_bytes: int
+    held_tensors: int
+    room_waits: int
+    waiting_senders: int
+
+
+class Pipe(KVPipe, LoopBound):
+    """Sends through one end and receives through one, usually the same.
+
+    Left by ``async with`` after an error it is aborted: the peer must not take
+    what it has received for the whole stream.
+    """
+
+    def __init__(self, sends: PipeEnd, receives: PipeEnd) -> None:
+        self._ends = (sends,) if sends is receives else (sends, receives)
+        self._link = sends.link
+        self._outbound = sends.outbound
+        self._inbound = receives.inbound
+        self._pool = CopyPool()
+        self._turn_to_receive = asyncio.Lock()
+        self._calls = 0
+        self._told_loss = False
+        self._told_broken = False
+
+    def __repr__(self) -> str:
+        return f"<Pipe over {self._link!r}>"
+
+    @property
+    def peer(self) -> str:
+        """The peer's id."""
+        return self._link.peer.id
+
+    @property
+    def transport(self) -> str:
+        """How payload moves: ``"inline"`` or ``"mem"``."""
+        return self._link.transport_name
+
+    def statistics(self) -> PipeStatistics:
+        """Return what went through and what is in it now. Never waits."""
+        outbound, inbound = self._outbound, self._inbound
+        return PipeStatistics(
+            max_bytes=outbound.max_bytes,
+            sent_bytes=outbound.sent_bytes,
+            sent_tensors=outbound.sent_tensors,
+            received_bytes=inbound.received_bytes,
+            received_tensors=inbound.received_tensors,
+            in_flight_bytes=outbound.in_flight_bytes,
+            in_flight_tensors=outbound.in_flight_tensors,
+            held_bytes=inbound.held_bytes,
+            held_tensors=inbound.held_tensors,
+            room_waits=outbound.room_waits,
+            waiting_senders=outbound.waiting,
+        )
+
+    async def send_tensor(self, tensor: torch.Tensor | None) -> None:
+        self._check_loop()
+        parcel = Parcel(None if tensor is None else spec_of(tensor))
+        try:
+            await self._let_others_run()
+            await self._outbound.reserve(parcel)
+            if tensor is None or parcel.spec is None:
+                self._outbound.put(parcel, None, b"")
+                return
+            memory = empty_tensor(parcel.spec)
+            (digest,) = await self._pool.copy(
+                [tensor], [memory], digest=self._link.digest != "off"
+            )
+            self._outbound.put(parcel, memory, digest)
+        except BaseException as exc:
+            self._outbound.drop(parcel)
+            self._note(exc)
+            raise
+
+    async def flush(self) -> None:
+        """As the contract says; a tensor above the peer's bound is in its memory
+        once its ``recv_tensor`` waits for it.
+        """
+        self._check_loop()
+        try:
+            await self._outbound.flush()
+        except PipeBroken as exc:
+            self._note(exc)
+            raise
+
+    async def recv_tensor(
+        self, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        self._check_loop()
+        try:
+            await self._let_others_run()
+            async with self._turn_to_receive:
+                arrival = await self._inbound.head()
+                if into is None or arrival.spec is None or arrival.tensor is None:
+                    self._inbound.take(arrival)
+                    return arrival.tensor
+                await self._copy_into(arrival, arrival.tensor, into)
+                self._inbound.take(arrival)
+                return into
+        except (PeerLost, ChecksumError) as exc:
+            self._note(exc)
+            raise
+
+    async def __anext__(self) -> torch.Tensor | None:
+        try:
+            return await self.recv_tensor()
+        except EndOfStream:
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        """Flush for at most 30 s, say goodbye, hang up. May be called again.
+
+        What the peer sends meanwhile is not received. A call that is cancelled
+        while it flushes aborts the pipe.
+
+        :raises PipeBroken: something sent did not arrive, or the peer is lost
+            and nobody was told yet
+        """
+        self._check_loop()
+        self._outbound.refuse()
+        try:
+            await self._drain()
+        except PipeBroken as exc:
+            if not self._knows(exc):
+                raise
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            for end in self._ends:
+                await end.aclose()
+            self._pool.close()
+
+    def abort(self) -> None:
+        self._told_loss = self._told_broken = True
+        for end in self._ends:
+            end.abort()
+        self._pool.close()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is not None:
+            self.abort()
+        await self.aclose()
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                await self._outbound.flush()
+        except TimeoutError:
+            left = self._outbound.in_flight_tensors
+            self.abort()
+            raise PipeBroken(
+                f"the peer has not received everything within {_DRAIN_S:g} s",
+                maybe_delivered=left,
+                hint="await flush() first: it waits for as long as it takes",
+            ) from None
+
+    async def _copy_into(
+        self, arrival: Arrival, tensor: torch.Tensor, into: torch.Tensor
+    ) -> None:
+        if arrival.spec is not None:
+            check_into(into, arrival.spec, "tensor")
+        await self._pool.copy([tensor], [into], digest=False)
+
+    async def _let_others_run(self) -> None:
+        # Small tensors need not wait for anything: a loop over them would keep
+        # the event loop for itself.
+        self._calls += 1
+        if not self._calls % _CALLS_A_TICK:
+            await asyncio.sleep(0)
+
+    def _note(self, error: BaseException) -> None:
+        self._told_loss |= isinstance(error, PeerLost | ChecksumError)
+        self._told_broken |= isinstance(error, PipeBroken)
+
+    def _knows(self, error: PipeBroken) -> bool:
+        """Whether the application has heard of it; from now on it has."""
+        knew = self._told_broken or (self._told_loss and not error.maybe_delivered)
+        self._note(error)
+        return knew
