@@ -12,7 +12,7 @@ import torch
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.digests import digest_of, entry_digest
 from asynckv.protocol.frames import Contents, TensorRecord
-from asynckv.tensors.views import bytes_of, dtype_of, spec_of, tensor_over
+from asynckv.tensors.views import bytes_of, dtype_of, spec_of, tensor_from
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -37,7 +37,7 @@ _decoder = msgspec.msgpack.Decoder(Contents)
 class Manifest:
     """A body, read: records, tokens, and the tensors' bytes if they rode along.
 
-    ``tokens`` and ``roi`` are over the body's memory: read, never written.
+    ``input_tokens`` and ``roi`` have memory of their own.
     """
 
     records: tuple[TensorRecord, ...]
@@ -109,7 +109,7 @@ def _read(rest: memoryview, contents: Contents, inline: bool) -> Manifest:
     for size in sizes:
         pieces.append(rest[:size])
         rest = rest[size:]
-    read = [tensor_over(pieces[i], spec) for i, spec in enumerate(tokens)]
+    read = [tensor_from(pieces[i], spec) for i, spec in enumerate(tokens)]
     first = read.pop(0) if contents.input_tokens else None
     return Manifest(
         records=contents.tensors,

@@ -6,13 +6,13 @@ tolerance.
 
 from __future__ import annotations
 
+import array
 import dataclasses
 from collections.abc import Sequence
 
 import torch
 
 from asynckv.abc import Match, TokenIds
-from asynckv.tensors.views import bytes_of
 
 __all__ = ("TOKEN_NBYTES", "Query", "as_mask", "as_tokens", "key_of", "make_query")
 
@@ -75,7 +75,7 @@ def key_of(tokens: torch.Tensor | None, mask: torch.Tensor | None) -> bytes:
     if tokens is None:
         return b""
     selected = tokens if mask is None else tokens[mask.bool()]
-    return bytes(bytes_of(selected.to(torch.int64).contiguous()))
+    return selected.to(torch.int64).numpy().tobytes()
 
 
 def make_query(
@@ -96,14 +96,26 @@ def make_query(
         raise ValueError(f"match is 'prefix' or 'exact', not {match!r}")
     if min_matched_tokens < 1:
         raise ValueError("min_matched_tokens is at least 1")
-    tokens = as_tokens(input_tokens)
-    mask = as_mask(roi, tokens)
-    key = None if tokens is None else key_of(tokens, mask)
+    key: bytes | None
+    if roi is None and type(input_tokens) is list:
+        key = _key_of_ids(input_tokens)
+    else:
+        tokens = as_tokens(input_tokens)
+        mask = as_mask(roi, tokens)
+        key = None if tokens is None else key_of(tokens, mask)
     if key == b"":
         if entry_id is None:
             raise ValueError("no token is selected, so nothing could ever match")
         key = None
     return Query(key, entry_id, match, min_matched_tokens)
+
+
+def _key_of_ids(ids: list[int]) -> bytes:
+    """As :func:`key_of` for plain ids, without a tensor in between."""
+    try:
+        return array.array("q", ids).tobytes()
+    except (TypeError, OverflowError) as exc:
+        raise ValueError(f"input_tokens is no list of token ids: {exc}") from exc
 
 
 def _tensor_of(values: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:

@@ -180,7 +180,10 @@ class Peer(LoopBound):
     def _on_lost(self, link: Link, error: PeerLost) -> None:
         if self._is_closing or link is not self._link:
             return
-        if error.goodbye or self._reconnect_s <= 0:
+        cause = error.__cause__
+        ours = isinstance(cause, Exception) and not isinstance(cause, OSError)
+        if error.goodbye or ours or self._reconnect_s <= 0:
+            # What broke the rules of the wire once would do so again.
             self._end(error)
         else:
             logger.info("the link to %s was lost; dialling again", self.url)

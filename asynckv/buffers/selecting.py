@@ -40,7 +40,7 @@ from asynckv.protocol.frames import (
     Retract,
     Select,
 )
-from asynckv.tensors.views import bytes_of, empty_tensor
+from asynckv.tensors.views import bytes_of, empty_tensor, tensor_from
 
 __all__ = ("Delivery", "Selecting")
 
@@ -75,8 +75,8 @@ class Delivery:
             dict(zip(names, self.tensors, strict=True))
         )
         return KVEntry(
-            input_tokens=clone(self.manifest.input_tokens),
-            roi=clone(self.manifest.roi),
+            input_tokens=self.manifest.input_tokens,
+            roi=self.manifest.roi,
             key=key,
             value=value,
             hidden=hidden,
@@ -284,8 +284,9 @@ class Selecting:
         ):
             target = self._targets.get(record.name)
             if target is None:
-                target = empty_tensor(record.spec)
-            bytes_of(target)[:] = piece  # at most 64 KiB
+                target = tensor_from(piece, record.spec)
+            else:
+                bytes_of(target)[:] = piece  # at most 64 KiB
             delivery.tensors.append(target)
         delivery.landed = list(range(len(delivery.tensors)))
 

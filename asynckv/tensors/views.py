@@ -20,6 +20,7 @@ __all__ = (
     "dtype_of",
     "empty_tensor",
     "spec_of",
+    "tensor_from",
     "tensor_over",
 )
 
@@ -113,6 +114,23 @@ def tensor_over(
     if not lent.flags.writeable:
         lent = numpy.asarray(_WritableWindow(lent))
     return torch.from_numpy(lent).view(dtype).view(spec.shape)
+
+
+def tensor_from(piece: bytes | memoryview, spec: TensorSpec) -> torch.Tensor:
+    """Return a tensor of its own memory that holds a copy of ``piece``.
+
+    For few bytes: what rides with a frame.
+
+    :raises ValueError: if there are not exactly as many bytes
+    """
+    if len(piece) != spec.nbytes:
+        raise ValueError(f"{len(piece)} bytes are not a tensor of {spec.nbytes}")
+    if not piece or spec.dtype == "complex32":  # frombuffer() refuses, or warns
+        tensor = empty_tensor(spec)
+        bytes_of(tensor)[:] = piece
+        return tensor
+    memory = bytearray(piece)
+    return torch.frombuffer(memory, dtype=dtype_of(spec.dtype)).view(spec.shape)
 
 
 def empty_tensor(spec: TensorSpec) -> torch.Tensor:

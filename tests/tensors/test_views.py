@@ -13,6 +13,7 @@ from asynckv.tensors.views import (
     dtype_of,
     empty_tensor,
     spec_of,
+    tensor_from,
     tensor_over,
 )
 from asynckv.types import DTYPE_NBYTES, TensorSpec
@@ -139,3 +140,15 @@ def test_into_must_fit(into: torch.Tensor) -> None:
 
 def test_into_that_fits_is_accepted() -> None:
     check_into(torch.zeros(2, 3), TensorSpec((2, 3), "float32"), "key")
+
+
+@pytest.mark.parametrize("name", ["bool", "bfloat16", "complex32", "int64", "uint16"])
+def test_a_tensor_from_a_few_bytes_has_its_own_memory(name: str) -> None:
+    spec = TensorSpec((2, 3), name)
+    source = bytes(index % 2 for index in range(spec.nbytes))
+    tensor = tensor_from(source, spec)
+    assert spec_of(tensor) == spec and bytes(bytes_of(tensor)) == source
+    bytes_of(tensor)[0] = 0
+    assert tensor_from(b"", TensorSpec((0,), name)).numel() == 0
+    with pytest.raises(ValueError, match="bytes are not"):
+        tensor_from(source[1:], spec)
