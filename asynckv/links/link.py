@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import anyio
@@ -72,7 +72,11 @@ class Link:
         # Both directions share one payload transport: their numbers differ.
         self._transfers = itertools.count(1 if dialled else 2, 2)
         self._pings = itertools.count(1)
-        self._outgoing = Outgoing(stream, self._session.outbox, self._loop)
+        self._outgoing = Outgoing(
+            stream, self._session.outbox, self._loop, self._read_on
+        )
+        # What was received; not empty only while reading is paused.
+        self._events: Iterator[Event[LinkStream]] = iter(())
         self._when_lost: list[Callable[[PeerLost], None]] = []
         self._grace: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] = self._loop.create_future()
@@ -173,17 +177,8 @@ class Link:
         if self.error is not None:
             return
         self._heartbeat.was_heard = True
-        try:
-            for event in self._session.receive(data):
-                self._handle(event)
-                if self.error is not None:
-                    break
-        except ProtocolError as exc:
-            self._break(exc)
-        except Exception as exc:
-            logger.exception("a request handler of the link to %s", self.peer.id)
-            self.abort(exc)
-        self._outgoing.flush()
+        self._events = self._session.receive(data)
+        self._handle_events()
 
     def on_writable(self) -> None:
         self._outgoing.flush()
@@ -199,6 +194,25 @@ class Link:
         self._end_at_once(lost)
 
     # Receiving.
+
+    def _handle_events(self) -> None:
+        try:
+            for event in self._events:
+                self._handle(event)
+                if self.error is not None or not self._outgoing.has_room():
+                    break
+        except ProtocolError as exc:
+            self._break(exc)
+        except Exception as exc:
+            logger.exception("a request handler of the link to %s", self.peer.id)
+            self.abort(exc)
+        self._outgoing.flush()
+
+    def _read_on(self) -> None:
+        if self.error is None and not self._outgoing.is_reading_paused:
+            self._handle_events()
+        if self.error is None and not self._outgoing.is_reading_paused:
+            self._stream.resume_reading()
 
     def _handle(self, event: Event[LinkStream]) -> None:
         if isinstance(event, Came):

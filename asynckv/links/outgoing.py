@@ -23,12 +23,21 @@ _WRITE_BYTES: Final = 256 * 1024
 
 
 class Outgoing:
-    """Moves an outbox to a stream, and pauses its reading where it must."""
+    """Moves an outbox to a stream, and pauses its reading where it must.
+
+    ``read_on()`` is called, on a later tick, when reading may go on: first
+    with what was received already, then by ``resume_reading``.
+    """
 
     def __init__(
-        self, stream: ControlStream, outbox: Outbox, loop: asyncio.AbstractEventLoop
+        self,
+        stream: ControlStream,
+        outbox: Outbox,
+        loop: asyncio.AbstractEventLoop,
+        read_on: Callable[[], None],
     ) -> None:
         self.is_reading_paused = False
+        self._tell_to_read_on = read_on
         self._stream = stream
         self._outbox = outbox
         self._loop = loop
@@ -60,18 +69,24 @@ class Outgoing:
             if not outbox.nbytes:
                 stream.finish()
         elif outbox.answer_bytes > self._max_answer_bytes:
-            self.is_reading_paused = True
-            stream.pause_reading()
+            self._pause()
         elif self.is_reading_paused and outbox.answer_bytes <= LOW_BYTES:
             self._max_answer_bytes = MAX_ANSWER_BYTES
             self._read_on()
         if self._when_drained and self.nbytes < LOW_BYTES:
             self.tell_drained()
 
+    def has_room(self) -> bool:
+        """Whether one more answer may be queued; if not, reading is paused."""
+        if self._outbox.answer_bytes > self._max_answer_bytes:
+            self.flush()
+        return not self.is_reading_paused
+
     def finish(self) -> None:
         """Write what is queued, then end the writing half; read on meanwhile."""
         self._is_last = True
-        self._read_on()
+        self.is_reading_paused = False
+        self._stream.resume_reading()
         self.flush()
 
     def stop(self) -> None:
@@ -109,6 +124,10 @@ class Outgoing:
             self._read_on()
         return False
 
+    def _pause(self) -> None:
+        self.is_reading_paused = True
+        self._stream.pause_reading()
+
     def _read_on(self) -> None:
         self.is_reading_paused = False
-        self._stream.resume_reading()
+        self._loop.call_soon(self._tell_to_read_on)

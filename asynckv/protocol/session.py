@@ -88,6 +88,7 @@ def is_final(frame: Frame) -> bool:
 class Session(Generic[T]):
     """The state of one side of a link, from the Welcome to the goodbye.
 
+    Ids grow, but a stream whose body is long may be passed by later ones.
     A stream is over with the responder's final frame, on both sides; one that
     was opened by ``OpenPipe`` with a Failure, or when its owner closes it. A requester
     that closes a stream early no longer hears of it, but it counts towards
@@ -102,6 +103,8 @@ class Session(Generic[T]):
         self._parity = 1 if dialled else 0
         self._last_own = -1 if dialled else 0
         self._last_theirs = 0 if dialled else -1
+        # Below the last: their frame is still coming, others have passed it.
+        self._skipped: set[int] = set()
         self._streams: dict[int, T | _Over] = {}
         self._pipes: set[int] = set()
         self._own_count = 0
@@ -212,7 +215,7 @@ class Session(Generic[T]):
         owner = self._streams.get(stream)
         if owner is None:
             last = self._last_own if self._is_own(stream) else self._last_theirs
-            if stream > last:
+            if stream > last or stream in self._skipped:
                 raise RemoteProtocolError(
                     f"{type(frame).__name__} for stream {stream}, never opened"
                 )
@@ -245,20 +248,31 @@ class Session(Generic[T]):
         return None
 
     def _begin(self, stream: int, frame: Frame, body: bytes) -> Opened:
-        if self._is_own(stream) or stream <= self._last_theirs:
-            raise RemoteProtocolError(
-                f"{type(frame).__name__} opens stream {stream}, which it cannot"
-            )
+        if self._is_own(stream):
+            raise _cannot_open(stream, frame)
         if self._their_count >= self.limits.max_streams:
             raise RemoteProtocolError(
                 f"more than {self.limits.max_streams} streams at a time"
             )
-        self._last_theirs = stream
+        self._number(stream, frame)
         self._their_count += 1
         self._streams[stream] = _Over.FORGOTTEN
         if type(frame) is OpenPipe:
             self._pipes.add(stream)
         return Opened(stream, frame, body)  # type: ignore[arg-type]
+
+    def _number(self, stream: int, frame: Frame) -> None:
+        """Note that ``stream`` was used: each is once, in about growing order."""
+        if stream <= self._last_theirs:
+            if stream not in self._skipped:
+                raise _cannot_open(stream, frame)
+            self._skipped.discard(stream)
+            return
+        skipped = range(self._last_theirs + 2, stream, 2)
+        if len(skipped) + len(self._skipped) > self.limits.max_streams:
+            raise _cannot_open(stream, frame)
+        self._skipped.update(skipped)
+        self._last_theirs = stream
 
     def _is_own(self, stream: int) -> bool:
         return stream & 1 == self._parity
@@ -274,3 +288,9 @@ class Session(Generic[T]):
             self._own_count -= 1
         else:
             self._their_count -= 1
+
+
+def _cannot_open(stream: int, frame: Frame) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"{type(frame).__name__} opens stream {stream}, which it cannot"
+    )

@@ -160,6 +160,7 @@ def test_an_opened_stream_that_nobody_attached_to_is_ignored() -> None:
         (1, Grant(1), "never opened"),
         (2, Grant(1), "never opened"),
         (2, Get("k"), "opens stream 2, which it cannot"),
+        (2**32 - 1, Get("k"), "which it cannot"),
         (1, Ping(1), "Ping on a stream"),
         (0, Get("k"), "Get on an open link"),
         (0, Hello(1, 0, PeerIdentity("a", "1"), Limits(), (), 1), "on an open link"),
@@ -172,12 +173,28 @@ def test_a_frame_out_of_place_breaks_the_link(
         hear(far(), stream, frame)
 
 
-def test_a_stream_cannot_be_opened_twice_or_backwards() -> None:
-    for second in (5, 3):
+def test_a_stream_cannot_be_opened_twice() -> None:
+    for again in (3, 5):
         b = far()
-        hear(b, 5, Get("k"))
+        for stream in (3, 5):
+            hear(b, stream, Get("k"))
         with pytest.raises(RemoteProtocolError, match="which it cannot"):
-            hear(b, second, Get("k"))
+            hear(b, again, Get("k"))
+
+
+def test_a_long_request_may_be_passed_by_later_ones() -> None:
+    a, b = near(), far()
+    a.open(1, "long", Get("long"), bytes(300_000))
+    a.open(3, "short", Get("short"))
+    events = pump(a, b)
+    assert [e.stream for e in events if isinstance(e, Opened)] == [3, 1]
+
+
+def test_a_stream_that_was_passed_is_not_open_yet() -> None:
+    b = far()
+    hear(b, 3, Get("k"))
+    with pytest.raises(RemoteProtocolError, match="never opened"):
+        hear(b, 1, Grant(1))
 
 
 def test_the_side_that_asks_cannot_end_its_stream() -> None:
