@@ -10,7 +10,12 @@ from html import escape
 
 from asynckv.cli.demo.report import DemoReport
 from asynckv.cli.demo.timeline import draw_backpressure, draw_bars, draw_timeline
-from asynckv.cli.demo.wording import figures_of, write_bytes, write_seconds
+from asynckv.cli.demo.wording import (
+    figures_of,
+    write_bytes,
+    write_seconds,
+    write_sooner,
+)
 
 __all__ = ("render_page",)
 
@@ -70,15 +75,12 @@ def _head(report: DemoReport) -> str:
 def _first_token(report: DemoReport) -> str:
     recompute_s = report.recompute.first_token_s
 
-    def sooner(wait_s: float) -> str:
-        return f"{recompute_s / max(wait_s, 1e-4):.0f} times sooner"
-
     bulk_s, layerwise_s = report.bulk.wait_s, report.layerwise.wait_s
     bars = draw_bars(
         [
             ("recompute", recompute_s, "no transfer"),
-            ("KV in bulk", bulk_s, sooner(bulk_s)),
-            ("KV layer by layer", layerwise_s, sooner(layerwise_s)),
+            ("KV in bulk", bulk_s, write_sooner(recompute_s, bulk_s)),
+            ("KV layer by layer", layerwise_s, write_sooner(recompute_s, layerwise_s)),
         ]
     )
     return (

@@ -9,7 +9,7 @@ __all__ = ("read_prompt",)
 
 
 def read_prompt(path: Path | None = None) -> str:
-    """Return the text of ``path``, or the shipped story and a question about it.
+    """Return the text of ``path``, or the shipped story and a task about it.
 
     :raises OSError: if ``path`` cannot be read
     :raises ValueError: if it holds no text
@@ -17,8 +17,8 @@ def read_prompt(path: Path | None = None) -> str:
     if path is None:
         folder = importlib.resources.files(__package__)
         story = folder.joinpath("prompt.txt").read_text(encoding="utf-8")
-        question = folder.joinpath("question.txt").read_text(encoding="utf-8")
-        return f"{story}\n{question}".strip()
+        task = folder.joinpath("task.txt").read_text(encoding="utf-8")
+        return f"{story}\n{task}".strip()
     text = path.read_text(encoding="utf-8").strip()
     if not text:
         raise ValueError(f"{path} holds no text")

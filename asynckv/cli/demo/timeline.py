@@ -111,7 +111,9 @@ def _lane(layer: LayerTrace, scale: _Scale, y: float, lane: float, label: str) -
 
 def _marks(hand_over: HandOver, scale: _Scale, bottom: float) -> list[str]:
     end, first = scale.x(hand_over.prefill_s), scale.x(hand_over.first_token_s)
-    wait = f"first token here, +{write_seconds(hand_over.wait_s)}"
+    early = hand_over.wait_s <= 0.0
+    when = "before that" if early else f"+{write_seconds(hand_over.wait_s)}"
+    wait = f"first token here, {when}"
     # Both labels stand left of their lines: the lines are at the right edge.
     return [
         _line("mark", end, _TOP - 4, end, bottom),

@@ -7,10 +7,10 @@ import pytest
 from asynckv.cli.demo.prompt import read_prompt
 
 
-def test_the_shipped_prompt_is_a_story_and_a_question() -> None:
+def test_the_shipped_prompt_is_a_story_and_a_task() -> None:
     prompt = read_prompt()
     assert prompt.startswith("The Two Kitchens of Ferrow")
-    assert "?" in prompt.splitlines()[-1]
+    assert prompt.endswith("Explain what Ansa did.")
     assert len(prompt.split()) > 1300  # SmolLM2 makes more than 1,500 tokens of it
 
 

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asynckv.cli.demo.command import demo
+
+COMMAND = (sys.executable, "-m", "asynckv", "demo", "--model", "random-tiny")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_every_act_gives_the_same_tokens(tmp_path: Path) -> None:
+    page = tmp_path / "demo.html"
+    done = subprocess.run(
+        [*COMMAND, "--html", page, "--json"], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    report = json.loads(done.stdout)
+    assert report["tokens_identical"]
+    assert report["problems"] == []
+    assert report["prefill_pid"] != report["decode_pid"]
+    assert "every act generated the same tokens" in page.read_text(encoding="utf-8")
+
+
+def test_a_prompt_that_is_not_there_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(prompt=tmp_path / "none.txt", html=tmp_path / "page.html") == 1
+    assert "none.txt" in capsys.readouterr().out.replace("\n", "")
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_model_that_is_not_there_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(model=str(tmp_path), html=tmp_path / "page.html") == 1
+    assert "config.json" in capsys.readouterr().out
