@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.errors import ConfigError
+from asynckv.links.address import Address, parse_url
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("tcp://10.0.0.1:7000", Address("tcp", host="10.0.0.1", port=7000)),
+        ("tcp://:0", Address("tcp", host="127.0.0.1")),
+        ("tcp://localhost:1", Address("tcp", host="127.0.0.1", port=1)),
+        ("tcp://[::1]:7000/", Address("tcp", host="::1", port=7000)),
+        ("unix:///run/a%20b.sock", Address("unix", place="/run/a b.sock")),
+        ("mem://name", Address("mem", place="name")),
+        ("mem://", Address("mem")),
+        (
+            "tcp://h:1?payload=inline",
+            Address("tcp", host="h", port=1, payload="inline"),
+        ),
+    ],
+)
+def test_a_url_says_where_a_peer_is(url: str, address: Address) -> None:
+    assert parse_url(url) == address
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "tcp://127.0.0.1",
+        "tcp://host:70000",
+        "tcp://host:x",
+        "tcp://host:1/path",
+        "tcp://user@host:1",
+        "tcp://host:1#part",
+        "tcp://host:1?lanes=3",
+        "unix://relative/path",
+        "unix:",
+        "unix:///nul%00",
+        "unix:///" + "x" * 120,
+        "http://host:1",
+        "host:1",
+        "",
+        "tcp://[::1:1",
+    ],
+)
+def test_what_is_no_address_says_so(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_url(url)
+    assert repr(url) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["tcp://127.0.0.1:7000", "tcp://[::1]:7", "unix:///a/b", "mem://name"]
+)
+def test_an_address_is_written_as_it_was_read(url: str) -> None:
+    assert str(parse_url(url)) == url

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from asynckv.links.memory import MemoryStream
+from asynckv.links.streams import ControlStream, SocketStream
+from asynckv.testing.blocked import until
+
+pytestmark = pytest.mark.both_loops
+
+Pair = tuple[ControlStream, ControlStream]
+
+
+def _sockets() -> Pair:
+    loop = asyncio.get_running_loop()
+    one, two = socket.socketpair()
+    for sock in (one, two):
+        sock.setblocking(False)
+    return SocketStream(one, loop), SocketStream(two, loop)
+
+
+def _memory() -> Pair:
+    return MemoryStream.pair(asyncio.get_running_loop())
+
+
+@pytest.fixture(params=[_sockets, _memory], ids=["socket", "memory"])
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Pair]]:
+    made: list[ControlStream] = []
+
+    def make_pair() -> Pair:
+        pair: Pair = request.param()
+        made.extend(pair)
+        return pair
+
+    yield make_pair
+    for stream in made:
+        stream.abort()
+
+
+class Owner:
+    """Keeps what a stream says."""
+
+    def __init__(self, stream: ControlStream) -> None:
+        self.data = bytearray()
+        self.ends: list[OSError | None] = []
+        self.writable = 0
+        stream.start(self)
+
+    def on_bytes(self, data: memoryview) -> None:
+        self.data += data
+
+    def on_writable(self) -> None:
+        self.writable += 1
+
+    def on_end(self, error: OSError | None) -> None:
+        self.ends.append(error)
+
+
+async def test_bytes_come_out_as_they_went_in(make: Callable[[], Pair]) -> None:
+    near, far = make()
+    Owner(near)
+    owner = Owner(far)
+    near.write(b"one")
+    near.write(b"two")
+    await until(lambda: len(owner.data) == 6)
+    assert owner.data == b"onetwo"
+    assert near.sent_bytes == 6
+
+
+async def test_what_does_not_leave_at_once_leaves_later(
+    make: Callable[[], Pair],
+) -> None:
+    near, far = make()
+    sender, receiver = Owner(near), Owner(far)
+    near.write(bytes(8 * 2**20))
+    assert near.unsent_bytes > 0
+    await until(lambda: len(receiver.data) == 8 * 2**20)
+    await until(lambda: sender.writable > 0)
+    assert near.unsent_bytes == 0
+
+
+async def test_nothing_is_read_while_it_is_paused(make: Callable[[], Pair]) -> None:
+    near, far = make()
+    Owner(near)
+    owner = Owner(far)
+    far.pause_reading()
+    near.write(b"later")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not owner.data
+    far.resume_reading()
+    await until(lambda: owner.data == b"later")
+
+
+async def test_a_finished_half_still_reads(make: Callable[[], Pair]) -> None:
+    near, far = make()
+    one, two = Owner(near), Owner(far)
+    near.write(b"last words")
+    near.finish()
+    near.finish()
+    await until(lambda: two.ends == [None])
+    far.write(b"heard")
+    await until(lambda: one.data == b"heard")
+    assert two.data == b"last words"
+
+
+async def test_finishing_waits_for_what_was_written(make: Callable[[], Pair]) -> None:
+    near, far = make()
+    Owner(near)
+    owner = Owner(far)
+    near.write(bytes(4 * 2**20))
+    near.finish()
+    await until(lambda: owner.ends == [None])
+    assert len(owner.data) == 4 * 2**20
+
+
+async def test_an_aborted_stream_calls_nobody_and_ends_the_other(
+    make: Callable[[], Pair],
+) -> None:
+    near, far = make()
+    one, two = Owner(near), Owner(far)
+    far.write(b"unread")
+    near.abort()
+    near.abort()
+    near.write(b"ignored")
+    near.finish()
+    near.resume_reading()
+    await until(lambda: len(two.ends) == 1)
+    assert not one.data and not one.ends
+
+
+async def test_a_broken_socket_is_told_on_a_later_tick() -> None:
+    near, far = _sockets()
+    owner = Owner(near)
+    near.pause_reading()
+    far.abort()
+    near.write(b"nobody there")
+    assert not owner.ends
+    await until(lambda: len(owner.ends) == 1)
+    assert isinstance(owner.ends[0], BrokenPipeError)
+    near.abort()
