@@ -90,8 +90,12 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
 
     def __post_init__(self) -> None:
-        name = str(self.dtype).removeprefix("torch.")
-        shape = tuple(int(dimension) for dimension in self.shape)
+        name, shape = self.dtype, self.shape
+        if type(name) is not str or type(shape) is not tuple or name[:1] == "t":
+            name = str(name).removeprefix("torch.")
+            shape = tuple(int(dimension) for dimension in shape)
+            msgspec.structs.force_setattr(self, "dtype", name)
+            msgspec.structs.force_setattr(self, "shape", shape)
         if name not in DTYPE_NBYTES:
             raise ValueError(f"dtype {name!r} cannot be sent")
         if len(shape) > MAX_TENSOR_DIMENSIONS:
@@ -99,10 +103,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
                 f"{len(shape)} dimensions; a tensor may have at most "
                 f"{MAX_TENSOR_DIMENSIONS}: reshape it before sending"
             )
-        if any(dimension < 0 for dimension in shape):
+        if shape and min(shape) < 0:
             raise ValueError(f"negative dimension in {shape}")
-        msgspec.structs.force_setattr(self, "dtype", name)
-        msgspec.structs.force_setattr(self, "shape", shape)
         if self.nbytes > _MAX_NBYTES:
             raise ValueError(f"a tensor of {self.nbytes} bytes cannot be sent")
 

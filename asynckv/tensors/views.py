@@ -28,6 +28,13 @@ _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 _DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)
 }
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_NUMPY_DTYPES: Final = {
+    dtype
+    for name, dtype in _DTYPES.items()
+    if name not in ("bfloat16", "complex32") and not name.startswith("float8")
+}
+"""What numpy knows too: the short way to the bytes."""
 
 
 class _WritableWindow:
@@ -58,7 +65,8 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     :raises ValueError: if it cannot be sent (see :func:`check_sendable`)
     """
     check_sendable(tensor)
-    return TensorSpec(tuple(tensor.shape), str(tensor.dtype))
+    name = _NAMES.get(tensor.dtype)
+    return TensorSpec(tuple(tensor.shape), name or str(tensor.dtype))
 
 
 def check_sendable(tensor: torch.Tensor) -> None:
@@ -81,6 +89,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     :raises ValueError: if it cannot be sent, or its memory is not its elements
         in order (not contiguous, or a lazy conjugate or negative)
     """
+    if (tensor.dtype in _NUMPY_DTYPES) and not tensor.requires_grad:
+        try:
+            array = tensor.numpy()
+        except (RuntimeError, TypeError):
+            pass  # the checks below say what is wrong
+        else:
+            if array.flags.c_contiguous:
+                return array.reshape(-1).view(numpy.uint8).data
     check_sendable(tensor)
     if not tensor.is_contiguous():
         raise ValueError("the tensor is not contiguous")
