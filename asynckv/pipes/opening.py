@@ -167,6 +167,11 @@ class PipeListener(LoopBound):
 
         :raises EndOfStream: the listener was closed
         """
+        end = await self.accept_end()
+        return Pipe(end, end)
+
+    async def accept_end(self) -> PipeEnd:
+        """As :meth:`accept`; for pipes that are put together in another way."""
         self._check_loop()
         if self._listener is None:
             raise RuntimeError("enter the listener before accept()")
@@ -177,7 +182,7 @@ class PipeListener(LoopBound):
                     if end.link.is_open:
                         self._listener.release(end.link)
                         end.inbound.open()
-                        return Pipe(end, end)
+                        return end
                 self._changed.clear()
                 await self._changed.wait()
         raise EndOfStream("the listener was closed on this side")

@@ -1,0 +1,153 @@
+"""A group of ranks with a pipe between any two of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+
+from asynckv.loops import LoopBound
+from asynckv.pipes.joining import Joining
+from asynckv.pipes.opening import refuse_device
+from asynckv.pipes.pipe import Pipe
+from asynckv.types import parse_bytes
+
+__all__ = ("Group", "join_group")
+
+_MAX_SIZE: Final = 1024
+
+
+class Group(LoopBound):
+    """This rank's pipes, and the barrier that all ranks share.
+
+    Left by ``async with`` after an error, its pipes are aborted.
+    """
+
+    def __init__(self, joining: Joining, pipes: Mapping[int, Pipe]) -> None:
+        self.rank = joining.rank
+        self.size = joining.size
+        self._joining = joining
+        self._pipes = dict(pipes)
+
+    def __repr__(self) -> str:
+        return f"<Group, rank {self.rank} of {self.size}>"
+
+    def pipe_to(self, rank: int) -> Pipe:
+        """Return the pipe to ``rank``; it sends there and receives from there.
+
+        :raises ValueError: there is no such rank, or it is this one (in a group
+            of one that is a pipe to itself)
+        """
+        if rank not in self._pipes:
+            what = "this very rank" if rank == self.rank else "no rank"
+            raise ValueError(f"{rank} is {what} of a group of {self.size}")
+        return self._pipes[rank]
+
+    @property
+    def next_pipe(self) -> Pipe:
+        """The pipe to rank + 1, round the ring: where the original sent."""
+        return self._pipes[(self.rank + 1) % self.size]
+
+    @property
+    def prev_pipe(self) -> Pipe:
+        """The pipe to rank - 1, round the ring: where the original received."""
+        return self._pipes[(self.rank - 1) % self.size]
+
+    async def barrier(self) -> None:
+        """Wait until every rank has called it as often as this one.
+
+        A cancelled call has come to the barrier all the same: the next call
+        waits at the same one.
+
+        :raises PeerLost: a rank is gone, and no barrier is passed any more
+        """
+        self._check_loop()
+        await self._joining.barrier()
+
+    async def aclose(self) -> None:
+        """Close all pipes, flushing them, and leave. Does not wait for the others.
+
+        Bounded; a call that is cancelled aborts what is left.
+
+        :raises PipeBroken: something that was sent did not arrive
+        """
+        self._check_loop()
+        closing = [asyncio.ensure_future(p.aclose()) for p in self._pipes.values()]
+        try:
+            results = await asyncio.gather(*closing, return_exceptions=True)
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            await self._joining.aclose()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def abort(self) -> None:
+        """Leave now, without a word. Never waits."""
+        for pipe in self._pipes.values():
+            pipe.abort()
+        self._joining.abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is not None:
+            self.abort()
+        await self.aclose()
+
+
+def join_group(
+    *,
+    rank: int,
+    size: int,
+    host: str,
+    port: int,
+    port_offset: int = 0,
+    timeout_s: float = 300.0,
+    max_bytes: int | float | str = "1GB",
+    device: torch.device | str | None = None,
+) -> AbstractAsyncContextManager[Group]:
+    """Meet the other ranks at rank 0, which listens at ``host:port + port_offset``.
+
+    Entering waits, at most ``timeout_s``, until every rank has come, opened its
+    pipes and reached a first barrier; ranks may start in any order. A cancelled
+    entering leaves nothing behind. ``max_bytes`` holds for each pipe.
+
+    :raises PeerLost: a rank did not come in time, and the error says which; or
+        it came and was lost again
+    :raises ConfigError: the ranks do not agree on the group, rank 0 cannot listen
+        there, or an option that this version cannot honour
+    :raises ValueError: no such rank, or no such port
+    """
+    refuse_device(device)
+    if not 1 <= size <= _MAX_SIZE or not 0 <= rank < size:
+        raise ValueError(f"there is no rank {rank} in a group of {size}")
+    if size > 1 and not 0 < port + port_offset < 2**16:
+        raise ValueError(f"{port} + {port_offset} is no port that others could know")
+    joining = Joining(
+        rank,
+        size,
+        host=host,
+        port=port + port_offset,
+        timeout_s=timeout_s,
+        max_bytes=parse_bytes(max_bytes),
+    )
+    return _joined(joining)
+
+
+@asynccontextmanager
+async def _joined(joining: Joining) -> AsyncIterator[Group]:
+    async with Group(joining, await joining.join()) as group:
+        yield group

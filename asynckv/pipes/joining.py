@@ -1,0 +1,233 @@
+"""How one rank comes to its group: it meets the others, and opens a pipe to each."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Final
+
+from asynckv.errors import ConfigError, PeerLost
+from asynckv.links.address import Address
+from asynckv.links.dial import dial
+from asynckv.links.link import Link, LinkStream, StreamHandler
+from asynckv.links.listen import LinkListener, listen
+from asynckv.links.options import new_identity
+from asynckv.links.sockets import own_host
+from asynckv.observability.waits import LoggedWait
+from asynckv.pipes.end import PipeEnd
+from asynckv.pipes.opening import PipeListener
+from asynckv.pipes.pipe import Pipe
+from asynckv.pipes.rendezvous import Follower, Leader, Rendezvous, name_ranks
+from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, OpenPipe
+
+__all__ = ("Joining",)
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+_MAX_CALLERS: Final = 1024
+
+
+class Joining:
+    """One rank's way into a group, and what it holds there besides its pipes."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        host: str,
+        port: int,
+        timeout_s: float,
+        max_bytes: int,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._address = Address("tcp", host=host or "127.0.0.1", port=port)
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._listener: LinkListener | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._link: Link | None = None
+        self._ends: dict[int, PipeEnd] = {}
+        self._callers: dict[str, PipeEnd] = {}
+        self._changed = asyncio.Event()
+        self._error: PeerLost | None = None
+        self._awaited: int | None = None
+
+    async def join(self) -> dict[int, Pipe]:
+        """Return a pipe to each other rank, once all ranks have come and are ready.
+
+        A cancelled call leaves nothing behind.
+
+        :raises PeerLost: a rank did not come in time, or was lost again
+        :raises ConfigError: the ranks do not agree on the group
+        """
+        if self.size == 1:
+            return {0: await self._loopback()}
+        try:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    with LoggedWait(f"rank {self.rank}", "its group", "the last rank"):
+                        await self._join()
+            except TimeoutError as exc:
+                await self._give_up(exc)
+        except BaseException:
+            self.abort()
+            raise
+        return {rank: Pipe(end, end) for rank, end in self._ends.items()}
+
+    async def barrier(self) -> None:
+        """Wait at the group's next barrier.
+
+        :raises PeerLost: a rank is gone
+        """
+        if self._rendezvous is not None:
+            await self._rendezvous.barrier.wait()
+
+    async def aclose(self) -> None:
+        """Leave the group; the pipes are not touched. Bounded and shielded."""
+        if self._link is not None:
+            await self._link.aclose()
+        if self._listener is not None:
+            await self._listener.aclose()
+
+    def abort(self) -> None:
+        """Leave now, without a word. Never waits."""
+        for end in (*self._ends.values(), *self._callers.values()):
+            end.abort()
+        if self._link is not None:
+            self._link.abort()
+        if self._listener is not None:
+            self._listener.abort()
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler:
+        """Answer another rank: it comes to rank 0, or opens its pipe to this one."""
+        if isinstance(frame, JoinGroup) and isinstance(self._rendezvous, Leader):
+            return self._rendezvous.seat(stream, frame)
+        if not isinstance(frame, OpenPipe):
+            raise ConfigError(
+                f"nothing here answers a {type(frame).__name__}",
+                hint="a group of ranks meets at that address",
+            )
+        if frame.name in self._callers or len(self._callers) >= _MAX_CALLERS:
+            raise ConfigError("that rank has its pipe already")
+        end = PipeEnd.asked_for(stream, self._max_bytes)
+        self._callers[frame.name] = end
+        self._changed.set()
+        return end
+
+    # Joining, step by step.
+
+    async def _join(self) -> None:
+        if self.rank == 0:
+            self._rendezvous = Leader(self.size, self._on_ended)
+            self._listener = await self._listen(self._address)
+            members = await self._rendezvous.members()
+        else:
+            members = await self._follow()
+        for rank in range(self.size):
+            self._awaited = rank
+            if rank < self.rank:
+                self._ends[rank] = await self._dial(rank, members)
+            elif rank > self.rank:
+                self._ends[rank] = await self._pipe_from(rank, members.group_id)
+        self._awaited = None
+        await self.barrier()
+
+    async def _listen(self, address: Address) -> LinkListener:
+        return await listen(
+            str(address), identity=new_identity(), service_for=lambda link: self
+        )
+
+    async def _follow(self) -> Members:
+        """Come to rank 0, again and again until it is there."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            follower = None
+            try:
+                follower = await self._come()
+                return await follower.members()
+            except PeerLost:
+                if follower is not None and follower.was_refused:
+                    raise
+            if self._link is not None:
+                self._link.abort()
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _come(self) -> Follower:
+        self._rendezvous, self._error = None, None
+        if self._listener is None:
+            host = await own_host(self._address)
+            self._listener = await self._listen(Address("tcp", host=host))
+        self._link = await dial(str(self._address), identity=new_identity(), lanes=1)
+        self._rendezvous = follower = Follower(
+            self._link, self.rank, self.size, self._listener.url, self._on_ended
+        )
+        return follower
+
+    async def _dial(self, rank: int, members: Members) -> PipeEnd:
+        url = members.urls[rank] if rank else str(self._address)
+        try:
+            link = await dial(url, identity=new_identity())
+        except PeerLost as exc:
+            raise PeerLost(f"rank {rank} takes no pipe: {exc.message}") from exc
+        return PipeEnd.dialled(
+            link, self._max_bytes, _caller(members.group_id, self.rank)
+        )
+
+    async def _pipe_from(self, rank: int, group_id: str) -> PipeEnd:
+        name = _caller(group_id, rank)
+        while name not in self._callers:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        end = self._callers.pop(name)
+        if self._listener is not None:
+            self._listener.release(end.link)
+        end.inbound.open()
+        return end
+
+    async def _loopback(self) -> Pipe:
+        async with PipeListener(
+            "mem://", digest="full", lanes=None, max_bytes=self._max_bytes
+        ) as listener:
+            link = await dial(listener.url, identity=new_identity())
+            try:
+                sends = PipeEnd.dialled(link, self._max_bytes)
+                receives = await listener.accept_end()
+            except BaseException:
+                link.abort()
+                raise
+        return Pipe(sends, receives)
+
+    async def _give_up(self, cause: TimeoutError) -> None:
+        error = PeerLost(
+            f"rank {self.rank}: {self._who_is_late()} within {self._timeout_s:g} s",
+            hint="is each of them alive? Does it have the same size, host and port?",
+        )
+        if isinstance(self._rendezvous, Leader):
+            self._rendezvous.end(error)
+            await self.aclose()
+        raise error from cause
+
+    def _who_is_late(self) -> str:
+        if self._rendezvous is None:
+            return f"rank 0 did not come to {self._address}"
+        missing = self._rendezvous.missing
+        if self._awaited is not None:
+            missing = (self._awaited,)
+        if missing:
+            return f"{name_ranks(missing)} of {self.size} did not come"
+        return "the others were not ready"
+
+    def _on_ended(self, error: PeerLost) -> None:
+        self._error = error
+        self._changed.set()
+
+
+def _caller(group_id: str, rank: int) -> str:
+    return f"{group_id}/{rank}"
