@@ -1,14 +1,36 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from asynckv.links.dial import dial
 from asynckv.links.heartbeat import MISSED_BEATS, Heartbeat
+from asynckv.protocol.frames import Limits, OpenPipe
 from asynckv.testing.blocked import until
+from asynckv.testing.link_pairs import Hearer, name_of
 
 pytestmark = pytest.mark.both_loops
+
+_LISTENING = """
+import asyncio
+from asynckv.links.listen import listen
+from asynckv.testing.link_pairs import ScriptedService, name_of
+
+async def main() -> None:
+    service = ScriptedService(lambda *_: None)
+    listener = await listen(
+        "tcp://:0", identity=name_of("frozen"), service_for=lambda link: service
+    )
+    print(listener.url, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
 
 
 class Watched:
@@ -62,3 +84,22 @@ async def test_a_loop_that_stalls_judges_nobody() -> None:
         await until(lambda before=beats: watched.beats > before)  # type: ignore[misc]
     assert not watched.is_dead
     watched.heartbeat.stop()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stop", [signal.SIGSTOP, signal.SIGKILL])
+async def test_a_process_that_is_frozen_or_killed_is_lost(stop: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _LISTENING], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        link = await dial(url, identity=name_of("a"), limits=Limits(heartbeat_ms=100))
+        hearer = Hearer()
+        link.open_stream(hearer, OpenPipe())
+        process.send_signal(stop)
+        loss = await hearer.loss()
+        process.kill()
+        await link.aclose()
+    assert not loss.goodbye
+    assert ("was silent" in str(loss)) == (stop is signal.SIGSTOP)

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import anyio
+import pytest
+
+from asynckv.errors import (
+    AuthError,
+    ConfigError,
+    IncompatiblePeer,
+    LocalProtocolError,
+    PeerLost,
+    RemoteProtocolError,
+)
+from asynckv.links.address import parse_url
+from asynckv.links.dial import dial, make_terms
+from asynckv.links.listen import LinkListener, listen
+from asynckv.links.sockets import bind
+from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.failures import to_refuse
+from asynckv.protocol.frames import Frame, Limits, Peek, PeerIdentity, Welcome
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.link_pairs import Hearer, ScriptedService, linked, name_of
+from asynckv.types import KVFingerprint
+
+pytestmark = pytest.mark.both_loops
+
+ME = PeerIdentity("me", "1")
+WELCOME = Welcome(1, 0, ME, Limits(), "inline", 1, b"token")
+
+
+@contextlib.asynccontextmanager
+async def listening(url: str = "tcp://:0") -> AsyncIterator[LinkListener]:
+    listener = await listen(
+        url, identity=name_of("far"), service_for=lambda link: ScriptedService()
+    )
+    try:
+        yield listener
+    finally:
+        await listener.aclose()
+
+
+@contextlib.asynccontextmanager
+async def impostor(*answers: Frame | bytes) -> AsyncIterator[str]:
+    """Somebody who gives the n-th connection the n-th answer, and then waits."""
+    loop = asyncio.get_running_loop()
+    with bind(parse_url("tcp://:0")) as sock, contextlib.ExitStack() as stack:
+
+        async def play() -> None:
+            for answer in answers:
+                peer, _ = await loop.sock_accept(sock)
+                stack.enter_context(peer)
+                await loop.sock_recv(peer, 5000)
+                raw = answer if isinstance(answer, bytes) else None
+                raw = encode_frame(0, answer)[0] if raw is None else raw  # type: ignore[arg-type]
+                await loop.sock_sendall(peer, raw)
+
+        task = asyncio.create_task(play())
+        try:
+            yield f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+@pytest.mark.parametrize("url", ["tcp://:0", "mem://"])
+async def test_a_dialled_link_knows_its_peer(url: str) -> None:
+    fingerprint = KVFingerprint("model")
+    options = {"fingerprint": fingerprint, "digest": "off"}
+    async with linked(url, near=options, far=options) as pair:
+        assert pair.near.peer.id.startswith("far-")
+        assert pair.far.peer.id.startswith("near-")
+        assert pair.near.fingerprint == pair.far.fingerprint == fingerprint
+        assert pair.near.digest == pair.far.digest == "off"
+        assert pair.near.url == pair.listener.url
+
+
+async def test_limits_are_the_smaller_of_both_and_each_keeps_its_own() -> None:
+    near = {"limits": Limits(max_streams=5, max_receive_bytes=100)}
+    far = {"limits": Limits(heartbeat_ms=1000)}
+    async with linked(near=near, far=far) as pair:
+        assert pair.near.limits == pair.far.limits
+        assert pair.near.limits.heartbeat_ms == 1000
+        assert pair.far.peer_limits.max_receive_bytes == 100
+        assert pair.near.peer_limits.max_receive_bytes == Limits().max_receive_bytes
+
+
+@pytest.mark.parametrize("url", ["tcp://:0", "mem://"])
+async def test_another_fingerprint_is_refused_and_its_field_named(url: str) -> None:
+    far = {"fingerprint": KVFingerprint("m", dtype="bf16")}
+    async with linked(url, far=far) as pair:
+        pass
+    listener = await listen(
+        url,
+        identity=ME,
+        service_for=lambda link: ScriptedService(),
+        fingerprint=KVFingerprint("m", dtype="bf16"),
+    )
+    with pytest.raises(IncompatiblePeer, match="fp8") as caught:
+        await dial(
+            listener.url, identity=ME, fingerprint=KVFingerprint("m", dtype="fp8")
+        )
+    assert caught.value.field == "dtype"
+    assert listener.links == ()
+    await listener.aclose()
+    assert not pair.near.is_open
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:1", "mem://nobody"])
+async def test_nobody_there_is_said_with_what_to_do(url: str) -> None:
+    with pytest.raises(PeerLost, match="nobody listens") as caught:
+        await dial(url, identity=ME)
+    assert caught.value.hint
+
+
+async def test_one_that_listens_and_never_answers_is_given_up() -> None:
+    with bind(parse_url("tcp://:0")) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(PeerLost, match=r"did not answer within 0\.05 s") as caught:
+            await dial(url, identity=ME, timeout_s=0.05)
+    assert "something listens" in caught.value.hint
+
+
+async def test_the_callers_own_timeout_stays_a_timeout() -> None:
+    with bind(parse_url("tcp://:0")) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await dial(url, identity=ME)
+
+
+async def test_something_else_than_asynckv_is_recognised() -> None:
+    async with impostor(b"SSH-2.0-OpenSSH_9.6 and so on, and so on") as url:
+        with pytest.raises(RemoteProtocolError, match="something else than asynckv"):
+            await dial(url, identity=ME)
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([to_refuse(AuthError("who are you"))], AuthError),
+        ([to_refuse(RemoteProtocolError("what"))], LocalProtocolError),
+        ([Peek(has_key=True)], RemoteProtocolError),
+        ([WELCOME, WELCOME], RemoteProtocolError),
+        ([WELCOME, to_refuse(AuthError("no such link"))], AuthError),
+    ],
+)
+async def test_a_handshake_that_goes_wrong_leaves_nothing(
+    answers: list[Frame], error: type[Exception]
+) -> None:
+    async with impostor(*answers) as url:
+        with pytest.raises(error):
+            await dial(url, identity=ME, lanes=1)
+
+
+async def test_dial_can_be_cancelled_at_every_tick() -> None:
+    async with listening() as listener:
+        link = None
+        ticks = 0
+        while link is None:
+            task = asyncio.create_task(dial(listener.url, identity=ME, lanes=2))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+            link = None if task.cancelled() else task.result()
+            ticks += 1
+        await link.aclose()
+    assert ticks > 3
+
+
+async def test_dial_in_a_cancelled_scope_leaves_nothing() -> None:
+    async with listening() as listener:
+        with anyio.move_on_after(0) as scope:
+            await dial(listener.url, identity=ME)
+        assert scope.cancelled_caught
+
+
+async def test_a_dial_that_waits_for_its_lanes_can_be_cancelled() -> None:
+    async with impostor(WELCOME) as url:
+        task = asyncio.create_task(dial(url, identity=ME, lanes=1))
+        await until_blocked(task)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+
+async def test_a_link_dialled_in_one_task_is_used_and_closed_in_others() -> None:
+    async with listening() as listener:
+        link = await asyncio.create_task(dial(listener.url, identity=ME))
+        hearer = Hearer()
+        link.open_stream(hearer, Peek(has_key=True))
+        await asyncio.create_task(hearer.next())
+        await asyncio.create_task(link.aclose())
+
+
+@pytest.mark.parametrize("lanes", [0, -1, 17])
+async def test_an_impossible_number_of_lanes_is_refused(lanes: int) -> None:
+    with pytest.raises(ConfigError, match="lanes"):
+        await dial("tcp://:1", identity=ME, lanes=lanes)
+
+
+def test_lanes_are_few_unless_told_otherwise() -> None:
+    terms = make_terms(
+        parse_url("tcp://:1"),
+        identity=ME,
+        fingerprint=None,
+        digest="full",
+        lanes=None,
+        limits=Limits(),
+    )
+    assert 1 <= terms.lanes <= 4
+
+
+async def test_a_killed_peer_is_lost_at_once() -> None:
+    async with linked(answer=lambda *_: None) as pair:
+        hearer = Hearer()
+        pair.near.open_stream(hearer, Peek(has_key=True))
+        await until(lambda: len(pair.service.asked) == 1)
+        pair.far._stream.abort()
+        assert not (await hearer.loss()).goodbye
+
+
+async def test_a_reset_connection_is_a_lost_peer() -> None:
+    async with linked(answer=lambda *_: None) as pair:
+        sock: socket.socket = pair.far._stream._sock  # type: ignore[attr-defined]
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        hearer = Hearer()
+        pair.near.open_stream(hearer, Peek(has_key=True))
+        pair.far._stream.abort()
+        assert isinstance(await hearer.loss(), PeerLost)

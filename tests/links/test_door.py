@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynckv.errors import PeerLost, WrongLoop
+from asynckv.links.dial import dial
+from asynckv.links.listen import listen
+from asynckv.protocol.frames import PeerIdentity
+from asynckv.testing.link_pairs import ScriptedService, linked
+
+ME = PeerIdentity("me", "1")
+
+
+async def test_both_ends_are_there_when_dial_returns() -> None:
+    async with linked("mem://") as pair:
+        assert pair.listener.links == (pair.far,)
+
+
+async def test_a_listener_on_another_loop_is_named_as_such() -> None:
+    listener = await listen(
+        "mem://here", identity=ME, service_for=lambda link: ScriptedService()
+    )
+
+    def elsewhere() -> None:
+        asyncio.run(_fail_to_dial())
+
+    async def _fail_to_dial() -> None:
+        with pytest.raises(WrongLoop):
+            await dial("mem://here", identity=ME)
+
+    await asyncio.to_thread(elsewhere)
+    await listener.aclose()
+
+
+async def test_a_listener_that_was_dropped_is_not_found() -> None:
+    listener = await listen(
+        "mem://dropped", identity=ME, service_for=lambda link: ScriptedService()
+    )
+    listener.abort()
+    with pytest.raises(PeerLost, match="of this process only"):
+        await dial("mem://dropped", identity=ME)

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from asynckv.links import reception
+from asynckv.links.address import parse_url
+from asynckv.links.dial import dial
+from asynckv.links.listen import LinkListener, listen
+from asynckv.links.sockets import connect, read_first_frame, send_first_frame
+from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.frames import (
+    Attach,
+    Attached,
+    Frame,
+    Hello,
+    Limits,
+    PeerIdentity,
+    Ping,
+    Refuse,
+    Welcome,
+)
+from asynckv.protocol.header import TYPE_CONTROL, pack_header
+from asynckv.testing.blocked import until
+from asynckv.testing.link_pairs import ScriptedService
+
+pytestmark = pytest.mark.both_loops
+
+HELLO = Hello(1, 0, PeerIdentity("stranger", "1"), Limits(), ("inline",), 2)
+
+
+async def door() -> LinkListener:
+    return await listen(
+        "tcp://:0",
+        identity=PeerIdentity("far", "1"),
+        service_for=lambda link: ScriptedService(),
+        lanes=2,
+    )
+
+
+async def knock(listener: LinkListener, data: Frame | bytes) -> socket.socket:
+    sock = await connect(parse_url(listener.url))
+    if not isinstance(data, bytes):
+        data = encode_frame(0, data)[0]
+    await send_first_frame(sock, data)
+    return sock
+
+
+async def is_hung_up(sock: socket.socket) -> bool:
+    try:
+        return await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def welcomed(listener: LinkListener) -> tuple[socket.socket, Welcome]:
+    sock = await knock(listener, HELLO)
+    answer = await read_first_frame(sock)
+    assert isinstance(answer, Welcome)
+    return sock, answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Ping(1),
+        Attach(b"no such token", 0),
+        Hello(9, 0, HELLO.identity, Limits(), ("inline",), 2),
+        Hello(1, 0, HELLO.identity, Limits(), ("carrier pigeon",), 2),
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        pack_header(TYPE_CONTROL, 4097, 0),
+    ],
+)
+async def test_a_greeting_that_will_not_do_is_refused(data: Frame | bytes) -> None:
+    listener = await door()
+    with await knock(listener, data) as sock:
+        assert isinstance(await read_first_frame(sock), Refuse)
+        assert await is_hung_up(sock)
+    assert listener.links == ()
+    await listener.aclose()
+
+
+async def test_a_link_is_there_once_all_its_lanes_are() -> None:
+    listener = await door()
+    control, welcome = await welcomed(listener)
+    lanes = []
+    for lane in range(2):
+        assert listener.links == ()
+        lanes.append(await knock(listener, Attach(welcome.link_token, lane)))
+        assert await read_first_frame(lanes[-1]) == Attached()
+    await until(lambda: len(listener.links) == 1)
+    await listener.aclose()
+    for sock in (control, *lanes):
+        sock.close()
+
+
+@pytest.mark.parametrize("lane", [0, 2, 2**40])
+async def test_a_lane_that_is_taken_or_does_not_exist_is_refused(lane: int) -> None:
+    listener = await door()
+    control, welcome = await welcomed(listener)
+    first = await knock(listener, Attach(welcome.link_token, 0))
+    assert await read_first_frame(first) == Attached()
+    with (
+        control,
+        first,
+        await knock(listener, Attach(welcome.link_token, lane)) as sock,
+    ):
+        assert isinstance(await read_first_frame(sock), Refuse)
+    await listener.aclose()
+
+
+async def test_a_link_whose_lanes_never_come_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reception, "_LANES_S", 0.05)
+    listener = await door()
+    control, welcome = await welcomed(listener)
+    with control, await knock(listener, Attach(welcome.link_token, 0)) as lane:
+        assert await read_first_frame(lane) == Attached()
+        assert await is_hung_up(control)
+        assert await is_hung_up(lane)
+    await listener.aclose()
+
+
+async def test_one_that_never_greets_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reception, "_GREETING_S", 0.05)
+    listener = await door()
+    with await knock(listener, b"AKV1") as sock:
+        assert await is_hung_up(sock)
+    await listener.aclose()
+
+
+async def test_many_silent_strangers_keep_nobody_out() -> None:
+    listener = await door()
+    silent = [await knock(listener, b"") for _ in range(reception.MAX_STRANGERS + 5)]
+    link = await dial(listener.url, identity=PeerIdentity("honest", "1"), lanes=1)
+    assert len(listener.links) == 1
+    await link.aclose()
+    await listener.aclose()
+    for sock in silent:
+        sock.close()
+
+
+async def test_closing_ends_greetings_under_way() -> None:
+    listener = await door()
+    silent = await knock(listener, b"AKV1")
+    control, _ = await welcomed(listener)
+    await listener.aclose()
+    with silent, control:
+        assert await is_hung_up(silent)
+        assert await is_hung_up(control)
+
+
+async def test_accepting_goes_on_when_descriptors_were_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = await door()
+    real, refusals = socket.socket.accept, [OSError(24, "Too many open files")]
+
+    def accept(sock: socket.socket) -> tuple[socket.socket, object]:
+        if refusals:
+            raise refusals.pop()
+        return real(sock)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    link = await dial(listener.url, identity=PeerIdentity("late", "1"), lanes=1)
+    assert "Too many open files" in caplog.text
+    await link.aclose()
+    await listener.aclose()
