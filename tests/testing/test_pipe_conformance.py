@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+import torch
+
+from asynckv.abc import KVPipe
+from asynckv.pipes.pipe import Pipe
+from asynckv.testing.pairs import SCHEMES, Scheme
+from asynckv.testing.pipe_conformance import PIPE_CHECKS, PipeCheck, check_pipe
+from asynckv.testing.pipe_pairs import open_pipe_pair
+
+pytestmark = pytest.mark.both_loops
+
+
+class Squaring(Pipe):
+    """Gives back something else than was sent."""
+
+    async def recv_tensor(
+        self, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        tensor = await super().recv_tensor(into)
+        return None if tensor is None else tensor.flatten()
+
+
+@contextlib.asynccontextmanager
+async def broken_pair() -> AsyncIterator[tuple[KVPipe, KVPipe]]:
+    async with open_pipe_pair("mem") as (near, far):
+        far.__class__ = Squaring
+        yield near, far
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("check", PIPE_CHECKS, ids=lambda check: check.__name__)
+async def test_a_pipe_keeps(check: PipeCheck, scheme: Scheme) -> None:
+    async with open_pipe_pair(scheme) as (near, far):
+        await check(near, far)
+
+
+@pytest.mark.parametrize("check", PIPE_CHECKS, ids=lambda check: check.__name__)
+async def test_the_side_that_accepted_keeps(check: PipeCheck) -> None:
+    async with open_pipe_pair("unix") as (near, far):
+        await check(far, near)
+
+
+async def test_all_checks_run_as_one() -> None:
+    await check_pipe(partial(open_pipe_pair, "mem"))
+
+
+async def test_a_pipe_that_breaks_the_contract_is_found_and_the_check_named() -> None:
+    with pytest.raises(AssertionError, match="expected a") as caught:
+        await check_pipe(broken_pair)
+    assert caught.value.__notes__ == ["in a_tensor_comes_back_as_it_was_sent"]
