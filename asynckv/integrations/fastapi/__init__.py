@@ -1,0 +1,18 @@
+"""asynckv in a FastAPI or Starlette app.
+
+Only :func:`health_router` needs FastAPI; the rest is the same under both.
+"""
+
+from __future__ import annotations
+
+from asynckv.integrations.fastapi.disconnect import cancel_on_disconnect
+from asynckv.integrations.fastapi.health import health_router, health_routes
+from asynckv.integrations.fastapi.lifecycle import lifespan, lookup
+
+__all__ = (
+    "cancel_on_disconnect",
+    "health_router",
+    "health_routes",
+    "lifespan",
+    "lookup",
+)

@@ -1,0 +1,129 @@
+"""Ending a route's work when its client goes away, which no framework does by itself.
+
+The route stays in its own task: nothing but this call is cancelled, and only once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final, ParamSpec, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+__all__ = ("cancel_on_disconnect",)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_ADDED: Final = "request_of_cancel_on_disconnect"
+_CLIENT_CLOSED_REQUEST: Final = 499
+
+
+def cancel_on_disconnect(
+    route: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Cancel what the decorated HTTP route awaits when its client disconnects.
+
+    Below ``@app.get(...)``, or on a dependency that awaits. What the route had
+    selected goes back to its buffer, and the route ends with status 499, which
+    nobody receives. The request's body is read before the route starts; a
+    response that streams has left the route, and is watched by Starlette.
+
+    The route needs no ``Request`` parameter of its own; called by hand, it does.
+    """
+    signature = _signature_of(route)
+    takes_request = any(
+        inspect.isclass(parameter.annotation)
+        and issubclass(parameter.annotation, Request)
+        for parameter in signature.parameters.values()
+    )
+
+    @functools.wraps(route)
+    async def watched(*args: P.args, **kwargs: P.kwargs) -> T:
+        request = _request_among(*args, *kwargs.values())
+        kwargs.pop(_ADDED, None)
+        with contextlib.suppress(RuntimeError):  # it was consumed: a form, a stream
+            await _body_of(request)
+        ending = asyncio.timeout(None)
+        try:
+            async with ending, _watching(request.receive, ending):
+                return await route(*args, **kwargs)
+        except TimeoutError:
+            if not ending.expired():
+                raise
+        raise _gone()
+
+    if not takes_request:
+        signature = _with_request(signature)
+    watched.__signature__ = signature  # type: ignore[attr-defined]
+    return watched
+
+
+@contextlib.asynccontextmanager
+async def _watching(receive: Receive, ending: asyncio.Timeout) -> AsyncIterator[None]:
+    """Let ``ending`` expire when the client disconnects."""
+    watcher = asyncio.create_task(
+        _disconnect(receive), name="asynckv: wait for a disconnect"
+    )
+
+    def end(watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled():
+            watcher.exception()  # a server that fails here has lost its client, too
+            watcher.exception()
+            ending.reschedule(watcher.get_loop().time())
+
+    watcher.add_done_callback(end)
+    try:
+        yield
+    finally:
+        watcher.remove_done_callback(end)
+        watcher.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body_of(request: Request) -> None:
+    """Read the body, which the request keeps, so that the next message is the end."""
+    try:
+        await request.body()
+    except ClientDisconnect:
+        raise _gone() from None
+
+
+def _gone() -> HTTPException:
+    return HTTPException(_CLIENT_CLOSED_REQUEST, "the client closed the request")
+
+
+def _request_among(*values: object) -> Request:
+    for value in values:
+        if isinstance(value, Request):
+            return value
+    raise TypeError("cancel_on_disconnect is for HTTP routes: there is no Request")
+
+
+def _signature_of(route: Callable[..., object]) -> inspect.Signature:
+    try:
+        # Texts are resolved here, where the route's own module is known.
+        return inspect.signature(route, eval_str=True)
+    except NameError:
+        return inspect.signature(route)
+
+
+def _with_request(signature: inspect.Signature) -> inspect.Signature:
+    """Ask the framework for the request, by a parameter that the route never sees."""
+    asked = inspect.Parameter(
+        _ADDED, inspect.Parameter.KEYWORD_ONLY, annotation=Request
+    )
+    own = list(signature.parameters.values())
+    ends_open = bool(own) and own[-1].kind is inspect.Parameter.VAR_KEYWORD
+    own.insert(len(own) - ends_open, asked)
+    return signature.replace(parameters=own)

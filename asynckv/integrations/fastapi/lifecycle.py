@@ -1,0 +1,277 @@
+"""An app's part in transfers, from its start to its end.
+
+One task opens it, keeps it, and closes it; the app starts and stops beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+)
+from typing import Final, Literal, TypeAlias
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+
+from asynckv.abc import KVLookupBuffer
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect as connect_to
+from asynckv.buffers.serve import serve as serve_at
+from asynckv.config import KVTransferConfig
+from asynckv.errors import PeerLost
+from asynckv.node import open as open_node
+from asynckv.shielding import wait_shielded
+from asynckv.types import KVFingerprint
+
+__all__ = ("AppLifespan", "Status", "lifespan", "lookup", "status_of")
+
+logger = logging.getLogger(__name__)
+
+AppLifespan: TypeAlias = Callable[[Starlette], AbstractAsyncContextManager[None]]
+"""What ``FastAPI(lifespan=...)`` and ``Starlette(lifespan=...)`` take."""
+
+Status: TypeAlias = Literal[
+    "not started", "connecting", "ready", "lost", "failed", "draining"
+]
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+_ONE: Final = "pass one of these: a config, connect=, serve="
+
+
+def lifespan(
+    config: KVTransferConfig | None = None,
+    *,
+    connect: str | None = None,
+    serve: str | None = None,
+    lookup: LookupBuffer | None = None,
+    max_bytes: int | float | str = "1GiB",
+    fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
+    drain_s: float = 30.0,
+    wait_s: float = 5.0,
+) -> AppLifespan:
+    """Make the app take part in transfers while it runs.
+
+    ``FastAPI(lifespan=lifespan(...))``, or ``async with lifespan(...)(app):`` in
+    a lifespan of your own. It does one of three: what ``config`` says
+    (:func:`asynckv.open`); ``connect`` to a server's URL; or ``serve`` at a URL,
+    the buffer ``lookup`` if given (which stays yours to close), else a new one.
+    ``max_bytes`` and ``fingerprint`` are the new buffer's or the connection's.
+
+    A peer that is not there is waited for, in starting at most ``wait_s``
+    seconds; then the app starts and ``/readyz`` says that it is not ready. One
+    that said goodbye, or was not reached again, is waited for anew, except by
+    an app that serves a buffer itself: that stays, and stays ``lost``.
+
+    Stopping lets consumers take what this app serves for at most ``drain_s``.
+    A cancelled start leaves nothing behind.
+
+    :raises ValueError: not exactly one of ``config``, ``connect`` and ``serve``
+    :raises AsyncKVError: (on starting) a configuration or peer that cannot work
+    :raises OSError: (on starting) the address cannot be listened on
+    """
+    if sum(given is not None for given in (config, connect, serve)) > 1:
+        raise ValueError(_ONE)
+    if lookup is not None and serve is None:
+        raise ValueError("lookup= is what serve= serves")
+    if config is not None:
+        opens = functools.partial(_configured, config, drain_s)
+    elif connect is not None:
+        opens = functools.partial(_connected, connect, max_bytes, fingerprint)
+    elif serve is not None:
+        make = functools.partial(
+            LookupBuffer, max_bytes, fingerprint=fingerprint, drain_s=drain_s
+        )
+        opens = functools.partial(_served, serve, lookup, make)
+    else:
+        raise ValueError(_ONE)
+
+    @asynccontextmanager
+    async def run(app: Starlette) -> AsyncIterator[None]:
+        part = app.state.asynckv = _Part(opens)
+        try:
+            await part.start(wait_s)
+            yield
+        finally:
+            await part.aclose()
+
+    return run
+
+
+async def lookup(connection: HTTPConnection) -> KVLookupBuffer:
+    """Hand the app's buffer to a route: ``Annotated[KVLookupBuffer, Depends(lookup)]``.
+
+    Under bare Starlette: ``await lookup(request)``. Never waits: while the app
+    is not connected yet, or is stopping, the request ends with status 503.
+
+    :raises RuntimeError: the app has no :func:`lifespan`
+    """
+    part = _part_of(connection.app)
+    if part is None:
+        raise RuntimeError("no buffer here: the app's lifespan is not asynckv's")
+    if part.opened is None or part.is_leaving:
+        raise HTTPException(503, f"KV is {part.status}", {"Retry-After": "1"})
+    return part.opened.lookup
+
+
+def status_of(app: Starlette) -> Status:
+    """Tell in a word how the app's part in transfers is."""
+    part = _part_of(app)
+    return "not started" if part is None else part.status
+
+
+def _part_of(app: Starlette) -> _Part | None:
+    found = getattr(app.state, "asynckv", None)
+    return found if isinstance(found, _Part) else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Opened:
+    """A buffer to use, the peer it depends on, and where this app serves."""
+
+    lookup: KVLookupBuffer
+    peer: Peer | None = None
+    url: str | None = None
+
+
+_Opens: TypeAlias = Callable[[], AbstractAsyncContextManager[_Opened]]
+
+
+class _Part:
+    """Opens, keeps and closes, in a task of its own."""
+
+    def __init__(self, opens: _Opens) -> None:
+        self.opened: _Opened | None = None
+        self.is_leaving = False
+        self._opens = opens
+        self._is_open: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def status(self) -> Status:
+        """How it is now."""
+        if self.is_leaving:
+            return "draining"
+        if self.opened is None:
+            has_ended = self._task is not None and self._task.done()
+            return "failed" if has_ended else "connecting"
+        peer = self.opened.peer
+        return "ready" if peer is None or peer.is_connected else "lost"
+
+    async def start(self, wait_s: float) -> None:
+        """Begin, and wait for it to be open, ``wait_s`` at most.
+
+        :raises AsyncKVError: it cannot be opened
+        :raises OSError: it cannot be opened
+        """
+        self._is_open = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep(), name="asynckv: an app's part")
+        await asyncio.wait(
+            {self._task, self._is_open},
+            timeout=wait_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if self._task.done():
+            self._task.result()
+        if self.opened is None:
+            logger.warning("the app starts without its peer, which is not there yet")
+        self._task.add_done_callback(_log_failure)
+
+    async def aclose(self) -> None:
+        """Close what is open, or stop opening it. Shielded."""
+        self.is_leaving = True
+        if self._task is not None:
+            self._task.cancel()
+            await wait_shielded(self._task)
+
+    async def _keep(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                async with self._opens() as opened:
+                    pause_s = _FIRST_PAUSE_S
+                    await self._use(opened)
+                if self.is_leaving:
+                    return
+                logger.warning("the peer of this app has gone; waiting for another")
+            except PeerLost as exc:
+                logger.debug("the peer of this app is not there: %s", exc)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _use(self, opened: _Opened) -> None:
+        """Return when the app is stopped, or when its peer has gone for good."""
+        self.opened = opened
+        if self._is_open is not None and not self._is_open.done():
+            self._is_open.set_result(None)
+        if opened.url is not None:
+            logger.info("serving KV at %s", opened.url)
+        try:
+            await (asyncio.Future() if opened.peer is None else _gone(opened))
+        except asyncio.CancelledError:
+            if not self.is_leaving:
+                raise
+            # Only this wait is cancelled, so that what is open is left cleanly.
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+        finally:
+            if not self.is_leaving:
+                self.opened = None
+
+
+async def _gone(opened: _Opened) -> None:
+    """Wait until the peer is not called again and nobody needs what is served."""
+    peer = opened.peer
+    try:
+        while peer is not None:
+            link = await peer.link()
+            await link.wait_closed()
+    except PeerLost:
+        if opened.url is not None:
+            logger.warning("the peer of this app has gone; still serving")
+            await asyncio.Future()
+
+
+@asynccontextmanager
+async def _configured(
+    config: KVTransferConfig, drain_s: float
+) -> AsyncIterator[_Opened]:
+    async with open_node(config, drain_s=drain_s) as node:
+        yield _Opened(node.lookup, node.peer, node.url if node.server else None)
+
+
+@asynccontextmanager
+async def _connected(
+    url: str,
+    max_bytes: int | float | str,
+    fingerprint: KVFingerprint | Mapping[str, str] | str | None,
+) -> AsyncIterator[_Opened]:
+    async with connect_to(url, max_bytes=max_bytes, fingerprint=fingerprint) as peer:
+        yield _Opened(peer.lookup, peer)
+
+
+@asynccontextmanager
+async def _served(
+    url: str, given: LookupBuffer | None, make: Callable[[], LookupBuffer]
+) -> AsyncIterator[_Opened]:
+    async with AsyncExitStack() as stack:
+        buffer = make() if given is None else given
+        server = await stack.enter_async_context(serve_at(url, lookup=buffer))
+        if given is None:
+            # Entered after the server: what is left in it is served while it drains.
+            await stack.enter_async_context(buffer)
+        yield _Opened(buffer, url=server.url)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (exc := task.exception()) is not None:
+        logger.error("this app can take no part in transfers: %s", exc)

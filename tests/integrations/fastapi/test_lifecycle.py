@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Annotated, TypeAlias
+
+import httpx
+import pytest
+from fastapi import Depends, FastAPI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import asynckv
+from asynckv.abc import KVLookupBuffer
+from asynckv.integrations.fastapi import lifespan, lookup
+from asynckv.integrations.fastapi.lifecycle import AppLifespan, status_of
+from asynckv.testing import until, use_across_tasks
+
+TOKENS = [1, 2, 3]
+
+Lookup: TypeAlias = Annotated[KVLookupBuffer, Depends(lookup)]
+MakeApp: TypeAlias = Callable[[AppLifespan], Starlette]
+
+
+def fastapi_app(life: AppLifespan) -> FastAPI:
+    app = FastAPI(lifespan=life)
+
+    @app.get("/peek")
+    async def peek(buffer: Lookup) -> int:
+        return await buffer.peek(TOKENS)
+
+    return app
+
+
+def starlette_app(life: AppLifespan) -> Starlette:
+    async def peek(request: Request) -> Response:
+        buffer = await lookup(request)
+        return JSONResponse(await buffer.peek(TOKENS))
+
+    return Starlette(routes=[Route("/peek", peek)], lifespan=life)
+
+
+BOTH = pytest.mark.parametrize("make_app", [fastapi_app, starlette_app])
+
+
+def started(app: Starlette) -> AbstractAsyncContextManager[object]:
+    return app.router.lifespan_context(app)
+
+
+async def peek(app: Starlette) -> httpx.Response:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+        return await client.get("/peek")
+
+
+@asynccontextmanager
+async def served(
+    url: str = "tcp://127.0.0.1:0",
+) -> AsyncIterator[tuple[asynckv.LookupBuffer, str]]:
+    async with (
+        asynckv.LookupBuffer("1MiB", drain_s=0) as buffer,
+        asynckv.serve(url, lookup=buffer) as server,
+    ):
+        yield buffer, server.url
+
+
+def free_url() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@BOTH
+async def test_an_app_that_connects_hands_the_peers_buffer_to_its_routes(
+    make_app: MakeApp,
+) -> None:
+    async with served() as (buffer, url):
+        app = make_app(lifespan(connect=url))
+        await buffer.insert(TOKENS, None, None, None, None)
+        async with started(app):
+            assert (await peek(app)).json() == 3
+            assert status_of(app) == "ready"
+
+
+@BOTH
+async def test_an_app_that_serves_a_given_buffer_leaves_it_open(
+    make_app: MakeApp,
+) -> None:
+    url = free_url()
+    async with asynckv.LookupBuffer("1MiB", drain_s=0) as buffer:
+        app = make_app(lifespan(serve=url, lookup=buffer))
+        async with started(app), asynckv.connect(url) as peer:
+            await peer.lookup.insert(TOKENS, None, None, None, None)
+            assert (await peek(app)).json() == 3
+        assert await buffer.peek(TOKENS) == 3
+
+
+async def test_an_app_that_serves_its_own_buffer_can_start_again() -> None:
+    app = fastapi_app(lifespan(serve="tcp://127.0.0.1:0", drain_s=0))
+    for _ in range(2):
+        async with started(app):
+            assert (await peek(app)).json() == 0
+        assert status_of(app) == "draining"
+
+
+async def test_what_is_left_is_served_while_the_app_stops() -> None:
+    url = free_url()
+    app = fastapi_app(lifespan(serve=url))
+    running = started(app)
+    await running.__aenter__()
+    async with asynckv.connect(url) as peer:
+        await peer.lookup.insert(TOKENS, None, None, None, None)
+        stopping = asyncio.create_task(stop(running))
+        await until(lambda: status_of(app) == "draining")
+        assert (await peek(app)).status_code == 503
+        assert (await peer.lookup.drop_select(TOKENS)).matched_tokens == 3
+        await stopping
+
+
+async def stop(running: AbstractAsyncContextManager[object]) -> None:
+    await running.__aexit__(None, None, None)
+
+
+async def test_a_config_opens_a_node() -> None:
+    async with served() as (buffer, url):
+        config = asynckv.KVTransferConfig(
+            kv_role="kv_consumer", kv_port=int(url.rpartition(":")[2])
+        )
+        app = fastapi_app(lifespan(config))
+        await buffer.insert(TOKENS, None, None, None, None)
+        async with started(app):
+            assert (await peek(app)).json() == 3
+
+
+async def test_an_app_starts_before_its_peer_and_is_ready_after_it() -> None:
+    url = free_url()
+    app = fastapi_app(lifespan(connect=url, wait_s=0))
+    async with started(app):
+        assert status_of(app) == "connecting"
+        answer = await peek(app)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        async with served(url):
+            await until(lambda: status_of(app) == "ready")
+            assert (await peek(app)).status_code == 200
+
+
+async def test_a_peer_that_says_goodbye_is_waited_for_anew() -> None:
+    url = free_url()
+    app = fastapi_app(lifespan(connect=url))
+    async with asynckv.LookupBuffer("1MiB", drain_s=0) as buffer:
+        first = asynckv.serve(url, lookup=buffer)
+        await first.__aenter__()
+        async with started(app):
+            await first.aclose()
+            await until(lambda: status_of(app) == "connecting")
+            async with served(url):
+                await until(lambda: status_of(app) == "ready")
+
+
+async def test_a_connection_that_was_cut_is_lost_until_it_is_back() -> None:
+    async with served() as (_, url):
+        app = fastapi_app(lifespan(connect=url))
+        async with started(app):
+            link = await app.state.asynckv.opened.peer.link()
+            link.abort()
+            await until(lambda: status_of(app) == "lost")
+            await until(lambda: status_of(app) == "ready")
+
+
+async def test_an_app_that_serves_keeps_its_buffer_when_its_peer_has_gone() -> None:
+    async with asynckv.LookupBuffer("1MiB", drain_s=0) as other:
+        server = asynckv.serve("tcp://127.0.0.1:0", lookup=other)
+        await server.__aenter__()
+        config = asynckv.KVTransferConfig(
+            kv_role="kv_both",
+            kv_port=0,
+            kv_connector_extra_config={"peer_url": server.url},
+        )
+        app = fastapi_app(lifespan(config, drain_s=0))
+        async with started(app):
+            await server.aclose()
+            await until(lambda: status_of(app) == "lost")
+            inserts = app.state.asynckv.opened.lookup
+            await inserts.insert(TOKENS, None, None, None, None)
+            assert status_of(app) == "lost"
+
+
+async def test_what_cannot_be_opened_fails_the_start() -> None:
+    app = fastapi_app(lifespan(asynckv.KVTransferConfig()))
+    with pytest.raises(asynckv.ConfigError, match="kv_role is not set"):
+        async with started(app):
+            pass
+
+
+async def test_a_peer_of_another_model_ends_it_with_a_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = free_url()
+    app = fastapi_app(lifespan(connect=url, fingerprint="a", wait_s=0))
+    async with (
+        started(app),
+        asynckv.LookupBuffer("1MiB", fingerprint="b", drain_s=0) as buffer,
+        asynckv.serve(url, lookup=buffer),
+    ):
+        await until(lambda: "can take no part in transfers" in caplog.text)
+        assert status_of(app) == "failed"
+
+
+async def test_it_goes_inside_a_lifespan_of_the_users_own() -> None:
+    order: list[str] = []
+    kv = lifespan(serve="tcp://127.0.0.1:0", drain_s=0)
+
+    @asynccontextmanager
+    async def mine(app: FastAPI) -> AsyncIterator[None]:
+        async with kv(app):
+            order.append(status_of(app))
+            yield
+        order.append(status_of(app))
+
+    app = FastAPI(lifespan=mine)
+    async with started(app):
+        pass
+    assert order == ["ready", "draining"]
+
+
+async def test_one_task_may_start_it_and_another_stop_it() -> None:
+    life = lifespan(serve="tcp://127.0.0.1:0", drain_s=0)
+    await use_across_tasks(life(Starlette()))
+
+
+async def test_a_cancelled_start_leaves_nothing_behind() -> None:
+    app = fastapi_app(lifespan(connect=free_url(), wait_s=60))
+    starting = asyncio.create_task(started(app).__aenter__())
+    await until(lambda: status_of(app) == "connecting")
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert status_of(app) == "draining"
+
+
+async def test_an_app_without_the_lifespan_is_told_so() -> None:
+    with pytest.raises(RuntimeError, match="lifespan"):
+        await lookup(Request({"type": "http", "app": Starlette()}))
+
+
+async def test_it_says_where_it_serves(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "asynckv")
+    async with started(Starlette(lifespan=lifespan(serve="mem://here"))):
+        assert "serving KV at mem://here" in caplog.text
+
+
+def test_it_does_exactly_one_thing() -> None:
+    with pytest.raises(ValueError, match="one of these"):
+        lifespan()
+    with pytest.raises(ValueError, match="one of these"):
+        lifespan(connect="mem://a", serve="mem://b")
+    with pytest.raises(ValueError, match="lookup="):
+        lifespan(connect="mem://a", lookup=asynckv.LookupBuffer())
