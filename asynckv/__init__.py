@@ -44,6 +44,11 @@ if TYPE_CHECKING:
         WrongRole as WrongRole,
     )
     from asynckv.node import Node as Node, open as open
+    from asynckv.pipes.group import join_group as join_group
+    from asynckv.pipes.opening import (
+        listen_pipe as listen_pipe,
+        open_pipe as open_pipe,
+    )
     from asynckv.types import KVFingerprint as KVFingerprint, TensorSpec as TensorSpec
 
 __version__ = "0.1.0"
@@ -81,7 +86,10 @@ _HOME: Final = {
     "WrongLoop": "asynckv.errors",
     "WrongRole": "asynckv.errors",
     "connect": "asynckv.buffers.remote",
+    "join_group": "asynckv.pipes.group",
+    "listen_pipe": "asynckv.pipes.opening",
     "open": "asynckv.node",
+    "open_pipe": "asynckv.pipes.opening",
     "serve": "asynckv.buffers.serve",
 }
 

@@ -19,15 +19,18 @@ from asynckv.testing.tasks import use_across_tasks
 
 if TYPE_CHECKING:
     from asynckv.testing.lookup_conformance import LOOKUP_CHECKS, check_lookup_buffer
+    from asynckv.testing.pipe_conformance import PIPE_CHECKS, check_pipe
     from asynckv.testing.store_conformance import STORE_CHECKS, check_store_buffer
 
 __all__ = (
     "LOOKUP_CHECKS",
+    "PIPE_CHECKS",
     "STORE_CHECKS",
     "CancelMode",
     "Outcome",
     "SweepCounts",
     "check_lookup_buffer",
+    "check_pipe",
     "check_store_buffer",
     "sweep_cancellation",
     "until",
@@ -37,8 +40,10 @@ __all__ = (
 
 _HOME: Final = {
     "LOOKUP_CHECKS": "asynckv.testing.lookup_conformance",
+    "PIPE_CHECKS": "asynckv.testing.pipe_conformance",
     "STORE_CHECKS": "asynckv.testing.store_conformance",
     "check_lookup_buffer": "asynckv.testing.lookup_conformance",
+    "check_pipe": "asynckv.testing.pipe_conformance",
     "check_store_buffer": "asynckv.testing.store_conformance",
 }
 
