@@ -1,0 +1,103 @@
+"""A served buffer and peers that use it, in one process, over any scheme."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from asynckv.abc import KVLookupBuffer, KVStoreBuffer
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.serve import Server, serve
+from asynckv.buffers.store import StoreBuffer
+
+__all__ = (
+    "SCHEMES",
+    "Peers",
+    "Scheme",
+    "new_url",
+    "open_lookup_pair",
+    "open_peers",
+    "open_store_pair",
+)
+
+Scheme: TypeAlias = Literal["tcp", "unix", "mem"]
+
+SCHEMES: Final[tuple[Scheme, ...]] = ("tcp", "unix", "mem")
+"""Every way to reach a served buffer."""
+
+_LOOKUP_BYTES: Final = 4 * 2**20
+_STORE_BYTES: Final = 16 * 2**20
+
+
+class Peers(NamedTuple):
+    """A server and two peers of it; each is closed with the pair."""
+
+    server: Server
+    producer: Peer
+    consumer: Peer
+
+
+def new_url(scheme: Scheme) -> str:
+    """Return a place to serve at that is free.
+
+    :raises ValueError: the scheme is unknown
+    """
+    if scheme == "tcp":
+        return "tcp://127.0.0.1:0"
+    if scheme == "mem":
+        return "mem://"
+    if scheme == "unix":
+        folder = os.environ.get("TMPDIR", "/tmp")
+        return f"unix://{folder}/asynckv-{secrets.token_hex(8)}.sock"
+    raise ValueError(f"scheme {scheme!r} is none of {', '.join(SCHEMES)}")
+
+
+@contextlib.asynccontextmanager
+async def open_peers(
+    scheme: Scheme,
+    lookup: LookupBuffer | None = None,
+    store: StoreBuffer | None = None,
+    **options: Any,
+) -> AsyncIterator[Peers]:
+    """Serve ``lookup`` and ``store``, and connect to them twice.
+
+    ``options`` are those of :func:`asynckv.connect`.
+    """
+    async with (
+        serve(new_url(scheme), lookup=lookup, store=store) as server,
+        connect(server.url, **options) as producer,
+        connect(server.url, **options) as consumer,
+    ):
+        yield Peers(server, producer, consumer)
+
+
+@contextlib.asynccontextmanager
+async def open_lookup_pair(
+    scheme: Scheme = "tcp",
+) -> AsyncIterator[tuple[KVLookupBuffer, KVLookupBuffer, LookupBuffer]]:
+    """Open a producer's side, a consumer's side and the local buffer behind them.
+
+    The buffer holds 4 MiB, as :func:`check_lookup_buffer` wants it.
+    """
+    async with (
+        LookupBuffer(_LOOKUP_BYTES, drain_s=0) as local,
+        open_peers(scheme, local) as peers,
+    ):
+        yield peers.producer.lookup, peers.consumer.lookup, local
+
+
+@contextlib.asynccontextmanager
+async def open_store_pair(
+    scheme: Scheme = "tcp",
+) -> AsyncIterator[tuple[KVStoreBuffer, StoreBuffer]]:
+    """Open a client's side and the local store behind it, of 16 MiB."""
+    async with (
+        StoreBuffer(_STORE_BYTES) as local,
+        serve(new_url(scheme), store=local) as server,
+        connect(server.url) as peer,
+    ):
+        yield peer.store, local
