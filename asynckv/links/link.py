@@ -196,6 +196,7 @@ class Link:
     # Receiving.
 
     def _handle_events(self) -> None:
+        self._outgoing.is_handling = True
         try:
             for event in self._events:
                 self._handle(event)
@@ -206,6 +207,7 @@ class Link:
         except Exception as exc:
             logger.exception("a request handler of the link to %s", self.peer.id)
             self.abort(exc)
+        self._outgoing.is_handling = False
         self._outgoing.flush()
 
     def _read_on(self) -> None:

@@ -25,6 +25,7 @@ _WRITE_BYTES: Final = 256 * 1024
 class Outgoing:
     """Moves an outbox to a stream, and pauses its reading where it must.
 
+    While ``is_handling`` whoever set it flushes at the end.
     ``read_on()`` is called, on a later tick, when reading may go on: first
     with what was received already, then by ``resume_reading``.
     """
@@ -37,6 +38,7 @@ class Outgoing:
         read_on: Callable[[], None],
     ) -> None:
         self.is_reading_paused = False
+        self.is_handling = False
         self._tell_to_read_on = read_on
         self._stream = stream
         self._outbox = outbox
@@ -53,8 +55,8 @@ class Outgoing:
         return self._outbox.nbytes + self._stream.unsent_bytes
 
     def flush_soon(self) -> None:
-        """Write what is queued at the end of this tick."""
-        if self._flushing is None:
+        """Write what is queued at the end of this tick, or of what is handled."""
+        if self._flushing is None and not self.is_handling:
             self._flushing = self._loop.call_soon(self.flush)
 
     def flush(self) -> None:

@@ -49,8 +49,8 @@ def max_unfinished_bytes(limits: Limits) -> int:
 
 def encode_parts(
     stream: int, frame: Frame, body: Buffer = b"", *, limits: Limits = _DEFAULT_LIMITS
-) -> tuple[bytes, Iterator[bytes]]:
-    """Return the first wire frame, and an iterator that makes the others.
+) -> tuple[bytes, Iterator[bytes] | None]:
+    """Return the first wire frame, and what makes the others if there are any.
 
     :raises LocalProtocolError: control part or body are longer than ``limits``
     """
@@ -68,7 +68,7 @@ def encode_parts(
         )
     if nbytes <= BODY_PART_BYTES:
         header = pack_header(TYPE_CONTROL, len(control), nbytes, stream)
-        return (header + control + body if nbytes else header + control), iter(())
+        return (header + control + body if nbytes else header + control), None
     view = memoryview(body)
     header = pack_header(TYPE_CONTROL, len(control), BODY_PART_BYTES, stream, more=True)
     first = b"".join((header, control, view[:BODY_PART_BYTES]))
@@ -91,7 +91,7 @@ def encode_frame(
     :raises LocalProtocolError: control part or body are longer than ``limits``
     """
     first, others = encode_parts(stream, frame, body, limits=limits)
-    return [first, *others]
+    return [first, *others] if others is not None else [first]
 
 
 class _Unfinished:
@@ -182,7 +182,10 @@ class FrameDecoder:
             if left < HEADER_BYTES:
                 return None
             header = unpack_header(data, start)
-            self._check(header)
+            if header.payload_bytes or header.type or header.more or self._unfinished:
+                self._check(header)
+            else:
+                self._check_control(header, None)
         control_start = start + HEADER_BYTES
         body_start = control_start + header.control_bytes
         end = body_start + header.payload_bytes
@@ -191,6 +194,8 @@ class FrameDecoder:
             return None
         self._header = None
         control, part = data[control_start:body_start], data[body_start:end]
+        if header.type == TYPE_CONTROL and not header.more:
+            return header, (header.stream, _decode(control), part)
         return header, self._accept(header, control, part)
 
     def _check(self, header: Header) -> None:
@@ -238,10 +243,7 @@ class FrameDecoder:
         self, header: Header, control: bytes, part: bytes
     ) -> tuple[int, Frame, bytes] | None:
         if header.type == TYPE_CONTROL:
-            frame = _decode(control)
-            if not header.more:
-                return header.stream, frame, part
-            self._unfinished[header.stream] = _Unfinished(frame, part)
+            self._unfinished[header.stream] = _Unfinished(_decode(control), part)
             self._unfinished_bytes += len(part)
             return None
         unfinished = self._unfinished[header.stream]

@@ -85,7 +85,7 @@ class Outbox:
         """
         body = body if type(body) is bytes else bytes(body)
         first, others = encode_parts(stream, frame, body, limits=self._limits)
-        if len(body) <= BODY_PART_BYTES:
+        if others is None:
             self._count(stream, len(first))
             self._add(stream, first)
         else:

@@ -89,7 +89,7 @@ async def test_a_loop_that_stalls_judges_nobody() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stop", [signal.SIGSTOP, signal.SIGKILL])
 async def test_a_process_that_is_frozen_or_killed_is_lost(stop: signal.Signals) -> None:
-    with subprocess.Popen(
+    with subprocess.Popen(  # noqa: ASYNC220 - the loop does nothing else
         [sys.executable, "-c", _LISTENING], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
