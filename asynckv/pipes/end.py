@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from asynckv.errors import ChecksumError, PeerLost, RemoteProtocolError
-from asynckv.links.link import Link, LinkStream
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.outbound import Outbound
 from asynckv.protocol.failures import from_failure, to_failure

@@ -9,9 +9,10 @@ from typing import Final
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.address import Address
 from asynckv.links.dial import dial
-from asynckv.links.link import Link, LinkStream, StreamHandler
+from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import new_identity
+from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.links.sockets import own_host
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.end import PipeEnd

@@ -13,7 +13,7 @@ import torch
 
 from asynckv.errors import ConfigError, EndOfStream
 from asynckv.links.dial import dial
-from asynckv.links.link import Link, LinkStream
+from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
@@ -21,6 +21,7 @@ from asynckv.links.options import (
     payload_digest,
     refuse_security,
 )
+from asynckv.links.requests import LinkStream
 from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe

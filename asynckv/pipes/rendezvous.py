@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
-from asynckv.links.link import Link, LinkStream
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
 from asynckv.pipes.barrier import Barrier
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import (

@@ -1,17 +1,20 @@
-"""The two sides of an open pipe, in one process, over any scheme."""
+"""The sides of an open pipe, and the ranks of a group, in one process."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+from asynckv.pipes.group import Group, join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.testing.pairs import Scheme, new_url
 from asynckv.testing.pipe_conformance import PIPE_BYTES
 
-__all__ = ("open_pipe_pair",)
+__all__ = ("free_port", "open_group", "open_pipe_pair")
 
 
 @contextlib.asynccontextmanager
@@ -30,3 +33,28 @@ async def open_pipe_pair(
         await listener.accept() as far,
     ):
         yield near, far
+
+
+def free_port() -> int:
+    """Return a port at which nobody listens now, for :func:`asynckv.join_group`."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@contextlib.asynccontextmanager
+async def open_group(size: int, **options: Any) -> AsyncIterator[tuple[Group, ...]]:
+    """Open every rank of a group, in one process.
+
+    ``options`` are those of :func:`asynckv.join_group`.
+    """
+    options = {"timeout_s": 10, "max_bytes": PIPE_BYTES, **options}
+    port = free_port()
+    managers = [
+        join_group(rank=rank, size=size, host="127.0.0.1", port=port, **options)
+        for rank in range(size)
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        joining = (stack.enter_async_context(manager) for manager in managers)
+        yield tuple(await asyncio.gather(*joining))

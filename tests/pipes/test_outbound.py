@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolError
+from asynckv.pipes.outbound import MAX_TENSORS, Outbound, Parcel
+from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
+from asynckv.testing import until_blocked
+from asynckv.types import TensorSpec
+
+BOUND = 2**20
+LARGE = 2**18
+LOST = PeerLost("the cable was cut")
+BYE = PeerLost("goodbye")
+BYE.goodbye = True
+
+
+class FakeLink:
+    """As much of a link as a sender uses; it is its own payload transport."""
+
+    def __init__(self) -> None:
+        self.outgoing_bytes = 0
+        self.transfers = 0
+        self.sent: list[tuple[int, Callable[[bytes, BaseException | None], None]]] = []
+        self.when_drained: list[Callable[[], None]] = []
+        self.payload = self
+
+    def new_transfer(self) -> int:
+        self.transfers += 1
+        return self.transfers
+
+    def call_when_drained(self, fn: Callable[[], None]) -> None:
+        self.when_drained.append(fn)
+
+    def send(
+        self, transfer: int, part: int, source: memoryview, done: Any, *, digest: Any
+    ) -> None:
+        self.sent.append((transfer, done))
+
+
+class Sender:
+    """An outbound half and what it sent."""
+
+    def __init__(self, *, window: int | None = BOUND) -> None:
+        self.frames: list[Frame] = []
+        self.link = FakeLink()
+        self.half = Outbound(self.link, self._note, BOUND)  # type: ignore[arg-type]
+        if window is not None:
+            self.half.on_read(Read(window, MAX_TENSORS))
+
+    def _note(self, frame: Frame, body: memoryview) -> None:
+        self.frames.append(frame)
+
+    async def put(self, nbytes: int) -> None:
+        parcel = Parcel(TensorSpec((nbytes,), "uint8"))
+        await self.half.reserve(parcel)
+        self.half.put(parcel, torch.zeros(nbytes, dtype=torch.uint8), b"d")
+
+    def deliver(self, transfer: int) -> None:
+        """Let the peer grant the transfer, and the bytes leave."""
+        self.half.on_grant(Grant(transfer))
+        self.link.sent[-1][1](b"d", None)
+
+
+async def test_a_small_tensor_rides_with_its_frame() -> None:
+    sender = Sender()
+    await sender.put(64)
+    spec = TensorSpec((64,), "uint8")
+    assert sender.frames == [Push(1, 0, inline=True, spec=spec, digest=b"d")]
+
+
+async def test_a_large_tensor_is_announced_granted_and_done() -> None:
+    sender = Sender()
+    await sender.put(LARGE)
+    sender.deliver(1)
+    spec = TensorSpec((LARGE,), "uint8")
+    assert sender.frames == [Push(1, 0, False, spec), Done(1, 0, b"d")]
+
+
+async def test_bytes_are_in_flight_until_the_peer_has_them() -> None:
+    sender = Sender()
+    await sender.put(64)
+    await sender.put(LARGE)
+    sender.deliver(2)
+    assert sender.half.in_flight_bytes == 64 + LARGE
+    sender.half.on_flushed(Flushed(1))
+    assert sender.half.in_flight_bytes == LARGE
+    sender.half.on_flushed(Flushed(2))
+    assert (sender.half.in_flight_bytes, sender.half.in_flight_tensors) == (0, 0)
+
+
+async def test_nothing_is_pushed_before_the_peer_gives_room() -> None:
+    sender = Sender(window=None)
+    await sender.put(64)
+    assert not sender.frames
+    sender.half.on_read(Read(BOUND, 1))
+    assert len(sender.frames) == 1
+
+
+async def test_what_the_peer_has_no_room_for_waits_and_nothing_overtakes_it() -> None:
+    sender = Sender(window=100)
+    for nbytes in (60, 60, 1):
+        await sender.put(nbytes)
+    assert len(sender.frames) == 1
+    sender.half.on_read(Read(60, 1))
+    assert len(sender.frames) == 3
+
+
+async def test_what_is_above_the_peers_room_goes_when_all_was_read() -> None:
+    sender = Sender(window=100)
+    await sender.put(60)
+    await sender.put(LARGE)
+    assert len(sender.frames) == 1
+    sender.half.on_read(Read(60, 1))
+    assert len(sender.frames) == 2
+
+
+async def test_room_is_given_in_the_order_of_the_calls() -> None:
+    sender = Sender()
+    await sender.put(BOUND)
+    first = asyncio.create_task(sender.put(BOUND))
+    await until_blocked(first)
+    second = asyncio.create_task(sender.put(1))
+    await until_blocked(first, second)
+    assert sender.half.waiting == 2
+    sender.deliver(1)
+    sender.half.on_flushed(Flushed(1))
+    await first
+    assert not second.done()
+    second.cancel()
+    await asyncio.wait({second})
+    assert (sender.half.waiting, sender.half.room_waits) == (1, 2)
+
+
+async def test_what_was_dropped_gives_back_its_room_and_its_place() -> None:
+    sender = Sender()
+    parcel = Parcel(TensorSpec((BOUND,), "uint8"))
+    await sender.half.reserve(parcel)
+    waiting = asyncio.create_task(sender.put(8))
+    await until_blocked(waiting)
+    sender.half.drop(parcel)
+    await waiting
+    assert sender.half.in_flight_bytes == 8
+    assert len(sender.frames) == 1
+
+
+async def test_tensors_without_bytes_are_bounded_too() -> None:
+    sender = Sender()
+    for _ in range(MAX_TENSORS):
+        await sender.put(0)
+    last = asyncio.create_task(sender.put(0))
+    await until_blocked(last)
+    assert not last.done()
+    sender.half.on_flushed(Flushed(1))
+    await last
+
+
+async def test_a_backlog_of_small_tensors_waits_for_the_link_to_drain() -> None:
+    sender = Sender()
+    sender.link.outgoing_bytes = 2**20
+    await sender.put(64)
+    await sender.put(64)
+    assert not sender.frames
+    assert len(sender.link.when_drained) == 1
+    sender.link.outgoing_bytes = 0
+    sender.link.when_drained[0]()
+    assert len(sender.frames) == 2
+
+
+async def test_a_flush_waits_for_what_was_put_and_for_nothing_else() -> None:
+    sender = Sender()
+    await sender.half.flush()
+    slow = Parcel(TensorSpec((8,), "uint8"))
+    await sender.put(64)
+    flushing = asyncio.create_task(sender.half.flush())
+    await until_blocked(flushing)
+    await sender.half.reserve(slow)
+    sender.half.on_flushed(Flushed(1))
+    await flushing
+    sender.half.drop(slow)
+
+
+async def test_a_flush_does_not_wait_for_a_place_that_was_given_up() -> None:
+    sender = Sender()
+    slow = Parcel(TensorSpec((8,), "uint8"))
+    await sender.half.reserve(slow)
+    await sender.put(64)
+    flushing = asyncio.create_task(sender.half.flush())
+    await until_blocked(flushing)
+    sender.half.drop(slow)
+    sender.half.on_flushed(Flushed(1))
+    await flushing
+
+
+async def test_a_lost_peer_is_told_with_what_may_have_arrived() -> None:
+    sender = Sender()
+    await sender.put(64)
+    await sender.put(LARGE)
+    calls = [sender.half.flush(), sender.put(BOUND)]
+    tasks = [asyncio.create_task(call) for call in calls]
+    await until_blocked(*tasks)
+    sender.half.end(LOST)
+    for task in tasks:
+        with pytest.raises(PipeBroken, match="the cable was cut") as caught:
+            await task
+        assert caught.value.maybe_delivered == 2
+    assert sender.half.in_flight_bytes == 0
+
+
+async def test_a_goodbye_is_an_end_if_everything_had_arrived() -> None:
+    sender = Sender()
+    await sender.put(64)
+    sender.half.on_flushed(Flushed(1))
+    sender.half.end(BYE)
+    await sender.half.flush()
+    with pytest.raises(EndOfStream):
+        await sender.put(1)
+
+
+async def test_a_goodbye_before_everything_arrived_is_a_loss() -> None:
+    sender = Sender()
+    await sender.put(64)
+    sender.half.end(BYE)
+    with pytest.raises(PipeBroken) as caught:
+        await sender.half.flush()
+    assert caught.value.maybe_delivered == 1
+
+
+async def test_a_refusing_half_sends_what_it_has_and_takes_no_more() -> None:
+    sender = Sender(window=None)
+    await sender.put(BOUND)
+    waiting = asyncio.create_task(sender.put(BOUND))
+    await until_blocked(waiting)
+    sender.half.refuse()
+    with pytest.raises(EndOfStream):
+        await waiting
+    sender.half.on_read(Read(BOUND, 1))
+    assert len(sender.frames) == 1
+
+
+async def test_a_peer_cannot_have_what_was_never_sent() -> None:
+    sender = Sender()
+    await sender.put(64)
+    with pytest.raises(RemoteProtocolError, match="never sent"):
+        sender.half.on_flushed(Flushed(2))
+
+
+async def test_a_peer_cannot_have_what_is_still_on_its_way() -> None:
+    sender = Sender()
+    await sender.put(LARGE)
+    with pytest.raises(RemoteProtocolError, match="on its way"):
+        sender.half.on_flushed(Flushed(1))
+
+
+@pytest.mark.parametrize("nbytes", [64, LARGE])
+async def test_a_peer_grants_only_what_waits_for_it_and_once(nbytes: int) -> None:
+    sender = Sender()
+    await sender.put(nbytes)
+    if nbytes == LARGE:
+        sender.deliver(1)
+    with pytest.raises(RemoteProtocolError, match="Grant"):
+        sender.half.on_grant(Grant(1))
