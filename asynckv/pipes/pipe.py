@@ -174,9 +174,7 @@ class Pipe(KVPipe, LoopBound):
 
     def abort(self) -> None:
         self._told_loss = self._told_broken = True
-        for end in self._ends:
-            end.abort()
-        self._pool.close()
+        self._hang_up()
 
     async def __aexit__(
         self,
@@ -188,13 +186,18 @@ class Pipe(KVPipe, LoopBound):
             self.abort()
         await self.aclose()
 
+    def _hang_up(self) -> None:
+        for end in self._ends:
+            end.abort()
+        self._pool.close()
+
     async def _drain(self) -> None:
         try:
             async with asyncio.timeout(_DRAIN_S):
                 await self._outbound.flush()
         except TimeoutError:
             left = self._outbound.in_flight_tensors
-            self.abort()
+            self._hang_up()
             raise PipeBroken(
                 f"the peer has not received everything within {_DRAIN_S:g} s",
                 maybe_delivered=left,
