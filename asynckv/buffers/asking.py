@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from asynckv.errors import PeerLost, PeerRestarted, RemoteProtocolError
+from asynckv.errors import (
+    AsyncKVError,
+    PeerLost,
+    PeerRestarted,
+    RemoteProtocolError,
+)
 from asynckv.links.link import Link
 from asynckv.protocol.failures import from_failure
 from asynckv.protocol.frames import (
@@ -40,20 +45,24 @@ class _Question:
             case Result():
                 self.answer.set_result(frame)
             case Failure():
-                self.answer.set_exception(from_failure(frame))
+                self._fail(from_failure(frame))
             case Cancelled():
-                self.answer.set_exception(PeerLost("the peer gave the question up"))
+                self._fail(AsyncKVError("the peer gave the question up"))
             case _:
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
 
     def on_lost(self, error: PeerLost) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        self._fail(error)
 
     def cancel(self) -> None:
         """The answer is not wanted any more. Never waits."""
         if not self.answer.done() or self.answer.cancelled():
             self._stream.send(Cancel())
+
+    def _fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # who asked may have been cancelled meanwhile
 
 
 async def ask(
@@ -81,7 +90,8 @@ async def ask(
             async with asyncio.timeout(deadline_s):
                 return await question.answer
         except PeerLost:
-            continue
+            if link.is_open:
+                raise  # the peer says so, of something else
         except BaseException:
             question.cancel()
             raise

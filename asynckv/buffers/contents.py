@@ -12,6 +12,7 @@ __all__ = ("check_names", "flatten", "unflatten")
 
 _WHOLE = ("key", "value", "hidden")
 _EXTRAS = "extras."
+_MAX_TENSORS = 16384
 
 
 def flatten(
@@ -51,6 +52,8 @@ def check_names(names: Iterable[str]) -> None:
         and a layer's are named
     """
     names = tuple(names)
+    if len(names) > _MAX_TENSORS:
+        raise ValueError(f"{len(names)} tensors; an entry has at most {_MAX_TENSORS}")
     for name in names:
         if len(name) > 512:
             raise ValueError(f"the name {name[:40]!r}... is longer than 512 characters")

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from asynckv.buffers.entries import Draft
-from asynckv.buffers.manifest import INLINE_NBYTES, content_digest, pack
-from asynckv.errors import PeerLost, RemoteProtocolError
+from asynckv.buffers.manifest import INLINE_NBYTES, check_body, content_digest, pack
+from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.failures import from_failure
@@ -48,13 +48,17 @@ class Inserting:
         self._link = link
         self._views = [bytes_of(tensor) for tensor in tensors]
         inline = sum(len(view) for view in self._views) <= INLINE_NBYTES
-        if inline and digests is None and link.digest != "off":
+        if link.digest == "off":
+            # Equal is then what has equal tokens, names and shapes.
+            digests = [b""] * len(self._views)
+        elif inline and digests is None:
             digests = [digest_of(view) for view in self._views]
         self._digests = digests
+        self._is_cancelled = False
         self._transfer = link.new_transfer()
         self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         records = [
-            TensorRecord(name, spec, digests[i] if digests else b"")
+            TensorRecord(name, spec, b"" if digests is None else digests[i])
             for i, (name, spec) in enumerate(draft.specs.items())
         ]
         tokens = draft.input_tokens, draft.roi
@@ -64,9 +68,10 @@ class Inserting:
             inline=inline,
             ttl_s=draft.ttl_s,
             deliveries=draft.deliveries,
-            digest=content_digest(records, *tokens) if digests else b"",
+            digest=b"" if digests is None else content_digest(records, *tokens),
         )
         body = pack(records, *tokens, self._views if inline else ())
+        check_body(link.limits.max_body_bytes, body)
         self._stream = link.open_stream(self, frame, body)
 
     async def accepted(self) -> None:
@@ -78,6 +83,7 @@ class Inserting:
 
     def cancel(self) -> None:
         """Take the entry back if it is not in yet. Never waits."""
+        self._is_cancelled = True
         self._stream.send(Cancel())
         self._link.payload.stop(self._transfer)
 
@@ -89,11 +95,12 @@ class Inserting:
         match frame:
             case Grant(transfer=self._transfer):
                 self.was_granted = True
-                self._send()
+                if not self._is_cancelled:
+                    self._send()
             case Accepted():
                 self._end(None)
             case Cancelled():
-                self._end(PeerLost("the peer gave the insert up"))
+                self._end(AsyncKVError("the peer gave the insert up"))
             case Failure():
                 self._end(from_failure(frame))
             case _:
@@ -109,7 +116,7 @@ class Inserting:
                 index,
                 view,
                 partial(self._sent, index),
-                digest=self._digests[index] if self._digests else None,
+                digest=None if self._digests is None else self._digests[index],
             )
 
     def _sent(self, index: int, digest: bytes, error: BaseException | None) -> None:
@@ -123,3 +130,4 @@ class Inserting:
             self._answer.set_result(None)
         else:
             self._answer.set_exception(error)
+            self._answer.exception()  # who inserts may have been cancelled meanwhile

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from asynckv.buffers.entries import (
     Draft,
@@ -318,9 +318,9 @@ class Ledger:
         future.set_result(None)
         return future
 
-    def offer_waiting(self) -> None:
+    def offer_waiting(self, entries: Iterable[StoredEntry]) -> None:
         """A consumer's receive bound has room again: look at waiting entries."""
-        for entry in list(self.entries.values()):
+        for entry in entries:
             if entry.state is EntryState.WAITING:
                 self._offer(entry)
 

@@ -29,6 +29,7 @@ from asynckv.buffers.holders import LocalHolder
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.manifest import content_digest
 from asynckv.buffers.queries import (
+    MAX_ID_LENGTH,
     Query,
     as_mask,
     as_tokens,
@@ -381,8 +382,10 @@ def make_draft(
     :raises ValueError: tokens and roi do not fit each other, or a number is out
         of range
     """
-    if deliveries < 1:
-        raise ValueError("deliveries is at least 1")
+    if not 1 <= deliveries <= 2**31:
+        raise ValueError("deliveries is at least 1, and at most 2**31")
+    if entry_id is not None and len(entry_id) > MAX_ID_LENGTH:
+        raise ValueError(f"an entry_id has at most {MAX_ID_LENGTH} characters")
     if ttl_s is not None and not 0 <= ttl_s < math.inf:
         raise ValueError("ttl_s is finite and not negative; None means no end")
     tokens = as_tokens(input_tokens)

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import torch
 
-from asynckv.errors import ChecksumError, RemoteProtocolError
+from asynckv.errors import ChecksumError, EntryTooLarge, RemoteProtocolError
 from asynckv.protocol.digests import digest_of, entry_digest
 from asynckv.protocol.frames import Contents, TensorRecord
 from asynckv.tensors.views import bytes_of, dtype_of, spec_of, tensor_from
@@ -18,6 +18,7 @@ from asynckv.types import TensorSpec
 __all__ = (
     "INLINE_NBYTES",
     "Manifest",
+    "check_body",
     "content_digest",
     "pack",
     "unpack",
@@ -74,6 +75,19 @@ def pack(
     parts: list[bytes | memoryview] = [length, contents]
     parts += [bytes_of(t) for t in tokens if t is not None]
     return b"".join([*parts, *inline])
+
+
+def check_body(max_body_bytes: int, body: bytes) -> None:
+    """Refuse a body that the link cannot carry.
+
+    :raises EntryTooLarge: tokens, roi and names are longer than that
+    """
+    if len(body) > max_body_bytes:
+        raise EntryTooLarge(
+            nbytes=len(body),
+            max_bytes=max_body_bytes,
+            hint="tokens, roi and names of an entry ride in one frame",
+        )
 
 
 def unpack(body: bytes, *, inline: bool) -> Manifest:

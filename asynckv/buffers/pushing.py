@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from typing import Final
 
 import torch
 
 from asynckv.abc import InsertWriter
+from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.entries import Draft
-from asynckv.buffers.manifest import INLINE_NBYTES, pack
+from asynckv.buffers.manifest import INLINE_NBYTES, check_body, pack
 from asynckv.buffers.streaming import check_put
 from asynckv.errors import EntryAborted, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
@@ -31,7 +34,10 @@ from asynckv.protocol.frames import (
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, empty_tensor, spec_of
 
-__all__ = ("RemoteWriter", "dense")
+__all__ = ("BUSY_BYTES", "RemoteWriter", "dense")
+
+BUSY_BYTES: Final = 4 * 2**20
+"""With so much unwritten for a peer, the next small tensor waits its turn."""
 
 
 async def dense(tensor: torch.Tensor, pool: CopyPool) -> torch.Tensor:
@@ -56,6 +62,7 @@ class RemoteWriter(InsertWriter):
         self._pool = pool
         self._indexes = {name: i for i, name in enumerate(draft.specs)}
         self._put: set[str] = set()
+        self._is_put: set[str] = set()
         self._is_closed = False
         self._transfer = link.new_transfer()
         self._grants: dict[int, asyncio.Future[bool]] = {}
@@ -72,6 +79,7 @@ class RemoteWriter(InsertWriter):
         )
         records = [TensorRecord(name, spec) for name, spec in draft.specs.items()]
         body = pack(records, draft.input_tokens, draft.roi)
+        check_body(link.limits.max_body_bytes, body)
         self._stream = link.open_stream(self, frame, body)
 
     async def granted(self) -> None:
@@ -89,16 +97,17 @@ class RemoteWriter(InsertWriter):
         except BaseException:
             self._put.discard(name)
             raise
+        self._is_put.add(name)
 
     def check_whole(self) -> None:
         """Refuse to commit what is not whole.
 
-        :raises ValueError: a declared tensor was never put
+        :raises ValueError: a declared tensor was never put, or is still being put
         """
-        missing = [name for name in self._indexes if name not in self._put]
+        missing = [name for name in self._indexes if name not in self._is_put]
         if missing:
             raise ValueError(
-                f"{len(missing)} declared tensors were never put: "
+                f"{len(missing)} declared tensors were not put: "
                 f"{', '.join(missing[:5])}; the entry is aborted"
             )
 
@@ -135,6 +144,7 @@ class RemoteWriter(InsertWriter):
 
     async def _push(self, part: int, tensor: torch.Tensor) -> None:
         view = bytes_of(tensor)
+        await self._drained()
         transfer = self._link.new_transfer()
         if len(view) <= INLINE_NBYTES:
             digest = b"" if self._link.digest == "off" else digest_of(view)
@@ -145,7 +155,9 @@ class RemoteWriter(InsertWriter):
         self._grants[transfer] = grant
         self._stream.send(Push(transfer=transfer, part=part, inline=False))
         try:
-            if await grant:
+            async with asyncio.timeout(ANSWER_S):
+                is_wanted = await grant
+            if is_wanted:
                 digest = await self._send(transfer, view)
                 self._stream.send(Done(transfer, 0, digest))
         except BaseException:
@@ -153,6 +165,14 @@ class RemoteWriter(InsertWriter):
             self._stream.send(Retract(transfer))
             await self._link.payload.quiesce(transfer)
             raise
+
+    async def _drained(self) -> None:
+        """Wait while a peer that reads slowly has much left to read."""
+        while self._link.outgoing_bytes > BUSY_BYTES:
+            drained: asyncio.Future[None] = self._loop.create_future()
+            self._link.call_when_drained(partial(_wake, drained))
+            await drained
+        self._check_alive()
 
     async def _send(self, transfer: int, view: memoryview) -> bytes:
         sent: asyncio.Future[bytes] = self._loop.create_future()
@@ -190,3 +210,8 @@ class RemoteWriter(InsertWriter):
             else:
                 grant.set_exception(error)
                 grant.exception()
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)

@@ -14,9 +14,20 @@ import torch
 
 from asynckv.abc import Match, TokenIds
 
-__all__ = ("TOKEN_NBYTES", "Query", "as_mask", "as_tokens", "key_of", "make_query")
+__all__ = (
+    "MAX_ID_LENGTH",
+    "TOKEN_NBYTES",
+    "Query",
+    "as_mask",
+    "as_tokens",
+    "key_of",
+    "make_query",
+)
 
 TOKEN_NBYTES = 8
+
+MAX_ID_LENGTH = 256
+"""An entry_id of more characters could not be told to a peer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,8 +105,10 @@ def make_query(
     """
     if match not in ("prefix", "exact"):
         raise ValueError(f"match is 'prefix' or 'exact', not {match!r}")
-    if min_matched_tokens < 1:
-        raise ValueError("min_matched_tokens is at least 1")
+    if not 1 <= min_matched_tokens <= 2**31:
+        raise ValueError("min_matched_tokens is at least 1, and at most 2**31")
+    if entry_id is not None and len(entry_id) > MAX_ID_LENGTH:
+        raise ValueError(f"an entry_id has at most {MAX_ID_LENGTH} characters")
     key: bytes | None
     if roi is None and type(input_tokens) is list:
         key = _key_of_ids(input_tokens)

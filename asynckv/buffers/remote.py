@@ -144,13 +144,15 @@ class Peer(LoopBound):
         """Say goodbye; what is leased goes back. Bounded, shielded, repeatable."""
         self._check_loop()
         self._end(PeerLost(f"the connection to {self.url} was closed on this side"))
-        with anyio.CancelScope(shield=True):
-            if self._reconnecting is not None:
-                self._reconnecting.cancel()
-                await asyncio.wait({self._reconnecting})
-            if self._link is not None:
-                await self._link.aclose()
-        self.pool.close()
+        try:
+            with anyio.CancelScope(shield=True):
+                if self._reconnecting is not None:
+                    self._reconnecting.cancel()
+                    await asyncio.wait({self._reconnecting})
+                if self._link is not None:
+                    await self._link.aclose()
+        finally:  # also if the task is cancelled: nothing stays open
+            self.abort()
 
     def abort(self) -> None:
         """Hang up now. Never waits."""

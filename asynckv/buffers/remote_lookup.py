@@ -26,10 +26,17 @@ from asynckv.buffers.handover import check_targets
 from asynckv.buffers.inserting import Inserting
 from asynckv.buffers.lookup import make_draft
 from asynckv.buffers.pushing import RemoteWriter, dense
-from asynckv.buffers.queries import Query, as_mask, as_tokens, key_of, make_query
+from asynckv.buffers.queries import (
+    MAX_ID_LENGTH,
+    Query,
+    as_mask,
+    as_tokens,
+    key_of,
+    make_query,
+)
 from asynckv.buffers.remote_stream import RemoteStream
-from asynckv.buffers.selecting import Delivery, Selecting
-from asynckv.errors import LeaseLost, PeerLost, PeerRestarted
+from asynckv.buffers.selecting import Delivery, Selecting, check_key_fits
+from asynckv.errors import EntryAborted, LeaseLost, PeerLost, PeerRestarted
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Peek, Settle, Taken, Withdraw
 from asynckv.tensors.views import spec_of
@@ -111,15 +118,20 @@ class RemoteLookupBuffer(KVLookupBuffer):
         self._peer.check()
         tokens = as_tokens(input_tokens)
         key = key_of(tokens, as_mask(roi, tokens))
+        check_key_fits(key, (await self._peer.link()).limits.max_body_bytes)
         return (await ask(self._peer, Peek(bool(key)), key)).value
 
     async def taken(self, entry_id: str) -> None:
         self._peer.check()
+        if len(entry_id) > MAX_ID_LENGTH:
+            raise KeyError(f"no entry has an id of {len(entry_id)} characters")
         with LoggedWait(f"taken({entry_id})", "the entry's end", "its consumer"):
             await ask(self._peer, Taken(entry_id), deadline_s=None)
 
     async def withdraw(self, entry_id: str) -> bool:
         self._peer.check()
+        if len(entry_id) > MAX_ID_LENGTH:
+            return False
         return bool((await ask(self._peer, Withdraw(entry_id))).value)
 
     @asynccontextmanager
@@ -223,9 +235,12 @@ class RemoteLookupBuffer(KVLookupBuffer):
                     await inserting.accepted()
                 return
             except PeerLost:
+                if link.is_open:
+                    raise  # the peer says so, of something else
                 await inserting.quiesce()
                 await self._check_same(link.peer.incarnation, inserting.was_granted)
-                digests = digests or await self._peer.pool.digest(tensors)
+                if digests is None:
+                    digests = await self._peer.pool.digest(tensors)
             except BaseException:
                 inserting.cancel()
                 await inserting.quiesce()
@@ -255,6 +270,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         selecting, delivery = await self._select(query, targets, streams=False)
         try:
             entry = delivery.entry()
+            selecting.release()
             selecting.reach(delivery)
             yield entry
         except Exception:
@@ -279,8 +295,13 @@ class RemoteLookupBuffer(KVLookupBuffer):
                     come = selecting.offered() if streams else selecting.whole()
                     return selecting, await come
             except PeerLost:
-                await selecting.quiesce()
+                if link.is_open:
+                    raise  # the peer says so, of something else
                 selecting.release()
+                await selecting.quiesce()
+            except EntryAborted:  # before anything of it was handed out
+                selecting.close()
+                await selecting.quiesce()
             except BaseException:
                 selecting.cancel()
                 await selecting.quiesce()
@@ -295,13 +316,13 @@ class RemoteLookupBuffer(KVLookupBuffer):
                 "acknowledged; it was given back",
             ) from exc
         finally:
-            selecting.release()
+            selecting.close()
             await selecting.quiesce()
 
     async def _was_acknowledged(self, selecting: Selecting, delivery: Delivery) -> bool:
         """The link was cut around the acknowledgement: ask on the next one."""
-        await selecting.quiesce()
         selecting.release()
+        await selecting.quiesce()
         if not selecting.acknowledged:
             return False
         await self._check_same(selecting.incarnation, held=True)

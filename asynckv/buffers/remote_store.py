@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -15,7 +15,12 @@ from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inl
 from asynckv.buffers.pushing import dense
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.store import check_key
-from asynckv.errors import PeerLost, PeerRestarted, RemoteProtocolError
+from asynckv.errors import (
+    AsyncKVError,
+    PeerLost,
+    PeerRestarted,
+    RemoteProtocolError,
+)
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
 from asynckv.observability.waits import LoggedWait
@@ -42,6 +47,9 @@ if TYPE_CHECKING:
     from asynckv.buffers.remote import Peer
 
 __all__ = ("RemoteStoreBuffer", "RemoteStoreStatistics")
+
+_BATCH_KEYS: Final = 4096
+_BATCH_NBYTES: Final = 32 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +106,10 @@ class RemoteStoreBuffer(KVStoreBuffer):
             raise TypeError("contains takes a sequence of keys, not one key")
         for key in keys:
             check_key(key)
-        return (await ask(self._peer, Contains(tuple(keys)))).flags
+        flags: list[bool] = []
+        for some in _batches(keys):
+            flags.extend((await ask(self._peer, Contains(some))).flags)
+        return tuple(flags)
 
     def statistics(self) -> RemoteStoreStatistics:
         return RemoteStoreStatistics(
@@ -123,6 +134,8 @@ class RemoteStoreBuffer(KVStoreBuffer):
                     await putting.answer
                 return
             except PeerLost:
+                if link.is_open:
+                    raise  # the peer says so, of something else
                 await putting.quiesce()
                 incarnation = (await self._peer.link()).peer.incarnation
                 if incarnation != link.peer.incarnation:
@@ -136,11 +149,14 @@ class RemoteStoreBuffer(KVStoreBuffer):
 
     async def _get(self, key: str, into: torch.Tensor | None) -> torch.Tensor | None:
         while True:
-            getting = _Getting(await self._peer.link(), key, into, self._peer.budget)
+            link = await self._peer.link()
+            getting = _Getting(link, key, into, self._peer.budget)
             try:
                 return await getting.value()
             except PeerLost:
                 await getting.quiesce()
+                if link.is_open:
+                    raise  # the peer says so, of something else
             except BaseException:
                 getting.cancel()
                 await getting.quiesce()
@@ -156,6 +172,7 @@ class _Putting:
         self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._link = link
         self._view = bytes_of(tensor)
+        self._is_cancelled = False
         self._transfer = link.new_transfer()
         inline = len(self._view) <= INLINE_NBYTES
         digest = digest_of(self._view) if inline and link.digest != "off" else b""
@@ -170,7 +187,9 @@ class _Putting:
 
     def cancel(self) -> None:
         """Withdraw it, if it is not in yet. Never waits."""
+        self._is_cancelled = True
         self._stream.send(Cancel())
+        self._link.payload.stop(self._transfer)
 
     async def quiesce(self) -> None:
         """Wait until no thread reads the tensor (at most 1 s; shielded)."""
@@ -179,11 +198,12 @@ class _Putting:
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
             case Grant(transfer=self._transfer):
-                self._link.payload.send(self._transfer, 0, self._view, self._sent)
+                if not self._is_cancelled:
+                    self._link.payload.send(self._transfer, 0, self._view, self._sent)
             case Accepted():
                 self._end(None)
             case Cancelled():
-                self._end(PeerLost("the peer gave the put up"))
+                self._end(AsyncKVError("the peer gave the put up"))
             case Failure():
                 self._end(from_failure(frame))
             case _:
@@ -203,6 +223,7 @@ class _Putting:
             self.answer.set_result(None)
         else:
             self.answer.set_exception(error)
+            self.answer.exception()  # who puts may have been cancelled meanwhile
 
 
 class _Getting:
@@ -303,3 +324,18 @@ class _Getting:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # one of them is awaited, or none
+
+
+def _batches(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield ``keys`` in as many at a time as fit in one frame."""
+    some: list[str] = []
+    nbytes = 0
+    for key in keys:
+        size = len(key.encode()) + 5
+        if nbytes + size > _BATCH_NBYTES or len(some) == _BATCH_KEYS:
+            yield tuple(some)
+            some, nbytes = [], 0
+        some.append(key)
+        nbytes += size
+    if some:
+        yield tuple(some)

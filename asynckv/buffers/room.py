@@ -47,6 +47,10 @@ class Room:
     def __contains__(self, seq: object) -> bool:
         return seq in self._line
 
+    def entries(self) -> list[StoredEntry]:
+        """Return the entries in line, the first one first."""
+        return [entry for entry, _ in self._line.values()]
+
     def oldest_wait_s(self, now: float) -> float:
         """How long the first in line has waited."""
         for entry, since in self._line.values():

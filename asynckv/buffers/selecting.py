@@ -14,12 +14,13 @@ from functools import partial
 import torch
 
 from asynckv.abc import KVEntry
+from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.contents import unflatten
 from asynckv.buffers.handover import match_targets
 from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
-from asynckv.buffers.queries import Query
+from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.receive_budget import ReceiveBudget
-from asynckv.errors import PeerLost, RemoteProtocolError
+from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
 from asynckv.protocol.failures import from_failure
@@ -42,7 +43,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.tensors.views import bytes_of, empty_tensor, tensor_from
 
-__all__ = ("Delivery", "Selecting")
+__all__ = ("Delivery", "Selecting", "check_key_fits", "clone")
 
 
 class Delivery:
@@ -106,10 +107,13 @@ class Selecting:
         self._link = link
         self._targets = targets
         self._budget = budget
-        self._old: list[Delivery] = []
+        self._old: list[Reception] = []
         self._error: Exception | None = None
         self._is_answered = False
+        self._is_accepted = False
         self._watchers: list[asyncio.Future[None]] = []
+        key = query.key or b""
+        check_key_fits(key, link.limits.max_body_bytes)
         frame = Select(
             has_key=query.key is not None,
             entry_id=query.entry_id,
@@ -117,7 +121,7 @@ class Selecting:
             min_matched_tokens=query.min_matched_tokens,
             stream=streams,
         )
-        self._stream = link.open_stream(self, frame, query.key or b"")
+        self._stream = link.open_stream(self, frame, key)
 
     async def offered(self) -> Delivery:
         """Wait for an offer and let its bytes come.
@@ -173,7 +177,8 @@ class Selecting:
         else:
             self.acknowledged = True
             self._stream.send(Ack(token, confirm=True))
-            await self._until(lambda: self.noted)
+            async with asyncio.timeout(ANSWER_S):
+                await self._until(lambda: self.noted)
             self._stream.send(Reached(token))
         self._is_answered = True
         self._stream.close()
@@ -185,7 +190,10 @@ class Selecting:
         """
         self.acknowledged = True
         self._stream.send(Ack(delivery.offer.token))
-        await self._until(lambda: self._is_answered)
+        async with asyncio.timeout(ANSWER_S):
+            await self._until(lambda: self._is_answered)
+        if not self._is_accepted:
+            raise self._error or LeaseLost("the peer gave the delivery up")
 
     def give_back(self, delivery: Delivery, *, reached: bool) -> None:
         """Give the delivery back. Never waits."""
@@ -199,33 +207,39 @@ class Selecting:
             self._stream.send(Cancel())
         self._drop()
 
+    def close(self) -> None:
+        """Nothing more is read of what was acknowledged. Never waits."""
+        self._drop()
+
     async def quiesce(self) -> None:
         """Wait until nothing touches memory that the caller lent (at most 1 s)."""
-        for delivery in [*self._old, *filter(None, [self.delivery])]:
-            if delivery.lent and delivery.reception is not None:
-                await delivery.reception.quiesce()
+        await self._old_quiet()
+        delivery = self.delivery
+        if delivery is not None and delivery.lent and delivery.reception is not None:
+            await delivery.reception.quiesce()
 
     def release(self) -> None:
         """The tensors are the application's now: no longer charged."""
-        for delivery in [*self._old, *filter(None, [self.delivery])]:
-            self._budget.release(delivery.charged_bytes)
-            delivery.charged_bytes = 0
+        if self.delivery is not None:
+            self._budget.release(self.delivery.charged_bytes)
+            self.delivery.charged_bytes = 0
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         delivery = self.delivery
         match frame:
             case Offer():
+                if delivery is not None:
+                    raise RemoteProtocolError("a second offer, the first one stands")
                 manifest = unpack(body, inline=frame.inline)
                 self._link.payload.announce(frame.transfer)
                 self.delivery = Delivery(frame, manifest)
-            case Done():
-                if delivery is not None and delivery.reception is not None:
-                    delivery.reception.on_done(frame)
-            case Complete():
-                if delivery is not None:
-                    delivery.is_complete = True
-            case Retract():
-                self._retract()
+            case Done(transfer=transfer):
+                reception = None if delivery is None else delivery.reception
+                if reception is not None and reception.transfer == transfer:
+                    reception.on_done(frame)
+            case Complete(transfer=transfer) | Retract(transfer=transfer):
+                if delivery is not None and delivery.offer.transfer == transfer:
+                    self._decide(delivery, frame)
             case Noted():
                 self.noted = True
             case Failure():
@@ -233,6 +247,7 @@ class Selecting:
                 self._error = from_failure(frame)
             case Accepted() | Cancelled():
                 self._is_answered = True
+                self._is_accepted = isinstance(frame, Accepted)
             case _:
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
         self._wake()
@@ -266,7 +281,7 @@ class Selecting:
             self._targets[name] if name in self._targets else empty_tensor(spec)
             for name, spec in specs.items()
         ]
-        await self.quiesce()  # of an offer that was retracted
+        await self._old_quiet()
         if self.delivery is not delivery or self._error is not None:
             self._budget.release(own)
             delivery.charged_bytes = 0
@@ -293,14 +308,23 @@ class Selecting:
     def _is_decided(self, delivery: Delivery) -> bool:
         return self.delivery is not delivery or delivery.is_whole
 
-    def _retract(self) -> None:
-        delivery, self.delivery = self.delivery, None
-        if delivery is not None:
-            if delivery.reception is not None:
-                delivery.reception.stop()
-            self._budget.release(delivery.charged_bytes)
-            delivery.charged_bytes = 0
-            self._old.append(delivery)
+    def _decide(self, delivery: Delivery, frame: Frame) -> None:
+        if isinstance(frame, Complete):
+            delivery.is_complete = True
+            return
+        self.delivery = None
+        self._budget.release(delivery.charged_bytes)
+        delivery.charged_bytes = 0
+        if delivery.reception is not None:
+            delivery.reception.stop()
+            if delivery.lent:
+                self._old.append(delivery.reception)
+
+    async def _old_quiet(self) -> None:
+        """Let go of what was lent to offers that were retracted."""
+        while self._old:
+            await self._old[0].quiesce()
+            self._old.pop(0)
 
     def _drop(self) -> None:
         self._error = self._error or RuntimeError("this drop_select is over")
@@ -321,6 +345,18 @@ class Selecting:
         for watcher in watchers:
             if not watcher.done():
                 watcher.set_result(None)
+
+
+def check_key_fits(key: bytes, max_body_bytes: int) -> None:
+    """Refuse a query that the link cannot carry.
+
+    :raises ValueError: it selects too many tokens
+    """
+    if len(key) > max_body_bytes:
+        raise ValueError(
+            f"a query of {len(key) // TOKEN_NBYTES} tokens is longer than the "
+            f"{max_body_bytes} bytes that ride in one frame"
+        )
 
 
 def clone(tensor: torch.Tensor | None) -> torch.Tensor | None:

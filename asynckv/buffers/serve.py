@@ -34,17 +34,27 @@ class _Services:
         self, link: Link, lookup: LookupBuffer | None, store: StoreBuffer | None
     ) -> None:
         self.link = link
+        self.is_lost = False
         self.lookup = None if lookup is None else LookupService(lookup, link)
         self.store = None if store is None else StoreService(store, link)
+
+    @property
+    def all(self) -> list[LookupService | StoreService]:
+        """The services there are."""
+        return [s for s in (self.lookup, self.store) if s is not None]
+
+    @property
+    def has_ended(self) -> bool:
+        """The link is lost and nothing of it is left."""
+        return self.is_lost and all(service.has_ended for service in self.all)
 
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
     ) -> StreamHandler:
-        for service in (self.lookup, self.store):
-            if service is not None:
-                handler = service.open(stream, frame, body)
-                if handler is not None:
-                    return handler
+        for service in self.all:
+            handler = service.open(stream, frame, body)
+            if handler is not None:
+                return handler
         raise ConfigError(
             f"nothing here answers a {type(frame).__name__}",
             hint="serve a lookup buffer, a store buffer or a pipe at that address",
@@ -77,6 +87,7 @@ class Server(LoopBound):
         self._lanes = lanes
         self._drain_s = drain_s
         self._listener: LinkListener | None = None
+        self._is_leaving = False
         self._services: set[_Services] = set()
 
     @property
@@ -92,13 +103,15 @@ class Server(LoopBound):
     @property
     def peers(self) -> tuple[PeerIdentity, ...]:
         """Who is connected now."""
-        return tuple(services.link.peer for services in self._services)
+        return tuple(s.link.peer for s in self._services if not s.is_lost)
 
     async def __aenter__(self) -> Self:
         self._check_loop()
         if self._listener is not None:
             raise RuntimeError("the server was entered before; make a new one")
         buffers = [b for b in (self._lookup, self._store) if b is not None]
+        for buffer in buffers:
+            buffer._check_loop()
         fingerprints = {b.fingerprint for b in buffers if b.fingerprint is not None}
         if len(fingerprints) > 1:
             raise ConfigError("lookup and store have different fingerprints")
@@ -129,35 +142,52 @@ class Server(LoopBound):
         if self._listener is not None:
             self._listener.abort()
         for services in self._services:
-            for service in (services.lookup, services.store):
-                if service is not None:
-                    service.abort()
+            for service in services.all:
+                service.abort()
 
     async def _close(self, drain_s: float) -> None:
         if self._listener is None:
             return
+        self._is_leaving = True
+        for services in self._services:
+            for service in services.all:
+                service.leave()
         with anyio.CancelScope(shield=True):
-            found = [
-                service
-                for services in self._services
-                for service in (services.lookup, services.store)
-                if service is not None
-            ]
-            for service in found:
-                service.is_leaving = True
-            with anyio.move_on_after(drain_s):
-                for service in found:
-                    await service.wait_idle()
-            await self._listener.aclose()
-            for service in found:
-                service.abort()
-                await service.wait_ended()
+            try:
+                with anyio.move_on_after(drain_s):
+                    for services in list(self._services):
+                        for service in services.all:
+                            await service.wait_idle()
+                await self._listener.aclose()
+            finally:  # also if the task is cancelled: nothing stays open
+                self.abort()
+                for services in list(self._services):
+                    for service in services.all:
+                        await service.wait_ended()
 
     def _service_for(self, link: Link) -> _Services:
         services = _Services(link, self._lookup, self._store)
+        self._forget_ended()
+        if services.lookup is not None:
+            services.lookup.predecessors = tuple(
+                older.lookup
+                for older in self._services
+                if older.lookup is not None and older.link.peer.id == link.peer.id
+            )
+        if self._is_leaving:
+            for service in services.all:
+                service.leave()
         self._services.add(services)
-        link.call_when_lost(lambda error: self._services.discard(services))
+        link.call_when_lost(lambda error: self._on_lost(services))
         return services
+
+    def _on_lost(self, services: _Services) -> None:
+        services.is_lost = True
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Keep those of lost links whose tasks have not ended yet."""
+        self._services = {s for s in self._services if not s.has_ended}
 
 
 def serve(

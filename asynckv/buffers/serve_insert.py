@@ -13,6 +13,7 @@ from asynckv.buffers.manifest import Manifest, unpack, verify_inline
 from asynckv.buffers.queries import as_mask, as_tokens
 from asynckv.errors import (
     AsyncKVError,
+    ChecksumError,
     EntryAborted,
     PeerLost,
     RemoteProtocolError,
@@ -83,18 +84,13 @@ class ServedInsert:
         self._landed: Landed | None = None
         self._left = 0
         self._whole: asyncio.Future[None] | None = None
-        self._task = service.run(
-            service.buffer.admission.insert(self._draft, self, frame.digest or None),
-            f"insert of {frame.entry_id}",
-        )
+        self._task = service.run_insert(self._run(), frame.entry_id)
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
         regions = [part.region for part in entry.parts if part.region is not None]
-        if self._frame.inline:
-            for index, digest in enumerate(verify_inline(self._manifest)):
-                _copy(self._manifest.inline[index], regions[index])
-                landed(index, digest)
+        if self._frame.inline or not regions:
+            self._take_inline(regions, landed)
             return
         self._landed, self._left = landed, len(regions)
         self._whole = asyncio.get_running_loop().create_future()
@@ -111,6 +107,20 @@ class ServedInsert:
         finally:
             await self._reception.quiesce()
 
+    def _take_inline(self, regions: list[Region], landed: Landed) -> None:
+        digests = verify_inline(self._manifest)
+        if self._service.link.digest == "off":
+            digests = [b""] * len(digests)  # as those that come by payload
+        for index, digest in enumerate(digests):
+            _copy(self._manifest.inline[index], regions[index])
+            landed(index, digest)
+
+    async def _run(self) -> None:
+        if self._service.predecessors:
+            await self._service.after_predecessors()
+        digest = self._frame.digest or None
+        await self._service.buffer.admission.insert(self._draft, self, digest)
+
     def part_verified(self, index: int, digest: bytes) -> None:
         if self._landed is not None:
             self._landed(index, digest)
@@ -121,6 +131,7 @@ class ServedInsert:
     def reception_failed(self, error: Exception) -> None:
         if self._whole is not None and not self._whole.done():
             self._whole.set_exception(error)
+            self._whole.exception()  # the insert may have been cancelled meanwhile
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
@@ -162,12 +173,13 @@ class ServedWriter:
         self._draft = draft_of(frame, unpack(body, inline=False), service)
         self._entry: StoredEntry | None = None
         self._pushed: dict[int, _Pushed] = {}
-        self._retracted: dict[int, Reception] = {}
+        self._retracted: dict[int, list[Reception]] = {}
+        self._to_grant: set[int] = set()
         self._verified: set[int] = set()
         self._committed = False
         self._ended: asyncio.Future[None] = service.loop.create_future()
         self._silence: asyncio.TimerHandle | None = None
-        self._task = service.run(self._run(), f"streaming insert of {frame.entry_id}")
+        self._task = service.run_insert(self._run(), frame.entry_id)
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     def landed(self, index: int, digest: bytes) -> None:
@@ -181,7 +193,7 @@ class ServedWriter:
     def fail(self, error: Exception) -> None:
         """The writer cannot go on."""
         if not self._ended.done():
-            self._ended.set_exception(error)
+            self._end_with(error)
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         self._hear()
@@ -218,6 +230,7 @@ class ServedWriter:
             admission.abort(entry)
             raise
         finally:
+            self._ended.cancel()
             if self._silence is not None:
                 self._silence.cancel()
             await self._quiesce()
@@ -227,7 +240,7 @@ class ServedWriter:
         entry = self._entry
         if entry is None or frame.part >= len(entry.parts):
             raise RemoteProtocolError("a tensor was pushed that was never granted")
-        if frame.part in self._verified:
+        if frame.part in self._verified or self._is_coming(frame.part):
             raise RemoteProtocolError("a tensor was pushed twice")
         region = entry.parts[frame.part].region
         if entry.state is EntryState.GONE or region is None:
@@ -237,6 +250,7 @@ class ServedWriter:
         elif frame.inline:
             self._take_inline(frame, body, region)
         elif frame.part in self._retracted:
+            self._to_grant.add(frame.transfer)
             self._service.run(self._grant_later(frame, region), "grant of a push")
         else:
             self._grant(frame, region)
@@ -246,7 +260,8 @@ class ServedWriter:
             raise RemoteProtocolError("a pushed tensor has not its declared size")
         digest = digest_of(body)
         if frame.digest and frame.digest != digest:
-            raise RemoteProtocolError("a pushed tensor changed on its way")
+            self.fail(ChecksumError("a pushed tensor changed on its way"))
+            return
         _copy(memoryview(body), region)
         self.landed(frame.part, digest)
 
@@ -261,15 +276,19 @@ class ServedWriter:
 
     async def _grant_later(self, frame: Push, region: Region) -> None:
         """The same part was being received before: let that end first."""
-        await self._retracted.pop(frame.part).quiesce()
-        if not self._ended.done():
+        for reception in list(self._retracted.get(frame.part, ())):
+            await reception.quiesce()
+        if frame.transfer in self._to_grant and not self._ended.done():
+            self._to_grant.remove(frame.transfer)
+            self._retracted.pop(frame.part, None)
             self._grant(frame, region)
 
     def _on_retract(self, transfer: int) -> None:
+        self._to_grant.discard(transfer)
         pushed = self._pushed.pop(transfer, None)
         if pushed is not None and pushed.reception is not None:
             pushed.reception.stop()
-            self._retracted[pushed.index] = pushed.reception
+            self._retracted.setdefault(pushed.index, []).append(pushed.reception)
 
     def _end_if_whole(self) -> None:
         entry = self._entry
@@ -284,7 +303,7 @@ class ServedWriter:
         if entry.state is not EntryState.GONE or self._ended.done():
             return
         if entry.left_by:
-            self._ended.set_exception(EntryAborted(reason=entry.left_by))
+            self._end_with(EntryAborted(reason=entry.left_by))
         elif self._committed:
             self._ended.set_result(None)  # acknowledged early: the rest is not needed
 
@@ -292,8 +311,16 @@ class ServedWriter:
         for pushed in self._pushed.values():
             if pushed.reception is not None:
                 await pushed.reception.quiesce()
-        for reception in self._retracted.values():
-            await reception.quiesce()
+        for receptions in self._retracted.values():
+            for reception in receptions:
+                await reception.quiesce()
+
+    def _end_with(self, error: Exception) -> None:
+        self._ended.set_exception(error)
+        self._ended.exception()  # the writer may have been cancelled meanwhile
+
+    def _is_coming(self, part: int) -> bool:
+        return any(pushed.index == part for pushed in self._pushed.values())
 
     def _hear(self) -> None:
         if self._silence is not None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from asynckv.buffers.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.serve_insert import ServedInsert, ServedWriter
@@ -74,14 +75,28 @@ class LookupService:
         self.link = link
         self.loop = asyncio.get_running_loop()
         self.deliveries: set[ServedSelect] = set()
+        self.selects: set[ServedSelect] = set()
+        self.predecessors: tuple[LookupService, ...] = ()
         self.is_leaving = False
         self._charged_bytes = 0
+        self._is_offering = False
+        self._inserts: dict[asyncio.Task[None], str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way for this peer."""
-        return not self.deliveries and not self._tasks
+        """Nothing is under way for this peer; what waits for room is not."""
+        entries = self.buffer.ledger.entries
+        return not self.deliveries and all(
+            (entry := entries.get(entry_id)) is not None
+            and entry.state is EntryState.WAITING
+            for entry_id in self._inserts.values()
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """No task of this peer is left."""
+        return not self._tasks
 
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
@@ -95,6 +110,7 @@ class LookupService:
             case Select():
                 self._check_open()
                 select = ServedSelect(self, stream, frame)
+                self.selects.add(select)
                 select.select(query_of(frame, body))
                 return select
             case Peek():
@@ -118,6 +134,29 @@ class LookupService:
         task.add_done_callback(self._task_ended)
         return task
 
+    def run_insert(
+        self, coroutine: Coroutine[Any, Any, None], entry_id: str
+    ) -> asyncio.Task[None]:
+        """Own the task of one insert."""
+        task = self.run(coroutine, f"insert of {entry_id}")
+        self._inserts[task] = entry_id
+        return task
+
+    async def after_predecessors(self) -> None:
+        """Wait until nothing of the peer's link before this one is left.
+
+        What was sent again would else meet itself. Bounded: it was cancelled.
+        """
+        for service in self.predecessors:
+            await service.wait_ended()
+        self.predecessors = ()
+
+    def leave(self) -> None:
+        """Begin nothing new. What is under way goes on."""
+        self.is_leaving = True
+        for select in list(self.selects):
+            select.wait_no_longer()
+
     def may_charge(self, nbytes: int) -> bool:
         """Can the peer's receive bound take bytes that have no room in the arena?"""
         bound = self.link.peer_limits.max_receive_bytes
@@ -126,8 +165,9 @@ class LookupService:
     def charge(self, nbytes: int) -> None:
         """Charge the peer for such bytes; a negative number gives back."""
         self._charged_bytes += nbytes
-        if nbytes < 0:
-            self.loop.call_soon(self.buffer.ledger.offer_waiting)
+        if nbytes < 0 and not self._is_offering:
+            self._is_offering = True
+            self.loop.call_soon(self._offer_waiting)
 
     def delivery_ended(self, select: ServedSelect) -> None:
         """A delivery was acknowledged, given back or retracted."""
@@ -148,8 +188,13 @@ class LookupService:
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
+    def _offer_waiting(self) -> None:
+        self._is_offering = False
+        self.buffer.ledger.offer_waiting(self.buffer.room.entries())
+
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._inserts.pop(task, None)
         self._tell_if_leaving()
 
     def _tell_if_leaving(self) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asynckv.buffers.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.manifest import INLINE_NBYTES, pack
+from asynckv.buffers.manifest import INLINE_NBYTES, check_body, pack
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.errors import (
     BufferClosed,
     EntryAborted,
+    EntryTooLarge,
     LeaseLost,
     PeerLost,
     RemoteProtocolError,
@@ -75,6 +76,11 @@ class ServedSelect:
         self._is_settling = False
         self._is_over = False
 
+    def wait_no_longer(self) -> None:
+        """The server leaves: nothing new is begun. What is under way ends."""
+        if self._lease is None and self._waiter is not None:
+            self._ledger.forget(self._waiter)
+
     def select(self, query: Query) -> None:
         """Ask the ledger; an offer may go out at once."""
         self._waiter = self._ledger.select(query, self, self._service.link.fingerprint)
@@ -111,7 +117,10 @@ class ServedSelect:
         self._is_offered = False
 
     def aborted(self, lease: Lease, reason: str) -> None:
-        self._finish(to_failure(EntryAborted(reason=reason)))
+        if reason == "lapsed":
+            self._finish(to_failure(LeaseLost("the entry was held for too long")))
+        else:
+            self._finish(to_failure(EntryAborted(reason=reason)))
 
     def closed(self) -> None:
         self._finish(to_failure(BufferClosed("the buffer was closed by its owner")))
@@ -137,6 +146,7 @@ class ServedSelect:
             case Nack(token=token, reached=reached):
                 if lease is not None and lease.token == token:
                     self._ledger.give_back(lease, reached=reached)
+                self._forget()
                 self._finish(Cancelled())
             case _:
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
@@ -145,12 +155,13 @@ class ServedSelect:
         if self._is_settling:
             self._acknowledge(answer=False)
         self._forget()
-        self._is_over = True
+        self._close()
 
     def _on_ack(self, token: bytes, confirm: bool) -> None:
         lease = self._lease
         if lease is None or lease.token != token or not lease.is_valid:
             lost = LeaseLost("the entry was taken back before it was acknowledged")
+            self._forget()  # the next one may be in its hand already
             self._finish(to_failure(lost))
         elif confirm:
             self._is_settling = True
@@ -165,6 +176,7 @@ class ServedSelect:
         try:
             self._ledger.acknowledge(lease)
         except LeaseLost as exc:
+            self._forget()
             self._finish(to_failure(exc))
             return
         self._end_delivery()
@@ -195,6 +207,7 @@ class ServedSelect:
 
     def _close(self) -> None:
         self._is_over = True
+        self._service.selects.discard(self)
         self._stream.close()
 
     def _is_current(self, transfer: int) -> bool:
@@ -223,6 +236,12 @@ class ServedSelect:
         self._is_offered = True
         views = [p.region.view() for p in entry.parts if inline and p.region]
         body = pack(entry.records(), entry.input_tokens, entry.roi, views)
+        try:
+            check_body(self._service.link.limits.max_body_bytes, body)
+        except EntryTooLarge as exc:
+            # The ledger is in the middle of leasing: told on the next tick.
+            self._service.loop.call_soon(self._refuse, exc)
+            return
         offer = Offer(
             transfer=self._transfer,
             inline=inline,
@@ -234,6 +253,11 @@ class ServedSelect:
         )
         self._stream.send(offer, body)
 
+    def _refuse(self, error: EntryTooLarge) -> None:
+        if not self._is_over:
+            self._forget()
+            self._finish(to_failure(error))
+
     def _send_part(self, entry: StoredEntry, index: int) -> None:
         part, transfer, stream = entry.parts[index], self._transfer, self._stream
         if part.region is None:
@@ -244,5 +268,5 @@ class ServedSelect:
                 stream.send(Done(transfer, index, digest))
 
         self._service.link.payload.send(
-            transfer, index, part.region.view(), sent, digest=part.digest
+            transfer, index, part.region.view(), sent, digest=part.digest or None
         )

@@ -93,6 +93,15 @@ class StoreService:
         if not self.under_way and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
+    @property
+    def has_ended(self) -> bool:
+        """No task of this peer is left."""
+        return not self._tasks
+
+    def leave(self) -> None:
+        """Begin nothing new. What is under way goes on."""
+        self.is_leaving = True
+
     async def wait_idle(self) -> None:
         """Wait until nothing is under way. Cancelling leaves no trace."""
         while self.under_way:
@@ -155,6 +164,7 @@ class _ServedPut:
     def reception_failed(self, error: Exception) -> None:
         if not self._digest.done():
             self._digest.set_exception(error)
+            self._digest.exception()  # the put may have been cancelled meanwhile
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
@@ -243,7 +253,7 @@ class _ServedGet:
             0,
             self._pinned.region.view(),
             self._sent,
-            digest=self._pinned.digest,
+            digest=self._pinned.digest or None,
         )
 
     def _sent(self, digest: bytes, error: BaseException | None) -> None:
