@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+SHOWN = {
+    "consumer": "consumer: 15 MiB for 'Prompt 7",
+    "fastapi_service": "120 MiB came; meanwhile /healthz took",
+    "paged_engine": "KV equal",
+    "producer": "'Prompt 7: why is the sky blue?' is in",
+}
+
+each_example = pytest.mark.parametrize(
+    "path", EXAMPLES, ids=lambda path: str(path.stem)
+)
+
+
+@each_example
+def test_an_example_is_under_80_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 80
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@each_example
+def test_an_example_runs_without_arguments_and_ends(path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    assert SHOWN[path.stem] in done.stdout
