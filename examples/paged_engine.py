@@ -1,7 +1,6 @@
 """A toy engine with a paged KV cache hands a prompt to another one, layer by layer.
 
-Block numbers never travel: each engine has a block table of its own. The decode side
-scatters a layer into its blocks while the next is still prefilled.
+Each has blocks of its own; a layer is scattered while the next is still prefilled.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ class PagedEngine:
         self.free_blocks = list(range(BLOCKS))
         random.Random(seed).shuffle(self.free_blocks)
 
-    def allocate(self, num_tokens: int) -> list[int]:
-        return [self.free_blocks.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
-
-    def slot_mapping(self, table: list[int], num_tokens: int) -> torch.Tensor:
+    def allocate(self, num_tokens: int) -> torch.Tensor:
+        """Return a slot mapping: where in the blocks it took each token goes."""
+        table = [self.free_blocks.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
         slots = torch.tensor(table)[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)
         return slots.flatten()[:num_tokens]
 
@@ -43,7 +41,7 @@ class PagedEngine:
 async def prefill(
     engine: PagedEngine, tokens: torch.Tensor, buffer: asynckv.KVLookupBuffer
 ) -> torch.Tensor:
-    slots = engine.slot_mapping(engine.allocate(len(tokens)), len(tokens))
+    slots = engine.allocate(len(tokens))
     spec = asynckv.TensorSpec((len(tokens), HEADS, HEAD_DIM), "float32")
     async with buffer.open_insert(tokens, None, dict.fromkeys(NAMES, spec)) as writer:
         for name in NAMES:
@@ -56,7 +54,7 @@ async def decode(
     engine: PagedEngine, tokens: torch.Tensor, buffer: asynckv.KVLookupBuffer
 ) -> torch.Tensor:
     async with buffer.open_drop_select(tokens) as stream:
-        slots = engine.slot_mapping(engine.allocate(len(tokens)), len(tokens))
+        slots = engine.allocate(len(tokens))
         async for name, kv in stream:
             engine.scatter(name, slots, kv)
     return slots
