@@ -49,7 +49,9 @@ class _Question:
             case Cancelled():
                 self._fail(AsyncKVError("the peer gave the question up"))
             case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+                error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+                self._fail(error)  # of a last frame's stream nobody else is told
+                raise error
 
     def on_lost(self, error: PeerLost) -> None:
         self._fail(error)

@@ -104,7 +104,9 @@ class Inserting:
             case Failure():
                 self._end(from_failure(frame))
             case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+                error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+                self._end(error)  # of a last frame's stream nobody else is told
+                raise error
 
     def on_lost(self, error: PeerLost) -> None:
         self._end(error)

@@ -137,7 +137,9 @@ class RemoteWriter(InsertWriter):
             case Failure():
                 self._end(from_failure(frame))
             case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+                error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+                self._end(error)  # of a last frame's stream nobody else is told
+                raise error
 
     def on_lost(self, error: PeerLost) -> None:
         self._end(error)

@@ -249,7 +249,10 @@ class Selecting:
                 self._is_answered = True
                 self._is_accepted = isinstance(frame, Accepted)
             case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+                error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+                self._is_answered, self._error = True, error
+                self._wake()  # of a last frame's stream nobody else is told
+                raise error
         self._wake()
 
     def on_lost(self, error: PeerLost) -> None:

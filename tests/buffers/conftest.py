@@ -1,0 +1,57 @@
+"""A served lookup buffer and two peers of it, and ways to cut a link."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer
+from asynckv.buffers.serve import Server
+from asynckv.links.link import Link
+from asynckv.testing.pairs import Peers, open_peers
+
+CutWhen = Callable[[Link, type], None]
+
+
+@pytest.fixture
+async def local() -> AsyncIterator[LookupBuffer]:
+    async with LookupBuffer("8MiB", drain_s=0, max_deliver=2) as buffer:
+        yield buffer
+
+
+@pytest.fixture
+async def peers(local: LookupBuffer) -> AsyncIterator[Peers]:
+    async with open_peers("tcp", local, reconnect_s=5) as peers:
+        yield peers
+
+
+@pytest.fixture
+def cut_when(monkeypatch: pytest.MonkeyPatch) -> CutWhen:
+    """Cut a link instead of sending the first frame of a kind."""
+
+    def cut(link: Link, kind: type) -> None:
+        send_on = link.send_on
+
+        def send_or_cut(stream: int, frame: object, body: Any = b"") -> None:
+            if isinstance(frame, kind):
+                link.abort()
+            send_on(stream, frame, body)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(link, "send_on", send_or_cut)
+
+    return cut
+
+
+@pytest.fixture
+def far_link() -> Callable[[Server, Peer], Link]:
+    """Return the server's end of a peer's link."""
+
+    def find(server: Server, peer: Peer) -> Link:
+        links = [services.link for services in server._services]
+        name = peer.own_identity.id
+        return next(x for x in links if x.peer.id == name and x.is_open)
+
+    return find
