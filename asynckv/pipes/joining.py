@@ -87,10 +87,12 @@ class Joining:
 
     async def aclose(self) -> None:
         """Leave the group; the pipes are not touched. Bounded and shielded."""
-        if self._link is not None:
-            await self._link.aclose()
-        if self._listener is not None:
-            await self._listener.aclose()
+        try:
+            if self._link is not None:
+                await self._link.aclose()
+        finally:
+            if self._listener is not None:
+                await self._listener.aclose()
 
     def abort(self) -> None:
         """Leave now, without a word. Never waits."""

@@ -168,9 +168,8 @@ class Pipe(KVPipe, LoopBound):
             self.abort()
             raise
         finally:
-            for end in self._ends:
-                await end.aclose()
             self._pool.close()
+            await self._close_ends()
 
     def abort(self) -> None:
         self._told_loss = self._told_broken = True
@@ -185,6 +184,14 @@ class Pipe(KVPipe, LoopBound):
         if exc_type is not None:
             self.abort()
         await self.aclose()
+
+    async def _close_ends(self) -> None:
+        try:
+            for end in self._ends:
+                await end.aclose()
+        except BaseException:
+            self._hang_up()
+            raise
 
     def _hang_up(self) -> None:
         for end in self._ends:
