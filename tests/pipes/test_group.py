@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -192,3 +195,42 @@ async def test_a_cancelled_joining_leaves_nothing_behind(rank: int) -> None:
         assert error is None or isinstance(error, PeerLost | asyncio.CancelledError)
 
     await sweep_cancellation(lambda: join(rank), check, before=before)
+
+
+SENDING_RANK = """
+import asyncio, sys, torch
+import asynckv
+
+async def main(port: int) -> None:
+    async with asynckv.join_group(rank=1, size=2, host="127.0.0.1", port=port) as group:
+        while True:
+            await group.next_pipe.send_tensor(torch.ones(2**20))
+
+asyncio.run(main(int(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def sending_rank() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Another process that is rank 1 of 2, and the port of rank 0."""
+    port = free_port()
+    command = [sys.executable, "-c", SENDING_RANK, str(port)]
+    with subprocess.Popen(command) as process:
+        yield process, port
+        process.kill()
+
+
+@pytest.mark.multiprocess
+async def test_a_rank_that_is_killed_in_the_middle_is_lost_and_named(
+    sending_rank: tuple[subprocess.Popen[bytes], int],
+) -> None:
+    process, port = sending_rank
+    async with join_group(rank=0, size=2, host="127.0.0.1", port=port) as group:
+        for _ in range(3):
+            assert await group.prev_pipe.recv_tensor() is not None
+        process.kill()
+        with pytest.raises(PeerLost, match="rank 1 is lost"):
+            await group.barrier()
+        with pytest.raises(PeerLost):
+            while True:
+                await group.prev_pipe.recv_tensor()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from typing import Final
 
 import pytest
@@ -19,6 +20,7 @@ from asynckv.testing import (
     use_across_tasks,
 )
 from asynckv.testing.pairs import SCHEMES, Scheme
+from asynckv.testing.pipe_conformance import PIPE_CHECKS, PipeCheck
 from asynckv.testing.pipe_pairs import open_pipe_pair
 
 pytestmark = pytest.mark.both_loops
@@ -240,3 +242,52 @@ async def test_a_pipe_says_who_the_peer_is_and_how_bytes_move() -> None:
         assert near.transport == far.transport == "mem"
         assert near.peer != far.peer
         assert "Link to" in repr(near)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("check", [c for c in PIPE_CHECKS if "cancelled" in c.__name__])
+async def test_after_any_cancellation_the_budget_is_exact(
+    check: PipeCheck, scheme: Scheme
+) -> None:
+    async with open_pipe_pair(scheme) as (near, far):
+        await check(near, far)
+        await near.flush()
+        for pipe in (near, far):
+            found = pipe.statistics()
+            assert (found.in_flight_bytes, found.in_flight_tensors) == (0, 0)
+            assert (found.held_bytes, found.held_tensors) == (0, 0)
+            assert found.waiting_senders == 0
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_is_cancelled_nothing_is_lost_repeated_or_reordered(
+    scheme: Scheme, seed: int
+) -> None:
+    chance = random.Random(seed)
+    sent: list[int] = []
+    received: list[int] = []
+
+    async def send(pipe: Pipe, number: int) -> None:
+        nbytes = chance.choice((1, 2**14, 2**16, 2**17))
+        await pipe.send_tensor(torch.full((nbytes,), number, dtype=torch.int64))
+        sent.append(number)
+
+    async def receive(pipe: Pipe) -> None:
+        tensor = await pipe.recv_tensor()
+        assert tensor is not None
+        assert bool((tensor == tensor[0]).all())
+        received.append(int(tensor[0]))
+
+    async with open_pipe_pair(scheme) as (near, far):
+        for number in range(100):
+            task = asyncio.create_task(
+                send(near, number) if chance.random() < 0.5 else receive(far)
+            )
+            await asyncio.wait({task}, timeout=chance.choice((0, 0.002)))
+            task.cancel()
+            await asyncio.wait({task})
+        await asyncio.gather(
+            near.aclose(), *(receive(far) for _ in sent[len(received) :])
+        )
+    assert received == sent
