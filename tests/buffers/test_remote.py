@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.serve import Server, serve
+from asynckv.errors import (
+    ConfigError,
+    IncompatiblePeer,
+    PeerLost,
+    PeerRestarted,
+    WrongLoop,
+)
+from asynckv.links.link import Link
+from asynckv.protocol.frames import Accepted
+from asynckv.testing import use_across_tasks
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.pairs import SCHEMES, Peers, Scheme, new_url
+
+FarLink = Callable[[Server, Peer], Link]
+CutWhen = Callable[[Link, type], None]
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_peer_tells_who_it_is_and_how_payload_moves(
+    local: LookupBuffer, scheme: Scheme
+) -> None:
+    url = new_url(scheme)
+    async with serve(url, lookup=local, identity="me", role="producer") as server:
+        async with connect(server.url) as peer:
+            assert (peer.identity, peer.role) == ("me", "producer")
+            assert peer.transport == ("mem" if scheme == "mem" else "inline")
+            assert peer.incarnation == server.identity.incarnation
+            assert peer.is_connected
+
+
+async def test_one_task_may_enter_what_another_leaves(local: LookupBuffer) -> None:
+    async def use(server: Server) -> None:
+        await use_across_tasks(connect(server.url), lambda peer: peer.lookup.peek([1]))
+
+    await use_across_tasks(serve("tcp://127.0.0.1:0", lookup=local), use)
+
+
+async def test_a_peer_that_was_not_entered_says_so() -> None:
+    peer = connect("mem://nowhere")
+    for name in ("identity", "transport", "role", "incarnation"):
+        with pytest.raises(RuntimeError, match="async with connect"):
+            getattr(peer, name)
+    with pytest.raises(RuntimeError, match="async with connect"):
+        await peer.lookup.drop_select([1])
+    with pytest.raises(RuntimeError, match="async with connect"):
+        await peer.store.get("name")
+
+
+async def test_nobody_there_is_a_lost_peer() -> None:
+    with pytest.raises(PeerLost):
+        async with connect("mem://nowhere"):
+            pass
+
+
+async def test_another_loop_is_refused(peers: Peers) -> None:
+    future: asyncio.Future[BaseException | None]
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def run() -> None:
+        found: BaseException | None = None
+        try:
+            asyncio.run(peers.consumer.lookup.peek([1]))
+        except WrongLoop as exc:
+            found = exc
+        loop.call_soon_threadsafe(future.set_result, found)
+
+    threading.Thread(target=run).start()
+    assert isinstance(await future, WrongLoop)
+
+
+async def test_a_fingerprint_that_differs_is_named() -> None:
+    async with (
+        LookupBuffer(fingerprint={"model": "a"}, drain_s=0) as local,
+        serve("mem://", lookup=local) as server,
+    ):
+        with pytest.raises(IncompatiblePeer) as caught:
+            async with connect(server.url, fingerprint={"model": "b"}):
+                pass
+        assert caught.value.field == "model"
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(ConfigError, match="neither authentication nor TLS"):
+        connect("mem://x", secret_file="key")
+
+
+async def test_waiting_calls_go_on_after_a_cut(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    lookup = peers.consumer.lookup
+    calls = [asyncio.create_task(lookup.drop_select([n])) for n in (1, 2)]
+    await until(lambda: local.statistics().waiting_selects == 2)
+    (await peers.consumer.link()).abort()
+    await until(lambda: not peers.consumer.is_connected)
+    await local.insert([2], None, torch.ones(3), None, None)
+    assert (await calls[1]).matched_tokens == 1
+    await until(lambda: local.statistics().waiting_selects == 1)
+    calls[0].cancel()
+    await until(lambda: local.statistics().waiting_selects == 0)
+
+
+async def test_a_peer_that_says_goodbye_is_not_called_again(
+    local: LookupBuffer,
+) -> None:
+    async with serve("mem://", lookup=local) as server:
+        async with connect(server.url) as peer:
+            call = asyncio.create_task(peer.lookup.drop_select([1]))
+            await until_blocked(call)
+            await server.aclose()
+            with pytest.raises(PeerLost, match="goodbye"):
+                await call
+            with pytest.raises(PeerLost, match="goodbye"):
+                await peer.lookup.peek([1])
+
+
+async def test_a_peer_that_does_not_come_back_in_time_is_lost(
+    local: LookupBuffer,
+) -> None:
+    async with serve("mem://", lookup=local) as server:
+        async with connect(server.url, reconnect_s=0.05) as peer:
+            calls = [
+                asyncio.create_task(peer.lookup.insert([1], None, key, None, None))
+                for key in (torch.ones(8 * 2**20), torch.ones(2**19))
+            ]
+            select = asyncio.create_task(peer.lookup.drop_select([7]))
+            await until(lambda: local.statistics().waiting_selects == 1)
+            server.abort()
+            with pytest.raises(PeerLost, match="could not be reached again"):
+                await select
+            await asyncio.gather(*calls, return_exceptions=True)
+
+
+@pytest.fixture
+async def restarted() -> AsyncIterator[tuple[LookupBuffer, LookupBuffer]]:
+    async with LookupBuffer("8MiB", drain_s=0) as old, LookupBuffer(drain_s=0) as new:
+        yield old, new
+
+
+async def test_a_waiting_select_goes_on_at_a_server_that_came_back_empty(
+    restarted: tuple[LookupBuffer, LookupBuffer],
+) -> None:
+    old, new = restarted
+    async with serve("mem://", lookup=old) as first, connect(first.url) as peer:
+        call = asyncio.create_task(peer.lookup.drop_select([1]))
+        await until(lambda: old.statistics().waiting_selects == 1)
+        first.abort()
+        async with serve(first.url, lookup=new):
+            await new.insert([1], None, None, None, None, entry_id="new")
+            assert (await call).entry_id == "new"
+
+
+async def test_bytes_on_their_way_to_a_server_that_came_back_empty_are_told(
+    restarted: tuple[LookupBuffer, LookupBuffer],
+    cut_when: CutWhen,
+    far_link: FarLink,
+) -> None:
+    old, new = restarted
+    async with serve("mem://", lookup=old) as first, connect(first.url) as peer:
+        cut_when(far_link(first, peer), Accepted)
+        call = asyncio.create_task(
+            peer.lookup.insert([1], None, torch.ones(2**20), None, None)
+        )
+        await until(lambda: not peer.is_connected)
+        first.abort()
+        async with serve(first.url, lookup=new):
+            with pytest.raises(PeerRestarted):
+                await call
+
+
+async def test_leaving_ends_what_waits(peers: Peers, local: LookupBuffer) -> None:
+    call = asyncio.create_task(peers.consumer.lookup.drop_select([1]))
+    await until(lambda: local.statistics().waiting_selects == 1)
+    await peers.consumer.aclose()
+    with pytest.raises(PeerLost, match="closed on this side"):
+        await call
+    await until(lambda: local.statistics().waiting_selects == 0)
+    with pytest.raises(RuntimeError, match="connect again"):
+        await peers.consumer.__aenter__()
+
+
+async def test_leaving_returns_what_is_leased(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, torch.ones(3), None, None)
+    held = peers.consumer.lookup.drop_select([1])
+    await held.__aenter__()
+    await peers.consumer.aclose()
+    await until(lambda: local.statistics().leased == 0)
+    with pytest.raises(Exception, match="given back"):
+        await held.__aexit__(None, None, None)
+
+
+async def test_a_cancelled_leaving_leaves_nothing_open(local: LookupBuffer) -> None:
+    async with serve("tcp://127.0.0.1:0", lookup=local) as server:
+        peer = await connect(server.url).__aenter__()
+        closing = asyncio.create_task(peer.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        assert not peer.is_connected
+        await until(lambda: not server.peers)
