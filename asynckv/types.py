@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -90,28 +91,34 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
 
     def __post_init__(self) -> None:
-        name, shape = self.dtype, self.shape
-        if type(name) is not str or type(shape) is not tuple or name[:1] == "t":
-            name = str(name).removeprefix("torch.")
-            shape = tuple(int(dimension) for dimension in shape)
+        if type(self.shape) is not tuple or self.dtype not in DTYPE_NBYTES:
+            name = str(self.dtype).removeprefix("torch.")
             msgspec.structs.force_setattr(self, "dtype", name)
+            shape = tuple(int(dimension) for dimension in self.shape)
             msgspec.structs.force_setattr(self, "shape", shape)
-        if name not in DTYPE_NBYTES:
-            raise ValueError(f"dtype {name!r} cannot be sent")
-        if len(shape) > MAX_TENSOR_DIMENSIONS:
-            raise ValueError(
-                f"{len(shape)} dimensions; a tensor may have at most "
-                f"{MAX_TENSOR_DIMENSIONS}: reshape it before sending"
-            )
-        if shape and min(shape) < 0:
-            raise ValueError(f"negative dimension in {shape}")
-        if self.nbytes > _MAX_NBYTES:
-            raise ValueError(f"a tensor of {self.nbytes} bytes cannot be sent")
+        _checked_nbytes(self.shape, self.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor's elements, densely packed."""
-        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+        return _checked_nbytes(self.shape, self.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _checked_nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    if dtype not in DTYPE_NBYTES:
+        raise ValueError(f"dtype {dtype!r} cannot be sent")
+    if len(shape) > MAX_TENSOR_DIMENSIONS:
+        raise ValueError(
+            f"{len(shape)} dimensions; a tensor may have at most "
+            f"{MAX_TENSOR_DIMENSIONS}: reshape it before sending"
+        )
+    if any(dimension < 0 for dimension in shape):
+        raise ValueError(f"negative dimension in {shape}")
+    nbytes = math.prod(shape) * DTYPE_NBYTES[dtype]
+    if nbytes > _MAX_NBYTES:
+        raise ValueError(f"a tensor of {nbytes} bytes cannot be sent")
+    return nbytes
 
 
 class KVFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
