@@ -98,6 +98,16 @@ async def test_closing_the_listener_says_goodbye_to_all() -> None:
             await dial(pair.listener.url, identity=ME)
 
 
+async def test_a_released_link_outlives_its_listener() -> None:
+    async with linked() as pair:
+        pair.listener.release(pair.far)
+        await pair.listener.aclose()
+        hearer = Hearer()
+        pair.near.open_stream(hearer, Peek(has_key=False))
+        assert await hearer.next() == (Result(0), b"")
+        pair.far.abort()
+
+
 async def test_aborting_the_listener_ends_all_without_a_word() -> None:
     async with linked() as pair:
         pair.listener.abort()
