@@ -315,6 +315,10 @@ class RemoteLookupBuffer(KVLookupBuffer):
                 f"the link was lost before entry {delivery.offer.entry_id!r} was "
                 "acknowledged; it was given back",
             ) from exc
+        except EntryAborted as exc:
+            raise LeaseLost(
+                f"entry {delivery.offer.entry_id!r} left before it was acknowledged"
+            ) from exc
         finally:
             selecting.close()
             await selecting.quiesce()

@@ -133,6 +133,8 @@ class Selecting:
             delivery = self.delivery
             if delivery is not None:
                 await self._accept(delivery)
+                if self._error is not None:
+                    raise self._error
                 if self.delivery is delivery:
                     return delivery
 

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.pushing import dense
+from asynckv.errors import EntryAborted, PeerLost
+from asynckv.tensors.copying import CopyPool
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.pairs import Peers
+from asynckv.types import TensorSpec
+
+MIB = 2**20
+SPECS = {"key": TensorSpec((MIB,), "uint8")}
+ONES = torch.ones(MIB, dtype=torch.uint8)
+
+
+async def test_dense_copies_only_what_is_not_dense() -> None:
+    pool = CopyPool()
+    tensor = torch.arange(12).reshape(3, 4)
+    assert (await dense(tensor, pool)).data_ptr() == tensor.data_ptr()
+    turned = await dense(tensor.t(), pool)
+    assert turned.is_contiguous() and torch.equal(turned, tensor.t())
+    complex_ = torch.ones(2, dtype=torch.complex64) * 1j
+    assert torch.equal(await dense(complex_.conj(), pool), complex_.conj())
+    pool.close()
+
+
+async def test_a_cancelled_put_may_be_made_again_with_other_bytes(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    async with peers.producer.lookup.open_insert([1], None, SPECS) as writer:
+        wrong = torch.zeros(MIB, dtype=torch.uint8)
+        is_put = False
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+            nonlocal is_put
+            wrong.fill_(9)
+            is_put = not outcome.cancelled
+
+        await sweep_cancellation(
+            lambda: _put_or_stop(writer, wrong, is_put), check, modes=("task",)
+        )
+    entry = await peers.consumer.lookup.drop_select([1])
+    assert not entry.key.any()  # type: ignore[union-attr]
+
+
+async def _put_or_stop(writer: object, tensor: torch.Tensor, is_put: bool) -> None:
+    if not is_put:
+        tensor.zero_()
+        await writer.put("key", tensor)  # type: ignore[attr-defined]
+
+
+async def test_leaving_while_a_put_is_under_way_aborts(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    with pytest.raises(ValueError, match="not put: key"):
+        async with peers.producer.lookup.open_insert([1], None, SPECS) as writer:
+            put = asyncio.create_task(writer.put("key", ONES))
+            await asyncio.sleep(0)
+    await asyncio.wait({put})
+    assert put.exception() is None or isinstance(put.exception(), EntryAborted)
+    await until(lambda: local.statistics().used_bytes == 0)
+
+
+async def test_a_put_after_the_entry_was_acknowledged_is_in_vain(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    async with peers.producer.lookup.open_insert([1], None, SPECS) as writer:
+        async with local.open_drop_select([1]):
+            pass
+        await writer.put("key", ONES)
+    assert local.statistics().entries == 0
+
+
+async def test_a_put_after_the_entry_left_is_refused(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    with pytest.raises(EntryAborted, match="closed"):
+        async with peers.producer.lookup.open_insert([1], None, SPECS) as writer:
+            local.abort()
+            await until_blocked()
+            for _ in range(50):
+                await asyncio.sleep(0)
+            await writer.put("key", ONES)
+
+
+async def test_a_streaming_insert_does_not_survive_its_link(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    with pytest.raises(PeerLost):
+        async with peers.producer.lookup.open_insert([1], None, SPECS) as writer:
+            (await peers.producer.link()).abort()
+            await writer.put("key", ONES)
+    await until(lambda: local.statistics().used_bytes == 0)
+
+
+async def test_small_tensors_wait_while_the_peer_has_much_to_read(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = {"key": TensorSpec((10,), "uint8")}
+    async with peers.producer.lookup.open_insert([1], None, specs) as writer:
+        link = await peers.producer.link()
+        monkeypatch.setattr(type(link), "outgoing_bytes", 5 * MIB)
+        waiting: list[object] = []
+        monkeypatch.setattr(link, "call_when_drained", waiting.append)
+        put = asyncio.create_task(writer.put("key", ONES[:10]))
+        await until_blocked(put)
+        assert not put.done() and len(waiting) == 1
+        monkeypatch.undo()
+        waiting[0]()  # type: ignore[operator]
+        await put

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import connect
+from asynckv.buffers.serve import payload_digest, serve
+from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import BufferClosed, ConfigError, PeerLost
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.pairs import Peers
+
+MIB = 2**20
+
+
+async def test_leaving_finishes_deliveries_under_way(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, torch.ones(MIB), None, None)
+    lookup = peers.consumer.lookup
+    async with lookup.drop_select([1]):
+        waiting = asyncio.create_task(lookup.drop_select([2]))
+        await until(lambda: local.statistics().waiting_selects == 1)
+        leaving = asyncio.create_task(peers.server.aclose())
+        await until_blocked(leaving)
+        assert not leaving.done() and local.statistics().waiting_selects == 0
+        with pytest.raises(BufferClosed, match="leaving"):
+            await lookup.drop_select([1])
+        await local.insert([2], None, None, None, None)
+    await leaving
+    with pytest.raises(PeerLost, match="goodbye"):
+        await waiting
+    assert local.statistics().entries == 1 and not local.is_closed
+
+
+async def test_leaving_does_not_wait_for_inserts_that_wait_for_room(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, torch.ones(3 * MIB // 2), None, None)
+    insert = asyncio.create_task(
+        peers.producer.lookup.insert([2], None, torch.ones(MIB), None, None)
+    )
+    await until(lambda: local.statistics().waiting_inserts == 1)
+    async with asyncio.timeout(3):
+        await peers.server.aclose()
+    with pytest.raises(PeerLost):
+        await insert
+    assert local.statistics().waiting_inserts == 0
+
+
+async def test_leaving_by_an_error_waits_for_nothing(local: LookupBuffer) -> None:
+    await local.insert([1], None, torch.ones(MIB), None, None)
+    with pytest.raises(LookupError):
+        async with serve("mem://", lookup=local) as server:
+            async with connect(server.url) as peer:
+                held = peer.lookup.drop_select([1])
+                await held.__aenter__()
+                raise LookupError
+    await until(lambda: not local.statistics().leased)
+
+
+@pytest.mark.parametrize("moment", range(1, 4))
+async def test_a_cancelled_leaving_closes_all_the_same(
+    local: LookupBuffer, moment: int
+) -> None:
+    await local.insert([1], None, torch.ones(MIB), None, None)
+    async with serve("tcp://127.0.0.1:0", lookup=local) as server:
+        async with connect(server.url) as peer:
+            await peer.lookup.drop_select([1]).__aenter__()
+            leaving = asyncio.create_task(server.aclose())
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.wait({leaving})
+            await until(lambda: not peer.is_connected)
+    assert not server.peers
+
+
+async def test_a_server_tells_who_is_connected(peers: Peers) -> None:
+    names = {peer.own_identity.id for peer in (peers.producer, peers.consumer)}
+    assert {identity.id for identity in peers.server.peers} == names
+    await peers.producer.aclose()
+    await until(lambda: len(peers.server.peers) == 1)
+
+
+async def test_what_is_not_served_is_refused(local: LookupBuffer) -> None:
+    async with serve("mem://", lookup=local) as server, connect(server.url) as peer:
+        with pytest.raises(ConfigError, match="nothing here answers"):
+            await peer.store.get("name")
+        assert await peer.lookup.peek([1]) == 0
+
+
+async def test_what_cannot_be_served_is_refused(local: LookupBuffer) -> None:
+    with pytest.raises(ValueError, match="nothing to serve"):
+        serve("mem://")
+    with pytest.raises(ConfigError, match="neither authentication nor TLS"):
+        serve("mem://", lookup=local, tls=object())
+    server = serve("mem://", lookup=local)
+    with pytest.raises(RuntimeError, match="no address"):
+        server.url  # noqa: B018
+    await server.aclose()
+    server.abort()
+
+
+async def test_a_server_is_entered_once(peers: Peers) -> None:
+    with pytest.raises(RuntimeError, match="entered before"):
+        await peers.server.__aenter__()
+
+
+async def test_two_fingerprints_are_refused() -> None:
+    async with (
+        LookupBuffer(fingerprint="a", drain_s=0) as lookup,
+        StoreBuffer(fingerprint="b") as store,
+    ):
+        with pytest.raises(ConfigError, match="different fingerprints"):
+            await serve("mem://", lookup=lookup, store=store).__aenter__()
+
+
+def test_digests_are_full_unless_off() -> None:
+    assert payload_digest("auto") == payload_digest("edges") == "full"
+    assert payload_digest("off") == "off"

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import connect
+from asynckv.buffers.serve import serve
+from asynckv.errors import BufferClosed, EntryAborted
+from asynckv.links.dial import dial
+from asynckv.protocol.frames import Cancel, Cancelled, Peek, Result, Settle, Taken
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.link_pairs import Hearer, name_of
+from asynckv.testing.pairs import Peers
+
+MIB = 2**20
+
+
+async def test_a_cancelled_taken_ends_by_one_last_frame(local: LookupBuffer) -> None:
+    await local.insert([1], None, None, None, None, entry_id="it")
+    async with serve("mem://", lookup=local) as server:
+        link = await dial(server.url, identity=name_of("peer"))
+        hearer = Hearer()
+        stream = link.open_stream(hearer, Taken("it"))
+        stream.send(Cancel())
+        stream.send(Cancel())
+        assert await hearer.next() == (Cancelled(), b"")
+        assert not local.ledger.entries["it"].gone and link.is_open
+        await link.aclose()
+
+
+async def test_taken_tells_how_the_entry_left(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, None, None, None, entry_id="it")
+    taken = asyncio.create_task(peers.producer.lookup.taken("it"))
+    await until_blocked(taken)
+    assert await peers.consumer.lookup.withdraw("it")
+    with pytest.raises(EntryAborted, match="withdrawn"):
+        await taken
+    with pytest.raises(KeyError, match="unknown"):
+        await peers.producer.lookup.taken("unknown")
+
+
+async def test_settle_tells_whether_a_delivery_counted(local: LookupBuffer) -> None:
+    async with serve("mem://", lookup=local) as server:
+        link = await dial(server.url, identity=name_of("peer"))
+        hearer = Hearer()
+        link.open_stream(hearer, Settle("it", b"token"))
+        assert await hearer.next() == (Result(0), b"")
+        await link.aclose()
+
+
+async def test_a_question_of_half_a_token_breaks_the_link(local: LookupBuffer) -> None:
+    async with serve("mem://", lookup=local) as server:
+        link = await dial(server.url, identity=name_of("peer"))
+        link.open_stream(Hearer(), Peek(has_key=True), b"half")
+        await until(lambda: not link.is_open)
+        assert "no list of tokens" in str(link.error)
+        await link.aclose()
+
+
+async def test_direct_deliveries_are_charged_to_their_consumer(
+    local: LookupBuffer,
+) -> None:
+    await local.insert([0], None, torch.ones(2 * MIB - 100), None, None)
+    async with (
+        serve("tcp://127.0.0.1:0", lookup=local) as server,
+        connect(server.url) as producer,
+        connect(server.url, max_bytes="5MiB") as peer,
+    ):
+        inserts = [
+            asyncio.create_task(
+                producer.lookup.insert([n], None, torch.ones(MIB), None, None)
+            )
+            for n in (1, 2)
+        ]
+        await until(lambda: local.statistics().waiting_inserts == 2)
+        async with peer.lookup.drop_select([1]):
+            second = asyncio.create_task(peer.lookup.drop_select([2]))
+            await until(lambda: local.statistics().waiting_selects == 1)
+            assert local.statistics().outside_bytes == 4 * MIB + 8
+        await second
+        await asyncio.gather(*inserts)
+    assert local.statistics().outside_bytes == 0
+
+
+async def test_a_discharge_looks_only_at_what_waits(local: LookupBuffer) -> None:
+    for n in range(20):
+        await local.insert([n], None, None, None, None)
+    assert local.room.entries() == []
+
+
+async def test_a_closed_buffer_is_told_to_peers(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    local.abort()
+    with pytest.raises(BufferClosed):
+        await peers.consumer.lookup.drop_select([1])
+    with pytest.raises(BufferClosed):
+        await peers.producer.lookup.insert([1], None, None, None, None)
