@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+
+import pytest
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import connect
+from asynckv.buffers.serve import serve
+from asynckv.testing.blocked import until
+from asynckv.testing.pairs import Peers
+
+MIB = 2**20
+
+_OTHER = """
+import asyncio, os, sys, torch, asynckv
+from asynckv.types import TensorSpec
+
+async def consume(peer):
+    async with peer.lookup.open_drop_select([1]) as stream:
+        await anext(stream)
+        print("in the middle", flush=True)
+        await asyncio.Event().wait()
+
+async def hold(peer):
+    async with peer.lookup.drop_select([1]):
+        print("in the middle", flush=True)
+        await asyncio.Event().wait()
+
+async def produce(peer):
+    specs = {"0.key": TensorSpec((2**20,), "uint8"), "1.key": TensorSpec((3,), "uint8")}
+    async with peer.lookup.open_insert([1], None, specs) as writer:
+        await writer.put("0.key", torch.ones(2**20, dtype=torch.uint8))
+        print("in the middle", flush=True)
+        await asyncio.Event().wait()
+
+async def main():
+    async with asynckv.connect(sys.argv[1]) as peer:
+        await globals()[sys.argv[2]](peer)
+
+asyncio.run(main())
+"""
+
+
+async def other_process(url: str, what: str) -> Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _OTHER, url, what, stdout=PIPE
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"in the middle\n"
+    return process
+
+
+async def kill(process: Process) -> None:
+    process.kill()
+    await process.communicate()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", ["consume", "hold"])
+async def test_a_killed_consumer_gives_its_entry_to_the_next(
+    peers: Peers, local: LookupBuffer, what: str
+) -> None:
+    key = {str(n): torch.full((MIB,), n, dtype=torch.uint8) for n in range(3)}
+    await local.insert([1], None, key, None, None)
+    await kill(await other_process(peers.server.url, what))
+    async with peers.consumer.lookup.open_drop_select([1]) as stream:
+        found = {name: tensor async for name, tensor in stream}
+    assert stream.attempt == 2 and torch.equal(found["2.key"], key["2"])
+    assert local.statistics().entries == 0
+
+
+@pytest.mark.multiprocess
+async def test_a_killed_producer_leaves_nothing(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    producer = await other_process(peers.server.url, "produce")
+    assert local.statistics().entries == 1
+    await kill(producer)
+    await until(lambda: not local.statistics().entries)
+    assert local.statistics().used_bytes == 0
+
+
+async def test_a_block_within_a_block_does_not_wait_for_the_outer_ones_bytes(
+    local: LookupBuffer,
+) -> None:
+    async with (
+        serve("mem://", lookup=local) as server,
+        connect(server.url, max_bytes="5MiB") as peer,
+    ):
+        for n in (1, 2):
+            await local.insert([n], None, torch.ones(3 * MIB // 4), None, None)
+        async with (
+            asyncio.timeout(5),
+            peer.lookup.drop_select([1]),
+            peer.lookup.drop_select([2]),
+        ):
+            assert peer.lookup.statistics().received_bytes == 0
+
+
+async def test_names_and_numbers_that_no_frame_holds_are_refused(
+    peers: Peers,
+) -> None:
+    lookup, name = peers.producer.lookup, "x" * 257
+    with pytest.raises(ValueError, match="256"):
+        await lookup.insert([1], None, None, None, None, entry_id=name)
+    with pytest.raises(ValueError, match="deliveries"):
+        await lookup.insert([1], None, None, None, None, deliveries=2**40)
+    with pytest.raises(ValueError, match="256"):
+        await lookup.drop_select(entry_id=name)
+    with pytest.raises(ValueError, match="min_matched"):
+        await lookup.drop_select([1], min_matched_tokens=2**40)
+    with pytest.raises(KeyError):
+        await lookup.taken(name)
+    assert not await lookup.withdraw(name) and peers.producer.is_connected
+
+
+async def test_statistics_tell_what_is_under_way(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    select = asyncio.create_task(peers.consumer.lookup.drop_select([1]))
+    await until(lambda: local.statistics().waiting_selects == 1)
+    assert peers.consumer.lookup.statistics().selecting == 1
+    await peers.consumer.lookup.insert([1], None, torch.ones(MIB), None, None)
+    await select
+    now = peers.consumer.lookup.statistics()
+    assert (now.selecting, now.inserting, now.received_bytes) == (0, 0, 0)
+    await peers.consumer.lookup.aclose()
+    assert not peers.consumer.lookup.statistics().is_connected
