@@ -19,6 +19,7 @@ from asynckv.testing.tasks import use_across_tasks
 
 if TYPE_CHECKING:
     from asynckv.testing.lookup_conformance import LOOKUP_CHECKS, check_lookup_buffer
+    from asynckv.testing.pairs import open_lookup_pair, open_store_pair
     from asynckv.testing.pipe_conformance import PIPE_CHECKS, check_pipe
     from asynckv.testing.store_conformance import STORE_CHECKS, check_store_buffer
 
@@ -32,6 +33,8 @@ __all__ = (
     "check_lookup_buffer",
     "check_pipe",
     "check_store_buffer",
+    "open_lookup_pair",
+    "open_store_pair",
     "sweep_cancellation",
     "until",
     "until_blocked",
@@ -45,6 +48,8 @@ _HOME: Final = {
     "check_lookup_buffer": "asynckv.testing.lookup_conformance",
     "check_pipe": "asynckv.testing.pipe_conformance",
     "check_store_buffer": "asynckv.testing.store_conformance",
+    "open_lookup_pair": "asynckv.testing.pairs",
+    "open_store_pair": "asynckv.testing.pairs",
 }
 
 

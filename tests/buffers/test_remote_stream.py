@@ -87,7 +87,7 @@ async def test_the_iteration_ends_with_the_commit(
     await writer.put("key", ONES)
     async with peers.consumer.lookup.open_drop_select([1]) as stream:
         await anext(stream)
-        end = asyncio.create_task(anext(stream, None))  # type: ignore[arg-type]
+        end = asyncio.create_task(anext(stream, None))
         await until_blocked(end)
         assert not end.done()
         await writing.__aexit__(None, None, None)

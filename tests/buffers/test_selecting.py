@@ -163,7 +163,7 @@ async def test_a_link_lost_inside_the_block_is_told_at_its_end(
     lookup = peers.consumer.lookup
     enter = lookup.open_drop_select if streams else lookup.drop_select
     with pytest.raises(LeaseLost):
-        async with enter([1]):  # type: ignore[attr-defined]
+        async with enter([1]):
             (await peers.consumer.link()).abort()
     assert (await lookup.drop_select([1])).attempt == 2
 

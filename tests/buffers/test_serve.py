@@ -7,7 +7,7 @@ import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
-from asynckv.buffers.serve import payload_digest, serve
+from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed, ConfigError, PeerLost
 from asynckv.testing.blocked import until, until_blocked
@@ -117,8 +117,3 @@ async def test_two_fingerprints_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="different fingerprints"):
             await serve("mem://", lookup=lookup, store=store).__aenter__()
-
-
-def test_digests_are_full_unless_off() -> None:
-    assert payload_digest("auto") == payload_digest("edges") == "full"
-    assert payload_digest("off") == "off"

@@ -132,7 +132,7 @@ async def test_a_tensor_pushed_twice_breaks_the_link(link: Link) -> None:
 async def test_a_tensor_pushed_before_there_is_room_breaks_the_link(
     local: LookupBuffer, link: Link
 ) -> None:
-    hearer, stream, _ = inserting(link, streaming=True)
+    _, stream, _ = inserting(link, streaming=True)
     stream.send(Push(link.new_transfer(), 7, inline=False))
     await until(lambda: not link.is_open)
     assert "never granted" in str(link.error)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.testing.lookup_checks.values import LookupCheck
+from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.testing.pairs import (
     SCHEMES,
     Scheme,
@@ -18,23 +18,39 @@ from asynckv.testing.pairs import (
 )
 from asynckv.testing.store_conformance import STORE_CHECKS, StoreCheck
 
-pytestmark = pytest.mark.both_loops
+# The whole suite on uvloop too would take long: there, over tcp alone.
+ON_UVLOOP = pytest.mark.both_loops
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@ON_UVLOOP
+@pytest.mark.parametrize("check", LOOKUP_CHECKS, ids=lambda check: check.__name__)
+async def test_a_lookup_buffer_over_tcp_keeps(check: LookupCheck) -> None:
+    async with open_lookup_pair("tcp") as (producer, consumer, local):
+        await check(producer, consumer, local)
+
+
+@ON_UVLOOP
+@pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
+async def test_a_store_buffer_over_tcp_keeps(check: StoreCheck) -> None:
+    async with open_store_pair("tcp") as (client, local):
+        await check(client, local)
+
+
+@pytest.mark.parametrize("scheme", ["unix", "mem"])
 @pytest.mark.parametrize("check", LOOKUP_CHECKS, ids=lambda check: check.__name__)
 async def test_a_remote_lookup_buffer_keeps(check: LookupCheck, scheme: Scheme) -> None:
     async with open_lookup_pair(scheme) as (producer, consumer, local):
         await check(producer, consumer, local)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["unix", "mem"])
 @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
 async def test_a_remote_store_buffer_keeps(check: StoreCheck, scheme: Scheme) -> None:
     async with open_store_pair(scheme) as (client, local):
         await check(client, local)
 
 
+@ON_UVLOOP
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_two_peers_reach_one_buffer(scheme: Scheme) -> None:
     async with (
