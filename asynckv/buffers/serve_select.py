@@ -74,6 +74,7 @@ class ServedSelect:
         self._is_granted = False
         self._is_offered = False
         self._is_settling = False
+        self._is_acknowledged = False
         self._is_over = False
 
     def wait_no_longer(self) -> None:
@@ -97,7 +98,7 @@ class ServedSelect:
         self._lease = lease
         self._is_granted = self._is_offered = False
         self._service.deliveries.add(self)
-        if not self._is_small(lease.entry) or lease.entry.complete or self.streams:
+        if lease.entry.complete or self._may_begin(lease.entry):
             self._offer_when_writable()
 
     def part_landed(self, lease: Lease, index: int) -> None:
@@ -127,6 +128,8 @@ class ServedSelect:
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         lease = self._lease
+        if self._is_acknowledged:
+            return  # what crosses the answer comes too late
         match frame:
             case Cancel():
                 self._forget()
@@ -138,7 +141,7 @@ class ServedSelect:
                         self._send_part(lease.entry, index)
             case Reached(token=token):
                 if self._is_settling:
-                    self._acknowledge(answer=False)
+                    self._acknowledge()
                 elif lease is not None and lease.token == token:
                     self._ledger.reach(lease)
             case Ack(token=token, confirm=confirm):
@@ -152,8 +155,8 @@ class ServedSelect:
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
 
     def on_lost(self, error: PeerLost) -> None:
-        if self._is_settling:
-            self._acknowledge(answer=False)
+        if self._is_settling or self._is_acknowledged:
+            self._acknowledge()
         self._forget()
         self._close()
 
@@ -167,9 +170,11 @@ class ServedSelect:
             self._is_settling = True
             self._stream.send(Noted())
         else:
-            self._acknowledge(answer=True)
+            # What came in the same packet is answered first: often the next query.
+            self._is_acknowledged = True
+            self._service.loop.call_soon(self._acknowledge)
 
-    def _acknowledge(self, *, answer: bool) -> None:
+    def _acknowledge(self) -> None:
         lease, self._is_settling = self._lease, False
         if lease is None:
             return
@@ -180,8 +185,7 @@ class ServedSelect:
             self._finish(to_failure(exc))
             return
         self._end_delivery()
-        if answer:
-            self._stream.send(Accepted())
+        self._stream.send(Accepted())
         self._close()
 
     def _forget(self) -> None:
@@ -214,6 +218,14 @@ class ServedSelect:
         return (
             self._is_offered and not self._is_granted and (transfer == self._transfer)
         )
+
+    def _may_begin(self, entry: StoredEntry) -> bool:
+        """May an offer go out before the entry is whole?
+
+        A stream shows what it gets: it must not see a plain insert that can still
+        be withdrawn. What is small rides with its offer, once it is whole.
+        """
+        return entry.draft.streaming if self.streams else not self._is_small(entry)
 
     def _is_small(self, entry: StoredEntry) -> bool:
         specs = entry.draft.specs.values()
