@@ -3,14 +3,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from asyncio.subprocess import PIPE, Process
+from functools import partial
 
 import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.pairs import Peers
 
 MIB = 2**20
@@ -130,3 +132,35 @@ async def test_statistics_tell_what_is_under_way(
     assert (now.selecting, now.inserting, now.received_bytes) == (0, 0, 0)
     await peers.consumer.lookup.aclose()
     assert not peers.consumer.lookup.statistics().is_connected
+
+
+@pytest.mark.parametrize("nbytes", [100, MIB])
+@pytest.mark.parametrize("verb", ["take", "borrow", "stream"])
+async def test_cancelled_anywhere_the_budget_is_exact_and_nothing_is_leaked(
+    peers: Peers, local: LookupBuffer, verb: str, nbytes: int
+) -> None:
+    async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+        await peers.consumer.lookup.peek([1])
+        assert peers.consumer.budget.used_bytes == 0
+        payload = (await peers.consumer.link()).payload
+        assert not payload._table.is_waiting  # type: ignore[attr-defined]
+        assert local.statistics().leased == 0
+
+    async def before() -> None:
+        if not local.statistics().entries:
+            await local.insert([1], None, torch.ones(nbytes), None, None)
+
+    modes: tuple[CancelMode, ...] = ("task", "scope", "completion")
+    operation = partial(_use, peers.consumer, verb)
+    await sweep_cancellation(operation, check, before=before, modes=modes)
+
+
+async def _use(peer: Peer, verb: str) -> None:
+    if verb == "take":
+        await peer.lookup.drop_select([1])
+    elif verb == "borrow":
+        async with peer.lookup.drop_select([1]):
+            await peer.lookup.peek([1])
+    else:
+        async with peer.lookup.open_drop_select([1]) as stream:
+            await stream.wait_for("key")
