@@ -448,6 +448,7 @@ class PayloadTransport(abc.ABC):
     ) -> None:
         """Let the bytes of one part land in ``target`` (writable). Never waits."""
 
+    @abc.abstractmethod
     def announce(self, transfer: int) -> None:
         """The peer has offered ``transfer``; its bytes may come, or come late."""
 

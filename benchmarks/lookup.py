@@ -109,9 +109,7 @@ async def _while_sampling(lags_ms: list[float], action: Callable[[], object]) ->
     await asyncio.wait({sampler})
 
 
-async def _pull(
-    lookup: asynckv.KVLookupBuffer, into: dict[str, torch.Tensor]
-) -> float:
+async def _pull(lookup: asynckv.KVLookupBuffer, into: dict[str, torch.Tensor]) -> float:
     before = time.perf_counter()
     try:
         async with lookup.drop_select(_LARGE, into=into):
@@ -191,7 +189,9 @@ def main() -> None:
     processes, pipes = [], []
     for target in (_producer, _raw_server):
         here, there = context.Pipe()
-        process = context.Process(target=target, args=(there, options.pings), daemon=True)
+        process = context.Process(
+            target=target, args=(there, options.pings), daemon=True
+        )
         process.start()
         processes.append(process)
         pipes.append(here)
