@@ -12,7 +12,7 @@ from asynckv.buffers.serve_lookup import LookupService
 from asynckv.buffers.serve_store import StoreService
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError
-from asynckv.links.link import Link, LinkStream, StreamHandler
+from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
@@ -21,6 +21,7 @@ from asynckv.links.options import (
     payload_digest,
     refuse_security,
 )
+from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.loops import LoopBound
 from asynckv.protocol.frames import OpeningFrame, PeerIdentity
 

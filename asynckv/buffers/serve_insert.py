@@ -18,8 +18,8 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from asynckv.links.link import LinkStream
 from asynckv.links.receiving import Reception
+from asynckv.links.requests import LinkStream
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (

@@ -12,7 +12,8 @@ from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.serve_insert import ServedInsert, ServedWriter
 from asynckv.buffers.serve_select import ServedSelect, query_of
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
-from asynckv.links.link import Link, LinkStream, StreamHandler
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,

@@ -11,8 +11,9 @@ from asynckv.buffers.serve_insert import answer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.store_ledger import PendingPut, PinnedValue
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
-from asynckv.links.link import Link, LinkStream, StreamHandler
+from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
+from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Cancel,

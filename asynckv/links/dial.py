@@ -11,8 +11,9 @@ from typing import Final
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.address import Address, parse_url
 from asynckv.links.door import dial_memory
-from asynckv.links.link import Link, Service
+from asynckv.links.link import Link
 from asynckv.links.payloads import payload_paths
+from asynckv.links.requests import Service
 from asynckv.links.sockets import connect, read_first_frame, send_first_frame
 from asynckv.links.streams import SocketStream
 from asynckv.protocol.codec import encode_frame

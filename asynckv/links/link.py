@@ -34,7 +34,7 @@ from asynckv.protocol.frames import Frame, OpeningFrame
 from asynckv.protocol.handshake import Agreement
 from asynckv.protocol.session import Came, Event, Farewell, Opened, Session
 
-__all__ = ("Link", "LinkStream", "Service", "StreamHandler")
+__all__ = ("Link",)
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ from asynckv.errors import PeerLost
 from asynckv.links.address import Address, parse_url
 from asynckv.links.dial import make_terms
 from asynckv.links.door import MemoryDoor
-from asynckv.links.link import Link, Service
+from asynckv.links.link import Link
 from asynckv.links.reception import Reception
+from asynckv.links.requests import Service
 from asynckv.links.sockets import bind, remove_place
 from asynckv.protocol.frames import Limits, PeerIdentity
 from asynckv.protocol.handshake import DigestMode, Terms

@@ -11,8 +11,9 @@ from typing import Any, Final, TypeAlias
 
 from asynckv.errors import PeerLost
 from asynckv.links.dial import dial
-from asynckv.links.link import Link, LinkStream
+from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
+from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Frame, OpeningFrame, PeerIdentity, Result
 
 __all__ = ("Answer", "Hearer", "LinkPair", "ScriptedService", "linked", "name_of")

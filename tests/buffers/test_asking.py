@@ -8,8 +8,8 @@ import pytest
 from asynckv.buffers.asking import ask
 from asynckv.buffers.remote import connect
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
-from asynckv.links.link import LinkStream
 from asynckv.links.listen import listen
+from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,

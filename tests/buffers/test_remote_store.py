@@ -10,8 +10,8 @@ from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import EntryTooLarge, RemoteProtocolError
-from asynckv.links.link import LinkStream
 from asynckv.links.listen import listen
+from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Accepted, Grant, OpeningFrame, Put, Result
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import ScriptedService, name_of

@@ -14,7 +14,8 @@ from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.selecting import Selecting
 from asynckv.buffers.serve import Server, serve
 from asynckv.errors import ChecksumError, EntryTooLarge, LeaseLost
-from asynckv.links.link import Link, LinkStream
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import (
     Accepted,
     Ack,

@@ -12,7 +12,8 @@ from asynckv.buffers.manifest import pack
 from asynckv.buffers.serve import serve
 from asynckv.errors import EntryAborted
 from asynckv.links.dial import dial
-from asynckv.links.link import Link, LinkStream
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,

@@ -12,7 +12,8 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.serve_select import query_of
 from asynckv.errors import EntryTooLarge, LeaseLost, RemoteProtocolError
 from asynckv.links.dial import dial
-from asynckv.links.link import Link, LinkStream
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import (
     Ack,
     Cancel,

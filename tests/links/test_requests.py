@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from asynckv.errors import PeerLost
-from asynckv.links.link import LinkStream
+from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Grant, Peek
 from asynckv.testing.link_pairs import Hearer, linked
 

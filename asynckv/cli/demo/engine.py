@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from asynckv.cli.demo.measurements import LayerClock, PositionCounter, TokenClock
 
-__all__ = ("MAX_NEW_TOKENS", "Continuation", "Engine")
+__all__ = ("MAX_NEW_TOKENS", "Continuation", "Engine", "Recording")
 
 MAX_NEW_TOKENS = 48
 

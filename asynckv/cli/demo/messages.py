@@ -35,6 +35,7 @@ __all__ = (
     "SlowlySelected",
     "Text",
     "WaitReturned",
+    "Way",
     "decode_note",
     "decode_order",
     "encode_line",
