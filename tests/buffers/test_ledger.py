@@ -143,7 +143,7 @@ async def test_a_consumer_whose_bound_is_full_gets_no_direct_delivery() -> None:
     bench.ledger.select(ONE, holder, None)
     assert holder.entry_id is None
     holder.bound = 58
-    bench.ledger.offer_waiting()
+    bench.ledger.offer_waiting(list(bench.ledger.entries.values()))
     assert holder.entry_id == "a"
 
 
