@@ -67,9 +67,9 @@ def open(
     Leaving lets consumers take what is left for at most ``drain_s`` (not at all
     when left by an error), then says goodbye to everybody.
 
-    :raises ConfigError: a configuration that cannot be opened
+    :raises ConfigError: a configuration that cannot be opened, or an address that
+        cannot be listened on
     :raises PeerLost: the peer was not there in time
-    :raises OSError: the address cannot be listened on
     """
     return _opened(config, drain_s)
 

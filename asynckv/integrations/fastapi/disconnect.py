@@ -75,7 +75,6 @@ async def _watching(receive: Receive, ending: asyncio.Timeout) -> AsyncIterator[
     def end(watcher: asyncio.Task[None]) -> None:
         if not watcher.cancelled():
             watcher.exception()  # a server that fails here has lost its client, too
-            watcher.exception()
             ending.reschedule(watcher.get_loop().time())
 
     watcher.add_done_callback(end)

@@ -75,8 +75,8 @@ def lifespan(
     A cancelled start leaves nothing behind.
 
     :raises ValueError: not exactly one of ``config``, ``connect`` and ``serve``
-    :raises AsyncKVError: (on starting) a configuration or peer that cannot work
-    :raises OSError: (on starting) the address cannot be listened on
+    :raises AsyncKVError: (on starting) a configuration or peer that cannot work,
+        or an address that cannot be listened on
     """
     if sum(given is not None for given in (config, connect, serve)) > 1:
         raise ValueError(_ONE)
@@ -170,7 +170,6 @@ class _Part:
         """Begin, and wait for it to be open, ``wait_s`` at most.
 
         :raises AsyncKVError: it cannot be opened
-        :raises OSError: it cannot be opened
         """
         self._is_open = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep(), name="asynckv: an app's part")

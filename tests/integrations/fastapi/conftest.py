@@ -20,6 +20,7 @@ def run_app() -> Callable[[Starlette], AbstractAsyncContextManager[int]]:
 async def _run_app(app: Starlette) -> AsyncIterator[int]:
     # It listens at once: a client that comes before uvicorn waits in line.
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     port: int = listener.getsockname()[1]
     config = uvicorn.Config(
         app, lifespan="on", http="h11", ws="none", log_config=None, access_log=False
