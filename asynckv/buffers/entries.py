@@ -13,11 +13,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from asynckv.buffers.manifest import content_digest
 from asynckv.buffers.matching import Place
-from asynckv.buffers.queries import Query, key_of
+from asynckv.buffers.queries import Query, Tokens, key_of
 from asynckv.protocol.frames import TensorRecord
 from asynckv.tensors.arena import Region
 from asynckv.types import KVFingerprint, TensorSpec
@@ -41,8 +39,8 @@ class Draft:
     """Everything an insert says about its entry, checked."""
 
     entry_id: str
-    input_tokens: torch.Tensor | None
-    roi: torch.Tensor | None
+    input_tokens: Tokens | None
+    roi: Tokens | None
     specs: dict[str, TensorSpec]
     fingerprint: KVFingerprint | None = None
     ttl_s: float | None = 600.0
@@ -53,7 +51,7 @@ class Draft:
     @property
     def sizes(self) -> list[int]:
         """Bytes of each tensor, then of the tokens and the roi."""
-        tokens = [t.nbytes for t in (self.input_tokens, self.roi) if t is not None]
+        tokens = [len(t.data) for t in (self.input_tokens, self.roi) if t is not None]
         return [spec.nbytes for spec in self.specs.values()] + tokens
 
 
@@ -125,15 +123,11 @@ class StoredEntry:
         return content_digest(self.records(), self.input_tokens, self.roi)
 
     def place_regions(self, regions: Sequence[Region]) -> None:
-        """Give every part its memory and move the tokens into theirs."""
+        """Give every part its memory; the tokens keep theirs, and are charged."""
         rest = list(regions)
         for part in self.parts:
             part.region = rest.pop(0)
-        self.token_regions = list(rest)
-        if self.draft.input_tokens is not None:
-            self.input_tokens = _copied(self.draft.input_tokens, rest.pop(0))
-        if self.draft.roi is not None:
-            self.roi = _copied(self.draft.roi, rest.pop(0))
+        self.token_regions = rest
 
     def release_regions(self) -> None:
         """Let go of all memory."""
@@ -144,12 +138,11 @@ class StoredEntry:
         self.token_regions = []
 
     def drop_regions(self) -> None:
-        """Let go of all memory to begin again; the caller's tokens serve again."""
+        """Let go of all memory, to begin again."""
         self.release_regions()
         for part in self.parts:
             part.digest = None
         self.landed = []
-        self.input_tokens, self.roi = self.draft.input_tokens, self.draft.roi
 
 
 class Holder(Protocol):
@@ -235,10 +228,3 @@ class Lease:
     def is_valid(self) -> bool:
         """Does the entry still know this delivery?"""
         return self.entry.leases.get(self.token) is self
-
-
-def _copied(tokens: torch.Tensor, region: Region) -> torch.Tensor:
-    name = str(tokens.dtype).removeprefix("torch.")
-    target = region.tensor(TensorSpec(tuple(tokens.shape), name))
-    target.copy_(tokens)
-    return target

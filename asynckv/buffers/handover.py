@@ -9,6 +9,7 @@ import torch
 from asynckv.abc import KVEntry
 from asynckv.buffers.contents import check_names, unflatten
 from asynckv.buffers.entries import Lease, Part
+from asynckv.buffers.queries import tensor_of
 from asynckv.errors import LeaseLost
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, check_into, empty_tensor
@@ -99,8 +100,8 @@ def build_entry(lease: Lease, named: Mapping[str, torch.Tensor]) -> KVEntry:
     ordered = {part.name: named[part.name] for part in entry.parts}
     key, value, hidden, extras = unflatten(ordered)
     return KVEntry(
-        input_tokens=_clone(entry.input_tokens),
-        roi=_clone(entry.roi),
+        input_tokens=tensor_of(entry.input_tokens),
+        roi=tensor_of(entry.roi),
         key=key,
         value=value,
         hidden=hidden,
@@ -128,7 +129,3 @@ def _tensor(part: Part) -> torch.Tensor:
     if part.region is None:
         raise LeaseLost("the entry was taken back while it was read")
     return part.region.tensor(part.spec)
-
-
-def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()

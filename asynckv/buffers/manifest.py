@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
-import torch
 
+from asynckv.buffers.queries import Tokens
 from asynckv.errors import ChecksumError, EntryTooLarge, RemoteProtocolError
 from asynckv.protocol.digests import digest_of, entry_digest
 from asynckv.protocol.frames import Contents, TensorRecord
-from asynckv.tensors.views import bytes_of, dtype_of, spec_of, tensor_from
+from asynckv.tensors.views import dtype_of
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -36,14 +36,11 @@ _decoder = msgspec.msgpack.Decoder(Contents)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """A body, read: records, tokens, and the tensors' bytes if they rode along.
-
-    ``input_tokens`` and ``roi`` have memory of their own.
-    """
+    """A body, read: records, tokens, and the tensors' bytes if they rode along."""
 
     records: tuple[TensorRecord, ...]
-    input_tokens: torch.Tensor | None
-    roi: torch.Tensor | None
+    input_tokens: Tokens | None
+    roi: Tokens | None
     inline: tuple[memoryview, ...]
 
     @property
@@ -58,23 +55,22 @@ class Manifest:
 
 def pack(
     records: Sequence[TensorRecord],
-    input_tokens: torch.Tensor | None,
-    roi: torch.Tensor | None,
+    input_tokens: Tokens | None,
+    roi: Tokens | None,
     inline: Iterable[memoryview] = (),
 ) -> bytes:
     """Return the body of an entry."""
-    tokens = [_dense(t) for t in (input_tokens, roi)]
     contents = _encoder.encode(
         Contents(
             tensors=tuple(records),
-            input_tokens=None if tokens[0] is None else spec_of(tokens[0]),
-            roi=None if tokens[1] is None else spec_of(tokens[1]),
+            input_tokens=None if input_tokens is None else input_tokens.spec,
+            roi=None if roi is None else roi.spec,
         )
     )
     length = len(contents).to_bytes(_LENGTH_NBYTES, "big")
-    parts: list[bytes | memoryview] = [length, contents]
-    parts += [bytes_of(t) for t in tokens if t is not None]
-    return b"".join([*parts, *inline])
+    token_bytes = b"" if input_tokens is None else input_tokens.data
+    roi_bytes = b"" if roi is None else roi.data
+    return b"".join((length, contents, token_bytes, roi_bytes, *inline))
 
 
 def check_body(max_body_bytes: int, body: bytes) -> None:
@@ -120,14 +116,16 @@ def _read(rest: memoryview, contents: Contents, inline: bool) -> Manifest:
             f"an entry's body holds {len(rest)} bytes, its manifest says {sum(sizes)}"
         )
     pieces: list[memoryview] = []
+    start = 0
     for size in sizes:
-        pieces.append(rest[:size])
-        rest = rest[size:]
-    read = [tensor_from(pieces[i], spec) for i, spec in enumerate(tokens)]
-    first = read.pop(0) if contents.input_tokens else None
+        pieces.append(rest[start : start + size])
+        start += size
+    read = [
+        Tokens(bytes(piece), spec) for piece, spec in zip(pieces, tokens, strict=False)
+    ]
     return Manifest(
         records=contents.tensors,
-        input_tokens=first,
+        input_tokens=read.pop(0) if contents.input_tokens else None,
         roi=read.pop(0) if contents.roi else None,
         inline=tuple(pieces[len(tokens) :]),
     )
@@ -135,14 +133,14 @@ def _read(rest: memoryview, contents: Contents, inline: bool) -> Manifest:
 
 def content_digest(
     records: Iterable[TensorRecord],
-    input_tokens: torch.Tensor | None,
-    roi: torch.Tensor | None,
+    input_tokens: Tokens | None,
+    roi: Tokens | None,
 ) -> bytes:
     """Return the digest of a whole entry, tokens and roi included."""
     tokens = [
-        TensorRecord(name, spec_of(dense), digest_of(bytes_of(dense)))
-        for name, tensor in (("input_tokens", input_tokens), ("roi", roi))
-        if (dense := _dense(tensor)) is not None
+        TensorRecord(name, row.spec, digest_of(row.data))
+        for name, row in (("input_tokens", input_tokens), ("roi", roi))
+        if row is not None
     ]
     return entry_digest([*records, *tokens])
 
@@ -170,7 +168,3 @@ def verify_inline(manifest: Manifest) -> list[bytes]:
     for record, digest in zip(manifest.records, digests, strict=True):
         verify(record, digest)
     return digests
-
-
-def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()

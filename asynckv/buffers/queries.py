@@ -10,24 +10,48 @@ import array
 import dataclasses
 from collections.abc import Sequence
 
+import numpy
 import torch
 
 from asynckv.abc import Match, TokenIds
+from asynckv.tensors.views import bytes_of, check_sendable, spec_of, tensor_from
+from asynckv.types import TensorSpec
 
 __all__ = (
     "MAX_ID_LENGTH",
     "TOKEN_NBYTES",
     "Query",
+    "Tokens",
     "as_mask",
     "as_tokens",
+    "check_mask",
+    "check_tokens",
     "key_of",
     "make_query",
+    "tensor_of",
 )
 
 TOKEN_NBYTES = 8
 
+_ID_DTYPES = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"})
+
 MAX_ID_LENGTH = 256
 """An entry_id of more characters could not be told to a peer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids, or a roi: the bytes of a 1-d tensor, and what they are."""
+
+    data: bytes
+    spec: TensorSpec
+
+    def __len__(self) -> int:
+        return self.spec.shape[0]
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor with memory of its own."""
+        return tensor_from(self.data, self.spec)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,53 +64,80 @@ class Query:
     min_matched_tokens: int = 1
 
 
-def as_tokens(input_tokens: TokenIds | None) -> torch.Tensor | None:
-    """Return token ids as a 1-d integer tensor on the CPU.
+def as_tokens(input_tokens: TokenIds | None) -> Tokens | None:
+    """Return a copy of token ids.
 
     :raises ValueError: if they have more than one dimension or are no integers
     """
     if input_tokens is None:
         return None
-    if isinstance(input_tokens, torch.Tensor):
-        tokens = input_tokens.detach().cpu()
-    else:
-        tokens = _tensor_of(input_tokens, "input_tokens")
-    if tokens.dtype.is_floating_point or tokens.dtype.is_complex:
-        raise ValueError(f"token ids are integers, not {tokens.dtype}")
-    if tokens.dtype is torch.bool or tokens.dtype is torch.uint64:
-        raise ValueError(f"token ids fit in int64; {tokens.dtype} does not")
-    return _one_dimensional(tokens, "input_tokens")
+    if type(input_tokens) is list and input_tokens and type(input_tokens[0]) is int:
+        return Tokens(
+            _key_of_ids(input_tokens), TensorSpec((len(input_tokens),), "int64")
+        )
+    tokens = _copied(input_tokens, "input_tokens")
+    check_tokens(tokens)
+    return tokens
 
 
-def as_mask(roi: TokenIds | None, tokens: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the region of interest as a 1-d tensor of the tokens' length.
+def check_tokens(tokens: Tokens) -> None:
+    """Refuse what are no token ids.
+
+    :raises ValueError: if they have more than one dimension or are no integers
+    """
+    if tokens.spec.dtype not in _ID_DTYPES:
+        raise ValueError(
+            f"token ids are integers that fit in int64, not {tokens.spec.dtype}"
+        )
+    _check_one_dimensional(tokens, "input_tokens")
+
+
+def as_mask(roi: TokenIds | None, tokens: Tokens | None) -> Tokens | None:
+    """Return a copy of the region of interest, which has the tokens' length.
 
     :raises ValueError: if there are no tokens, the lengths differ, or it holds
         anything but 0 and 1
     """
     if roi is None:
         return None
-    if tokens is None:
-        raise ValueError("a roi without input_tokens selects nothing; pass both")
-    mask = roi.detach().cpu() if isinstance(roi, torch.Tensor) else None
-    mask = _one_dimensional(_tensor_of(roi, "roi") if mask is None else mask, "roi")
-    if len(mask) != len(tokens):
-        raise ValueError(f"roi has {len(mask)} places for {len(tokens)} tokens")
-    if mask.dtype.is_floating_point:
-        mask_values = mask.to(torch.float64)
-    else:
-        mask_values = mask
-    if not bool(((mask_values == 0) | (mask_values == 1)).all()):
-        raise ValueError("a roi holds nothing but 0 and 1: it says which tokens count")
+    mask = _copied(roi, "roi")
+    check_mask(mask, tokens)
     return mask
 
 
-def key_of(tokens: torch.Tensor | None, mask: torch.Tensor | None) -> bytes:
-    """Return ``tokens[mask]`` as little-endian int64."""
+def check_mask(mask: Tokens, tokens: Tokens | None) -> None:
+    """Refuse what is no region of interest of ``tokens``.
+
+    :raises ValueError: there are no tokens, the lengths differ, or it holds
+        anything but 0 and 1
+    """
     if tokens is None:
+        raise ValueError("a roi without input_tokens selects nothing; pass both")
+    _check_one_dimensional(mask, "roi")
+    if len(mask) != len(tokens):
+        raise ValueError(f"roi has {len(mask)} places for {len(tokens)} tokens")
+    values = mask.tensor()
+    if values.dtype.is_floating_point:
+        values = values.to(torch.float64)
+    if not bool(((values == 0) | (values == 1)).all()):
+        raise ValueError("a roi holds nothing but 0 and 1: it says which tokens count")
+
+
+def key_of(tokens: Tokens | None, mask: Tokens | None) -> bytes:
+    """Return ``tokens[mask]`` as little-endian int64."""
+    if tokens is None or not tokens.data:
         return b""
-    selected = tokens if mask is None else tokens[mask.bool()]
-    return selected.to(torch.int64).numpy().tobytes()
+    if mask is None and tokens.spec.dtype == "int64":
+        return tokens.data
+    ids = numpy.frombuffer(tokens.data, tokens.spec.dtype)
+    if mask is not None:
+        ids = ids[mask.tensor().bool().numpy()]
+    return ids.astype(numpy.int64).tobytes()
+
+
+def tensor_of(tokens: Tokens | None) -> torch.Tensor | None:
+    """Return what an application is handed."""
+    return None if tokens is None else tokens.tensor()
 
 
 def make_query(
@@ -131,7 +182,17 @@ def _key_of_ids(ids: list[int]) -> bytes:
         raise ValueError(f"input_tokens is no list of token ids: {exc}") from exc
 
 
-def _tensor_of(values: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:
+def _copied(values: TokenIds, name: str) -> Tokens:
+    tensor = (
+        values if isinstance(values, torch.Tensor) else _number_tensor(values, name)
+    )
+    tensor = tensor.detach().cpu()
+    check_sendable(tensor)
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    return Tokens(bytes(bytes_of(dense)), spec_of(dense))
+
+
+def _number_tensor(values: Sequence[int], name: str) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
@@ -139,9 +200,9 @@ def _tensor_of(values: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:
     return tensor.to(torch.int64) if tensor.numel() == 0 else tensor
 
 
-def _one_dimensional(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    if tensor.dim() != 1:
+def _check_one_dimensional(tokens: Tokens, name: str) -> None:
+    dimensions = len(tokens.spec.shape)
+    if dimensions != 1:
         raise ValueError(
-            f"{name} has {tensor.dim()} dimensions; pass the ids of one sequence"
+            f"{name} has {dimensions} dimensions; pass the ids of one sequence"
         )
-    return tensor

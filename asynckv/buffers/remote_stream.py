@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from asynckv.abc import SelectStream
-from asynckv.buffers.selecting import Delivery, Selecting, clone
+from asynckv.buffers.queries import tensor_of
+from asynckv.buffers.selecting import Delivery, Selecting
 from asynckv.types import TensorSpec
 
 __all__ = ("RemoteStream",)
@@ -21,8 +22,8 @@ class RemoteStream(SelectStream):
         self.entry_id = offer.entry_id
         self.attempt = offer.attempt
         self.matched_tokens = offer.matched_tokens
-        self.input_tokens = clone(manifest.input_tokens)
-        self.roi = clone(manifest.roi)
+        self.input_tokens = tensor_of(manifest.input_tokens)
+        self.roi = tensor_of(manifest.roi)
         self.specs: Mapping[str, TensorSpec] = manifest.specs
         self._selecting = selecting
         self._delivery = delivery

@@ -18,7 +18,7 @@ from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.contents import unflatten
 from asynckv.buffers.handover import match_targets
 from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
-from asynckv.buffers.queries import TOKEN_NBYTES, Query
+from asynckv.buffers.queries import TOKEN_NBYTES, Query, tensor_of
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
@@ -43,7 +43,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.tensors.views import bytes_of, empty_tensor, tensor_from
 
-__all__ = ("Delivery", "Selecting", "check_key_fits", "clone")
+__all__ = ("Delivery", "Selecting", "check_key_fits")
 
 
 class Delivery:
@@ -76,8 +76,8 @@ class Delivery:
             dict(zip(names, self.tensors, strict=True))
         )
         return KVEntry(
-            input_tokens=self.manifest.input_tokens,
-            roi=self.manifest.roi,
+            input_tokens=tensor_of(self.manifest.input_tokens),
+            roi=tensor_of(self.manifest.roi),
             key=key,
             value=value,
             hidden=hidden,
@@ -362,8 +362,3 @@ def check_key_fits(key: bytes, max_body_bytes: int) -> None:
             f"a query of {len(key) // TOKEN_NBYTES} tokens is longer than the "
             f"{max_body_bytes} bytes that ride in one frame"
         )
-
-
-def clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a copy of a few tokens."""
-    return None if tensor is None else tensor.clone()

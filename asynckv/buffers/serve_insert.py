@@ -10,7 +10,7 @@ from asynckv.buffers.admission import Landed
 from asynckv.buffers.contents import check_names
 from asynckv.buffers.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.manifest import Manifest, unpack, verify_inline
-from asynckv.buffers.queries import as_mask, as_tokens
+from asynckv.buffers.queries import check_mask, check_tokens
 from asynckv.errors import (
     AsyncKVError,
     ChecksumError,
@@ -54,11 +54,15 @@ def draft_of(frame: Insert, manifest: Manifest, service: LookupService) -> Draft
     """
     specs = manifest.specs
     check_names(specs)
-    tokens = as_tokens(manifest.input_tokens)
+    tokens, roi = manifest.input_tokens, manifest.roi
+    if tokens is not None:
+        check_tokens(tokens)
+    if roi is not None:
+        check_mask(roi, tokens)
     return Draft(
         entry_id=frame.entry_id,
         input_tokens=tokens,
-        roi=as_mask(manifest.roi, tokens),
+        roi=roi,
         specs=specs,
         fingerprint=service.link.fingerprint,
         ttl_s=frame.ttl_s,

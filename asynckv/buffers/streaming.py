@@ -12,6 +12,7 @@ from asynckv.buffers.entries import EntryState, Lease, StoredEntry
 from asynckv.buffers.handover import match_targets, tensors_of
 from asynckv.buffers.holders import LocalHolder
 from asynckv.buffers.ledger import Ledger
+from asynckv.buffers.queries import tensor_of
 from asynckv.errors import EntryAborted
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
@@ -91,8 +92,8 @@ class LocalStream(SelectStream):
         self.entry_id = entry.entry_id
         self.attempt = lease.attempt
         self.matched_tokens = lease.matched_tokens
-        self.input_tokens = _clone(entry.input_tokens)
-        self.roi = _clone(entry.roi)
+        self.input_tokens = tensor_of(entry.input_tokens)
+        self.roi = tensor_of(entry.roi)
         self.specs: Mapping[str, TensorSpec] = dict(entry.draft.specs)
         self._holder = holder
         self._lease = lease
@@ -164,7 +165,3 @@ def check_put(
             f"{name!r} is {found.dtype} {found.shape}, declared was "
             f"{specs[name].dtype} {specs[name].shape}"
         )
-
-
-def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()

@@ -8,7 +8,7 @@ stand behind the same class.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,22 +19,33 @@ __all__ = ("Arena", "HeapArena", "Region")
 
 
 class Region:
-    """Memory of one tensor, charged to an arena until it is released or detached."""
+    """Memory of one tensor, charged to an arena until it is released or detached.
 
-    __slots__ = ("_arena", "_memory", "nbytes")
+    It is made when it is first looked at.
+    """
 
-    def __init__(self, memory: torch.Tensor, arena: Arena | None) -> None:
-        self._memory = memory
+    __slots__ = ("_arena", "_make", "_view", "nbytes")
+
+    def __init__(
+        self,
+        nbytes: int,
+        make: Callable[[int], torch.Tensor],
+        arena: Arena | None,
+    ) -> None:
+        self.nbytes = nbytes
+        self._make = make
         self._arena = arena
-        self.nbytes = memory.nbytes
+        self._view: memoryview | None = None
 
     def view(self) -> memoryview:
         """Return the bytes, writable, without a copy."""
-        return bytes_of(self._memory)
+        if self._view is None:
+            self._view = bytes_of(self._make(self.nbytes))
+        return self._view
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor over these bytes, without a copy."""
-        return tensor_over(bytes_of(self._memory), spec)
+        return tensor_over(self.view(), spec)
 
     def release(self) -> None:
         """Give the charge back to the arena. A second call does nothing.
@@ -70,13 +81,13 @@ class Arena(abc.ABC):
         """Take one region a size, all or none. Never waits."""
         if not self.fits(sizes):
             return None
-        regions = [Region(self._memory(nbytes), self) for nbytes in sizes]
+        regions = [Region(nbytes, self._memory, self) for nbytes in sizes]
         self._charge(sum(sizes))
         return regions
 
     def allocate_outside(self, sizes: Sequence[int]) -> list[Region]:
         """Make regions that are charged to nobody here (a consumer pays for them)."""
-        return [Region(self._memory(nbytes), None) for nbytes in sizes]
+        return [Region(nbytes, self._memory, None) for nbytes in sizes]
 
     def adopt(self, regions: Sequence[Region]) -> bool:
         """Charge regions from :meth:`allocate_outside` to this arena, if they fit."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from asynckv.buffers.entries import Draft, Lease
+from asynckv.buffers.queries import as_tokens
 from asynckv.types import TensorSpec
 
 __all__ = ("RecordingHolder", "draft_of")
@@ -80,7 +79,7 @@ def draft_of(
     """Return what an insert of one ``key`` tensor of ``nbytes`` says."""
     return Draft(
         entry_id=entry_id,
-        input_tokens=torch.tensor(tokens, dtype=torch.int64),
+        input_tokens=as_tokens(list(tokens)),
         roi=None,
         specs={"key": TensorSpec((nbytes,), "uint8")},
         ttl_s=ttl_s,

@@ -3,14 +3,14 @@ from __future__ import annotations
 import torch
 
 from asynckv.buffers.entries import EntryState, Lease, StoredEntry, Waiter
-from asynckv.buffers.queries import Query
+from asynckv.buffers.queries import Query, as_tokens
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.holders import RecordingHolder, draft_of
 
 
 def placed(tokens: torch.Tensor) -> StoredEntry:
     draft = draft_of("it", tuple(tokens.tolist()))
-    object.__setattr__(draft, "input_tokens", tokens)
+    object.__setattr__(draft, "input_tokens", as_tokens(tokens))
     entry = StoredEntry(draft, 1)
     entry.place_regions(HeapArena(100).allocate(draft.sizes) or [])
     return entry
@@ -23,11 +23,12 @@ def test_an_entry_begins_without_memory() -> None:
     assert entry.nbytes == 16
 
 
-def test_tokens_are_copied_with_the_regions() -> None:
+def test_tokens_are_copies_and_are_charged() -> None:
     tokens = torch.tensor([1, 2])
     entry = placed(tokens)
     tokens.fill_(9)
     assert entry.key() == torch.tensor([1, 2]).numpy().tobytes()
+    assert [region.nbytes for region in entry.token_regions] == [16]
 
 
 def test_beginning_again_forgets_what_landed() -> None:

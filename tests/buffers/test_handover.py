@@ -74,7 +74,7 @@ async def test_its_tokens_are_a_copy_too() -> None:
     assert entry.input_tokens is not None
     entry.input_tokens.fill_(9)
     assert lease.entry.input_tokens is not None
-    assert lease.entry.input_tokens.tolist() == [1, 2]
+    assert lease.entry.input_tokens.tensor().tolist() == [1, 2]
 
 
 async def test_what_has_left_cannot_be_read() -> None:

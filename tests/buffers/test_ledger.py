@@ -382,7 +382,7 @@ class ModelEntry:
     def __init__(self, entry: StoredEntry, deliveries: int) -> None:
         self.entry = entry
         self.id = entry.entry_id
-        self.tokens = tuple(entry.input_tokens.tolist())  # type: ignore[union-attr]
+        self.tokens = tuple(entry.input_tokens.tensor().tolist())  # type: ignore[union-attr]
         self.nbytes = entry.nbytes
         self.state = "waiting"
         self.is_whole = False
