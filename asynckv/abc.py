@@ -225,7 +225,8 @@ class SelectStream(AsyncIterator["tuple[str, torch.Tensor]"]):
     async def wait_for(self, name: str) -> torch.Tensor:
         """Return the tensor ``name``, as soon as it has landed.
 
-        It may be asked for again, and still comes in the iteration.
+        It may be asked for again, and still comes in the iteration. A cancelled
+        call leaves no trace.
 
         :raises KeyError: if the entry has no such tensor
         :raises EntryAborted: if the producer failed before it landed
@@ -318,11 +319,16 @@ class KVLookupBuffer(KVCacheBuffer):
     async def peek(
         self, input_tokens: TokenIds | None = None, roi: TokenIds | None = None
     ) -> int:
-        """Return the longest match that could be selected now (0: none)."""
+        """Return the longest match that could be selected now (0: none).
+
+        A cancelled call leaves no trace.
+        """
 
     @abc.abstractmethod
     async def taken(self, entry_id: str) -> None:
         """Wait for the last acknowledgement of an entry.
+
+        A cancelled call leaves no trace.
 
         :raises EntryAborted: it left in another way
         :raises KeyError: the id is unknown, or was forgotten
@@ -330,7 +336,10 @@ class KVLookupBuffer(KVCacheBuffer):
 
     @abc.abstractmethod
     async def withdraw(self, entry_id: str) -> bool:
-        """Remove an entry that nobody holds; ``True`` if it was there and is gone."""
+        """Remove an entry that nobody holds; ``True`` if it was there and is gone.
+
+        A cancelled call has removed it or not.
+        """
 
     @abc.abstractmethod
     def open_insert(
@@ -388,18 +397,25 @@ class KVStoreBuffer(KVCacheBuffer):
     ) -> torch.Tensor | None:
         """Return a copy of what is stored under ``key``, or ``None``.
 
-        With ``into`` the bytes land in that tensor, which is returned.
+        With ``into`` the bytes land in that tensor, which is returned. A cancelled
+        call no longer writes to it; it may hold a part of them.
 
         :raises ValueError: if dtype or shape of ``into`` differ
         """
 
     @abc.abstractmethod
     async def delete(self, key: str) -> bool:
-        """Forget ``key``; ``True`` if it was there."""
+        """Forget ``key``; ``True`` if it was there.
+
+        A cancelled call has forgotten it or not.
+        """
 
     @abc.abstractmethod
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
-        """Tell for each of ``keys`` whether it is stored; that is not a use of it."""
+        """Tell for each of ``keys`` whether it is stored; that is not a use of it.
+
+        A cancelled call leaves no trace.
+        """
 
 
 class PayloadTransport(abc.ABC):

@@ -62,6 +62,13 @@ def test_every_public_method_of_the_page_has_its_contract(page: type) -> None:
             assert inspect.getdoc(member), f"{page.__name__}.{name}"
 
 
+def test_every_coroutine_of_users_says_what_its_cancellation_leaves_behind() -> None:
+    for page in set(CLASSES) - {abc.PayloadTransport}:
+        for name, member in vars(page).items():
+            if inspect.iscoroutinefunction(member) and not name.startswith("_"):
+                assert "cancel" in str(inspect.getdoc(member)), f"{page}.{name}"
+
+
 async def test_leaving_a_buffer_closes_it() -> None:
     class Buffer(KVCacheBuffer):
         closed = 0

@@ -92,7 +92,7 @@ class Handoff:
 
         Chosen greedily by the producer, or here from what it sent. ``None`` if
         nothing of the kind was carried, or if the entry is not for this very
-        prompt. No forward is run.
+        prompt. No forward is run. A cancelled call leaves no trace.
 
         :raises EntryAborted: if the producer failed before
         """
@@ -107,7 +107,8 @@ class Handoff:
         """Return the logits of the prompt's last position, ``[batch, vocabulary]``.
 
         As they were sent, or the head's output for the hidden state that was,
-        which a model may still scale. ``None`` as in :meth:`first_token`.
+        which a model may still scale. ``None`` as in :meth:`first_token`. A
+        cancelled call leaves no trace.
 
         :raises EntryAborted: if the producer failed before
         """
@@ -126,6 +127,8 @@ class Handoff:
     async def hidden(self) -> torch.Tensor | None:
         """Return the last hidden state ``[batch, 1, size]``, ``None`` as above.
 
+        A cancelled call leaves no trace.
+
         :raises EntryAborted: if the producer failed before
         """
         if not self.is_whole or HIDDEN not in self._specs:
@@ -134,6 +137,8 @@ class Handoff:
 
     async def landed(self) -> None:
         """Wait until every tensor of the entry is in this process.
+
+        A cancelled call leaves no trace.
 
         :raises EntryAborted: if the producer failed before
         """
