@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort_right
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
@@ -184,7 +184,7 @@ class PrefixIndex(Generic[T]):
             places = iter((is_equal and below.shown) or ())
             return _first_accepted(places, len(key), accept)
         if below is not None:
-            found = _first_accepted(_ascending(below), len(key), accept)
+            found = _lowest_accepted(below, len(key), accept)
             if found is not None:
                 return found
         while depth >= min_nbytes and not exact:
@@ -216,7 +216,7 @@ class PrefixIndex(Generic[T]):
             return None
         if accept is None or accept(lowest.item, matched // _TOKEN_NBYTES):
             return lowest.item, matched // _TOKEN_NBYTES
-        frontier = _Frontier[T]()
+        frontier: _Frontier[T] = _Frontier()
         if below is not None:
             frontier.add_subtree(below, len(key))
         while depth:
@@ -230,7 +230,7 @@ class PrefixIndex(Generic[T]):
 
     def first(self, *, accept: Callable[[T], bool] | None = None) -> T | None:
         """Find the lowest seq of all visible items, whatever their keys."""
-        found = _first_accepted(_ascending(self._root), 0, accept)
+        found = _lowest_accepted(self._root, 0, accept)
         return None if found is None else found[0]
 
     def _walk(self, key: bytes) -> tuple[_Node[T], int, _Node[T] | None]:
@@ -359,7 +359,7 @@ class _Frontier(Generic[T]):
 
 def _ascending(node: _Node[T]) -> Iterator[Place[T]]:
     """Yield the visible places at and below ``node``, lowest seq first."""
-    frontier = _Frontier[T]()
+    frontier: _Frontier[T] = _Frontier()
     frontier.add_subtree(node, 0)
     for place, _ in frontier.ascending():
         yield place
@@ -372,6 +372,19 @@ def _first_accepted(
         if accept is None or accept(place.item):
             return place.item, nbytes // _TOKEN_NBYTES
     return None
+
+
+def _lowest_accepted(
+    node: _Node[T], nbytes: int, accept: Callable[[T], bool] | None
+) -> tuple[T, int] | None:
+    """Find the lowest seq at and below ``node``."""
+    lowest = node.lowest
+    if lowest is None:
+        return None
+    # The usual answer needs no heap.
+    if accept is None or accept(lowest.item):
+        return lowest.item, nbytes // _TOKEN_NBYTES
+    return _first_accepted(islice(_ascending(node), 1, None), nbytes, accept)
 
 
 def _node_of(place: Place[T]) -> _Node[T]:
@@ -409,7 +422,10 @@ def _show(place: Place[T]) -> None:
 def _unshow(place: Place[T], node: _Node[T]) -> None:
     """Make a place unfindable; goes up only as far as it was the lowest."""
     shown = node.shown or []
-    del shown[shown.index(place, bisect_left(shown, place.seq, key=_seq_of))]
+    if shown[0] is place:
+        del shown[0]
+    else:
+        del shown[shown.index(place, bisect_left(shown, place.seq, key=_seq_of))]
     if not shown:
         node.shown = None
     above: _Node[T] | None = node

@@ -150,17 +150,30 @@ class FrameDecoder:
             pending.clear()
         elif type(data) is not bytes:
             data = bytes(data)
-        start = 0
+        start, nbytes = 0, len(data)
         try:
-            while (taken := self._take(data, start)) is not None:
-                start += HEADER_BYTES + taken[0].control_bytes + taken[0].payload_bytes
-                whole = taken[1]
-                if whole is not None:
+            while nbytes - start >= HEADER_BYTES:
+                header = self._header or self._read_header(data, start)
+                body_start = start + HEADER_BYTES + header.control_bytes
+                end = body_start + header.payload_bytes
+                if end > nbytes:
+                    self._header = header
+                    break
+                self._header = None
+                control, part = (
+                    data[start + HEADER_BYTES : body_start],
+                    data[body_start:end],
+                )
+                start = end
+                if header.type == TYPE_CONTROL and not header.more:
+                    yield header.stream, _decode(control), part
+                elif (whole := self._accept(header, control, part)) is not None:
                     yield whole
         except RemoteProtocolError as exc:
             self._die(exc)
             raise
-        pending += data[start:]
+        if start < nbytes:
+            pending += data[start:]
 
     def _die(self, error: RemoteProtocolError) -> None:
         self._error = error
@@ -172,31 +185,20 @@ class FrameDecoder:
             return HEADER_BYTES
         return HEADER_BYTES + self._header.control_bytes + self._header.payload_bytes
 
-    def _take(
-        self, data: bytes, start: int
-    ) -> tuple[Header, tuple[int, Frame, bytes] | None] | None:
-        """Read the wire frame at ``start``: None if it is not complete yet."""
-        left = len(data) - start
-        header = self._header
-        if header is None:
-            if left < HEADER_BYTES:
-                return None
-            header = unpack_header(data, start)
-            if header.payload_bytes or header.type or header.more or self._unfinished:
-                self._check(header)
-            else:
-                self._check_control(header, None)
-        control_start = start + HEADER_BYTES
-        body_start = control_start + header.control_bytes
-        end = body_start + header.payload_bytes
-        if len(data) < end:
-            self._header = header
-            return None
-        self._header = None
-        control, part = data[control_start:body_start], data[body_start:end]
-        if header.type == TYPE_CONTROL and not header.more:
-            return header, (header.stream, _decode(control), part)
-        return header, self._accept(header, control, part)
+    def _read_header(self, data: bytes, start: int) -> Header:
+        """Read and check the header at ``start``."""
+        header, limits = unpack_header(data, start), self.limits
+        is_plain = (
+            header.type == TYPE_CONTROL
+            and not header.more
+            and not self._unfinished
+            and header.control_bytes <= limits.max_control_bytes
+            and header.payload_bytes <= BODY_PART_BYTES
+            and header.payload_bytes <= limits.max_body_bytes
+        )
+        if not is_plain:
+            self._check(header)
+        return header
 
     def _check(self, header: Header) -> None:
         limits = self.limits

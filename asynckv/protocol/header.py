@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from asynckv.errors import RemoteProtocolError
 
@@ -40,11 +42,10 @@ FLAG_MORE: Final = 1
 
 _MAGIC: Final = b"AKV1"
 _FIELDS: Final = struct.Struct("!4sBBHIQI")
-_CHECKSUM: Final = struct.Struct("!I")
 _unpack: Final = struct.Struct("!4sBBHIQII").unpack_from
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True, gc=False):
     """A header whose checksum, type and flags are right; its lengths are claims."""
 
     type: int
@@ -67,7 +68,7 @@ def pack_header(
     fields = _FIELDS.pack(
         _MAGIC, WIRE_VERSION, type_, flags, control_bytes, payload_bytes, stream
     )
-    return fields + _CHECKSUM.pack(zlib.crc32(fields))
+    return fields + zlib.crc32(fields).to_bytes(4, "big")
 
 
 def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:

@@ -87,7 +87,11 @@ class Outbox:
         first, others = encode_parts(stream, frame, body, limits=self._limits)
         if others is None:
             self._count(stream, len(first))
-            self._add(stream, first)
+            if self._long:
+                self._add(stream, first)
+            else:
+                self._ready.append((stream, first))
+                self._ready_count += 1
         else:
             long = _LongFrame(first, others, len(body))
             self._count(stream, long.left_bytes)
@@ -133,9 +137,9 @@ class Outbox:
         """
         if not self.nbytes:
             return b""
-        if len(self._ready) == 1 and not self._urgent and not self._long:
-            if self._last is None:
-                return self._take_ready()
+        is_plain = not self._urgent and not self._long and self._last is None
+        if is_plain and self.nbytes <= max_bytes:
+            return self._take_all_ready()
         taken: list[bytes] = []
         nbytes = 0
         while self._urgent:
@@ -159,6 +163,14 @@ class Outbox:
         self.nbytes += nbytes
         if not stream or stream & 1 != self._own_parity:
             self.answer_bytes += nbytes
+
+    def _take_all_ready(self) -> bytes:
+        ready = self._ready
+        data = ready[0][1] if len(ready) == 1 else b"".join([part for _, part in ready])
+        self._taken_count = self._ready_count
+        ready.clear()
+        self.nbytes = self.answer_bytes = 0
+        return data
 
     def _take_ready(self) -> bytes:
         stream, data = self._ready.popleft()

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Iterator
 from typing import Final, Generic, NamedTuple, TypeVar, get_args
 
+import msgspec
+
 from asynckv.errors import AsyncKVError, LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.codec import Buffer, FrameDecoder
 from asynckv.protocol.failures import from_refuse, to_refuse
@@ -45,7 +47,7 @@ _OF_THE_LINK: Final = frozenset(
 _MAX_STREAM: Final = 2**32 - 1
 
 
-class Opened(NamedTuple):
+class Opened(msgspec.Struct, frozen=True, gc=False):
     """The peer opens a stream; attach something to it, or it is ignored."""
 
     stream: int
@@ -53,7 +55,7 @@ class Opened(NamedTuple):
     body: bytes
 
 
-class Came(NamedTuple, Generic[T]):
+class Came(msgspec.Struct, Generic[T], frozen=True, gc=False):
     """A frame for the stream to which ``owner`` was attached."""
 
     owner: T
@@ -263,6 +265,9 @@ class Session(Generic[T]):
 
     def _number(self, stream: int, frame: Frame) -> None:
         """Note that ``stream`` was used: each is once, in about growing order."""
+        if stream == self._last_theirs + 2:
+            self._last_theirs = stream
+            return
         if stream <= self._last_theirs:
             if stream not in self._skipped:
                 raise _cannot_open(stream, frame)
