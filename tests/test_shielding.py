@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import anyio
 import pytest
@@ -74,3 +76,23 @@ async def test_closing_the_coroutine_stops() -> None:
     waiting.send(None)
     waiting.close()
     assert stopped == [True]
+
+
+def test_the_first_shielded_wait_imports_nothing() -> None:
+    program = """
+import asyncio, sys
+from asynckv.shielding import wait_shielded
+
+async def main():
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(None)
+    before = set(sys.modules)
+    await wait_shielded(future)
+    return set(sys.modules) - before
+
+print(asyncio.run(main()))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
+    assert ran.stdout.strip() == "set()", ran.stdout + ran.stderr
