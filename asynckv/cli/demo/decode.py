@@ -25,7 +25,7 @@ from asynckv.cli.demo.messages import (
     SelectSlowly,
     SlowlySelected,
 )
-from asynckv.cli.demo.models import load_model
+from asynckv.cli.demo.models import load_model, loading
 from asynckv.cli.demo.stage import Stage
 from asynckv.integrations.transformers import (
     LayerEvent,
@@ -69,7 +69,8 @@ class DecodeWorker:
 
     async def _load(self, order: Load) -> Ready:
         # Nothing else happens on this loop yet.
-        engine = Engine(load_model(Path(order.folder)), order.prompt)
+        with loading():
+            engine = Engine(load_model(Path(order.folder)), order.prompt)
         self._stack.callback(engine.close)
         fingerprint = fingerprint_of(engine.model)
         peer = await self._stack.enter_async_context(

@@ -35,6 +35,7 @@ from asynckv.cli.demo.models import (
     PreparedModel,
     PromptTokenizer,
     load_model,
+    loading,
     prepare_model,
 )
 from asynckv.cli.demo.report import BackpressureSample
@@ -196,10 +197,11 @@ def main() -> None:
     """Prepare the model of ``argv``, then serve until the parent hangs up."""
     model, scratch = sys.argv[1], Path(sys.argv[2])
     stage = Stage()
-    prepared = prepare_model(model, scratch / "model")
-    text = (scratch / "prompt").read_text(encoding="utf-8")
-    prompt = tuple(prepared.tokenizer.encode_prompt(text))
-    engine = Engine(load_model(prepared.folder), prompt)
+    with loading():
+        prepared = prepare_model(model, scratch / "model")
+        text = (scratch / "prompt").read_text(encoding="utf-8")
+        prompt = tuple(prepared.tokenizer.encode_prompt(text))
+        engine = Engine(load_model(prepared.folder), prompt)
     asyncio.run(_serve(stage, engine, prepared, prompt))
 
 

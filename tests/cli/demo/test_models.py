@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 
-from asynckv.cli.demo.models import ByteTokenizer, load_model, prepare_model
+from asynckv.cli.demo.models import ByteTokenizer, load_model, loading, prepare_model
 from asynckv.errors import ConfigError
 
 
@@ -50,3 +51,15 @@ def test_the_wheel_s_model_speaks(tmp_path: Path) -> None:
     ids = torch.tensor([tokens])
     new = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]  # type: ignore[operator]
     assert "Paris" in prepared.tokenizer.decode(new.tolist())
+
+
+def test_what_was_loaded_is_never_collected_again() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with loading():
+            collects_meanwhile = gc.isenabled()
+        assert not collects_meanwhile
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
