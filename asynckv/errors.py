@@ -93,7 +93,7 @@ class WrongLoop(AsyncKVError):
 
     hint = (
         "use each object on the loop that used it first; "
-        "integrations.bridge lets threads in"
+        "other threads: asyncio.run_coroutine_threadsafe(..., that_loop)"
     )
 
 
