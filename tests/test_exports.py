@@ -106,6 +106,12 @@ def test_the_package_lists_its_names_and_has_no_other() -> None:
         _ = asynckv.no_such_name
 
 
+def test_every_name_of_testing_is_there_when_it_is_asked_for() -> None:
+    module = importlib.import_module("asynckv.testing")
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert not hasattr(module, "no_such_name")
+
+
 def test_import_asynckv_is_light() -> None:
     code = f"import sys, asynckv; print(*sorted(set(sys.modules) & set({HEAVY})))"
     done = subprocess.run(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from asynckv.testing.lookup_conformance import LOOKUP_CHECKS, check_lookup_buffer
     from asynckv.testing.pairs import open_lookup_pair, open_store_pair
     from asynckv.testing.pipe_conformance import PIPE_CHECKS, check_pipe
+    from asynckv.testing.pipe_pairs import open_group, open_pipe_pair
     from asynckv.testing.store_conformance import STORE_CHECKS, check_store_buffer
 
 __all__ = (
@@ -33,7 +34,9 @@ __all__ = (
     "check_lookup_buffer",
     "check_pipe",
     "check_store_buffer",
+    "open_group",
     "open_lookup_pair",
+    "open_pipe_pair",
     "open_store_pair",
     "sweep_cancellation",
     "until",
@@ -48,7 +51,9 @@ _HOME: Final = {
     "check_lookup_buffer": "asynckv.testing.lookup_conformance",
     "check_pipe": "asynckv.testing.pipe_conformance",
     "check_store_buffer": "asynckv.testing.store_conformance",
+    "open_group": "asynckv.testing.pipe_pairs",
     "open_lookup_pair": "asynckv.testing.pairs",
+    "open_pipe_pair": "asynckv.testing.pipe_pairs",
     "open_store_pair": "asynckv.testing.pairs",
 }
 
