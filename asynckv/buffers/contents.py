@@ -74,20 +74,20 @@ def unflatten(
     named: Mapping[str, torch.Tensor],
 ) -> tuple[KVTensors, KVTensors, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Put named tensors back in their fields: key, value, hidden, extras."""
-    fields: dict[str, KVTensors] = {}
-    for field in ("key", "value"):
-        layers = {
-            layer: tensor
-            for name, tensor in named.items()
-            if (layer := _layer_of(name, field)) is not None
-        }
-        fields[field] = layers or named.get(field)
-    extras = {
-        name.removeprefix(_EXTRAS): tensor
-        for name, tensor in named.items()
-        if name.startswith(_EXTRAS)
-    }
-    return fields["key"], fields["value"], named.get("hidden"), extras
+    keys: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    extras: dict[str, torch.Tensor] = {}
+    for name, tensor in named.items():
+        if name in _WHOLE:
+            continue
+        if name.startswith(_EXTRAS):
+            extras[name.removeprefix(_EXTRAS)] = tensor
+        elif name.endswith(".key"):
+            keys[name.removesuffix(".key")] = tensor
+        elif name.endswith(".value"):
+            values[name.removesuffix(".value")] = tensor
+    whole = named.get
+    return keys or whole("key"), values or whole("value"), whole("hidden"), extras
 
 
 def _check_layer(layer: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
-import secrets
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -76,6 +76,7 @@ class StoredEntry:
         self.token_regions: list[Region] = []
         self.input_tokens = draft.input_tokens
         self.roi = draft.roi
+        self.tensor_nbytes = sum(spec.nbytes for spec in draft.specs.values())
         self.landed: list[int] = []
         self.complete = False
         self.place: Place[StoredEntry] | None = None
@@ -91,6 +92,7 @@ class StoredEntry:
         self.left_by = ""
         self.acknowledged_tokens: set[bytes] = set()
         self.gone: set[asyncio.Future[None]] = set()
+        self._records: tuple[TensorRecord, ...] | None = None
 
     @property
     def entry_id(self) -> str:
@@ -113,10 +115,15 @@ class StoredEntry:
 
     def records(self) -> tuple[TensorRecord, ...]:
         """Return the manifest of its tensors, with the digests known so far."""
-        return tuple(
+        if self._records is not None:
+            return self._records
+        records = tuple(
             TensorRecord(part.name, part.spec, part.digest or b"")
             for part in self.parts
         )
+        if self.complete:
+            self._records = records
+        return records
 
     def digest(self) -> bytes:
         """Return the digest of the whole entry, once every part has landed."""
@@ -143,6 +150,7 @@ class StoredEntry:
         for part in self.parts:
             part.digest = None
         self.landed = []
+        self._records = None
 
 
 class Holder(Protocol):
@@ -218,7 +226,7 @@ class Lease:
     reached: bool = False
     charged_bytes: int = 0
     lapse: asyncio.TimerHandle | None = None
-    token: bytes = dataclasses.field(default_factory=lambda: secrets.token_bytes(16))
+    token: bytes = dataclasses.field(default_factory=lambda: os.urandom(16))
 
     @property
     def holder(self) -> Holder:

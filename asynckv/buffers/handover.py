@@ -33,7 +33,9 @@ def check_targets(
     :raises ValueError: a name that no entry has, or memory that is not plain
         contiguous CPU memory
     """
-    targets = dict(into or {})
+    if not into:
+        return {}
+    targets = dict(into)
     check_names(targets)
     for tensor in targets.values():
         bytes_of(tensor)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +37,7 @@ from asynckv.buffers.queries import (
 from asynckv.buffers.remote_stream import RemoteStream
 from asynckv.buffers.selecting import Delivery, Selecting, check_key_fits
 from asynckv.errors import EntryAborted, LeaseLost, PeerLost, PeerRestarted
-from asynckv.observability.waits import LoggedWait
+from asynckv.observability.waits import LoggedWait, LoggedWaits
 from asynckv.protocol.frames import Peek, Settle, Taken, Withdraw
 from asynckv.tensors.views import spec_of
 from asynckv.types import TensorSpec
@@ -54,6 +54,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._selecting = 0
+        self._waits = LoggedWaits("drop_select", "a match", "an insert at the peer")
         self._inserting = 0
 
     async def insert(
@@ -249,6 +250,9 @@ class RemoteLookupBuffer(KVLookupBuffer):
     async def _take(self, query: Query, targets: Mapping[str, torch.Tensor]) -> KVEntry:
         while True:
             selecting, delivery = await self._select(query, targets, streams=False)
+            if delivery.is_small:
+                selecting.settle_at_once(delivery)
+                return delivery.entry()
             try:
                 await selecting.settle(delivery)
             except PeerLost:
@@ -290,10 +294,11 @@ class RemoteLookupBuffer(KVLookupBuffer):
             selecting = Selecting(
                 link, query, targets, self._peer.budget, streams=streams
             )
+            self._selecting += 1
+            wait = self._waits.begin()
             try:
-                with self._waiting():
-                    come = selecting.offered() if streams else selecting.whole()
-                    return selecting, await come
+                come = selecting.offered() if streams else selecting.whole()
+                return selecting, await come
             except PeerLost:
                 if link.is_open:
                     raise  # the peer says so, of something else
@@ -306,6 +311,9 @@ class RemoteLookupBuffer(KVLookupBuffer):
                 selecting.cancel()
                 await selecting.quiesce()
                 raise
+            finally:
+                self._selecting -= 1
+                self._waits.end(wait)
 
     async def _acknowledge(self, selecting: Selecting, delivery: Delivery) -> None:
         try:
@@ -344,15 +352,6 @@ class RemoteLookupBuffer(KVLookupBuffer):
                 f"{self._peer.url} came back without its memory",
                 hint="what was under way is gone; make the call again",
             )
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self._selecting += 1
-        try:
-            with LoggedWait("drop_select", "a match", "an insert at the peer"):
-                yield
-        finally:
-            self._selecting -= 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,21 +167,24 @@ class Selecting:
         """The application has it from now on. Never waits."""
         self._stream.send(Reached(delivery.offer.token))
 
+    def settle_at_once(self, delivery: Delivery) -> None:
+        """Acknowledge verified receipt of a small entry. Never waits."""
+        self._stream.send(Ack(delivery.offer.token))
+        self._is_answered = True
+        self._stream.close()
+        self.release()
+
     async def settle(self, delivery: Delivery) -> None:
         """Acknowledge verified receipt: at most once, never both used and given back.
 
-        A small entry is acknowledged without waiting. For a larger one the
-        answer is waited for; a cancellation meanwhile gives the entry back.
+        The answer is waited for; a cancellation meanwhile gives the entry back.
         """
         token = delivery.offer.token
-        if delivery.is_small:
-            self._stream.send(Ack(token))
-        else:
-            self.acknowledged = True
-            self._stream.send(Ack(token, confirm=True))
-            async with asyncio.timeout(ANSWER_S):
-                await self._until(lambda: self.noted)
-            self._stream.send(Reached(token))
+        self.acknowledged = True
+        self._stream.send(Ack(token, confirm=True))
+        async with asyncio.timeout(ANSWER_S):
+            await self._until(lambda: self.noted)
+        self._stream.send(Reached(token))
         self._is_answered = True
         self._stream.close()
 
@@ -222,7 +225,7 @@ class Selecting:
 
     def release(self) -> None:
         """The tensors are the application's now: no longer charged."""
-        if self.delivery is not None:
+        if self.delivery is not None and self.delivery.charged_bytes:
             self._budget.release(self.delivery.charged_bytes)
             self.delivery.charged_bytes = 0
 
@@ -274,7 +277,8 @@ class Selecting:
     async def _accept(self, delivery: Delivery) -> None:
         """Make room for an offer, and grant it."""
         specs = delivery.manifest.specs
-        match_targets(specs, self._targets)
+        if self._targets:
+            match_targets(specs, self._targets)
         if delivery.offer.inline:
             self._read_inline(delivery)
             return

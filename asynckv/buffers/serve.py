@@ -38,11 +38,7 @@ class _Services:
         self.is_lost = False
         self.lookup = None if lookup is None else LookupService(lookup, link)
         self.store = None if store is None else StoreService(store, link)
-
-    @property
-    def all(self) -> list[LookupService | StoreService]:
-        """The services there are."""
-        return [s for s in (self.lookup, self.store) if s is not None]
+        self.all = [s for s in (self.lookup, self.store) if s is not None]
 
     @property
     def has_ended(self) -> bool:

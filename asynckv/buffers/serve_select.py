@@ -131,6 +131,8 @@ class ServedSelect:
         if self._is_acknowledged:
             return  # what crosses the answer comes too late
         match frame:
+            case Ack(token=token, confirm=confirm):
+                self._on_ack(token, confirm)
             case Cancel():
                 self._forget()
                 self._finish(Cancelled())
@@ -144,8 +146,6 @@ class ServedSelect:
                     self._acknowledge()
                 elif lease is not None and lease.token == token:
                     self._ledger.reach(lease)
-            case Ack(token=token, confirm=confirm):
-                self._on_ack(token, confirm)
             case Nack(token=token, reached=reached):
                 if lease is not None and lease.token == token:
                     self._ledger.give_back(lease, reached=reached)
@@ -185,7 +185,10 @@ class ServedSelect:
             self._finish(to_failure(exc))
             return
         self._end_delivery()
-        self._stream.send(Accepted())
+        if lease.reached:
+            self._stream.send(Accepted())
+        else:  # its consumer has gone on already
+            self._stream.send_late(Accepted())
         self._close()
 
     def _forget(self) -> None:
@@ -228,8 +231,7 @@ class ServedSelect:
         return entry.draft.streaming if self.streams else not self._is_small(entry)
 
     def _is_small(self, entry: StoredEntry) -> bool:
-        specs = entry.draft.specs.values()
-        return sum(spec.nbytes for spec in specs) <= INLINE_NBYTES
+        return entry.tensor_nbytes <= INLINE_NBYTES
 
     def _offer_when_writable(self) -> None:
         lease = self._lease

@@ -32,7 +32,7 @@ from asynckv.protocol.codec import Buffer
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Frame, OpeningFrame
 from asynckv.protocol.handshake import Agreement
-from asynckv.protocol.session import Came, Event, Farewell, Opened, Session
+from asynckv.protocol.session import Came, Event, Farewell, Opened, Refused, Session
 
 __all__ = ("Link",)
 
@@ -128,6 +128,11 @@ class Link:
         if self.error is None and self._session.send(stream_id, frame, body):
             self._outgoing.flush_soon()
 
+    def send_late_on(self, stream_id: int, frame: Frame) -> None:
+        """Queue a frame; what :meth:`LinkStream.send_late` does."""
+        if self.error is None and self._session.send(stream_id, frame):
+            self._outgoing.flush_later()
+
     def forget(self, stream_id: int) -> None:
         """Forget a stream; what :meth:`LinkStream.close` does."""
         self._session.close(stream_id)
@@ -199,7 +204,10 @@ class Link:
         self._outgoing.is_handling = True
         try:
             for event in self._events:
-                self._handle(event)
+                if type(event) is Came:
+                    event.owner.on_frame(event.frame, event.body)
+                else:
+                    self._handle(event)
                 if self.error is not None or not self._outgoing.has_room():
                     break
         except ProtocolError as exc:
@@ -207,8 +215,7 @@ class Link:
         except Exception as exc:
             logger.exception("a request handler of the link to %s", self.peer.id)
             self.abort(exc)
-        self._outgoing.is_handling = False
-        self._outgoing.flush()
+        self._outgoing.end_handling()
 
     def _read_on(self) -> None:
         if self.error is None and not self._outgoing.is_reading_paused:
@@ -217,13 +224,11 @@ class Link:
             self._stream.resume_reading()
 
     def _handle(self, event: Event[LinkStream]) -> None:
-        if isinstance(event, Came):
-            event.owner.on_frame(event.frame, event.body)
-        elif isinstance(event, Opened):
+        if isinstance(event, Opened):
             self._open(event)
         elif isinstance(event, Farewell):
             self._on_farewell(event.reason)
-        else:
+        elif isinstance(event, Refused):
             self._end_at_once(
                 PeerLost(f"{self.peer.id} closed the link: {event.error.message}")
             )

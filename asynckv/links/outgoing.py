@@ -20,12 +20,13 @@ MAX_ANSWER_BYTES: Final = 4 * 2**20
 LOW_BYTES: Final = 2**20
 _MAX_STUCK_ANSWER_BYTES: Final = 4 * MAX_ANSWER_BYTES
 _WRITE_BYTES: Final = 256 * 1024
+_LATE_S: Final = 0.005
 
 
 class Outgoing:
     """Moves an outbox to a stream, and pauses its reading where it must.
 
-    While ``is_handling`` whoever set it flushes at the end.
+    While ``is_handling`` whoever set it calls :meth:`end_handling` at the end.
     ``read_on()`` is called, on a later tick, when reading may go on: first
     with what was received already, then by ``resume_reading``.
     """
@@ -44,6 +45,7 @@ class Outgoing:
         self._outbox = outbox
         self._loop = loop
         self._flushing: asyncio.Handle | None = None
+        self._late: asyncio.TimerHandle | None = None
         self._is_last = False
         self._max_answer_bytes = MAX_ANSWER_BYTES
         self._sent_before = 0
@@ -57,7 +59,25 @@ class Outgoing:
     def flush_soon(self) -> None:
         """Write what is queued at the end of this tick, or of what is handled."""
         if self._flushing is None and not self.is_handling:
-            self._flushing = self._loop.call_soon(self.flush)
+            self._flushing = self._loop.call_soon(self._flush_now)
+
+    def flush_later(self) -> None:
+        """Write what is queued with what comes next, or within 5 ms."""
+        if self._flushing is None and self._late is None:
+            self._late = self._loop.call_later(_LATE_S, self._flush_late)
+
+    def end_handling(self) -> None:
+        """What came is handled: write the answers.
+
+        If there are none, tasks that were woken may have something to say: it
+        leaves behind them in the same tick.
+        """
+        self.is_handling = False
+        is_plain = not (self.is_reading_paused or self._when_drained or self._is_last)
+        if is_plain and not self._outbox.nbytes:
+            self.flush_soon()
+        else:
+            self.flush()
 
     def flush(self) -> None:
         """Write what is queued, as much as the stream takes."""
@@ -96,6 +116,9 @@ class Outgoing:
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
         self._outbox.clear()
 
     def call_when_drained(self, fn: Callable[[], None]) -> None:
@@ -125,6 +148,14 @@ class Outgoing:
             self._max_answer_bytes *= 2
             self._read_on()
         return False
+
+    def _flush_now(self) -> None:
+        self._flushing = None
+        self.flush()
+
+    def _flush_late(self) -> None:
+        self._late = None
+        self.flush()
 
     def _pause(self) -> None:
         self.is_reading_paused = True

@@ -19,6 +19,7 @@ __all__ = ("DIGEST_NBYTES", "Digester", "digest_of", "entry_digest")
 _Buffer: TypeAlias = bytes | bytearray | memoryview
 
 DIGEST_NBYTES: Final = 16
+_encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def digest_of(buffer: _Buffer) -> bytes:
@@ -48,9 +49,5 @@ def entry_digest(records: Iterable[TensorRecord]) -> bytes:
 
     The order of ``records`` does not matter: names are unique in an entry.
     """
-    digester = Digester()
-    for record in sorted(records, key=lambda record: record.name):
-        spec = record.spec
-        row = (record.name, spec.dtype, spec.shape, record.digest)
-        digester.update(msgspec.msgpack.encode(row))
-    return digester.digest()
+    rows = [(r.name, r.spec.dtype, r.spec.shape, r.digest) for r in records]
+    return digest_of(b"".join([_encode(row) for row in sorted(rows)]))

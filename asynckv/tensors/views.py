@@ -145,8 +145,8 @@ def tensor_from(piece: bytes | memoryview, spec: TensorSpec) -> torch.Tensor:
         tensor = empty_tensor(spec)
         bytes_of(tensor)[:] = piece
         return tensor
-    memory = bytearray(piece)
-    return torch.frombuffer(memory, dtype=dtype_of(spec.dtype)).view(spec.shape)
+    flat = torch.frombuffer(bytearray(piece), dtype=dtype_of(spec.dtype))
+    return flat if len(spec.shape) == 1 else flat.view(spec.shape)
 
 
 def empty_tensor(spec: TensorSpec) -> torch.Tensor:
