@@ -11,6 +11,8 @@ import pytest
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(120)]
 
+# Whatever a shell starts in the background ignores SIGINT, and so do its children.
+HEED = ("env", "--default-signal=INT")
 COMMAND = (sys.executable, "-u", "-m", "asynckv", "demo", "--model", "random-tiny")
 
 
@@ -32,7 +34,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(
     files = tmp_path / "files"
     files.mkdir()
     process = subprocess.Popen(
-        [*COMMAND, "--html", tmp_path / "page.html"],
+        [*HEED, *COMMAND, "--html", tmp_path / "page.html"],
         stdout=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(files), "COLUMNS": "200"},
     )
