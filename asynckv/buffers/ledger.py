@@ -438,7 +438,7 @@ class Ledger:
 
     def _leave(self, entry: StoredEntry, reason: str) -> None:
         digest = entry.digest() if entry.complete else b""
-        if entry.regions and not entry.in_arena:
+        if not entry.in_arena and entry.regions:
             self.outside_bytes -= entry.nbytes
         traceless = reason == "producer" and not entry.complete
         entry.state = EntryState.GONE

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -34,8 +33,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Contents)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(NamedTuple):
     """A body, read: records, tokens, and the tensors' bytes if they rode along."""
 
     records: tuple[TensorRecord, ...]
@@ -110,16 +108,16 @@ def unpack(body: bytes, *, inline: bool) -> Manifest:
 def _read(rest: memoryview, contents: Contents, inline: bool) -> Manifest:
     tokens = [spec for spec in (contents.input_tokens, contents.roi) if spec]
     records = contents.tensors if inline else ()
-    sizes = [spec.nbytes for spec in (*tokens, *(record.spec for record in records))]
-    if sum(sizes) != len(rest):
-        raise RemoteProtocolError(
-            f"an entry's body holds {len(rest)} bytes, its manifest says {sum(sizes)}"
-        )
     pieces: list[memoryview] = []
     start = 0
-    for size in sizes:
-        pieces.append(rest[start : start + size])
-        start += size
+    for spec in (*tokens, *[record.spec for record in records]):
+        end = start + spec.nbytes
+        pieces.append(rest[start:end])
+        start = end
+    if start != len(rest):
+        raise RemoteProtocolError(
+            f"an entry's body holds {len(rest)} bytes, its manifest says {start}"
+        )
     read = [
         Tokens(bytes(piece), spec) for piece, spec in zip(pieces, tokens, strict=False)
     ]

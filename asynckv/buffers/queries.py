@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -54,8 +55,7 @@ class Tokens:
         return tensor_from(self.data, self.spec)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Query:
+class Query(NamedTuple):
     """What a ``drop_select`` asks for. ``key`` is ``None`` for "any entry"."""
 
     key: bytes | None

@@ -115,7 +115,8 @@ class Peer(LoopBound):
 
         :raises PeerLost: the peer is gone and did not come back in time
         """
-        self.check()
+        self._check_loop()
+        self._linked()
         while True:
             if self._error is not None:
                 raise PeerLost(self._error.message, hint=self._error.hint)

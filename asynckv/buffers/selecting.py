@@ -67,7 +67,7 @@ class Delivery:
     @property
     def is_small(self) -> bool:
         """Small enough for an acknowledgement that is not waited for."""
-        return self.manifest.nbytes <= INLINE_NBYTES
+        return self.offer.inline or self.manifest.nbytes <= INLINE_NBYTES
 
     def entry(self) -> KVEntry:
         """Return the entry, whole."""
@@ -129,10 +129,14 @@ class Selecting:
         :raises Exception: what ended the query; ``PeerLost`` if the link did
         """
         while True:
-            await self._until(lambda: self.delivery is not None)
+            if self.delivery is None:
+                await self._until(lambda: self.delivery is not None)
             delivery = self.delivery
             if delivery is not None:
-                await self._accept(delivery)
+                if delivery.offer.inline:
+                    self._read_inline(delivery)
+                else:
+                    await self._accept(delivery)
                 if self._error is not None:
                     raise self._error
                 if self.delivery is delivery:
@@ -145,7 +149,8 @@ class Selecting:
         """
         while True:
             delivery = await self.offered()
-            await self._until(partial(self._is_decided, delivery))
+            if not self._is_decided(delivery):
+                await self._until(partial(self._is_decided, delivery))
             if self.delivery is delivery:
                 return delivery
 
@@ -236,7 +241,8 @@ class Selecting:
                 if delivery is not None:
                     raise RemoteProtocolError("a second offer, the first one stands")
                 manifest = unpack(body, inline=frame.inline)
-                self._link.payload.announce(frame.transfer)
+                if not frame.inline:
+                    self._link.payload.announce(frame.transfer)
                 self.delivery = Delivery(frame, manifest)
             case Done(transfer=transfer):
                 reception = None if delivery is None else delivery.reception
@@ -277,11 +283,7 @@ class Selecting:
     async def _accept(self, delivery: Delivery) -> None:
         """Make room for an offer, and grant it."""
         specs = delivery.manifest.specs
-        if self._targets:
-            match_targets(specs, self._targets)
-        if delivery.offer.inline:
-            self._read_inline(delivery)
-            return
+        match_targets(specs, self._targets)
         own = sum(spec.nbytes for n, spec in specs.items() if n not in self._targets)
         await self._budget.reserve(own)
         delivery.charged_bytes = own
@@ -302,6 +304,8 @@ class Selecting:
         self._stream.send(Grant(transfer))
 
     def _read_inline(self, delivery: Delivery) -> None:
+        if self._targets:
+            match_targets(delivery.manifest.specs, self._targets)
         verify_inline(delivery.manifest)
         for record, piece in zip(
             delivery.manifest.records, delivery.manifest.inline, strict=True

@@ -55,10 +55,10 @@ def encode_parts(
     :raises LocalProtocolError: control part or body are longer than ``limits``
     """
     control = _encoder.encode(frame)
-    nbytes = len(body)
-    if len(control) > limits.max_control_bytes:
+    control_bytes, nbytes = len(control), len(body)
+    if control_bytes > limits.max_control_bytes:
         raise LocalProtocolError(
-            f"{type(frame).__name__} takes {len(control)} bytes of control, "
+            f"{type(frame).__name__} takes {control_bytes} bytes of control, "
             f"more than the {limits.max_control_bytes} of this link"
         )
     if nbytes > limits.max_body_bytes:
@@ -67,10 +67,12 @@ def encode_parts(
             f"more than the {limits.max_body_bytes} of this link"
         )
     if nbytes <= BODY_PART_BYTES:
-        header = pack_header(TYPE_CONTROL, len(control), nbytes, stream)
+        header = pack_header(TYPE_CONTROL, control_bytes, nbytes, stream)
         return (header + control + body if nbytes else header + control), None
     view = memoryview(body)
-    header = pack_header(TYPE_CONTROL, len(control), BODY_PART_BYTES, stream, more=True)
+    header = pack_header(
+        TYPE_CONTROL, control_bytes, BODY_PART_BYTES, stream, more=True
+    )
     first = b"".join((header, control, view[:BODY_PART_BYTES]))
     return first, _continuations(stream, view)
 

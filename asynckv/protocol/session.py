@@ -165,7 +165,7 @@ class Session(Generic[T]):
         if stream not in self._streams:
             return False
         self.outbox.put(stream, frame, body)
-        if type(frame) in _FINAL and not self._is_own(stream):
+        if type(frame) in _FINAL and stream & 1 != self._parity:
             self._finish(stream, frame)
         return True
 
@@ -173,7 +173,7 @@ class Session(Generic[T]):
         """Forget the owner of ``stream``; later frames for it are ignored."""
         if stream not in self._streams:
             return
-        if self._is_own(stream) and stream not in self._pipes:
+        if stream & 1 == self._parity and stream not in self._pipes:
             self._streams[stream] = _Over.FORGOTTEN
         else:
             self._remove(stream)
@@ -216,14 +216,14 @@ class Session(Generic[T]):
             return self._begin(stream, frame, body)
         owner = self._streams.get(stream)
         if owner is None:
-            last = self._last_own if self._is_own(stream) else self._last_theirs
+            last = self._last_own if stream & 1 == self._parity else self._last_theirs
             if stream > last or stream in self._skipped:
                 raise RemoteProtocolError(
                     f"{type(frame).__name__} for stream {stream}, never opened"
                 )
             return None
         if type(frame) in _FINAL:
-            if not self._is_own(stream) and stream not in self._pipes:
+            if stream & 1 != self._parity and stream not in self._pipes:
                 raise RemoteProtocolError(
                     f"{type(frame).__name__} from the side that asks"
                 )
@@ -250,7 +250,7 @@ class Session(Generic[T]):
         return None
 
     def _begin(self, stream: int, frame: Frame, body: bytes) -> Opened:
-        if self._is_own(stream):
+        if stream & 1 == self._parity:
             raise _cannot_open(stream, frame)
         if self._their_count >= self.limits.max_streams:
             raise RemoteProtocolError(
@@ -279,9 +279,6 @@ class Session(Generic[T]):
         self._skipped.update(skipped)
         self._last_theirs = stream
 
-    def _is_own(self, stream: int) -> bool:
-        return stream & 1 == self._parity
-
     def _finish(self, stream: int, frame: Frame) -> None:
         if stream not in self._pipes or type(frame) is Failure:
             self._remove(stream)
@@ -289,7 +286,7 @@ class Session(Generic[T]):
     def _remove(self, stream: int) -> None:
         del self._streams[stream]
         self._pipes.discard(stream)
-        if self._is_own(stream):
+        if stream & 1 == self._parity:
             self._own_count -= 1
         else:
             self._their_count -= 1
