@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias, TypeVar
 
+import numpy
 import torch
 
 from asynckv.abc import KVLookupBuffer
@@ -51,8 +52,8 @@ DTYPES: Final = (
 
 def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
     """Return ``nbytes`` zeros and ones (any dtype holds them), the same each time."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (nbytes,), dtype=torch.uint8, generator=generator)
+    noise = numpy.random.default_rng(seed).bytes(nbytes)
+    return torch.from_numpy(numpy.frombuffer(noise, numpy.uint8) & 1)
 
 
 def same(found: object, expected: torch.Tensor | None) -> bool:
