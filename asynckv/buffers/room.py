@@ -103,7 +103,7 @@ class Room:
 
     def advance(self) -> None:
         """Give room to the first in line, and to the next, while it lasts."""
-        while (entry := self._first_without_room()) is not None:
+        while self._line and (entry := self._first_without_room()) is not None:
             if entry.state is EntryState.WAITING:
                 moved = not self.closed and self._give_room(entry)
             elif entry.state is not EntryState.GONE and not entry.in_arena:

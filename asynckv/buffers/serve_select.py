@@ -214,6 +214,7 @@ class ServedSelect:
 
     def _close(self) -> None:
         self._is_over = True
+        self._waiter = None  # which refers to this object
         self._service.selects.discard(self)
         self._stream.close()
 

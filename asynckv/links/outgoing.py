@@ -73,11 +73,10 @@ class Outgoing:
         leaves behind them in the same tick.
         """
         self.is_handling = False
-        is_plain = not (self.is_reading_paused or self._when_drained or self._is_last)
-        if is_plain and not self._outbox.nbytes:
-            self.flush_soon()
-        else:
+        if self._outbox.nbytes or self.is_reading_paused or self._when_drained:
             self.flush()
+        elif not self._is_last:
+            self.flush_soon()
 
     def flush(self) -> None:
         """Write what is queued, as much as the stream takes."""

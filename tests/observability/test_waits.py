@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from asynckv.observability import waits
-from asynckv.observability.waits import LONG_WAIT_S, LoggedWait
+from asynckv.observability.waits import LONG_WAIT_S, LoggedWait, LoggedWaits
 from asynckv.testing.blocked import until
 
 
@@ -40,3 +40,27 @@ async def test_what_ends_in_time_warns_of_nothing(
     with LoggedWait("another", "room", "an insert"):
         await until(lambda: bool(caplog.records))
     assert [r.message.split()[0] for r in caplog.records] == ["another"]
+
+
+async def test_waits_of_one_kind_are_logged_one_by_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, waits.logger.name)
+    many = LoggedWaits("somebody", "a match", "an insert")
+    many.end(many.begin())
+    many.end(many.begin())
+    assert caplog.messages == ["somebody waits for a match; it ends with an insert"] * 2
+
+
+async def test_of_waits_of_one_kind_only_the_long_ones_warn(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "LONG_WAIT_S", 0.001)
+    many = LoggedWaits("somebody", "a match", "an insert")
+    many.end(many.begin())
+    many.begin()
+    await until(lambda: bool(caplog.records))
+    number = many.begin()
+    await until(lambda: len(caplog.records) == 2)
+    many.end(number)
+    assert {r.levelno for r in caplog.records} == {logging.WARNING}
