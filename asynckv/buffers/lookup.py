@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
+from typing import Final
 
 import anyio
 import torch
@@ -48,6 +49,8 @@ from asynckv.tensors.views import spec_of
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
 
 __all__ = ("LookupBuffer", "make_draft")
+
+_BATCH_NBYTES: Final = 8 * 2**20
 
 
 class LookupBuffer(LoopBound, KVLookupBuffer):
@@ -361,9 +364,20 @@ class _LocalSource:
         ]
         if len(targets) != len(self._tensors):
             raise LeaseLost("the entry has left already")
-        digests = await self._pool.copy(self._tensors, targets)
-        for index, digest in enumerate(digests):
-            landed(index, digest)
+        for some in _batches(self._tensors):
+            digests = await self._pool.copy(self._tensors[some], targets[some])
+            for index, digest in enumerate(digests, some.start):
+                landed(index, digest)
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Tensors to copy at a time: who waits for them is sent the first ones early."""
+    first, nbytes = 0, 0
+    for end, tensor in enumerate(tensors, 1):
+        nbytes += tensor.nbytes
+        if nbytes >= _BATCH_NBYTES or end == len(tensors):
+            yield slice(first, end)
+            first, nbytes = end, 0
 
 
 def make_draft(

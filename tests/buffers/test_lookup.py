@@ -9,6 +9,7 @@ import pytest
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer, make_draft
+from asynckv.buffers.queries import Query
 from asynckv.errors import (
     BufferClosed,
     EntryAborted,
@@ -17,6 +18,7 @@ from asynckv.errors import (
     WrongLoop,
 )
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.holders import RecordingHolder
 from asynckv.testing.lookup_checks.values import MIB, cancelled, expect_error, noise
 from asynckv.testing.tasks import use_across_tasks
 from asynckv.types import TensorSpec
@@ -305,6 +307,18 @@ async def test_a_second_insert_under_way_is_a_conflict() -> None:
         with pytest.raises(EntryConflict):
             await insert(buffer, 1, entry_id="it")
         await cancelled(first)
+
+
+async def test_first_tensors_are_passed_on_while_the_last_are_copied() -> None:
+    async with LookupBuffer("64MiB", drain_s=0) as buffer:
+        holder = RecordingHolder()
+        buffer.ledger.select(Query(None), holder, None)
+        layers = {name: noise(5 * MIB) for name in "abcd"}
+        inserting = asyncio.create_task(buffer.insert(None, None, layers, None, None))
+        await until(lambda: "landed 0" in holder.heard)
+        assert "landed 3" not in holder.heard
+        await cancelled(inserting)
+        assert holder.heard[-1] == "retracted"
 
 
 class Crowd:
