@@ -408,12 +408,13 @@ async def test_a_peer_that_never_reads_cannot_make_us_hold_memory() -> None:
     limits = Limits(heartbeat_ms=30)
     async with linked(answer=_flood, near={"limits": limits}) as pair:
         pair.near._stream.pause_reading()
-        most = 0
+        most, left = 0, 20_000  # as many answers of 60 kB: more than ever fits
         while pair.far.is_open:
             if pair.near.outgoing_bytes == 0 and pair.near.is_open:
                 pair.near._heartbeat.was_heard = True
-                for _ in range(100):
+                for _ in range(min(100, left)):
                     pair.near.open_stream(Hearer(), ASK)
+                    left -= 1
             most = max(most, pair.far.outgoing_bytes)
             await asyncio.sleep(0)
         assert "does not read" in str(pair.far.error)
