@@ -58,7 +58,7 @@ def test_the_final_table_has_numbers_and_text(sample_report: DemoReport) -> None
     plain = console(terminal=False)
     plain.print(final_table(sample_report))
     assert "1,822" in shown(plain)
-    assert "82 times sooner" in shown(plain)
+    assert "81 times sooner" in shown(plain)
     assert "They built a rope" in shown(plain)
 
 
