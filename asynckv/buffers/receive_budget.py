@@ -10,6 +10,8 @@ from asynckv.observability.waits import LoggedWait
 
 __all__ = ("ReceiveBudget",)
 
+_ENDS_WITH = "the end of another drop_select or get"
+
 
 class ReceiveBudget:
     """Bytes, first come, first served."""
@@ -40,7 +42,8 @@ class ReceiveBudget:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._line.append((nbytes, turn))
         try:
-            with LoggedWait("drop_select", f"{nbytes} receivable bytes", "a release"):
+            who, what = f"a delivery of {nbytes} bytes", "room in the receive bound of"
+            with LoggedWait(who, f"{what} {self.max_bytes} bytes", _ENDS_WITH):
                 await turn
         except BaseException:
             if turn.done() and not turn.cancelled():

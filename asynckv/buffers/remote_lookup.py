@@ -28,6 +28,7 @@ from asynckv.buffers.lookup import make_draft
 from asynckv.buffers.pushing import RemoteWriter, dense
 from asynckv.buffers.queries import (
     MAX_ID_LENGTH,
+    TOKEN_NBYTES,
     Query,
     as_mask,
     as_tokens,
@@ -54,7 +55,9 @@ class RemoteLookupBuffer(KVLookupBuffer):
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._selecting = 0
-        self._waits = LoggedWaits("drop_select", "a match", "an insert at the peer")
+        self._waits = LoggedWaits(
+            "drop_select of %s tokens", "a match", f"an insert at {peer.url}"
+        )
         self._inserting = 0
 
     async def insert(
@@ -160,7 +163,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         )
         writer = RemoteWriter(await self._peer.link(), draft, self._peer.pool)
         try:
-            with LoggedWait(f"open_insert of {draft.entry_id}", "room", "a release"):
+            with self._waiting_for_room("open_insert", draft):
                 await writer.granted()
             yield writer
             writer.check_whole()
@@ -231,8 +234,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             link = await self._peer.link()
             inserting = Inserting(link, draft, tensors, digests)
             try:
-                who = f"insert of {draft.entry_id}"
-                with LoggedWait(who, "its acceptance", "a release or a drop_select"):
+                with self._waiting_for_room("insert", draft):
                     await inserting.accepted()
                 return
             except PeerLost:
@@ -295,7 +297,8 @@ class RemoteLookupBuffer(KVLookupBuffer):
                 link, query, targets, self._peer.budget, streams=streams
             )
             self._selecting += 1
-            wait = self._waits.begin()
+            tokens = "any" if query.key is None else len(query.key) // TOKEN_NBYTES
+            wait = self._waits.begin(tokens)
             try:
                 come = selecting.offered() if streams else selecting.whole()
                 return selecting, await come
@@ -314,6 +317,13 @@ class RemoteLookupBuffer(KVLookupBuffer):
             finally:
                 self._selecting -= 1
                 self._waits.end(wait)
+
+    def _waiting_for_room(self, call: str, draft: Draft) -> LoggedWait:
+        return LoggedWait(
+            f"{call} of {draft.entry_id} ({sum(draft.sizes)} bytes)",
+            f"room in the buffer at {self._peer.url}",
+            "a drop_select or a withdraw there",
+        )
 
     async def _acknowledge(self, selecting: Selecting, delivery: Delivery) -> None:
         try:

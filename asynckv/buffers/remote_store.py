@@ -130,7 +130,9 @@ class RemoteStoreBuffer(KVStoreBuffer):
             link = await self._peer.link()
             putting = _Putting(link, key, tensor)
             try:
-                with LoggedWait(f"put of {key}", "its acceptance", "a release"):
+                who = f"put of {key!r} ({tensor.nbytes} bytes)"
+                room = f"room in the store at {self._peer.url}"
+                with LoggedWait(who, room, "the end of a get or put there"):
                     await putting.answer
                 return
             except PeerLost:

@@ -47,7 +47,8 @@ class LoggedWaits:
     """As many :class:`LoggedWait` of one kind, with one timer for all of them.
 
     For waits that usually end within a millisecond: :meth:`begin` and
-    :meth:`end` cost next to nothing.
+    :meth:`end` cost next to nothing. ``who`` has a ``%s`` for each detail that
+    :meth:`begin` is given.
     """
 
     __slots__ = ("_numbers", "_since", "_timer", "_what")
@@ -55,16 +56,17 @@ class LoggedWaits:
     def __init__(self, who: str, what: str, until: str) -> None:
         self._what = (who, what, until)
         self._numbers = itertools.count()
-        self._since: dict[int, float] = {}
+        self._since: dict[int, tuple[float, tuple[object, ...]]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self) -> int:
+    def begin(self, *details: object) -> int:
         """Log a wait; its number is for :meth:`end`."""
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("%s waits for %s; it ends with %s", *self._what)
+            who, *rest = self._what
+            logger.debug("%s waits for %s; it ends with %s", who % details, *rest)
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        self._since[number] = loop.time()
+        self._since[number] = loop.time(), details
         if self._timer is None:
             self._timer = loop.call_later(LONG_WAIT_S, self._look)
         return number
@@ -77,13 +79,14 @@ class LoggedWaits:
         """Warn of what has become long; the others are looked at when they have."""
         loop = asyncio.get_running_loop()
         self._timer = None
-        for number, since in list(self._since.items()):
+        for number, (since, details) in list(self._since.items()):
             left_s = since + LONG_WAIT_S - loop.time()
             if left_s > 0:
                 self._timer = loop.call_later(left_s, self._look)
                 return
             del self._since[number]
-            _warn(*self._what)
+            who, what, until = self._what
+            _warn(who % details, what, until)
 
 
 def _warn(who: str, what: str, until: str) -> None:

@@ -47,3 +47,16 @@ async def test_a_wait_cancelled_in_the_tick_of_its_turn_gives_the_bytes_back() -
     waiting.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled() and budget.used_bytes == 0
+
+
+async def test_a_wait_is_logged_with_its_bytes_and_the_bound(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "asynckv.observability.waits")
+    budget = ReceiveBudget(10)
+    await budget.reserve(8)
+    waiting = await started(budget, 9)
+    assert "a delivery of 9 bytes waits for room" in caplog.text
+    assert "receive bound of 10 bytes" in caplog.text
+    budget.release(8)
+    await waiting

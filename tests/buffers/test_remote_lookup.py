@@ -164,3 +164,20 @@ async def _use(peer: Peer, verb: str) -> None:
     else:
         async with peer.lookup.open_drop_select([1]) as stream:
             await stream.wait_for("key")
+
+
+async def test_remote_waits_are_logged_with_who_bytes_and_where(
+    peers: Peers, local: LookupBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "asynckv.observability.waits")
+    selecting = asyncio.ensure_future(peers.consumer.lookup.drop_select([1, 2]))
+    await until(lambda: local.statistics().waiting_selects == 1)
+    tensor = torch.zeros(5, dtype=torch.uint8)
+    await peers.producer.lookup.insert(
+        [1, 2], None, tensor, None, None, entry_id="mine"
+    )
+    await selecting
+    url = peers.server.url
+    waits = caplog.text
+    assert "drop_select of 2 tokens waits for a match; it ends with an" in waits
+    assert f"insert of mine (21 bytes) waits for room in the buffer at {url}" in waits

@@ -46,21 +46,25 @@ async def test_waits_of_one_kind_are_logged_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, waits.logger.name)
-    many = LoggedWaits("somebody", "a match", "an insert")
-    many.end(many.begin())
-    many.end(many.begin())
-    assert caplog.messages == ["somebody waits for a match; it ends with an insert"] * 2
+    many = LoggedWaits("query %s", "a match", "an insert")
+    many.end(many.begin(1))
+    many.end(many.begin(2))
+    assert caplog.messages == [
+        "query 1 waits for a match; it ends with an insert",
+        "query 2 waits for a match; it ends with an insert",
+    ]
 
 
 async def test_of_waits_of_one_kind_only_the_long_ones_warn(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waits, "LONG_WAIT_S", 0.001)
-    many = LoggedWaits("somebody", "a match", "an insert")
-    many.end(many.begin())
-    many.begin()
+    many = LoggedWaits("query %s", "a match", "an insert")
+    many.end(many.begin(1))
+    many.begin(2)
     await until(lambda: bool(caplog.records))
-    number = many.begin()
+    number = many.begin(3)
     await until(lambda: len(caplog.records) == 2)
     many.end(number)
     assert {r.levelno for r in caplog.records} == {logging.WARNING}
+    assert [m.partition(" has")[0] for m in caplog.messages] == ["query 2", "query 3"]
