@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import socket
-from typing import Literal, TypeAlias
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
 
 from asynckv.errors import ConfigError
 from asynckv.protocol.frames import PeerIdentity
@@ -15,13 +17,29 @@ __all__ = ("Digest", "Role", "new_identity", "payload_digest", "refuse_security"
 Digest: TypeAlias = Literal["auto", "full", "edges", "off"]
 Role: TypeAlias = Literal["producer", "consumer", "both"]
 
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
 
 def new_identity(identity: str | None = None, role: Role = "both") -> PeerIdentity:
     """Return who this process is to its peers; the incarnation is new each time."""
     name = identity or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     return PeerIdentity(
-        id=name, incarnation=secrets.token_hex(8), role=role, pid=os.getpid()
+        id=name,
+        incarnation=secrets.token_hex(8),
+        role=role,
+        host_id=socket.gethostname(),
+        boot_id=_boot_id(),
+        pid=os.getpid(),
     )
+
+
+@functools.cache
+def _boot_id() -> str:
+    """Return what changes when this machine starts anew; empty where unknown."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
 
 
 def payload_digest(digest: Digest) -> Literal["full", "off"]:

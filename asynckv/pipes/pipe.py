@@ -96,6 +96,8 @@ class Pipe(KVPipe, LoopBound):
 
     async def send_tensor(self, tensor: torch.Tensor | None) -> None:
         self._check_loop()
+        if not isinstance(tensor, torch.Tensor | None):
+            raise TypeError(f"a pipe sends tensors and None, not {tensor!r:.80}")
         parcel = Parcel(None if tensor is None else spec_of(tensor))
         try:
             await self._let_others_run()

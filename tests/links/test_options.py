@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,11 @@ def test_a_promise_that_cannot_be_kept_is_refused() -> None:
     with pytest.raises(ConfigError, match="neither authentication nor TLS"):
         refuse_security(None, object(), allow_plaintext=False)
     refuse_security(None, None, allow_plaintext=True)
+
+
+def test_an_identity_tells_which_machine_and_since_which_start() -> None:
+    first, second = new_identity(), new_identity()
+    assert first.host_id == second.host_id != ""
+    assert first.boot_id == second.boot_id
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    assert first.boot_id == (boot_id.read_text().strip() if boot_id.exists() else "")

@@ -290,3 +290,9 @@ async def test_whatever_is_cancelled_nothing_is_lost_repeated_or_reordered(
             near.aclose(), *(receive(far) for _ in sent[len(received) :])
         )
     assert received == sent
+
+
+async def test_what_is_no_tensor_is_refused_by_name() -> None:
+    async with open_pipe_pair("mem") as (near, _):
+        with pytest.raises(TypeError, match="not 3"):
+            await near.send_tensor(3)  # type: ignore[arg-type]
