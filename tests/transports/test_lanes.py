@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -164,3 +166,21 @@ def test_the_last_thread_closes_the_socket() -> None:
         assert owner.hear() == "ended"
         assert lane.sock.fileno() == -1
         assert not lane.start(lambda: None, "send")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
+def test_lane_threads_run_behind_the_event_loop() -> None:
+    near, far = socket.socketpair()
+    found: queue.Queue[int] = queue.Queue()
+    lane = LaneSocket(near)
+
+    def run() -> None:
+        found.put(os.getpriority(os.PRIO_PROCESS, 0))
+        lane.leave()
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert lane.start(run, "test")
+    assert found.get(timeout=5) == min(before + 5, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+    lane.shut_down()
+    far.close()
