@@ -50,12 +50,11 @@ class LaneOwner(Protocol):
         """A receiver thread ends: by the peer's hanging up, or by an error."""
 
 
-def _run_behind_the_loop(run: Callable[[], None]) -> None:
+def _step_behind_the_loop() -> None:
     """Where lanes want more cores than there are, the event loop comes first."""
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
         with contextlib.suppress(OSError):
             os.nice(_NICENESS)
-    run()
 
 
 class LaneSocket:
@@ -75,9 +74,7 @@ class LaneSocket:
                 return False
             self._threads += 1
         name = f"asynckv-{purpose}-{next(_names)}"
-        threading.Thread(
-            target=_run_behind_the_loop, args=(run,), name=name, daemon=True
-        ).start()
+        threading.Thread(target=run, name=name, daemon=True).start()
         return True
 
     def leave(self) -> None:
@@ -151,6 +148,7 @@ class SendLane:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
+            _step_behind_the_loop()
             while (part := self._next_part()) is not None:
                 sent = 0
                 try:
@@ -225,6 +223,7 @@ class ReceiveLane:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
+            _step_behind_the_loop()
             while self._receive_chunk():
                 pass
         except Exception as exc:  # noqa: BLE001 - the owner is told

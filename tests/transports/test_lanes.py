@@ -168,19 +168,21 @@ def test_the_last_thread_closes_the_socket() -> None:
         assert not lane.start(lambda: None, "send")
 
 
+class PriorityOwner(Owner):
+    """Keeps the niceness of the thread that tells it of a part."""
+
+    def part_moved(self, part: Part) -> None:
+        self.said.put(os.getpriority(os.PRIO_PROCESS, 0))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
 def test_lane_threads_run_behind_the_event_loop() -> None:
-    near, far = socket.socketpair()
-    found: queue.Queue[int] = queue.Queue()
-    lane = LaneSocket(near)
-
-    def run() -> None:
-        found.put(os.getpriority(os.PRIO_PROCESS, 0))
-        lane.leave()
-
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    assert lane.start(run, "test")
-    assert found.get(timeout=5) == min(before + 5, 19)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
-    lane.shut_down()
-    far.close()
+    with _lane() as (lane, _, _):
+        owner = PriorityOwner()
+        sender = SendLane(lane, owner, _CHUNK)
+        sender.put(_part(1, 0, bytes(10)))
+        assert owner.hear() == min(before + 5, 19)
+        assert os.getpriority(os.PRIO_PROCESS, 0) == before
+        sender.end()
+        assert owner.hear() == "ended"
