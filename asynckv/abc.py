@@ -468,6 +468,10 @@ class PayloadTransport(abc.ABC):
     def announce(self, transfer: int) -> None:
         """The peer has offered ``transfer``; its bytes may come, or come late."""
 
+    def landed_bytes(self, transfer: int) -> int:
+        """Bytes of parts still on their way that have landed: slow is not silent."""
+        return 0
+
     @abc.abstractmethod
     def stop(self, transfer: int) -> None:
         """Let go of the transfer at the next chunk; no more ``done`` calls.

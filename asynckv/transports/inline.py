@@ -146,6 +146,9 @@ class InlineTransport(PayloadTransport):
     def announce(self, transfer: int) -> None:
         self._table.announce(transfer)
 
+    def landed_bytes(self, transfer: int) -> int:
+        return self._table.landed_bytes(transfer)
+
     def stop(self, transfer: int) -> None:
         self._table.stop(transfer)
         for lane in self._senders:

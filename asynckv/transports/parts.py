@@ -141,6 +141,13 @@ class PartTable:
                 if part is not None:
                     part.stopped = True
 
+    def landed_bytes(self, transfer: int) -> int:
+        """Bytes that have landed of parts that are not whole yet."""
+        with self._lock:
+            incoming = self._transfers.get(transfer)
+            parts = incoming.parts.values() if incoming else ()
+            return sum(part.moved_bytes for part in parts if part is not None)
+
     def carriers_of(self, transfer: int | None = None) -> list[object]:
         """Who is between :meth:`enter` and :meth:`leave`, for one transfer or any."""
         with self._lock:

@@ -32,6 +32,7 @@ from asynckv.protocol.frames import (
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.pairs import Peers
+from asynckv.transports.mem import MemTransport
 from asynckv.types import TensorSpec
 
 MIB = 2**20
@@ -147,6 +148,22 @@ async def test_a_writer_that_falls_silent_has_failed(
     last = await last_of(hearer)
     assert isinstance(last, Failure) and last.reason == "producer"
     assert local.statistics().aborted == 1
+
+
+async def test_a_writer_whose_tensor_comes_slowly_has_not_failed(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    landed = [1, 2, 3, 3]
+    monkeypatch.setattr(serve_insert, "SILENCE_S", 0.02)
+    monkeypatch.setattr(
+        MemTransport, "landed_bytes", lambda self, transfer: landed.pop(0)
+    )
+    hearer, stream, _ = inserting(link, streaming=True)
+    await hearer.next()
+    await push(link, hearer, stream)
+    last = await last_of(hearer)
+    assert isinstance(last, Failure) and last.reason == "producer"
+    assert landed == []
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -134,3 +134,15 @@ def test_taking_all_leaves_nothing_to_wait_for() -> None:
         table.add(part)
     assert table.take_all() == parts
     assert not table.is_waiting
+
+
+def test_the_bytes_of_parts_on_their_way_are_counted() -> None:
+    table = PartTable()
+    table.add(_part())
+    table.add(_part(number=1))
+    assert table.landed_bytes(1) == table.landed_bytes(2) == 0
+    _land(table, Chunk(1, 0, 0, 3))
+    _land(table, Chunk(1, 1, 0, 5))
+    assert table.landed_bytes(1) == 8
+    _land(table, Chunk(1, 0, 3, 5))
+    assert table.landed_bytes(1) == 5
