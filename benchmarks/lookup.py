@@ -3,7 +3,8 @@
 Three processes: a producer that serves one entry of 64 x 16 MiB and one of 64
 bytes, a raw TCP server, and this one, which selects and does all timing. Each
 round moves the large entry once by ``drop_select(into=...)`` and once by one
-raw blocking stream; then both kinds of 64-byte round trip are timed in turns.
+raw blocking stream; then both kinds of 64-byte round trip are timed in turns, first
+where the scheduler likes, then with client and servers on a core each.
 
     python benchmarks/lookup.py [--rounds 7] [--pings 3000] [--json]
 """
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
+import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -44,7 +47,7 @@ async def _produce(pipe: multiprocessing.connection.Connection, pings: int) -> N
     async with buffer, asynckv.serve("tcp://127.0.0.1:0", lookup=buffer) as server:
         await buffer.insert(_LARGE, None, layers, None, None)
         small = torch.zeros(_PING_NBYTES, dtype=torch.uint8)
-        for _ in range(pings):
+        for _ in range(2 * pings):
             await buffer.insert(_SMALL, None, small, None, None)
         pipe.send(server.url)
         loop = asyncio.get_running_loop()
@@ -120,7 +123,13 @@ async def _pull(lookup: asynckv.KVLookupBuffer, into: dict[str, torch.Tensor]) -
 
 
 async def _measure(
-    url: str, raw: socket.socket, rounds: int, pings: int, lanes: int | None
+    url: str,
+    raw: socket.socket,
+    servers: list[int],
+    *,
+    rounds: int,
+    pings: int,
+    lanes: int | None,
 ) -> dict[str, float]:
     targets = [torch.zeros(_NBYTES, dtype=torch.uint8) for _ in range(_TENSORS)]
     into = {f"{i}.key": target for i, target in enumerate(targets)}
@@ -148,12 +157,9 @@ async def _measure(
                 ours_s.append(elapsed[0])
             else:
                 busy_ms.clear()
-        raw_us, ours_us = [], []
-        for _ in range(pings):
-            before = time.perf_counter()
-            await peer.lookup.drop_select(_SMALL)
-            ours_us.append((time.perf_counter() - before) * 1e6)
-            raw_us.append(_raw_ping(raw) * 1e6)
+        free = await _ping(peer.lookup, raw, pings)
+        with _on_two_cores(servers):
+            apart = await _ping(peer.lookup, raw, pings)
     gigabytes = _TENSORS * _NBYTES / 1e9
     ratios = [r / o for r, o in zip(raw_s, ours_s, strict=True)]
     return {
@@ -165,11 +171,46 @@ async def _measure(
         "idle_lag_p99_ms": _percentile(idle_ms, 0.99),
         "busy_lag_p99_ms": _percentile(busy_ms, 0.99),
         "busy_lag_max_ms": max(busy_ms),
+        **{f"free_{name}": value for name, value in free.items()},
+        **{f"two_cores_{name}": value for name, value in apart.items()},
+    }
+
+
+async def _ping(
+    lookup: asynckv.KVLookupBuffer, raw: socket.socket, pings: int
+) -> dict[str, float]:
+    raw_us, ours_us = [], []
+    for _ in range(pings):
+        before = time.perf_counter()
+        await lookup.drop_select(_SMALL)
+        ours_us.append((time.perf_counter() - before) * 1e6)
+        raw_us.append(_raw_ping(raw) * 1e6)
+    return {
         "raw_ping_p50_us": statistics.median(raw_us),
         "drop_select_p50_us": statistics.median(ours_us),
         "drop_select_p99_us": _percentile(ours_us, 0.99),
         "ping_ratio": statistics.median(ours_us) / statistics.median(raw_us),
     }
+
+
+@contextlib.contextmanager
+def _on_two_cores(servers: list[int]) -> Iterator[None]:
+    """Keep this process and the servers on a core each.
+
+    Left alone, the scheduler puts two blocking processes on one core or on two as
+    it likes, and a ping between them takes 16 us or 70.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, cores[:1])
+        for pid in servers:
+            os.sched_setaffinity(pid, cores[1:2])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        for pid in servers:
+            os.sched_setaffinity(pid, cores)
 
 
 def _percentile(values: list[float], share: float) -> float:
@@ -200,7 +241,14 @@ def main() -> None:
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found = asyncio.run(
-                _measure(url, raw, options.rounds, options.pings, options.lanes)
+                _measure(
+                    url,
+                    raw,
+                    [process.pid for process in processes if process.pid is not None],
+                    rounds=options.rounds,
+                    pings=options.pings,
+                    lanes=options.lanes,
+                )
             )
         pipes[0].send("over")
         processes[0].join(10)
@@ -212,14 +260,21 @@ def main() -> None:
         print(json.dumps(found, indent=2))
     else:
         for name, value in found.items():
-            print(f"{name:22} {value:10.2f}")
+            print(f"{name:30} {value:10.2f}")
     lag = found["busy_lag_p99_ms"] - found["idle_lag_p99_ms"]
     missed = [
         name
         for name, is_met in (
             ("throughput >= 0.8 of raw", found["ratio"] >= 0.8),
             ("loop lag p99 <= 5 ms above idle", lag <= 5),
-            ("64-byte drop_select p50 <= 3 raw pings", found["ping_ratio"] <= 3),
+            (
+                "64-byte drop_select p50 <= 3 raw pings on two cores",
+                found["two_cores_ping_ratio"] <= 3,
+            ),
+            (
+                "64-byte drop_select p50 <= 3 raw pings where the scheduler likes",
+                found["free_ping_ratio"] <= 3,
+            ),
         )
         if not is_met
     ]
