@@ -11,7 +11,7 @@ from asynckv.buffers.queries import Tokens
 from asynckv.errors import ChecksumError, EntryTooLarge, RemoteProtocolError
 from asynckv.protocol.digests import digest_of, entry_digest
 from asynckv.protocol.frames import Contents, TensorRecord
-from asynckv.tensors.views import dtype_of
+from asynckv.tensors.views import MISSING_DTYPES, dtype_of
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -92,41 +92,45 @@ def unpack(body: bytes, *, inline: bool) -> Manifest:
     end = _LENGTH_NBYTES + int.from_bytes(body[:_LENGTH_NBYTES], "big")
     try:
         contents = _decoder.decode(body[_LENGTH_NBYTES:end])
-        for spec in (contents.input_tokens, contents.roi):
-            if spec is not None:
-                dtype_of(spec.dtype)
-        for record in contents.tensors:
-            dtype_of(record.spec.dtype)
+        if MISSING_DTYPES:
+            _check_dtypes(contents)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise RemoteProtocolError(f"an entry's manifest is broken: {exc}") from exc
-    names = {record.name for record in contents.tensors}
-    if len(names) != len(contents.tensors):
+    records = contents.tensors
+    if len(records) > 1 and len({record.name for record in records}) != len(records):
         raise RemoteProtocolError("an entry's manifest names a tensor twice")
     return _read(memoryview(body)[end:], contents, inline)
 
 
+def _check_dtypes(contents: Contents) -> None:
+    for spec in (contents.input_tokens, contents.roi):
+        if spec is not None:
+            dtype_of(spec.dtype)
+    for record in contents.tensors:
+        dtype_of(record.spec.dtype)
+
+
 def _read(rest: memoryview, contents: Contents, inline: bool) -> Manifest:
-    tokens = [spec for spec in (contents.input_tokens, contents.roi) if spec]
-    records = contents.tensors if inline else ()
-    pieces: list[memoryview] = []
+    rows: list[Tokens | None] = []
     start = 0
-    for spec in (*tokens, *[record.spec for record in records]):
+    for spec in (contents.input_tokens, contents.roi):
+        if spec is None:
+            rows.append(None)
+            continue
         end = start + spec.nbytes
-        pieces.append(rest[start:end])
+        rows.append(Tokens(bytes(rest[start:end]), spec))
         start = end
+    pieces: list[memoryview] = []
+    if inline:
+        for record in contents.tensors:
+            end = start + record.spec.nbytes
+            pieces.append(rest[start:end])
+            start = end
     if start != len(rest):
         raise RemoteProtocolError(
             f"an entry's body holds {len(rest)} bytes, its manifest says {start}"
         )
-    read = [
-        Tokens(bytes(piece), spec) for piece, spec in zip(pieces, tokens, strict=False)
-    ]
-    return Manifest(
-        records=contents.tensors,
-        input_tokens=read.pop(0) if contents.input_tokens else None,
-        roi=read.pop(0) if contents.roi else None,
-        inline=tuple(pieces[len(tokens) :]),
-    )
+    return Manifest(contents.tensors, rows[0], rows[1], tuple(pieces))
 
 
 def content_digest(

@@ -14,6 +14,7 @@ import torch
 from asynckv.types import DTYPE_NBYTES, TensorSpec
 
 __all__ = (
+    "MISSING_DTYPES",
     "bytes_of",
     "check_into",
     "check_sendable",
@@ -28,6 +29,9 @@ _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 _DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)
 }
+MISSING_DTYPES: Final = frozenset(DTYPE_NBYTES) - frozenset(_DTYPES)
+"""What a peer may send and this version of torch does not know."""
+
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _NUMPY_DTYPES: Final = {
     dtype

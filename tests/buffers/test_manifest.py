@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asynckv.buffers import manifest as manifest_module
 from asynckv.buffers.manifest import (
     content_digest,
     pack,
@@ -95,3 +96,15 @@ def test_the_digest_of_an_entry_tells_tokens_roi_names_and_bytes_apart() -> None
         content_digest([record()], None, None),
     }
     assert len(digests) == 6
+
+
+def test_a_dtype_that_this_torch_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(name: str) -> torch.dtype:
+        raise ValueError(f"{name} is unknown")
+
+    monkeypatch.setattr(manifest_module, "MISSING_DTYPES", {"bfloat16"})
+    monkeypatch.setattr(manifest_module, "dtype_of", unknown)
+    with pytest.raises(RemoteProtocolError, match="unknown"):
+        unpack(pack([record()], None, None), inline=False)
