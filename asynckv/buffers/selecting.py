@@ -40,6 +40,7 @@ from asynckv.protocol.frames import (
     Reached,
     Retract,
     Select,
+    Took,
 )
 from asynckv.tensors.views import bytes_of, empty_tensor, tensor_from
 
@@ -174,7 +175,7 @@ class Selecting:
 
     def settle_at_once(self, delivery: Delivery) -> None:
         """Acknowledge verified receipt of a small entry. Never waits."""
-        self._stream.send(Ack(delivery.offer.token))
+        self._stream.send(Took(delivery.offer.token))
         self._is_answered = True
         self._stream.close()
         self.release()

@@ -35,6 +35,7 @@ from asynckv.protocol.frames import (
     Reached,
     Retract,
     Select,
+    Took,
 )
 
 if TYPE_CHECKING:
@@ -131,16 +132,15 @@ class ServedSelect:
         if self._is_acknowledged:
             return  # what crosses the answer comes too late
         match frame:
+            case Took(token=token):
+                self._on_took(token)
             case Ack(token=token, confirm=confirm):
                 self._on_ack(token, confirm)
             case Cancel():
                 self._forget()
                 self._finish(Cancelled())
             case Grant(transfer=transfer):
-                if lease is not None and self._is_current(transfer):
-                    self._is_granted = True
-                    for index in lease.entry.landed:
-                        self._send_part(lease.entry, index)
+                self._on_grant(transfer)
             case Reached(token=token):
                 if self._is_settling:
                     self._acknowledge()
@@ -170,9 +170,25 @@ class ServedSelect:
             self._is_settling = True
             self._stream.send(Noted())
         else:
+            self._is_acknowledged = True
+            self._acknowledge()
+
+    def _on_grant(self, transfer: int) -> None:
+        lease = self._lease
+        if lease is not None and self._is_current(transfer):
+            self._is_granted = True
+            for index in lease.entry.landed:
+                self._send_part(lease.entry, index)
+
+    def _on_took(self, token: bytes) -> None:
+        lease = self._lease
+        if lease is not None and lease.token == token:
             # What came in the same packet is answered first: often the next query.
             self._is_acknowledged = True
             self._service.loop.call_soon(self._acknowledge)
+        else:
+            self._forget()
+            self._close()
 
     def _acknowledge(self) -> None:
         lease, self._is_settling = self._lease, False
@@ -185,10 +201,7 @@ class ServedSelect:
             self._finish(to_failure(exc))
             return
         self._end_delivery()
-        if lease.reached:
-            self._stream.send(Accepted())
-        else:  # its consumer has gone on already
-            self._stream.send_late(Accepted())
+        self._stream.send(Accepted())
         self._close()
 
     def _forget(self) -> None:

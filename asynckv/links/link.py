@@ -128,11 +128,6 @@ class Link:
         if self.error is None and self._session.send(stream_id, frame, body):
             self._outgoing.flush_soon()
 
-    def send_late_on(self, stream_id: int, frame: Frame) -> None:
-        """Queue a frame; what :meth:`LinkStream.send_late` does."""
-        if self.error is None and self._session.send(stream_id, frame):
-            self._outgoing.flush_later()
-
     def forget(self, stream_id: int) -> None:
         """Forget a stream; what :meth:`LinkStream.close` does."""
         self._session.close(stream_id)

@@ -20,7 +20,6 @@ MAX_ANSWER_BYTES: Final = 4 * 2**20
 LOW_BYTES: Final = 2**20
 _MAX_STUCK_ANSWER_BYTES: Final = 4 * MAX_ANSWER_BYTES
 _WRITE_BYTES: Final = 256 * 1024
-_LATE_S: Final = 0.005
 
 
 class Outgoing:
@@ -45,7 +44,6 @@ class Outgoing:
         self._outbox = outbox
         self._loop = loop
         self._flushing: asyncio.Handle | None = None
-        self._late: asyncio.TimerHandle | None = None
         self._is_last = False
         self._max_answer_bytes = MAX_ANSWER_BYTES
         self._sent_before = 0
@@ -60,11 +58,6 @@ class Outgoing:
         """Write what is queued at the end of this tick, or of what is handled."""
         if self._flushing is None and not self.is_handling:
             self._flushing = self._loop.call_soon(self._flush_now)
-
-    def flush_later(self) -> None:
-        """Write what is queued with what comes next, or within 5 ms."""
-        if self._flushing is None and self._late is None:
-            self._late = self._loop.call_later(_LATE_S, self._flush_late)
 
     def end_handling(self) -> None:
         """What came is handled: write the answers.
@@ -115,9 +108,6 @@ class Outgoing:
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
         self._outbox.clear()
 
     def call_when_drained(self, fn: Callable[[], None]) -> None:
@@ -150,10 +140,6 @@ class Outgoing:
 
     def _flush_now(self) -> None:
         self._flushing = None
-        self.flush()
-
-    def _flush_late(self) -> None:
-        self._late = None
         self.flush()
 
     def _pause(self) -> None:

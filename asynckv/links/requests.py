@@ -71,10 +71,6 @@ class LinkStream:
         """
         self.link.send_on(self.id, frame, body)
 
-    def send_late(self, frame: Frame) -> None:
-        """As :meth:`send`, for what nobody waits for: it may leave 5 ms later."""
-        self.link.send_late_on(self.id, frame)
-
     def close(self) -> None:
         """Forget the stream: its handler hears nothing more, nor of a loss."""
         self._is_closed = True

@@ -11,6 +11,18 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from asynckv.protocol.values import (
+    Contents,
+    Count,
+    Digest,
+    Id,
+    Limits,
+    Name,
+    PeerIdentity,
+    TensorRecord,
+    Text,
+    Token,
+)
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = (
@@ -61,6 +73,7 @@ __all__ = (
     "Settle",
     "Taken",
     "TensorRecord",
+    "Took",
     "Welcome",
     "Withdraw",
 )
@@ -68,70 +81,20 @@ __all__ = (
 PROTOCOL_MAJOR: Final = 1
 PROTOCOL_MINOR: Final = 0
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-_Name = Annotated[str, msgspec.Meta(max_length=512)]
-_Id = Annotated[str, msgspec.Meta(max_length=256)]
-_Text = Annotated[str, msgspec.Meta(max_length=2048)]
-_Digest = Annotated[bytes, msgspec.Meta(max_length=16)]
-_Token = Annotated[bytes, msgspec.Meta(max_length=16)]
-
 
 class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
     """Shared wire settings. Not a public base class."""
 
 
-class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of an entry: its name, what it is, and its digest if known."""
-
-    name: _Name
-    spec: TensorSpec
-    digest: _Digest = b""
-
-
-class Contents(msgspec.Struct, frozen=True, array_like=True):
-    """The manifest of an entry: what its body holds and what comes by payload.
-
-    A body that carries an entry is this value in msgpack, then the raw bytes of
-    ``input_tokens``, of ``roi``, and (if the frame says ``inline``) of every
-    tensor in order.
-    """
-
-    tensors: Annotated[tuple[TensorRecord, ...], msgspec.Meta(max_length=16384)]
-    input_tokens: TensorSpec | None = None
-    roi: TensorSpec | None = None
-
-
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one side accepts. Checked on the claimed length, before buffering."""
-
-    max_control_bytes: _Count = 64 * 1024
-    max_body_bytes: _Count = 16 * 2**20
-    max_chunk_bytes: _Count = 4 * 2**20
-    max_streams: _Count = 65536
-    max_receive_bytes: _Count = 2**30
-    heartbeat_ms: _Count = 2000
-
-
-class PeerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who a peer is. The same id with another incarnation has lost its memory."""
-
-    id: _Id
-    incarnation: _Id
-    role: Literal["producer", "consumer", "both"] = "both"
-    host_id: _Id = ""
-    boot_id: _Id = ""
-    pid: _Count = 0
-
-
 class Hello(_Base, frozen=True, tag="hello"):
     """The dialling side introduces itself. ``nonce`` is for authentication."""
 
-    major: _Count
-    minor: _Count
+    major: Count
+    minor: Count
     identity: PeerIdentity
     limits: Limits
-    payload_paths: tuple[_Id, ...]
-    lanes: _Count
+    payload_paths: tuple[Id, ...]
+    lanes: Count
     digest: Literal["full", "edges", "off"] = "full"
     fingerprint: KVFingerprint | None = None
     payload_description: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
@@ -144,12 +107,12 @@ class Welcome(_Base, frozen=True, tag="welcome"):
     ``link_token`` lets payload lanes attach themselves to this link.
     """
 
-    major: _Count
-    minor: _Count
+    major: Count
+    minor: Count
     identity: PeerIdentity
     limits: Limits
-    payload_path: _Id
-    lanes: _Count
+    payload_path: Id
+    lanes: Count
     link_token: Annotated[bytes, msgspec.Meta(max_length=32)]
     digest: Literal["full", "edges", "off"] = "full"
     fingerprint: KVFingerprint | None = None
@@ -160,16 +123,16 @@ class Welcome(_Base, frozen=True, tag="welcome"):
 class Refuse(_Base, frozen=True, tag="refuse"):
     """The peer is not let in, or broke the protocol; nothing follows."""
 
-    code: _Id
-    message: _Text
-    field: _Id = ""
+    code: Id
+    message: Text
+    field: Id = ""
 
 
 class Attach(_Base, frozen=True, tag="attach"):
     """First frame of a payload lane's own connection."""
 
     link_token: Annotated[bytes, msgspec.Meta(max_length=32)]
-    lane: _Count
+    lane: Count
 
 
 class Attached(_Base, frozen=True, tag="attached"):
@@ -179,19 +142,19 @@ class Attached(_Base, frozen=True, tag="attached"):
 class Ping(_Base, frozen=True, tag="ping"):
     """Application heartbeat. It renews every lease of its link."""
 
-    nonce: _Count
+    nonce: Count
 
 
 class Pong(_Base, frozen=True, tag="pong"):
     """The answer to a :class:`Ping`, from the peer's event loop."""
 
-    nonce: _Count
+    nonce: Count
 
 
 class Goodbye(_Base, frozen=True, tag="goodbye"):
     """This side closes cleanly: it opens no more streams and then hangs up."""
 
-    reason: _Text = ""
+    reason: Text = ""
 
 
 class Insert(_Base, frozen=True, tag="insert"):
@@ -201,13 +164,13 @@ class Insert(_Base, frozen=True, tag="insert"):
     ``digest`` is the entry's, when the sender knows it already.
     """
 
-    entry_id: _Id
-    transfer: _Count
+    entry_id: Id
+    transfer: Count
     inline: bool
     streaming: bool = False
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = 600.0
     deliveries: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
-    digest: _Digest = b""
+    digest: Digest = b""
 
 
 class Select(_Base, frozen=True, tag="select"):
@@ -218,7 +181,7 @@ class Select(_Base, frozen=True, tag="select"):
     """
 
     has_key: bool
-    entry_id: _Id | None = None
+    entry_id: Id | None = None
     match: Literal["prefix", "exact"] = "prefix"
     min_matched_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
     stream: bool = False
@@ -233,20 +196,20 @@ class Peek(_Base, frozen=True, tag="peek"):
 class Taken(_Base, frozen=True, tag="taken"):
     """Answer when the entry has left by its last acknowledgement."""
 
-    entry_id: _Id
+    entry_id: Id
 
 
 class Withdraw(_Base, frozen=True, tag="withdraw"):
     """Remove the entry if nobody holds it."""
 
-    entry_id: _Id
+    entry_id: Id
 
 
 class Settle(_Base, frozen=True, tag="settle"):
     """Was this delivery's acknowledgement accepted? Asked after a reconnect."""
 
-    entry_id: _Id
-    token: _Token
+    entry_id: Id
+    token: Token
 
 
 class Put(_Base, frozen=True, tag="put"):
@@ -255,76 +218,76 @@ class Put(_Base, frozen=True, tag="put"):
     Without ``spec`` the name is deleted.
     """
 
-    key: _Name
-    transfer: _Count
+    key: Name
+    transfer: Count
     inline: bool
     spec: TensorSpec | None = None
-    digest: _Digest = b""
+    digest: Digest = b""
 
 
 class Get(_Base, frozen=True, tag="get"):
     """Send what is stored by that name."""
 
-    key: _Name
+    key: Name
 
 
 class Delete(_Base, frozen=True, tag="delete"):
     """Forget that name."""
 
-    key: _Name
+    key: Name
 
 
 class Contains(_Base, frozen=True, tag="contains"):
     """Which of these names are stored?"""
 
-    keys: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=4096)]
+    keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
 
 
 class OpenPipe(_Base, frozen=True, tag="pipe"):
     """This link is a pipe from here on. ``name`` is for groups."""
 
-    name: _Id = ""
+    name: Id = ""
 
 
 class JoinGroup(_Base, frozen=True, tag="join"):
     """That rank of a group has come, and takes pipes at ``url``. Asked of rank 0."""
 
-    rank: _Count
-    size: _Count
-    url: _Name
+    rank: Count
+    size: Count
+    url: Name
 
 
 class Missing(_Base, frozen=True, tag="missing"):
     """Group: who has not come yet, as rank 0 knows it."""
 
-    ranks: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=1024)]
+    ranks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
 
 
 class Members(_Base, frozen=True, tag="members"):
     """Group: all have come. Where each rank takes pipes that say ``group_id``."""
 
-    group_id: _Id
-    urls: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=1024)]
+    group_id: Id
+    urls: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1024)]
 
 
 class Arrived(_Base, frozen=True, tag="arrived"):
     """Group: this rank is at its barrier of that number; from rank 0: all are."""
 
-    number: _Count
+    number: Count
 
 
 class Grant(_Base, frozen=True, tag="grant"):
     """The receiver's memory is ready for this transfer."""
 
-    transfer: _Count
+    transfer: Count
 
 
 class Done(_Base, frozen=True, tag="done"):
     """The last byte of one part was sent; this is its digest."""
 
-    transfer: _Count
-    part: _Count
-    digest: _Digest = b""
+    transfer: Count
+    part: Count
+    digest: Digest = b""
 
 
 class Push(_Base, frozen=True, tag="push"):
@@ -335,11 +298,11 @@ class Push(_Base, frozen=True, tag="push"):
     the value None) and each tensor is a transfer of its own.
     """
 
-    transfer: _Count
-    part: _Count
+    transfer: Count
+    part: Count
     inline: bool
     spec: TensorSpec | None = None
-    digest: _Digest = b""
+    digest: Digest = b""
 
 
 class Read(_Base, frozen=True, tag="read"):
@@ -349,14 +312,14 @@ class Read(_Base, frozen=True, tag="read"):
     application has taken since.
     """
 
-    nbytes: _Count
-    tensors: _Count
+    nbytes: Count
+    tensors: Count
 
 
 class Flushed(_Base, frozen=True, tag="flushed"):
     """Pipe: everything up to this many tensors is verified in our memory."""
 
-    tensors: _Count
+    tensors: Count
 
 
 class Offer(_Base, frozen=True, tag="offer"):
@@ -366,19 +329,19 @@ class Offer(_Base, frozen=True, tag="offer"):
     they land, then a :class:`Complete`. ``attempt`` counts deliveries.
     """
 
-    transfer: _Count
+    transfer: Count
     inline: bool
-    entry_id: _Id = ""
-    token: _Token = b""
-    attempt: _Count = 1
-    matched_tokens: _Count = 0
+    entry_id: Id = ""
+    token: Token = b""
+    attempt: Count = 1
+    matched_tokens: Count = 0
     complete: bool = True
 
 
 class Complete(_Base, frozen=True, tag="complete"):
     """Every part of an offer that began incomplete has landed: it is committed."""
 
-    transfer: _Count
+    transfer: Count
 
 
 class Commit(_Base, frozen=True, tag="commit"):
@@ -388,7 +351,7 @@ class Commit(_Base, frozen=True, tag="commit"):
 class Retract(_Base, frozen=True, tag="retract"):
     """The offer is void and the stream waits for another; or the push is void."""
 
-    transfer: _Count
+    transfer: Count
 
 
 class Ack(_Base, frozen=True, tag="ack"):
@@ -398,8 +361,17 @@ class Ack(_Base, frozen=True, tag="ack"):
     :class:`Reached` follows, or when the link is lost before one could come.
     """
 
-    token: _Token
+    token: Token
     confirm: bool = False
+
+
+class Took(_Base, frozen=True, tag="took"):
+    """A small delivery was verified and is used: nothing answers it.
+
+    The last frame of its stream, and the only one that the requester says last.
+    """
+
+    token: Token
 
 
 class Noted(_Base, frozen=True, tag="noted"):
@@ -409,13 +381,13 @@ class Noted(_Base, frozen=True, tag="noted"):
 class Reached(_Base, frozen=True, tag="reached"):
     """The application has the delivery from now on."""
 
-    token: _Token
+    token: Token
 
 
 class Nack(_Base, frozen=True, tag="nack"):
     """The delivery is given back. ``reached``: the application had it and failed."""
 
-    token: _Token
+    token: Token
     reached: bool = False
 
 
@@ -436,18 +408,18 @@ class Cancelled(_Base, frozen=True, tag="cancelled"):
 class Result(_Base, frozen=True, tag="result"):
     """Last frame of a question: a number, or one bit a name."""
 
-    value: _Count = 0
+    value: Count = 0
     flags: Annotated[tuple[bool, ...], msgspec.Meta(max_length=4096)] = ()
 
 
 class Failure(_Base, frozen=True, tag="failure"):
     """Last frame of a stream that ended by an error; see ``protocol.failures``."""
 
-    code: _Id
-    message: _Text
-    reason: _Id = ""
-    nbytes: _Count = 0
-    max_bytes: _Count = 0
+    code: Id
+    message: Text
+    reason: Id = ""
+    nbytes: Count = 0
+    max_bytes: Count = 0
 
 
 OpeningFrame: TypeAlias = (
@@ -488,6 +460,7 @@ Frame: TypeAlias = (
     | Commit
     | Retract
     | Ack
+    | Took
     | Noted
     | Reached
     | Nack

@@ -31,6 +31,7 @@ from asynckv.protocol.frames import (
     Pong,
     Refuse,
     Result,
+    Took,
     Welcome,
 )
 from asynckv.protocol.outbox import Outbox
@@ -91,8 +92,9 @@ class Session(Generic[T]):
     """The state of one side of a link, from the Welcome to the goodbye.
 
     Ids grow, but a stream whose body is long may be passed by later ones.
-    A stream is over with the responder's final frame, on both sides; one that
-    was opened by ``OpenPipe`` with a Failure, or when its owner closes it. A requester
+    A stream is over with the responder's final frame or the requester's ``Took``,
+    on both sides; one that was opened by ``OpenPipe`` with a Failure, or when its
+    owner closes it. A requester
     that closes a stream early no longer hears of it, but it counts towards
     ``max_streams`` until the final frame has come.
     """
@@ -165,7 +167,10 @@ class Session(Generic[T]):
         if stream not in self._streams:
             return False
         self.outbox.put(stream, frame, body)
-        if type(frame) in _FINAL and stream & 1 != self._parity:
+        if stream & 1 == self._parity:
+            if type(frame) is Took:
+                self._finish(stream, frame)
+        elif type(frame) in _FINAL:
             self._finish(stream, frame)
         return True
 
@@ -227,6 +232,10 @@ class Session(Generic[T]):
                 raise RemoteProtocolError(
                     f"{type(frame).__name__} from the side that asks"
                 )
+            self._finish(stream, frame)
+        elif type(frame) is Took:
+            if stream & 1 == self._parity:
+                raise RemoteProtocolError("Took from the side that answers")
             self._finish(stream, frame)
         return None if isinstance(owner, _Over) else Came(owner, frame, body)
 

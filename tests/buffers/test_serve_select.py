@@ -25,6 +25,7 @@ from asynckv.protocol.frames import (
     Reached,
     Retract,
     Select,
+    Took,
 )
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import Hearer, name_of
@@ -81,6 +82,28 @@ async def test_a_stale_acknowledgement_ends_the_wait_for_the_next_entry(
     stream.send(Ack(b"stale"))
     assert isinstance((await hearer.next())[0], Failure)
     assert local.statistics().waiting_selects == 0
+
+
+async def test_what_was_taken_leaves_without_an_answer(
+    local: LookupBuffer, link: Link
+) -> None:
+    await insert(local)
+    hearer, stream, offer = await selected(link)
+    stream.send(Took(offer.token))
+    await until(lambda: local.statistics().acknowledged == 1)
+    await insert(local)
+    await selected(link)  # an answer would have come before this offer
+    assert len(hearer.frames) == 1
+
+
+async def test_taking_by_a_stale_token_gives_back_what_is_in_hand(
+    local: LookupBuffer, link: Link
+) -> None:
+    await insert(local)
+    _, stream, _ = await selected(link)
+    stream.send(Took(b"stale"))
+    await until(lambda: not local.statistics().leased)
+    assert local.statistics().entries == 1
 
 
 async def test_a_cancellation_while_it_settles_gives_back(

@@ -6,7 +6,6 @@ from asynckv.links.outgoing import LOW_BYTES, MAX_ANSWER_BYTES, Outgoing
 from asynckv.links.streams import ControlStream, StreamOwner
 from asynckv.protocol.frames import Get, Limits
 from asynckv.protocol.outbox import Outbox
-from asynckv.testing.blocked import until
 
 
 class Narrow(ControlStream):
@@ -168,24 +167,6 @@ async def test_nothing_leaves_after_a_stop() -> None:
     assert sender.stream.writes == []
 
 
-async def test_what_nobody_waits_for_leaves_with_what_comes_next() -> None:
-    sender = Sender()
-    sender.outbox.put(2, Get("a"))
-    sender.outgoing.flush_later()
-    await asyncio.sleep(0)
-    assert sender.stream.writes == []
-    sender.outgoing.flush_soon()
-    await asyncio.sleep(0)
-    assert len(sender.stream.writes) == 1
-
-
-async def test_what_nobody_waits_for_leaves_soon_on_its_own() -> None:
-    sender = Sender()
-    sender.outbox.put(2, Get("a"))
-    sender.outgoing.flush_later()
-    await until(lambda: bool(sender.stream.writes))
-
-
 async def test_what_woken_tasks_say_leaves_in_the_same_tick() -> None:
     sender = Sender()
     loop = asyncio.get_running_loop()
@@ -194,12 +175,3 @@ async def test_what_woken_tasks_say_leaves_in_the_same_tick() -> None:
     sender.outgoing.end_handling()
     await asyncio.sleep(0)
     assert len(sender.stream.writes) == 1
-
-
-async def test_stopped_it_writes_nothing_late() -> None:
-    sender = Sender()
-    sender.outbox.put(2, Get("a"))
-    sender.outgoing.flush_later()
-    sender.outgoing.stop()
-    await asyncio.sleep(0.01)
-    assert sender.stream.writes == []

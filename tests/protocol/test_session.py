@@ -28,6 +28,7 @@ from asynckv.protocol.frames import (
     Refuse,
     Result,
     Select,
+    Took,
 )
 from asynckv.protocol.session import (
     Came,
@@ -99,6 +100,24 @@ def test_a_stream_is_over_with_its_final_frame_on_both_sides(final: Frame) -> No
     assert not a.send(stream, Cancel())
     assert not b.send(stream, Grant(1))
     assert is_final(final)
+
+
+def test_a_stream_is_over_when_its_requester_took_what_was_offered() -> None:
+    a, b = near(), far()
+    stream = ask(a)
+    pump(a, b)
+    b.attach(stream, "answerer")
+    assert a.send(stream, Took(b"t"))
+    assert pump(a, b) == [Came("answerer", Took(b"t"), b"")]
+    assert (a.take_owners(), b.take_owners()) == ([], [])
+    assert not b.send(stream, Accepted())
+
+
+def test_only_the_side_that_asks_takes() -> None:
+    a = near()
+    stream = ask(a)
+    with pytest.raises(RemoteProtocolError, match="from the side that answers"):
+        hear(a, stream, Took(b"t"))
 
 
 def test_frames_for_a_stream_that_is_over_are_ignored() -> None:

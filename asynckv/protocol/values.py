@@ -1,0 +1,75 @@
+"""What frames are made of: bounded fields, limits, identities, an entry's contents.
+
+Values only, for :mod:`asynckv.protocol.frames`, which offers the public ones too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "Contents",
+    "Count",
+    "Digest",
+    "Id",
+    "Limits",
+    "Name",
+    "PeerIdentity",
+    "TensorRecord",
+    "Text",
+    "Token",
+)
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Name = Annotated[str, msgspec.Meta(max_length=512)]
+Id = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=2048)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=16)]
+Token = Annotated[bytes, msgspec.Meta(max_length=16)]
+
+
+class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of an entry: its name, what it is, and its digest if known."""
+
+    name: Name
+    spec: TensorSpec
+    digest: Digest = b""
+
+
+class Contents(msgspec.Struct, frozen=True, array_like=True):
+    """The manifest of an entry: what its body holds and what comes by payload.
+
+    A body that carries an entry is this value in msgpack, then the raw bytes of
+    ``input_tokens``, of ``roi``, and (if the frame says ``inline``) of every
+    tensor in order.
+    """
+
+    tensors: Annotated[tuple[TensorRecord, ...], msgspec.Meta(max_length=16384)]
+    input_tokens: TensorSpec | None = None
+    roi: TensorSpec | None = None
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one side accepts. Checked on the claimed length, before buffering."""
+
+    max_control_bytes: Count = 64 * 1024
+    max_body_bytes: Count = 16 * 2**20
+    max_chunk_bytes: Count = 4 * 2**20
+    max_streams: Count = 65536
+    max_receive_bytes: Count = 2**30
+    heartbeat_ms: Count = 2000
+
+
+class PeerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who a peer is. The same id with another incarnation has lost its memory."""
+
+    id: Id
+    incarnation: Id
+    role: Literal["producer", "consumer", "both"] = "both"
+    host_id: Id = ""
+    boot_id: Id = ""
+    pid: Count = 0
