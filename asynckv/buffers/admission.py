@@ -11,7 +11,7 @@ from typing import Protocol
 from asynckv.buffers.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.room import Room, check_not_aborted
-from asynckv.errors import BufferClosed, EntryAborted
+from asynckv.errors import BufferClosed
 
 __all__ = ("Admission", "Landed", "Source")
 
@@ -35,6 +35,7 @@ class Admission:
 
     def __init__(self, ledger: Ledger, room: Room) -> None:
         self._ledger = ledger
+        self._book = ledger.book
         self._room = room
 
     async def insert(
@@ -47,16 +48,14 @@ class Admission:
         inserted before. Cancelled, it leaves as :meth:`Ledger.forsake` says.
         """
         self.check_open()
-        if self._ledger.is_undecided(draft.entry_id):
+        if self._book.is_undecided(draft.entry_id):
             await self._room.until(
-                lambda: (
-                    self._room.closed or not self._ledger.is_undecided(draft.entry_id)
-                )
+                lambda: self._room.closed or not self._book.is_undecided(draft.entry_id)
             )
             self.check_open()
-        entry = self._ledger.admit(draft, digest)
-        if entry is None:
+        if digest is not None and digest == self._book.known_digest(draft.entry_id):
             return
+        entry = self._book.admit(draft)
         try:
             while not await self._attempt(entry, source):
                 pass
@@ -72,9 +71,7 @@ class Admission:
         A cancelled call leaves no trace.
         """
         self.check_open()
-        entry = self._ledger.admit(draft, None)
-        if entry is None:
-            raise EntryAborted(reason="producer")
+        entry = self._book.admit(draft)
         try:
             await self._wait_for_room(entry)
         except BaseException:

@@ -1,7 +1,8 @@
 """What a lookup buffer holds: entries, their parts, and the leases on them.
 
-Values and small facts about them only; every change of state is made by the
-:class:`~asynckv.buffers.ledger.Ledger`.
+Values and small facts about them only; every change of state is made in
+:mod:`~asynckv.buffers.book`, :mod:`~asynckv.buffers.leases` and
+:mod:`~asynckv.buffers.ledger`.
 """
 
 from __future__ import annotations
@@ -68,14 +69,44 @@ class Part:
 class StoredEntry:
     """One entry, from the moment its insert announces it until it has left."""
 
+    __slots__ = (
+        "_records",
+        "acknowledged_tokens",
+        "attempts",
+        "complete",
+        "consumers",
+        "deliveries_left",
+        "draft",
+        "entry_id",
+        "expires_at",
+        "failures",
+        "gone",
+        "in_arena",
+        "input_tokens",
+        "landed",
+        "leases",
+        "left_by",
+        "nbytes",
+        "owner_gone",
+        "parts",
+        "place",
+        "roi",
+        "seq",
+        "state",
+        "tensor_nbytes",
+        "token_regions",
+    )
+
     def __init__(self, draft: Draft, seq: int) -> None:
         self.draft = draft
+        self.entry_id = draft.entry_id
         self.seq = seq
         self.state = EntryState.WAITING
         self.parts = [Part(name, spec) for name, spec in draft.specs.items()]
         self.token_regions: list[Region] = []
         self.input_tokens = draft.input_tokens
         self.roi = draft.roi
+        self.nbytes = sum(draft.sizes)
         self.tensor_nbytes = sum(spec.nbytes for spec in draft.specs.values())
         self.landed: list[int] = []
         self.complete = False
@@ -90,18 +121,9 @@ class StoredEntry:
         self.owner_gone = False
         self.in_arena = False
         self.left_by = ""
-        self.acknowledged_tokens: set[bytes] = set()
+        self.acknowledged_tokens: list[bytes] = []
         self.gone: set[asyncio.Future[None]] = set()
         self._records: tuple[TensorRecord, ...] | None = None
-
-    @property
-    def entry_id(self) -> str:
-        return self.draft.entry_id
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors, tokens and roi."""
-        return sum(self.draft.sizes)
 
     @property
     def regions(self) -> list[Region]:
@@ -215,24 +237,46 @@ class Waiter:
         self.lease: Lease | None = None
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class Lease:
-    """One delivery. Its random ``token`` fences late acknowledgements."""
+    """One delivery. Its random ``token`` fences late acknowledgements.
 
-    entry: StoredEntry
-    waiter: Waiter
-    matched_tokens: int
-    attempt: int
-    reached: bool = False
-    charged_bytes: int = 0
-    lapse: asyncio.TimerHandle | None = None
-    token: bytes = dataclasses.field(default_factory=lambda: os.urandom(16))
+    It is valid until it is acknowledged, given back or taken back.
+    """
 
-    @property
-    def holder(self) -> Holder:
-        return self.waiter.holder
+    __slots__ = (
+        "attempt",
+        "charged_bytes",
+        "entry",
+        "holder",
+        "is_valid",
+        "lapse",
+        "matched_tokens",
+        "reached",
+        "token",
+        "waiter",
+    )
 
-    @property
-    def is_valid(self) -> bool:
-        """Does the entry still know this delivery?"""
-        return self.entry.leases.get(self.token) is self
+    def __init__(
+        self, entry: StoredEntry, waiter: Waiter, matched_tokens: int, attempt: int
+    ) -> None:
+        self.entry = entry
+        self.waiter = waiter
+        self.holder = waiter.holder
+        self.matched_tokens = matched_tokens
+        self.attempt = attempt
+        self.token = os.urandom(16)
+        self.is_valid = True
+        self.reached = False
+        self.charged_bytes = 0
+        self.lapse: asyncio.TimerHandle | None = None
+
+    def charge(self, nbytes: int) -> None:
+        """Let the consumer pay for bytes that have no room here."""
+        self.charged_bytes = nbytes
+        self.holder.charge(nbytes)
+
+    def uncharge(self) -> None:
+        """Give back what the consumer paid, if it did."""
+        if self.charged_bytes:
+            self.holder.charge(-self.charged_bytes)
+            self.charged_bytes = 0

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 
 from asynckv.buffers.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.ledger import Ledger
+from asynckv.buffers.leases import Leases
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.observability.waits import LoggedWait
@@ -20,10 +20,10 @@ _numbers = itertools.count(1)
 class LocalHolder:
     """One local ``drop_select``. Each call counts as a consumer of its own."""
 
-    def __init__(self, ledger: Ledger, *, streams: bool) -> None:
+    def __init__(self, leases: Leases, *, streams: bool) -> None:
         self.consumer = f"local-{next(_numbers)}"
         self.streams = streams
-        self._ledger = ledger
+        self._leases = leases
         self._name = "drop_select"
         self._waiter: Waiter | None = None
         self._lease: Lease | None = None
@@ -35,17 +35,17 @@ class LocalHolder:
         """Ask for an entry; a lease may come at once. Never waits."""
         tokens = "any" if query.key is None else len(query.key) // TOKEN_NBYTES
         self._name = f"drop_select ({self.consumer}, {tokens} tokens)"
-        self._waiter = self._ledger.select(query, self, fingerprint)
+        self._waiter = self._leases.select(query, self, fingerprint)
 
     def forget(self) -> None:
         """Wait no longer and give back what is held. Never waits."""
         if self._waiter is not None:
-            self._ledger.forget(self._waiter)
+            self._leases.forget(self._waiter)
 
     def give_back_failed(self) -> None:
         """As :meth:`forget`; the application had the entry and failed with it."""
         if self._lease is not None:
-            self._ledger.give_back(self._lease, reached=self._lease.reached)
+            self._leases.give_back(self._lease, reached=self._lease.reached)
         self.forget()
 
     async def lease(self) -> Lease:
@@ -147,7 +147,7 @@ class LocalHolder:
             return
         self.retracted(lease)
         if self._waiter is not None:
-            self._ledger.serve(self._waiter)
+            self._leases.serve(self._waiter)
 
     def closed(self) -> None:
         self._is_closed = True

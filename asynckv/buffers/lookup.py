@@ -130,7 +130,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         )
         self.admission.check_open()
         digest = None
-        if entry_id is not None and self.ledger.known_digest(entry_id) is not None:
+        if entry_id is not None and self.ledger.book.known_digest(entry_id) is not None:
             digests = await self.pool.digest(list(tensors.values()))
             records = [
                 TensorRecord(name, spec, part)
@@ -168,11 +168,11 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         self._check_loop()
         tokens = as_tokens(input_tokens)
         key = key_of(tokens, as_mask(roi, tokens))
-        return self.ledger.peek(Query(key), self.fingerprint) if key else 0
+        return self.ledger.leases.peek(Query(key), self.fingerprint) if key else 0
 
     async def taken(self, entry_id: str) -> None:
         self._check_loop()
-        await self.ledger.when_gone(entry_id)
+        await self.ledger.book.when_gone(entry_id)
 
     async def withdraw(self, entry_id: str) -> bool:
         self._check_loop()
@@ -233,12 +233,12 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             min_matched_tokens=min_matched_tokens,
         )
         targets = check_targets(into)
-        holder = LocalHolder(self.ledger, streams=True)
+        holder = LocalHolder(self.ledger.leases, streams=True)
         holder.select(query, self.fingerprint)
         try:
             lease = await holder.shown_lease()
             stream = LocalStream(holder, lease, self.pool, targets)
-            self.ledger.reach(lease)
+            self.ledger.leases.reach(lease)
             yield stream
         except Exception:
             holder.give_back_failed()
@@ -246,7 +246,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         except BaseException:
             holder.forget()
             raise
-        self.ledger.acknowledge(lease)
+        self.ledger.leases.acknowledge(lease)
         stream.close()
 
     def statistics(self) -> LookupStatistics:
@@ -260,11 +260,11 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             max_bytes=self._arena.max_bytes,
             used_bytes=self._arena.used_bytes,
             peak_bytes=self._arena.peak_bytes,
-            outside_bytes=ledger.outside_bytes,
-            entries=len(ledger.entries) - waiting,
-            leased=sum(bool(entry.leases) for entry in ledger.entries.values()),
+            outside_bytes=ledger.book.outside_bytes,
+            entries=len(ledger.book.entries) - waiting,
+            leased=sum(bool(entry.leases) for entry in ledger.book.entries.values()),
             waiting_inserts=waiting,
-            waiting_selects=ledger.waiting_count,
+            waiting_selects=ledger.leases.waiting_count,
             oldest_insert_wait_s=self.room.oldest_wait_s(now),
             **counters,
         )
@@ -294,7 +294,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
                 await self.room.aclose()
                 with anyio.move_on_after(drain_s):
                     await self.room.until(
-                        lambda: not self.ledger.entries or self._is_closed
+                        lambda: not self.ledger.book.entries or self._is_closed
                     )
             finally:  # also if the task is cancelled: nobody is left waiting
                 self.abort()
@@ -307,14 +307,14 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
 
     async def _take(self, query: Query, targets: Mapping[str, torch.Tensor]) -> KVEntry:
         self._check_selectable()
-        holder = LocalHolder(self.ledger, streams=False)
+        holder = LocalHolder(self.ledger.leases, streams=False)
         holder.select(query, self.fingerprint)
         try:
             while True:
                 lease = await holder.whole_lease()
                 entry = await hand_over(lease, self.pool, targets)
                 if lease.is_valid:
-                    self.ledger.acknowledge(lease)
+                    self.ledger.leases.acknowledge(lease)
                     return entry
         except BaseException:
             holder.forget()
@@ -325,7 +325,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         self, query: Query, targets: Mapping[str, torch.Tensor]
     ) -> AsyncIterator[KVEntry]:
         self._check_selectable()
-        holder = LocalHolder(self.ledger, streams=False)
+        holder = LocalHolder(self.ledger.leases, streams=False)
         holder.select(query, self.fingerprint)
         try:
             lease, entry = await self._lend(holder, targets)
@@ -336,7 +336,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         except BaseException:
             holder.forget()
             raise
-        self.ledger.acknowledge(lease)
+        self.ledger.leases.acknowledge(lease)
 
     async def _lend(
         self, holder: LocalHolder, targets: Mapping[str, torch.Tensor]
@@ -345,7 +345,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             lease = await holder.whole_lease()
             entry = await lend(lease, self.pool, targets)
             if lease.is_valid:
-                self.ledger.reach(lease)
+                self.ledger.leases.reach(lease)
                 return lease, entry
 
 

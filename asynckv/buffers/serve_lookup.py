@@ -87,7 +87,7 @@ class LookupService:
     @property
     def is_idle(self) -> bool:
         """Nothing is under way for this peer; what waits for room is not."""
-        entries = self.buffer.ledger.entries
+        entries = self.buffer.ledger.book.entries
         return not self.deliveries and all(
             (entry := entries.get(entry_id)) is not None
             and entry.state is EntryState.WAITING
@@ -119,10 +119,10 @@ class LookupService:
             case Withdraw(entry_id=entry_id):
                 return self._answer(stream, self.buffer.ledger.withdraw(entry_id))
             case Settle(entry_id=entry_id, token=token):
-                ledger = self.buffer.ledger
-                return self._answer(stream, ledger.was_acknowledged(entry_id, token))
+                book = self.buffer.ledger.book
+                return self._answer(stream, book.was_acknowledged(entry_id, token))
             case Taken(entry_id=entry_id):
-                return _ServedTaken(stream, self.buffer.ledger.when_gone(entry_id))
+                return _ServedTaken(stream, self.buffer.ledger.book.when_gone(entry_id))
             case _:
                 return None
 
@@ -191,7 +191,7 @@ class LookupService:
 
     def _offer_waiting(self) -> None:
         self._is_offering = False
-        self.buffer.ledger.offer_waiting(self.buffer.room.entries())
+        self.buffer.ledger.leases.offer_waiting(self.buffer.room.entries())
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -211,7 +211,7 @@ class LookupService:
         if len(key) % TOKEN_NBYTES:
             raise RemoteProtocolError(f"a key of {len(key)} bytes is no list of tokens")
         query = Query(bytes(key) or None)
-        return self.buffer.ledger.peek(query, self.link.fingerprint)
+        return self.buffer.ledger.leases.peek(query, self.link.fingerprint)
 
     def _check_open(self) -> None:
         if self.is_leaving:

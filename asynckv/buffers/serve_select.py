@@ -67,7 +67,7 @@ class ServedSelect:
         self.consumer = service.link.peer.id
         self.streams = frame.stream
         self._service = service
-        self._ledger = service.buffer.ledger
+        self._leases = service.buffer.ledger.leases
         self._stream = stream
         self._waiter: Waiter | None = None
         self._lease: Lease | None = None
@@ -81,13 +81,13 @@ class ServedSelect:
     def wait_no_longer(self) -> None:
         """The server leaves: nothing new is begun. What is under way ends."""
         if self._lease is None and self._waiter is not None:
-            self._ledger.forget(self._waiter)
+            self._leases.forget(self._waiter)
 
     def select(self, query: Query) -> None:
         """Ask the ledger; an offer may go out at once."""
-        self._waiter = self._ledger.select(query, self, self._service.link.fingerprint)
+        self._waiter = self._leases.select(query, self, self._service.link.fingerprint)
         if self._is_over:  # the offer failed at once
-            self._ledger.forget(self._waiter)
+            self._leases.forget(self._waiter)
 
     def may_charge(self, nbytes: int) -> bool:
         return self._service.may_charge(nbytes)
@@ -145,10 +145,10 @@ class ServedSelect:
                 if self._is_settling:
                     self._acknowledge()
                 elif lease is not None and lease.token == token:
-                    self._ledger.reach(lease)
+                    self._leases.reach(lease)
             case Nack(token=token, reached=reached):
                 if lease is not None and lease.token == token:
-                    self._ledger.give_back(lease, reached=reached)
+                    self._leases.give_back(lease, reached=reached)
                 self._forget()
                 self._finish(Cancelled())
             case _:
@@ -195,7 +195,7 @@ class ServedSelect:
         if lease is None:
             return
         try:
-            self._ledger.acknowledge(lease)
+            self._leases.acknowledge(lease)
         except LeaseLost as exc:
             self._forget()
             self._finish(to_failure(exc))
@@ -208,9 +208,9 @@ class ServedSelect:
         lease = self._lease
         self._end_delivery()
         if lease is not None:
-            self._ledger.give_back(lease, reached=lease.reached)
+            self._leases.give_back(lease, reached=lease.reached)
         if self._waiter is not None:
-            self._ledger.forget(self._waiter)
+            self._leases.forget(self._waiter)
 
     def _end_delivery(self) -> None:
         if self._is_granted:

@@ -13,11 +13,14 @@ MAX_AGE_S = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tombstone:
-    """How an entry left. ``reason`` is empty if by its last acknowledgement."""
+    """How an entry left. ``reason`` is empty if by its last acknowledgement.
+
+    ``tokens`` are those of the deliveries that counted.
+    """
 
     reason: str
     digest: bytes
-    tokens: frozenset[bytes]
+    tokens: tuple[bytes, ...]
     left_at: float
 
 

@@ -49,14 +49,14 @@ class Bench:
 
     def select(self) -> RecordingHolder:
         holder = RecordingHolder()
-        self.ledger.select(ONE, holder, None)
+        self.ledger.leases.select(ONE, holder, None)
         return holder
 
 
 async def test_an_insert_returns_when_it_is_committed() -> None:
     bench = Bench()
     await bench.insert("a")
-    assert bench.ledger.entries["a"].state is EntryState.READY
+    assert bench.ledger.book.entries["a"].state is EntryState.READY
     assert len(bench.room) == 0
 
 
@@ -67,9 +67,9 @@ async def test_without_room_it_returns_at_the_acknowledgement() -> None:
     holder = bench.select()
     await until_blocked(insert)
     assert not insert.done()
-    bench.ledger.acknowledge(holder.held())
+    bench.ledger.leases.acknowledge(holder.held())
     await insert
-    assert "a" not in bench.ledger.entries
+    assert "a" not in bench.ledger.book.entries
 
 
 async def test_given_back_to_another_it_sends_its_bytes_again() -> None:
@@ -78,10 +78,10 @@ async def test_given_back_to_another_it_sends_its_bytes_again() -> None:
     insert = await bench.started("a")
     first, second = bench.select(), bench.select()
     await until_blocked(insert)
-    bench.ledger.give_back(first.held(), reached=False)
+    bench.ledger.leases.give_back(first.held(), reached=False)
     await until_blocked(insert)
     assert (second.heard[-1], bench.fills) == ("completed", 3)
-    bench.ledger.acknowledge(second.held())
+    bench.ledger.leases.acknowledge(second.held())
     await insert
 
 
@@ -89,7 +89,7 @@ async def test_acknowledged_before_its_bytes_came_it_sends_none() -> None:
     bench = Bench()
     await bench.insert("full", tokens=(9,))
     insert = await bench.started("a")
-    bench.ledger.acknowledge(bench.select().held())
+    bench.ledger.leases.acknowledge(bench.select().held())
     await insert
     assert bench.fills == 1
 
@@ -102,7 +102,7 @@ async def test_cancelled_it_gives_its_room_to_the_next() -> None:
     first.cancel()
     bench.may_fill.set()
     await second
-    assert list(bench.ledger.entries) == ["b"]
+    assert list(bench.ledger.book.entries) == ["b"]
 
 
 async def test_cancelled_with_a_consumer_it_is_that_consumers_alone() -> None:
@@ -113,8 +113,8 @@ async def test_cancelled_with_a_consumer_it_is_that_consumers_alone() -> None:
     await until_blocked(insert)
     insert.cancel()
     await asyncio.wait({insert})
-    bench.ledger.acknowledge(holder.held())
-    assert bench.ledger.outside_bytes == 0
+    bench.ledger.leases.acknowledge(holder.held())
+    assert bench.ledger.book.outside_bytes == 0
 
 
 async def test_an_insert_that_was_withdrawn_says_so() -> None:
@@ -142,11 +142,11 @@ async def test_closing_does_not_wait_for_who_holds_a_direct_delivery() -> None:
     insert = await bench.started("a")
     holder = bench.select()
     await until_blocked(insert)
-    bench.ledger.reach(holder.held())
+    bench.ledger.leases.reach(holder.held())
     bench.ledger.close()
     with pytest.raises(BufferClosed, match="holds the entry"):
         await insert
-    bench.ledger.acknowledge(holder.held())
+    bench.ledger.leases.acknowledge(holder.held())
 
 
 async def test_a_stream_without_room_ends_when_it_moved_in() -> None:
@@ -161,7 +161,7 @@ async def test_a_stream_without_room_ends_when_it_moved_in() -> None:
     bench.ledger.landed(entry, 0, b"d")
     finish = asyncio.create_task(bench.admission.finish(entry))
     await until_blocked(finish)
-    bench.ledger.give_back(holder.held(), reached=True)
+    bench.ledger.leases.give_back(holder.held(), reached=True)
     await until_blocked(finish)
     assert not finish.done()
     bench.ledger.withdraw("full")

@@ -51,14 +51,16 @@ def test_the_digest_covers_tokens_and_tensors() -> None:
     assert len(digests) == 4
 
 
-def test_a_lease_is_valid_while_its_entry_knows_it() -> None:
-    entry = StoredEntry(draft_of("it"), 1)
+def test_what_a_consumer_paid_is_given_back_once() -> None:
     holder = RecordingHolder()
-    lease = Lease(entry, Waiter(Query(None), holder, 1, None), 0, 1)
-    assert not lease.is_valid
-    entry.leases[lease.token] = lease
-    assert lease.is_valid
-    assert lease.holder is holder
+    lease = Lease(
+        StoredEntry(draft_of("it"), 1), Waiter(Query(None), holder, 1, None), 0, 1
+    )
+    lease.charge(7)
+    assert holder.charged_bytes == 7
+    for _ in range(2):
+        lease.uncharge()
+    assert holder.charged_bytes == 0
 
 
 def test_tokens_of_leases_are_never_the_same() -> None:

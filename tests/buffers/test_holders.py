@@ -21,12 +21,11 @@ class Bench:
         self.ledger = Ledger(
             HeapArena(1000), max_deliver=5, max_hold_s=None, changed=lambda: None
         )
-        self.holder = LocalHolder(self.ledger, streams=streams)
+        self.holder = LocalHolder(self.ledger.leases, streams=streams)
         self.holder.select(make_query([1], None), None)
 
     def begin(self, name: str, *, streaming: bool = False) -> StoredEntry:
-        entry = self.ledger.admit(draft_of(name, streaming=streaming), None)
-        assert entry is not None
+        entry = self.ledger.book.admit(draft_of(name, streaming=streaming))
         self.ledger.give_room(entry)
         return entry
 
@@ -70,8 +69,8 @@ async def test_woken_cancelled_with_an_entry_in_hand_it_gives_it_back() -> None:
     whole.cancel()
     await asyncio.wait({whole})
     bench.holder.forget()
-    assert not bench.ledger.entries["a"].leases
-    assert bench.ledger.waiting_count == 0
+    assert not bench.ledger.book.entries["a"].leases
+    assert bench.ledger.leases.waiting_count == 0
 
 
 async def test_closing_ends_the_wait() -> None:
@@ -98,7 +97,7 @@ async def test_a_stream_that_began_learns_that_its_producer_failed() -> None:
     bench = Bench(streams=True)
     entry = bench.begin("a", streaming=True)
     lease = await bench.holder.shown_lease()
-    bench.ledger.reach(lease)
+    bench.ledger.leases.reach(lease)
     landed = asyncio.create_task(bench.holder.landed(lease, 0))
     await until_blocked(landed)
     bench.ledger.abort_streaming(entry)
@@ -119,7 +118,7 @@ async def test_a_delivery_that_was_taken_back_is_not_read_on() -> None:
     bench = Bench(streams=True)
     bench.begin("a", streaming=True)
     lease = await bench.holder.shown_lease()
-    bench.ledger.give_back(lease, reached=False)
+    bench.ledger.leases.give_back(lease, reached=False)
     with pytest.raises(LeaseLost):
         await bench.holder.landed(lease, 0)
 
@@ -140,7 +139,7 @@ async def test_a_failure_counts_only_if_the_application_had_it() -> None:
         entry = bench.begin("a")
         bench.finish(entry)
         if reached:
-            bench.ledger.reach(await bench.holder.lease())
+            bench.ledger.leases.reach(await bench.holder.lease())
         bench.holder.give_back_failed()
         assert entry.failures == reached
 

@@ -92,7 +92,7 @@ async def test_a_taken_back_delivery_waits_for_another_before_it_is_shown() -> N
         await until(
             lambda: any(
                 x.reached
-                for e in buffer.ledger.entries.values()
+                for e in buffer.ledger.book.entries.values()
                 for x in e.leases.values()
             )
         )
@@ -312,7 +312,7 @@ async def test_a_second_insert_under_way_is_a_conflict() -> None:
 async def test_first_tensors_are_passed_on_while_the_last_are_copied() -> None:
     async with LookupBuffer("64MiB", drain_s=0) as buffer:
         holder = RecordingHolder()
-        buffer.ledger.select(Query(None), holder, None)
+        buffer.ledger.leases.select(Query(None), holder, None)
         layers = {name: noise(5 * MIB) for name in "abcd"}
         inserting = asyncio.create_task(buffer.insert(None, None, layers, None, None))
         await until(lambda: "landed 0" in holder.heard)
@@ -378,7 +378,7 @@ class Crowd:
 
     def check(self) -> None:
         """Bytes charged are those of the entries that are there."""
-        entries = self.buffer.ledger.entries.values()
+        entries = self.buffer.ledger.book.entries.values()
         now = self.buffer.statistics()
         inside = [e.nbytes for e in entries if e.in_arena]
         outside = [e.nbytes for e in entries if e.regions and not e.in_arena]

@@ -27,7 +27,7 @@ async def test_a_cancelled_taken_ends_by_one_last_frame(local: LookupBuffer) -> 
         stream.send(Cancel())
         stream.send(Cancel())
         assert await hearer.next() == (Cancelled(), b"")
-        assert not local.ledger.entries["it"].gone and link.is_open
+        assert not local.ledger.book.entries["it"].gone and link.is_open
         await link.aclose()
 
 

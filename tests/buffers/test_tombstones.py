@@ -4,7 +4,7 @@ from asynckv.buffers.tombstones import Tombstone, Tombstones
 
 
 def stone(left_at: float, reason: str = "") -> Tombstone:
-    return Tombstone(reason, b"", frozenset(), left_at)
+    return Tombstone(reason, b"", (), left_at)
 
 
 def test_the_oldest_are_forgotten_by_count() -> None:

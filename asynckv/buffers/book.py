@@ -1,0 +1,215 @@
+"""Which entries there are, where their bytes lie, and how those that left did.
+
+Rule of this file: every function is plain, and none knows of queries or leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+
+from asynckv.buffers.entries import Draft, EntryState, StoredEntry
+from asynckv.buffers.expiry import ExpiryClock
+from asynckv.buffers.statistics import Counters
+from asynckv.buffers.tombstones import Tombstone, Tombstones
+from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
+from asynckv.tensors.arena import Arena
+
+__all__ = ("EntryBook",)
+
+logger = logging.getLogger(__name__)
+
+
+class EntryBook:
+    """The entries of a buffer by their ids, and what is remembered of others.
+
+    ``left`` is called with an entry that leaves, ``changed`` whenever room or a
+    state may have changed.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        counters: Counters,
+        *,
+        left: Callable[[StoredEntry], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.entries: dict[str, StoredEntry] = {}
+        self.outside_bytes = 0
+        self._arena = arena
+        self._counters = counters
+        self._left = left
+        self._changed = changed
+        self._seqs = itertools.count(1)
+        self._tombstones = Tombstones()
+        self._expiry = ExpiryClock(self._expire_id, self.entries)
+
+    def admit(self, draft: Draft) -> StoredEntry:
+        """Begin an entry.
+
+        :raises EntryTooLarge: it could never fit
+        :raises EntryConflict: the id is known, or an insert under it is under way
+        """
+        known = self.known_digest(draft.entry_id)
+        if known is not None or draft.entry_id in self.entries:
+            raise EntryConflict(
+                f"entry {draft.entry_id!r} is known with other contents, or an "
+                "insert under that id is under way",
+                hint="use a new entry_id for new contents",
+            )
+        entry = StoredEntry(draft, next(self._seqs))
+        if not self._arena.could_ever_fit(entry.draft.sizes):
+            raise EntryTooLarge(nbytes=entry.nbytes, max_bytes=self._arena.max_bytes)
+        self.entries[entry.entry_id] = entry
+        return entry
+
+    def known_digest(self, entry_id: str) -> bytes | None:
+        """Return the digest of a committed or acknowledged entry of that id."""
+        entry = self.entries.get(entry_id)
+        if entry is not None:
+            return entry.digest() if entry.complete else None
+        stone = self._tombstones.find(entry_id, _now())
+        return stone.digest if stone is not None and not stone.reason else None
+
+    def is_undecided(self, entry_id: str) -> bool:
+        """Has that entry all its bytes, but only in a consumer's hands?
+
+        Acknowledged it was inserted; given back it was not, or not yet.
+        """
+        entry = self.entries.get(entry_id)
+        return entry is not None and entry.complete and not entry.in_arena
+
+    def was_acknowledged(self, entry_id: str, token: bytes) -> bool:
+        """Did that delivery count? Asked by a consumer whose link was cut."""
+        entry = self.entries.get(entry_id)
+        if entry is not None:
+            return token in entry.acknowledged_tokens
+        stone = self._tombstones.find(entry_id, _now())
+        return stone is not None and token in stone.tokens
+
+    def when_gone(self, entry_id: str) -> asyncio.Future[None]:
+        """Return a future of the entry's end.
+
+        :raises KeyError: the id is unknown
+        :raises EntryAborted: it left already, by something else than an
+            acknowledgement
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = self.entries.get(entry_id)
+        if entry is not None:
+            entry.gone.add(future)
+            future.add_done_callback(entry.gone.discard)
+            return future
+        stone = self._tombstones.find(entry_id, _now())
+        if stone is None:
+            raise KeyError(f"no entry {entry_id!r} is here, or was in the last minutes")
+        if stone.reason:
+            raise EntryAborted(reason=stone.reason)
+        future.set_result(None)
+        return future
+
+    def place(self, entry: StoredEntry) -> bool:
+        """Take memory for an entry that waits for room, if it fits."""
+        regions = self._arena.allocate(entry.draft.sizes)
+        if regions is None:
+            return False
+        entry.place_regions(regions)
+        entry.in_arena = True
+        streaming = entry.draft.streaming
+        entry.state = EntryState.STREAMING if streaming else EntryState.FILLING
+        return True
+
+    def place_outside(self, entry: StoredEntry) -> None:
+        """Somebody selected it while it waited: its bytes go straight there."""
+        entry.place_regions(self._arena.allocate_outside(entry.draft.sizes))
+        self.outside_bytes += entry.nbytes
+        self._counters.direct += 1
+        streaming = entry.draft.streaming
+        entry.state = EntryState.STREAMING if streaming else EntryState.DIRECT
+        self._changed()
+
+    def move_in(self, entry: StoredEntry) -> bool:
+        """Charge the arena for a streaming entry that began outside, if it fits."""
+        if not self._arena.adopt(entry.regions):
+            return False
+        entry.in_arena = True
+        self.outside_bytes -= entry.nbytes
+        return True
+
+    def wait_again(self, entry: StoredEntry) -> None:
+        """A direct delivery ended but the entry stays: back to its old place."""
+        self.outside_bytes -= entry.nbytes
+        entry.drop_regions()
+        entry.complete = False
+        entry.state = EntryState.WAITING
+        self._changed()
+
+    def make_ready(self, entry: StoredEntry) -> None:
+        """It is in, and its time begins to run."""
+        entry.state = EntryState.READY
+        self._counters.inserted += 1
+        if entry.draft.ttl_s is not None:
+            entry.expires_at = _now() + entry.draft.ttl_s
+            self._expiry.add(entry.expires_at, entry.entry_id)
+
+    def expire(self, entry: StoredEntry) -> bool:
+        """Let a READY entry that nobody holds leave if its time is over."""
+        over = entry.expires_at is not None and entry.expires_at <= _now()
+        if entry.state is not EntryState.READY or entry.leases or not over:
+            return False
+        self._counters.expired += 1
+        logger.info("entry %s was not taken in time and leaves", entry.entry_id)
+        self.leave(entry, "ttl")
+        return True
+
+    def leave(self, entry: StoredEntry, reason: str) -> None:
+        """The entry is gone; nobody holds it. An acknowledgement has no reason."""
+        if not entry.in_arena and entry.regions:
+            self.outside_bytes -= entry.nbytes
+        entry.state = EntryState.GONE
+        entry.left_by = reason
+        self._left(entry)
+        entry.release_regions()
+        del self.entries[entry.entry_id]
+        traceless = reason == "producer" and not entry.complete
+        if not traceless or entry.draft.streaming:
+            self._bury(entry)
+        if entry.gone:
+            _tell_gone(entry)
+        self._changed()
+
+    def close(self) -> None:
+        """Nothing more expires."""
+        self._expiry.stop()
+
+    def _bury(self, entry: StoredEntry) -> None:
+        stone = Tombstone(
+            entry.left_by,
+            entry.digest() if entry.complete else b"",
+            tuple(entry.acknowledged_tokens),
+            _now(),
+        )
+        self._tombstones.bury(entry.entry_id, stone)
+
+    def _expire_id(self, entry_id: str) -> None:
+        entry = self.entries.get(entry_id)
+        if entry is not None:
+            self.expire(entry)
+
+
+def _tell_gone(entry: StoredEntry) -> None:
+    for future in list(entry.gone):
+        if future.done():
+            continue
+        if entry.left_by:
+            future.set_exception(EntryAborted(reason=entry.left_by))
+            future.exception()  # who waited may have been cancelled meanwhile
+        else:
+            future.set_result(None)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,245 @@
+"""Who holds which entry: queries, the deliveries they get, and how those end.
+
+Rule of this file: every function is plain. Who waits is called back as
+:class:`~asynckv.buffers.entries.Holder`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterable
+
+from asynckv.buffers.book import EntryBook
+from asynckv.buffers.entries import EntryState, Holder, Lease, StoredEntry, Waiter
+from asynckv.buffers.matchmaker import Matchmaker, find_by_id
+from asynckv.buffers.queries import Query
+from asynckv.buffers.statistics import Counters
+from asynckv.errors import LeaseLost
+from asynckv.types import KVFingerprint
+
+__all__ = ("Leases",)
+
+logger = logging.getLogger(__name__)
+
+
+class Leases:
+    """The deliveries of a book's entries."""
+
+    def __init__(
+        self,
+        book: EntryBook,
+        matchmaker: Matchmaker,
+        counters: Counters,
+        *,
+        max_deliver: int,
+        max_hold_s: float | None,
+    ) -> None:
+        self._book = book
+        self._matchmaker = matchmaker
+        self._counters = counters
+        self._max_deliver = max_deliver
+        self._max_hold_s = max_hold_s
+        self._seqs = itertools.count(1)
+        self._is_closed = False
+
+    @property
+    def waiting_count(self) -> int:
+        """How many queries wait for a match."""
+        return self._matchmaker.waiting_count
+
+    def select(
+        self, query: Query, holder: Holder, fingerprint: KVFingerprint | None
+    ) -> Waiter:
+        """Lease the best entry to ``holder``, at once or as soon as one matches."""
+        waiter = Waiter(query, holder, next(self._seqs), fingerprint)
+        self.serve(waiter)
+        return waiter
+
+    def serve(self, waiter: Waiter) -> None:
+        """Let a query that has no delivery (any more) have one, in its old place."""
+        if waiter.is_forgotten or waiter.is_waiting or waiter.lease is not None:
+            return
+        if self._is_closed:
+            waiter.holder.closed()
+            return
+        if waiter.query.entry_id is not None:
+            found = find_by_id(self._book.entries, waiter)
+        else:
+            found = self._matchmaker.find(waiter)
+        if found is not None:
+            self._lease(found[0], waiter, found[1])
+        else:
+            self._counters.match_waits += 1
+            self._matchmaker.enqueue(waiter)
+
+    def forget(self, waiter: Waiter) -> None:
+        """The query is cancelled; a delivery in its hand goes back."""
+        waiter.is_forgotten = True
+        self._matchmaker.dequeue(waiter)
+        if waiter.lease is not None:
+            self.give_back(waiter.lease, reached=False)
+
+    def peek(self, query: Query, fingerprint: KVFingerprint | None) -> int:
+        """Return the longest match among entries that could be selected now."""
+        return self._matchmaker.peek(query, fingerprint)
+
+    def offer(self, entry: StoredEntry) -> None:
+        """Lease the entry to as many waiting queries as may have it."""
+        self._matchmaker.show(entry)
+        while (found := self._matchmaker.next_for(entry)) is not None:
+            self._lease(entry, found[0], found[1])
+
+    def offer_waiting(self, entries: Iterable[StoredEntry]) -> None:
+        """A consumer's receive bound has room again: look at waiting entries."""
+        for entry in entries:
+            if entry.state is EntryState.WAITING:
+                self.offer(entry)
+
+    def acknowledge(self, lease: Lease) -> None:
+        """The delivery counts. The entry leaves with its last one.
+
+        :raises LeaseLost: the delivery was taken back meanwhile
+        """
+        entry = lease.entry
+        if not lease.is_valid:
+            raise LeaseLost(
+                f"the lease on entry {entry.entry_id!r} ended before it was "
+                "acknowledged; somebody else may have the entry"
+            )
+        self._end(lease)
+        entry.consumers.add(lease.holder.consumer)
+        entry.acknowledged_tokens.append(lease.token)
+        entry.deliveries_left -= 1
+        self._counters.acknowledged += 1
+        if entry.deliveries_left == 0:
+            self._book.leave(entry, "")
+        else:
+            self._go_on(entry, left_by="")
+
+    def give_back(self, lease: Lease, *, reached: bool) -> None:
+        """End a delivery without an acknowledgement; a stale one is ignored.
+
+        ``reached``: the application had it and failed, which counts towards
+        ``max_deliver``.
+        """
+        entry = lease.entry
+        if not lease.is_valid:
+            return
+        self._end(lease)
+        self._counters.given_back += 1
+        entry.failures += reached
+        if entry.failures < self._max_deliver:
+            self._go_on(entry, left_by="producer")
+            return
+        self._counters.undeliverable += 1
+        logger.warning(
+            "entry %s failed in %d consumers and is dropped",
+            entry.entry_id,
+            entry.failures,
+        )
+        self.void(entry, "max_deliver")
+
+    def reach(self, lease: Lease) -> None:
+        """The application has the delivery from now on: ``max_hold_s`` begins."""
+        if lease.reached:
+            return
+        lease.reached = True
+        if self._max_hold_s is not None and lease.is_valid:
+            lease.lapse = asyncio.get_running_loop().call_later(
+                self._max_hold_s, self._lapse, lease
+            )
+
+    def leave_to_consumers(self, entry: StoredEntry) -> None:
+        """Nobody else gets the entry any more."""
+        entry.owner_gone = True
+        self._matchmaker.show(entry)
+
+    def void(self, entry: StoredEntry, reason: str) -> None:
+        """The entry leaves, and whoever holds it learns that it will not come."""
+        leases = sorted(entry.leases.values(), key=lambda lease: lease.waiter.seq)
+        for lease in leases:
+            self._end(lease)
+        self._book.leave(entry, reason)
+        for lease in leases:
+            self._take_back(lease, reason)
+
+    def close(self) -> None:
+        """Every query ends, and entries leave.
+
+        What an application holds whole leaves when it is acknowledged or given
+        back; no other delivery goes on, and no stream.
+        """
+        self._is_closed = True
+        for waiter in self._matchmaker.everyone():
+            waiter.holder.closed()
+        for entry in list(self._book.entries.values()):
+            leases = list(entry.leases.values())
+            held = [x for x in leases if x.reached and not x.holder.streams]
+            if not entry.complete or not held:
+                self.void(entry, "closed")
+                continue
+            self.leave_to_consumers(entry)
+            for lease in leases:
+                if lease not in held:
+                    self._end(lease)
+                    self._take_back(lease, "closed")
+
+    def _lease(self, entry: StoredEntry, waiter: Waiter, matched_tokens: int) -> None:
+        entry.attempts += 1
+        lease = Lease(entry, waiter, matched_tokens, entry.attempts)
+        entry.leases[lease.token] = lease
+        entry.consumers.add(waiter.holder.consumer)
+        waiter.lease = lease
+        self._counters.delivered += 1
+        if entry.state is EntryState.WAITING:
+            lease.charge(entry.nbytes)
+            self._book.place_outside(entry)
+        self._matchmaker.show(entry)
+        waiter.holder.leased(lease)
+
+    def _end(self, lease: Lease) -> None:
+        lease.is_valid = False
+        lease.entry.leases.pop(lease.token)
+        lease.entry.consumers.discard(lease.holder.consumer)
+        lease.waiter.lease = None
+        if lease.lapse is not None:
+            lease.lapse.cancel()
+            lease.lapse = None
+        lease.uncharge()
+
+    def _go_on(self, entry: StoredEntry, *, left_by: str) -> None:
+        """A delivery ended and others are left.
+
+        ``left_by`` says why the entry leaves if it is nobody's any more.
+        """
+        if entry.owner_gone:
+            if not entry.leases:
+                self._book.leave(entry, "closed" if self._is_closed else left_by)
+        elif entry.state is EntryState.DIRECT:
+            if entry.complete:
+                self._book.wait_again(entry)
+            self.offer(entry)
+        elif not self._book.expire(entry):
+            self.offer(entry)
+
+    def _take_back(self, lease: Lease, reason: str) -> None:
+        """Tell the holder of an ended delivery that the entry will not come."""
+        self._counters.retracted += 1
+        if lease.holder.streams:
+            lease.holder.aborted(lease, reason)
+        elif not lease.reached:
+            lease.holder.retracted(lease)
+            self.serve(lease.waiter)
+
+    def _lapse(self, lease: Lease) -> None:
+        self._counters.lapsed += 1
+        logger.warning(
+            "a consumer held entry %s for %s s; it is given back",
+            lease.entry.entry_id,
+            self._max_hold_s,
+        )
+        self.give_back(lease, reached=lease.reached)
+        if lease.holder.streams:
+            lease.holder.aborted(lease, "lapsed")

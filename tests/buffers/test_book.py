@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynckv.buffers.queries import make_query
+from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
+from asynckv.testing.blocked import until
+from asynckv.testing.ledgers import SteppedLedger
+
+ONE = make_query([1], None)
+
+
+async def test_time_is_judged_again_after_each_acknowledgement() -> None:
+    bench = SteppedLedger()
+    entry = bench.insert("a", deliveries=2, ttl_s=60)
+    holder, _ = bench.select()
+    entry.expires_at = 0.0  # its time ran out while it was held
+    bench.leases.acknowledge(holder.held())
+    assert bench.ledger.counters.expired == 1
+    assert bench.arena.used_bytes == 0
+
+
+async def test_an_entry_in_hand_does_not_expire() -> None:
+    bench = SteppedLedger()
+    bench.insert("a", ttl_s=0)
+    bench.insert("b", tokens=(2,), ttl_s=0)
+    holder, _ = bench.select()
+    await until(lambda: "b" not in bench.book.entries)
+    assert "a" in bench.book.entries
+    bench.leases.give_back(holder.held(), reached=False)
+    assert "a" not in bench.book.entries
+
+
+async def test_what_an_id_stands_for_is_known_before_and_after_it_left() -> None:
+    bench = SteppedLedger()
+    assert bench.book.known_digest("a") is None
+    entry = bench.begin("a")
+    assert bench.book.known_digest("a") is None
+    bench.finish(entry)
+    digest = bench.book.known_digest("a")
+    assert digest == entry.digest()
+    bench.leases.acknowledge(bench.select()[0].held())
+    assert bench.book.known_digest("a") == digest
+    with pytest.raises(EntryConflict):
+        bench.begin("a")
+
+
+async def test_an_id_cannot_be_inserted_twice_at_a_time() -> None:
+    bench = SteppedLedger()
+    bench.begin("a")
+    with pytest.raises(EntryConflict):
+        bench.begin("a")
+
+
+async def test_what_could_never_fit_is_refused() -> None:
+    with pytest.raises(EntryTooLarge):
+        SteppedLedger().begin("a", nbytes=93)
+
+
+async def test_a_cancelled_insert_does_not_forget_how_the_id_left_before() -> None:
+    bench = SteppedLedger()
+    bench.insert("a")
+    assert bench.ledger.withdraw("a")
+    bench.ledger.forsake(bench.begin("a"))
+    with pytest.raises(EntryAborted, match="withdrawn"):
+        bench.book.when_gone("a")
+
+
+async def test_a_cancelled_wait_for_the_end_is_forgotten() -> None:
+    bench = SteppedLedger()
+    entry = bench.insert("a")
+    for _ in range(3):
+        bench.book.when_gone("a").cancel()
+    await asyncio.sleep(0)
+    assert not entry.gone
+
+
+async def test_which_deliveries_counted_is_remembered() -> None:
+    bench = SteppedLedger()
+    bench.insert("a")
+    lease = bench.select()[0].held()
+    assert not bench.book.was_acknowledged("a", lease.token)
+    bench.leases.acknowledge(lease)
+    assert bench.book.was_acknowledged("a", lease.token)
+    assert not bench.book.was_acknowledged("a", b"another")

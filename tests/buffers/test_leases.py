@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from asynckv.buffers.queries import Query, make_query
+from asynckv.errors import EntryAborted, LeaseLost
+from asynckv.testing.blocked import until
+from asynckv.testing.ledgers import SteppedLedger
+
+ONE = make_query([1], None)
+
+
+async def test_an_entry_is_leased_and_leaves_at_the_acknowledgement() -> None:
+    bench = SteppedLedger()
+    bench.insert("a")
+    holder, _ = bench.select()
+    assert holder.entry_id == "a"
+    assert bench.select()[0].entry_id is None
+    bench.leases.acknowledge(holder.held())
+    assert bench.arena.used_bytes == 0
+    assert not bench.book.entries
+
+
+async def test_a_stale_acknowledgement_is_refused() -> None:
+    bench = SteppedLedger()
+    bench.insert("a")
+    holder, _ = bench.select()
+    stale = holder.held()
+    bench.leases.give_back(stale, reached=False)
+    with pytest.raises(LeaseLost):
+        bench.leases.acknowledge(stale)
+    bench.leases.give_back(stale, reached=True)
+    assert bench.select()[0].held().attempt == 2
+
+
+async def test_a_forgotten_query_gives_back_and_is_never_served_again() -> None:
+    bench = SteppedLedger()
+    entry = bench.begin("a")
+    first, waiter = bench.select()
+    bench.leases.forget(waiter)
+    second, _ = bench.select()
+    assert second.entry_id == "a"
+    bench.leases.serve(waiter)
+    bench.ledger.forsake(entry)
+    assert first.heard == ["leased a"]
+
+
+async def test_retracted_queries_are_served_in_the_order_of_their_wait() -> None:
+    bench = SteppedLedger()
+    bench.insert("other", tokens=(1,))
+    entry = bench.begin("a", tokens=(1,), deliveries=2)
+    old, old_waiter = bench.select(make_query([1], None, entry_id="a"), "old")
+    young, _ = bench.select(make_query([1], None, entry_id="a"), "young")
+    bench.leases.give_back(old.held(), reached=False)
+    bench.leases.serve(old_waiter)
+    bench.ledger.forsake(entry)
+    bench.insert("a", tokens=(1,))
+    assert (old.entry_id, young.entry_id) == ("a", None)
+
+
+async def test_each_delivery_goes_to_another_consumer() -> None:
+    bench = SteppedLedger()
+    bench.insert("a", deliveries=2)
+    one, _ = bench.select(consumer="one")
+    again, _ = bench.select(consumer="one")
+    two, _ = bench.select(consumer="two")
+    assert (again.entry_id, two.entry_id) == (None, "a")
+    bench.leases.acknowledge(one.held())
+    assert again.entry_id is None
+    bench.leases.acknowledge(two.held())
+    assert not bench.book.entries
+
+
+async def test_too_many_failures_drop_an_entry(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = SteppedLedger()
+    bench.insert("a")
+    gone = bench.book.when_gone("a")
+    for _ in range(2):
+        bench.leases.give_back(bench.select()[0].held(), reached=True)
+    with pytest.raises(EntryAborted) as caught:
+        await gone
+    assert caught.value.reason == "max_deliver"
+    assert caplog.messages == ["entry a failed in 2 consumers and is dropped"]
+
+
+async def test_who_holds_too_long_loses_the_entry(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = SteppedLedger(max_hold_s=0.001)
+    bench.insert("a")
+    holder, _ = bench.select(streams=True)
+    for _ in range(2):  # told twice, it counts from the first time
+        bench.leases.reach(holder.held())
+    next_holder, _ = bench.select()
+    await until(lambda: next_holder.entry_id == "a")
+    assert holder.heard[-1] == "aborted lapsed"
+    assert bench.ledger.counters.lapsed == 1
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+async def test_an_insert_among_10_000_waiting_queries_asks_only_who_matches() -> None:
+    bench = SteppedLedger(2**20)
+    holders = [
+        bench.select(make_query([7, n % 100, n], None))[0] for n in range(10_000)
+    ]
+    bench.insert("a", tokens=(7, 42, 4242))
+    assert [h.entry_id for h in holders if h.heard] == ["a"]
+    assert holders[4242].entry_id == "a"
+    assert bench.leases.waiting_count == 9_999
+
+
+async def test_10_000_queries_for_one_id_are_served_without_a_scan_each() -> None:
+    bench = SteppedLedger(2**20)
+    holders = [
+        bench.select(Query(None, "a"), f"consumer {n}")[0] for n in range(10_000)
+    ]
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    bench.insert("a", deliveries=10_000)
+    assert loop.time() - began < 5  # a scan each took minutes
+    assert all(holder.entry_id == "a" for holder in holders)
