@@ -13,6 +13,7 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.header import (
     HEADER_BYTES,
     TYPE_CHUNK,
+    checksum_of,
     pack_header,
     unpack_header,
 )
@@ -39,13 +40,14 @@ class Chunk(NamedTuple):
 
 
 def encode_chunk_header(transfer: int, part: int, offset: int, nbytes: int) -> bytes:
-    """Return the 48 bytes that go before the chunk's own."""
-    header = pack_header(TYPE_CHUNK, _PLACE.size, nbytes)
-    return header + _PLACE.pack(transfer, part, offset)
+    """Return the 56 bytes that go before the chunk's own."""
+    place = _PLACE.pack(transfer, part, offset)
+    checksum = checksum_of(place)
+    return pack_header(TYPE_CHUNK, _PLACE.size, nbytes, checksum=checksum) + place
 
 
 def decode_chunk_header(data: bytes | bytearray | memoryview) -> Chunk:
-    """Read the 48 bytes that go before a chunk.
+    """Read the 56 bytes that go before a chunk.
 
     :raises RemoteProtocolError: they are not the header of a chunk that has bytes
     """
@@ -61,5 +63,7 @@ def decode_chunk_header(data: bytes | bytearray | memoryview) -> Chunk:
         raise RemoteProtocolError("a chunk header was cut short")
     if header.payload_bytes == 0:
         raise RemoteProtocolError("a chunk without bytes")
+    if checksum_of(bytes(data[HEADER_BYTES:])) != header.checksum:
+        raise RemoteProtocolError("a chunk header fails its checksum")
     transfer, part, offset = _PLACE.unpack_from(data, HEADER_BYTES)
     return Chunk(transfer, part, offset, header.payload_bytes)

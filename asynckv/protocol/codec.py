@@ -20,6 +20,8 @@ from asynckv.protocol.header import (
     TYPE_CONTINUATION,
     TYPE_CONTROL,
     Header,
+    check_magic,
+    checksum_of,
     pack_header,
     unpack_header,
 )
@@ -67,21 +69,39 @@ def encode_parts(
             f"more than the {limits.max_body_bytes} of this link"
         )
     if nbytes <= BODY_PART_BYTES:
-        header = pack_header(TYPE_CONTROL, control_bytes, nbytes, stream)
+        header = pack_header(
+            TYPE_CONTROL,
+            control_bytes,
+            nbytes,
+            stream,
+            checksum=checksum_of(control, body),
+        )
         return (header + control + body if nbytes else header + control), None
     view = memoryview(body)
+    part = view[:BODY_PART_BYTES]
     header = pack_header(
-        TYPE_CONTROL, control_bytes, BODY_PART_BYTES, stream, more=True
+        TYPE_CONTROL,
+        control_bytes,
+        BODY_PART_BYTES,
+        stream,
+        more=True,
+        checksum=checksum_of(control, part),
     )
-    first = b"".join((header, control, view[:BODY_PART_BYTES]))
-    return first, _continuations(stream, view)
+    return b"".join((header, control, part)), _continuations(stream, view)
 
 
 def _continuations(stream: int, body: memoryview) -> Iterator[bytes]:
     for start in range(BODY_PART_BYTES, len(body), BODY_PART_BYTES):
         part = body[start : start + BODY_PART_BYTES]
         more = start + len(part) < len(body)
-        header = pack_header(TYPE_CONTINUATION, 0, len(part), stream, more=more)
+        header = pack_header(
+            TYPE_CONTINUATION,
+            0,
+            len(part),
+            stream,
+            more=more,
+            checksum=checksum_of(b"", part),
+        )
         yield header + part
 
 
@@ -147,6 +167,7 @@ class FrameDecoder:
             pending += data
             # Joined once a frame, however small the pieces are.
             if len(pending) < self._wanted_bytes():
+                self._check_beginning()
                 return
             data = bytes(pending)
             pending.clear()
@@ -167,6 +188,8 @@ class FrameDecoder:
                     data[body_start:end],
                 )
                 start = end
+                if checksum_of(control, part) != header.checksum:
+                    raise RemoteProtocolError("a frame fails its checksum")
                 if header.type == TYPE_CONTROL and not header.more:
                     yield header.stream, _decode(control), part
                 elif (whole := self._accept(header, control, part)) is not None:
@@ -176,6 +199,16 @@ class FrameDecoder:
             raise
         if start < nbytes:
             pending += data[start:]
+            self._check_beginning()
+
+    def _check_beginning(self) -> None:
+        """Refuse what is no frame at its first bytes, not when a header is whole."""
+        if self._header is None:
+            try:
+                check_magic(self._pending)
+            except RemoteProtocolError as exc:
+                self._die(exc)
+                raise
 
     def _die(self, error: RemoteProtocolError) -> None:
         self._error = error

@@ -1,17 +1,19 @@
-"""The 28 bytes that every frame and every chunk begins with.
+"""The 36 bytes that every frame and every chunk begins with.
 
-Big endian: magic, version, type, flags, control length, payload length,
-stream, and a crc32 of all that. The checksum finds a lost place in the byte
-stream early; it is no security. Limits are the caller's to check.
+Big endian: magic, version, type, flags, control length, payload length, stream,
+a checksum of what follows, and a crc32 of all that. The crc32 lets lengths be
+believed before anything is kept; the checksum finds what changed on its way, be
+it one token of a key. Neither is security. Limits are the caller's to check.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
+import xxhash
 
 from asynckv.errors import RemoteProtocolError
 
@@ -23,12 +25,14 @@ __all__ = (
     "TYPE_CONTROL",
     "WIRE_VERSION",
     "Header",
+    "check_magic",
+    "checksum_of",
     "pack_header",
     "unpack_header",
 )
 
 WIRE_VERSION: Final = 1
-HEADER_BYTES: Final = 28
+HEADER_BYTES: Final = 36
 
 TYPE_CONTROL: Final = 0
 """A control frame, with the first bytes of its body."""
@@ -40,19 +44,32 @@ TYPE_CHUNK: Final = 2
 FLAG_MORE: Final = 1
 """The body goes on in a continuation frame of the same stream."""
 
+_Buffer: TypeAlias = bytes | bytearray | memoryview
+
 _MAGIC: Final = b"AKV1"
-_FIELDS: Final = struct.Struct("!4sBBHIQI")
-_unpack: Final = struct.Struct("!4sBBHIQII").unpack_from
+_FIELDS: Final = struct.Struct("!4sBBHIQIQ")
+_unpack: Final = struct.Struct("!4sBBHIQIQI").unpack_from
+_xxh3: Final = xxhash.xxh3_64_intdigest
 
 
 class Header(msgspec.Struct, frozen=True, gc=False):
-    """A header whose checksum, type and flags are right; its lengths are claims."""
+    """A header whose crc32, type and flags are right; the rest are claims."""
 
     type: int
     more: bool
     control_bytes: int
     payload_bytes: int
     stream: int
+    checksum: int
+
+
+def checksum_of(control: _Buffer, payload: _Buffer = b"") -> int:
+    """Return what the header says of what follows it: xxh3, 64 bits.
+
+    Of a chunk only the control part counts: its bytes have a digest of their own.
+    """
+    checksum = _xxh3(control)
+    return _xxh3(payload, checksum) if payload else checksum
 
 
 def pack_header(
@@ -62,23 +79,34 @@ def pack_header(
     stream: int = 0,
     *,
     more: bool = False,
+    checksum: int = 0,
 ) -> bytes:
-    """Return the header of a frame of ``control_bytes`` and ``payload_bytes``."""
+    """Return the header of a frame of ``control_bytes`` and ``payload_bytes``.
+
+    ``checksum`` is :func:`checksum_of` them.
+    """
     flags = FLAG_MORE if more else 0
     fields = _FIELDS.pack(
-        _MAGIC, WIRE_VERSION, type_, flags, control_bytes, payload_bytes, stream
+        _MAGIC,
+        WIRE_VERSION,
+        type_,
+        flags,
+        control_bytes,
+        payload_bytes,
+        stream,
+        checksum,
     )
     return fields + zlib.crc32(fields).to_bytes(4, "big")
 
 
-def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
+def unpack_header(data: _Buffer, offset: int = 0) -> Header:
     """Read the header at ``offset``.
 
     :raises RemoteProtocolError: it is no header of this version, or was changed
     """
     if len(data) - offset < HEADER_BYTES:
         raise RemoteProtocolError("a frame header was cut short")
-    magic, version, type_, flags, control, payload, stream, checksum = _unpack(
+    magic, version, type_, flags, control, payload, stream, checksum, crc32 = _unpack(
         data, offset
     )
     if magic != _MAGIC or version != WIRE_VERSION:
@@ -87,9 +115,19 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Head
         raise RemoteProtocolError(f"unknown frame type {type_}")
     if flags & ~FLAG_MORE:
         raise RemoteProtocolError(f"unknown frame flags {flags:#x}")
-    if zlib.crc32(data[offset : offset + _FIELDS.size]) != checksum:
+    if zlib.crc32(data[offset : offset + _FIELDS.size]) != crc32:
         raise RemoteProtocolError("a frame header fails its checksum")
-    return Header(type_, flags == FLAG_MORE, control, payload, stream)
+    return Header(type_, flags == FLAG_MORE, control, payload, stream, checksum)
+
+
+def check_magic(beginning: bytearray) -> None:
+    """Refuse bytes that no header begins with, however few they are.
+
+    :raises RemoteProtocolError: they are not asynckv's
+    """
+    magic = bytes(beginning[: len(_MAGIC)])
+    if not _MAGIC.startswith(magic):
+        raise _foreign(magic, WIRE_VERSION)
 
 
 def _foreign(magic: bytes, version: int) -> RemoteProtocolError:

@@ -25,7 +25,7 @@ def test_a_chunk_header_comes_back(
     transfer: int, part: int, offset: int, nbytes: int
 ) -> None:
     data = encode_chunk_header(transfer, part, offset, nbytes)
-    assert len(data) == CHUNK_HEADER_BYTES == 48
+    assert len(data) == CHUNK_HEADER_BYTES == 56
     assert decode_chunk_header(data) == Chunk(transfer, part, offset, nbytes)
 
 
@@ -39,7 +39,7 @@ def test_garbage_is_a_protocol_error(garbage: bytes) -> None:
     "data",
     [
         encode_chunk_header(1, 2, 3, 4)[:-1],
-        encode_chunk_header(1, 2, 3, 4)[:27],
+        encode_chunk_header(1, 2, 3, 4)[:35],
         encode_chunk_header(1, 2, 3, 0),
         pack_header(TYPE_CONTROL, 20, 4) + bytes(20),
         pack_header(2, 19, 4) + bytes(20),
@@ -53,8 +53,8 @@ def test_what_is_no_chunk_is_a_protocol_error(data: bytes) -> None:
         decode_chunk_header(data)
 
 
-@given(st.integers(0, 28 * 8 - 1))
-def test_a_flipped_bit_in_the_frame_header_is_found(bit: int) -> None:
+@given(st.integers(0, 56 * 8 - 1))
+def test_a_flipped_bit_is_found_in_the_header_and_in_the_place(bit: int) -> None:
     data = bytearray(encode_chunk_header(1, 2, 3, 4))
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(RemoteProtocolError):

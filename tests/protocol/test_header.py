@@ -9,6 +9,8 @@ from asynckv.protocol.header import (
     TYPE_CHUNK,
     TYPE_CONTROL,
     Header,
+    check_magic,
+    checksum_of,
     pack_header,
     unpack_header,
 )
@@ -20,13 +22,32 @@ from asynckv.protocol.header import (
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**32 - 1),
     st.booleans(),
+    st.integers(0, 2**64 - 1),
 )
 def test_a_header_comes_back_as_it_was_packed(
-    type_: int, control: int, payload: int, stream: int, more: bool
+    type_: int, control: int, payload: int, stream: int, more: bool, checksum: int
 ) -> None:
-    packed = pack_header(type_, control, payload, stream, more=more)
-    assert len(packed) == HEADER_BYTES
-    assert unpack_header(packed) == Header(type_, more, control, payload, stream)
+    packed = pack_header(type_, control, payload, stream, more=more, checksum=checksum)
+    assert len(packed) == HEADER_BYTES == 36
+    fields = (type_, more, control, payload, stream, checksum)
+    assert unpack_header(packed) == Header(*fields)
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0))
+def test_each_flipped_bit_of_what_follows_changes_its_checksum(
+    control: bytes, payload: bytes, bit: int
+) -> None:
+    whole = bytearray(control + payload + b"\0")
+    bit %= len(whole) * 8
+    whole[bit // 8] ^= 1 << bit % 8
+    changed = bytes(whole[: len(control)]), bytes(whole[len(control) : -1])
+    before = checksum_of(control, payload)
+    assert (checksum_of(*changed) == before) == (changed == (control, payload))
+
+
+def test_a_checksum_tells_control_and_payload_apart() -> None:
+    assert checksum_of(b"ab", b"c") != checksum_of(b"a", b"bc")
+    assert checksum_of(b"", b"abc") != checksum_of(b"abc")
 
 
 @pytest.mark.parametrize("bit", range(HEADER_BYTES * 8))
@@ -45,7 +66,7 @@ def test_a_header_that_was_cut_short_is_refused(nbytes: int) -> None:
 
 def test_a_header_is_read_where_it_begins() -> None:
     data = b"before" + pack_header(TYPE_CONTROL, 1, 2, 3) + b"after"
-    assert unpack_header(data, 6) == Header(TYPE_CONTROL, False, 1, 2, 3)
+    assert unpack_header(data, 6) == Header(TYPE_CONTROL, False, 1, 2, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +76,7 @@ def test_a_header_is_read_where_it_begins() -> None:
         (4, 2, "wire version 2"),
         (5, 3, "unknown frame type 3"),
         (7, 2, "unknown frame flags"),
-        (27, 0xFF, "checksum"),
+        (35, 0xFF, "checksum"),
     ],
 )
 def test_the_error_says_what_is_wrong_with_the_header(
@@ -65,3 +86,15 @@ def test_the_error_says_what_is_wrong_with_the_header(
     packed[offset] = value
     with pytest.raises(RemoteProtocolError, match=says):
         unpack_header(packed)
+
+
+@pytest.mark.parametrize("nbytes", range(HEADER_BYTES))
+def test_the_beginning_of_a_header_is_known_however_short(nbytes: int) -> None:
+    check_magic(bytearray(pack_header(TYPE_CONTROL, 0, 0)[:nbytes]))
+
+
+@pytest.mark.parametrize("foreign", [b"G", b"AK\0", b"AKV2", b"GET / HTTP/1.1"])
+def test_foreign_bytes_are_told_at_once(foreign: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="not a frame") as caught:
+        check_magic(bytearray(foreign))
+    assert "something else" in caught.value.hint

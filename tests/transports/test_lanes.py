@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.chunks import encode_chunk_header
+from asynckv.protocol.chunks import CHUNK_HEADER_BYTES, encode_chunk_header
 from asynckv.transports.lanes import LaneSocket, ReceiveLane, SendLane
 from asynckv.transports.parts import Part, PartTable
 
@@ -83,7 +83,7 @@ def test_transfers_take_turns() -> None:
         gate.put(_part(2, 0, b"b"))
         gate.put(_part(2, 1, b"c"))
         gate.put(_part(3, 0, b"d"))
-        _read(far, 2**24 + 48)
+        _read(far, 2**24 + CHUNK_HEADER_BYTES)
         order = [owner.hear() for _ in range(4)]
         names = [(p.transfer, p.number) for p in order if isinstance(p, Part)]
         assert names == [(1, 0), (2, 0), (3, 0), (2, 1)]
@@ -100,7 +100,7 @@ def test_a_stopped_part_that_is_being_sent_is_left_after_its_chunk() -> None:
             threading.Event().wait(0.001)
         sender.stop(1)
         assert sender.is_sending(1)
-        _read(far, 2**24 + 48)
+        _read(far, 2**24 + CHUNK_HEADER_BYTES)
         assert owner.hear() == "left"
         assert not sender.is_sending(1)
         assert sender.queued_bytes == 0
@@ -148,7 +148,7 @@ def test_a_chunk_over_the_limit_ends_the_receiver() -> None:
         assert isinstance(owner.hear(), RemoteProtocolError)
 
 
-@pytest.mark.parametrize("sent", [10, 50])
+@pytest.mark.parametrize("sent", [10, 58])
 def test_hanging_up_within_a_chunk_is_an_error(sent: int) -> None:
     with _lane() as (lane, far, owner):
         table = PartTable()
