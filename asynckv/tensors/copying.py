@@ -122,7 +122,7 @@ class CopyPool:
         as they may after an error.
 
         :raises ValueError: a source and its target differ, or cannot be copied
-        :raises RuntimeError: the pool is closed
+        :raises RuntimeError: the pool is closed, or the process can have no thread
         """
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
@@ -134,7 +134,7 @@ class CopyPool:
         A cancelled call ends when no thread reads the tensors any more.
 
         :raises ValueError: a tensor has no bytes in CPU memory
-        :raises RuntimeError: the pool is closed
+        :raises RuntimeError: the pool is closed, or the process can have no thread
         """
         return await self._run(_Call(tensors, None, True), tensors)
 
@@ -166,13 +166,21 @@ class CopyPool:
     def _submit(self, call: _Call, end: Callable[[], None]) -> None:
         with self._changed:
             self._waiting.append((call, end))
-            while self._threads < self._max_threads:
-                name = f"asynckv-copy-{next(_names)}"
-                # No daemons: one that is in torch while the interpreter ends takes
-                # the process down. None outlives its work by more than _IDLE_S.
-                threading.Thread(target=self._work, name=name, daemon=False).start()
-                self._threads += 1
+            try:
+                self._start_threads()
+            except RuntimeError:  # the process has as many threads as it may
+                if not self._threads:
+                    self._waiting.remove((call, end))
+                    raise
             self._changed.notify_all()
+
+    def _start_threads(self) -> None:
+        while self._threads < self._max_threads:
+            name = f"asynckv-copy-{next(_names)}"
+            # No daemons: one that is in torch while the interpreter ends takes
+            # the process down. None outlives its work by more than _IDLE_S.
+            threading.Thread(target=self._work, name=name, daemon=False).start()
+            self._threads += 1
 
     def _stop(self, call: _Call) -> None:
         with self._changed:
@@ -205,7 +213,7 @@ class CopyPool:
             call.run(indices)
         except _Stopped:
             pass
-        except BaseException as exc:  # noqa: BLE001 - raised by the caller
+        except BaseException as exc:  # noqa: BLE001 - _run() raises it on the loop
             call.error = call.error or exc
             self._stop(call)
         finally:

@@ -7,24 +7,22 @@ this process. Threads start with the first part that needs them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Final
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import AsyncKVError, LocalProtocolError, PeerLost
-from asynckv.shielding import wait_shielded
 from asynckv.transports.completions import Completions
-from asynckv.transports.lanes import LaneSocket, ReceiveLane, SendLane
+from asynckv.transports.ending import Ending
+from asynckv.transports.lanes import Lanes
 from asynckv.transports.parts import DoneCallback, Part, PartTable
+from asynckv.transports.pending import PendingParts
+from asynckv.transports.quiet import QuietWaits
 
 __all__ = ("DEFAULT_CHUNK_BYTES", "InlineTransport")
 
 DEFAULT_CHUNK_BYTES: Final = 4 * 2**20
 
-_QUIET_S: Final = 1.0
-"""A lane that does not let go of memory for as long is shut down."""
 _CLOSE_S: Final = 1.0
 
 
@@ -35,8 +33,6 @@ class InlineTransport(PayloadTransport):
     ends in any way but by :meth:`aclose` or :meth:`abort`: with ``PeerLost``
     or ``RemoteProtocolError``. After any end each part that has not moved is
     told so (``done(b"", error)``) as soon as no thread touches any memory.
-
-    ``part_moved`` to ``receiver_ended`` are what the lanes' threads call.
 
     A transfer's parts leave in the order in which they were queued on their
     lane; transfers take turns, chunk by chunk.
@@ -54,24 +50,26 @@ class InlineTransport(PayloadTransport):
     ) -> None:
         self._lane_count = lanes
         self._digest = digest
-        self._loop = loop
-        self._on_lost = on_lost
-        # A peer's limit of 0 must not make us send empty chunks for ever.
-        self._max_chunk_bytes = max(max_chunk_bytes, 1)
-        self._sockets: list[LaneSocket] = []
-        self._senders: list[SendLane] = []
-        self._receivers: list[ReceiveLane] = []
-        self._receiving = False
         self._table = PartTable()
-        self._pending: dict[int, set[Part]] = {}
-        self._error: Exception | None = None
-        self._threads = 0
-        self._lanes_left = 0
-        self._patience: asyncio.TimerHandle | None = None
-        self._over: asyncio.Future[None] = loop.create_future()
-        self._drained: asyncio.Future[None] | None = None
-        self._quiet: list[tuple[int, asyncio.Future[None]]] = []
-        self._completions = Completions(loop, self._deliver)
+        self._pending = PendingParts(loop)
+        self._completions = Completions(loop, self._pending.tell)
+        self._lanes = Lanes(
+            loop,
+            self._pending,
+            self._table,
+            max_chunk_bytes,
+            moved=self._completions.add,
+            let_go=self._let_go,
+            lost=self._lose,
+        )
+        self._quiet = QuietWaits(loop, self._lanes.is_touched)
+        self._ending = Ending(
+            loop,
+            on_lost,
+            hang_up=self._lanes.shut_down,
+            is_touching=lambda: self._lanes.threads > 0,
+            take_left=self._take_left,
+        )
 
     def describe(self) -> bytes:
         return b""
@@ -87,18 +85,7 @@ class InlineTransport(PayloadTransport):
             raise LocalProtocolError(
                 f"{len(side_channel)} sockets for {self._lane_count} lanes"
             )
-        self._open(list(side_channel))
-
-    def _open(self, sockets: list[socket.socket]) -> None:
-        for sock in sockets:
-            lane = LaneSocket(sock)
-            self._sockets.append(lane)
-            self._senders.append(SendLane(lane, self, self._max_chunk_bytes))
-            self._receivers.append(
-                ReceiveLane(lane, self, self._table, self._max_chunk_bytes)
-            )
-        if self._error is not None:
-            self._shut_down()
+        self._lanes.open(side_channel)
 
     def send(
         self,
@@ -110,16 +97,13 @@ class InlineTransport(PayloadTransport):
         digest: bytes | None = None,
     ) -> None:
         outgoing = self._part(transfer, part, source, done, digest)
-        self._pending.setdefault(transfer, set()).add(outgoing)
-        if self._error is not None:
-            self._loop.call_soon(self._fail_if_over)
-        elif not outgoing.left_bytes:
-            self.part_moved(outgoing)
-        elif self._lanes_left:
-            self._loop.call_soon(self._lose, PeerLost("the peer closed its lanes"))
+        self._pending.add(outgoing)
+        if self._ending.error is not None:
+            self._ending.settle_soon()
+        elif outgoing.left_bytes:
+            self._lanes.send(outgoing)
         else:
-            lane = min(self._senders, key=lambda lane: lane.queued_bytes)
-            self._threads += lane.put(outgoing)
+            self._completions.add(outgoing)
 
     def receive(
         self, transfer: int, part: int, target: memoryview, done: DoneCallback
@@ -130,18 +114,16 @@ class InlineTransport(PayloadTransport):
             transport is not open yet
         """
         incoming = self._part(transfer, part, target, done, None)
-        if not incoming.left_bytes and self._error is None:
+        if self._ending.error is not None:
+            self._table.add(incoming)
+            self._ending.settle_soon()
+        elif incoming.left_bytes:
+            self._table.add(incoming)
+            self._lanes.receive()
+        else:
             self._table.announce(transfer)
-            self._pending.setdefault(transfer, set()).add(incoming)
-            self.part_moved(incoming)
-            return
-        self._table.add(incoming)
-        if self._error is not None:
-            self._loop.call_soon(self._fail_if_over)
-            return
-        self._start_receiving()
-        if self._lanes_left:
-            self._judge_peer()
+            self._pending.add(incoming)
+            self._completions.add(incoming)
 
     def announce(self, transfer: int) -> None:
         self._table.announce(transfer)
@@ -151,54 +133,30 @@ class InlineTransport(PayloadTransport):
 
     def stop(self, transfer: int) -> None:
         self._table.stop(transfer)
-        for lane in self._senders:
-            lane.stop(transfer)
-        for part in self._pending.pop(transfer, ()):
-            part.stopped = True
-        self._settle_drained()
+        self._lanes.stop(transfer)
+        self._pending.stop(transfer)
 
     async def quiesce(self, transfer: int) -> None:
         self.stop(transfer)
-        if not self._is_touched(transfer):
-            return
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._quiet.append((transfer, future))
-        timer = self._loop.call_later(_QUIET_S, self._give_up_on, transfer)
-        try:
-            await wait_shielded(future)
-        finally:
-            timer.cancel()
+
+        def give_up() -> None:
+            if self._lanes.is_touched(transfer):
+                self._lose(PeerLost("a payload lane did not let go of memory in time"))
+
+        await self._quiet.wait(transfer, give_up)
 
     async def aclose(self) -> None:
         """As the contract says: at most 1 s for queued parts, 1 s for threads."""
         try:
-            if self._pending and self._error is None:
-                if self._drained is None:
-                    self._drained = self._loop.create_future()
-                await wait_shielded(self._drained, timeout_s=_CLOSE_S)
+            if self._ending.error is None:
+                await self._pending.wait_until_none(_CLOSE_S)
         finally:
             self.abort()
-            await wait_shielded(self._over, timeout_s=_CLOSE_S)
+            await self._ending.wait(_CLOSE_S)
 
     def abort(self) -> None:
         """End now. Never waits; threads let go within a moment."""
-        self._end(PeerLost("the payload lanes were closed on this side"))
-
-    def part_moved(self, part: Part) -> None:
-        self._completions.add(part)
-
-    def part_left(self) -> None:
-        self._call_soon(self._settle_quiet)
-
-    def sender_ended(self, error: BaseException | None) -> None:
-        self._call_soon(self._after_sender, error)
-
-    def receiver_ended(self, error: BaseException | None) -> None:
-        self._call_soon(self._after_receiver, error)
-
-    def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(callback, *args)
+        self._ending.end(PeerLost("the payload lanes were closed on this side"))
 
     def _part(
         self,
@@ -208,113 +166,23 @@ class InlineTransport(PayloadTransport):
         done: DoneCallback,
         digest: bytes | None,
     ) -> Part:
-        if not self._sockets:
+        if not self._lanes:
             raise LocalProtocolError("the payload lanes are not open yet")
         return Part(transfer, number, memory, done, digest if self._digest else b"")
 
-    def _start_receiving(self) -> None:
-        if not self._receiving:
-            self._receiving = True
-            self._threads += sum(lane.start() for lane in self._receivers)
-
-    def _after_sender(self, error: BaseException | None) -> None:
-        self._threads -= 1
-        if error is not None and self._pending:
-            self._lose(error)
-        self._settle_quiet()
-        self._fail_if_over()
-
-    def _after_receiver(self, error: BaseException | None) -> None:
-        self._threads -= 1
-        self._lanes_left += 1
-        if isinstance(error, OSError | EOFError | None):
-            self._judge_peer()
-        else:
-            self._lose(error)
-        self._settle_quiet()
-        self._fail_if_over()
-
-    def _judge_peer(self) -> None:
-        """The peer closes all its lanes or none, but not all in one moment."""
-        if self._error is not None or not self._table.is_waiting:
-            return
-        if self._lanes_left == len(self._receivers):
-            self._lose(None)
-        elif self._patience is None:
-            self._patience = self._loop.call_later(_CLOSE_S, self._lose_patience)
-
-    def _lose_patience(self) -> None:
-        self._patience = None
-        if self._table.is_waiting:
-            self._lose(None)
-
-    def _is_touched(self, transfer: int) -> bool:
-        return bool(self._table.carriers_of(transfer)) or any(
-            lane.is_sending(transfer) for lane in self._senders
-        )
-
-    def _settle_quiet(self) -> None:
-        waiting = []
-        for transfer, future in self._quiet:
-            if self._is_touched(transfer):
-                waiting.append((transfer, future))
-            elif not future.done():
-                future.set_result(None)
-        self._quiet = waiting
-
-    def _give_up_on(self, transfer: int) -> None:
-        if self._is_touched(transfer):
-            self._lose(PeerLost("a payload lane did not let go of memory in time"))
-
-    def _deliver(self, part: Part) -> None:
-        parts = self._pending.get(part.transfer)
-        if parts is not None:
-            parts.discard(part)
-            if not parts:
-                del self._pending[part.transfer]
-        part.tell()
-        self._settle_drained()
-
-    def _settle_drained(self) -> None:
-        drained = self._drained
-        if drained is not None and not drained.done() and not self._pending:
-            drained.set_result(None)
+    def _let_go(self) -> None:
+        self._quiet.settle()
+        self._ending.settle()
 
     def _lose(self, cause: BaseException | None) -> None:
-        if self._error is not None:
-            return
         if isinstance(cause, AsyncKVError):
-            error: Exception = cause
+            self._ending.lose(cause)
         else:
             error = PeerLost("a payload lane ended before what it had to carry")
             error.__cause__ = cause
-        self._end(error)
-        self._on_lost(error)
+            self._ending.lose(error)
 
-    def _end(self, error: Exception) -> None:
-        if self._error is not None:
-            return
-        self._error = error
-        if self._patience is not None:
-            self._patience.cancel()
-        self._shut_down()
-        self._call_soon(self._fail_if_over)
-
-    def _shut_down(self) -> None:
-        for sender in self._senders:
-            sender.end()
-        for lane in self._sockets:
-            lane.shut_down()
-
-    def _fail_if_over(self) -> None:
-        """Once no thread is left: tell what has moved, then what never will."""
-        if self._error is None or self._threads:
-            return
+    def _take_left(self) -> list[Part]:
+        """What has moved is told that first; the rest never will."""
         self._completions.deliver_all()
-        left = [part for parts in self._pending.values() for part in parts]
-        self._pending.clear()
-        for part in [*left, *self._table.take_all()]:
-            part.tell(self._error)
-        self._settle_drained()
-        if not self._over.done():
-            self._over.set_result(None)
+        return [*self._pending.take_all(), *self._table.take_all()]

@@ -1,308 +1,161 @@
-"""The threads of a payload lane: a blocking socket, one sender, one receiver.
-
-A thread touches a part's memory only while its lane says so, and asks between
-pieces whether the part was stopped. What it has to say goes to a
-:class:`LaneOwner`, from its own thread.
-"""
+"""All lanes of one transport: their sockets, their threads, and the peer's leaving."""
 
 from __future__ import annotations
 
-import collections
+import asyncio
 import contextlib
-import itertools
-import os
 import socket
-import sys
-import threading
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final
 
-from asynckv.errors import AsyncKVError, RemoteProtocolError
-from asynckv.protocol.chunks import (
-    CHUNK_HEADER_BYTES,
-    decode_chunk_header,
-    encode_chunk_header,
-)
+from asynckv.errors import PeerLost
+from asynckv.transports.lane_sockets import LaneSocket
 from asynckv.transports.parts import Part, PartTable
+from asynckv.transports.pending import PendingParts
+from asynckv.transports.receive_lanes import ReceiveLane
+from asynckv.transports.send_lanes import SendLane
 
-__all__ = ("LaneOwner", "LaneSocket", "ReceiveLane", "SendLane")
+__all__ = ("Lanes",)
 
-_PIECE_NBYTES: Final = 2**20
-"""As much is received before the digest, so that it is still in the cache."""
-
-_NICENESS: Final = 5
-_names = itertools.count(1)
-
-
-class LaneOwner(Protocol):
-    """Who is told what the threads do. Called in those threads."""
-
-    def part_moved(self, part: Part) -> None:
-        """The last byte of ``part`` was sent, or has landed."""
-
-    def part_left(self) -> None:
-        """A stopped part is no longer touched."""
-
-    def sender_ended(self, error: BaseException | None) -> None:
-        """A sender thread ends; with an error if not because it was told to."""
-
-    def receiver_ended(self, error: BaseException | None) -> None:
-        """A receiver thread ends: by the peer's hanging up, or by an error."""
+_PATIENCE_S: Final = 1.0
 
 
-def _step_behind_the_loop() -> None:
-    """Where lanes want more cores than there are, the event loop comes first."""
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        with contextlib.suppress(OSError):
-            os.nice(_NICENESS)
+class Lanes:
+    """Connected sockets that move ``pending`` parts out and those of ``table`` in.
 
+    Threads start with the first part that needs them. ``moved(part)`` is called
+    in a lane's thread; on the loop, ``let_go()`` whenever a thread may have let
+    go of memory, and ``lost(cause)`` when something that is waited for will not
+    come: at once by an error, within 1 s by the peer's hanging up.
+    """
 
-class LaneSocket:
-    """A connected socket that threads share; the last to leave closes it."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)
-        self.sock = sock
-        self._lock = threading.Lock()
-        self._threads = 0
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pending: PendingParts,
+        table: PartTable,
+        max_chunk_bytes: int,
+        *,
+        moved: Callable[[Part], None],
+        let_go: Callable[[], None],
+        lost: Callable[[BaseException | None], None],
+    ) -> None:
+        self.threads = 0
+        self._loop = loop
+        self._pending = pending
+        self._table = table
+        # A peer's limit of 0 must not make us send empty chunks for ever.
+        self._max_chunk_bytes = max(max_chunk_bytes, 1)
+        self._moved = moved
+        self._let_go = let_go
+        self._lost = lost
+        self._sockets: list[LaneSocket] = []
+        self._senders: list[SendLane] = []
+        self._receivers: list[ReceiveLane] = []
+        self._is_receiving = False
+        self._lanes_left = 0
+        self._sender_error: BaseException | None = None
+        self._patience: asyncio.TimerHandle | None = None
         self._is_shut = False
 
-    def start(self, run: Callable[[], None], purpose: str) -> bool:
-        """Start a thread that uses the socket; ``False`` if it is shut down."""
-        with self._lock:
-            if self._is_shut:
-                return False
-            self._threads += 1
-        name = f"asynckv-{purpose}-{next(_names)}"
-        threading.Thread(target=run, name=name, daemon=True).start()
-        return True
+    def __len__(self) -> int:
+        return len(self._sockets)
 
-    def leave(self) -> None:
-        """A thread says that it no longer uses the socket."""
-        with self._lock:
-            self._threads -= 1
-            self._close_if_over()
+    def open(self, sockets: Sequence[socket.socket]) -> None:
+        """Take over connected sockets, one a lane; they are closed with the lanes."""
+        for sock in sockets:
+            lane = LaneSocket(sock)
+            self._sockets.append(lane)
+            self._senders.append(SendLane(lane, self, self._max_chunk_bytes))
+            self._receivers.append(
+                ReceiveLane(lane, self, self._table, self._max_chunk_bytes)
+            )
+        if self._is_shut:
+            self.shut_down()
 
-    def shut_down(self) -> None:
-        """End whatever a thread waits for on the socket. Never waits."""
-        with self._lock:
-            if self._is_shut:
-                return
-            self._is_shut = True
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
-            self._close_if_over()
+    def send(self, part: Part) -> None:
+        """Queue ``part`` on the lane that has least to do. Never waits."""
+        if self._lanes_left or self._sender_error is not None:
+            error = PeerLost("the peer closed its lanes")
+            error.__cause__ = self._sender_error
+            self._loop.call_soon(self._lost, error)
+            return
+        lane = min(self._senders, key=lambda lane: lane.queued_bytes)
+        self.threads += lane.put(part)
 
-    def _close_if_over(self) -> None:
-        if self._is_shut and not self._threads:
-            self.sock.close()
-
-
-class SendLane:
-    """Sends parts in chunks; transfers take turns, parts of one keep their order."""
-
-    def __init__(
-        self, lane: LaneSocket, owner: LaneOwner, max_chunk_bytes: int
-    ) -> None:
-        self._lane = lane
-        self._owner = owner
-        self._max_chunk_bytes = max_chunk_bytes
-        self._changed = threading.Condition()
-        self._queues: collections.OrderedDict[int, collections.deque[Part]] = (
-            collections.OrderedDict()
-        )
-        self._sending: Part | None = None
-        self._has_thread = False
-        self._ended = False
-        self.queued_bytes = 0
-
-    def put(self, part: Part) -> bool:
-        """Queue ``part``; ``True`` if a thread had to be started for it."""
-        with self._changed:
-            self._queues.setdefault(part.transfer, collections.deque()).append(part)
-            self.queued_bytes += part.left_bytes
-            self._changed.notify()
-            if self._has_thread:
-                return False
-            self._has_thread = True
-        return self._lane.start(self._run, "send")
+    def receive(self) -> None:
+        """The table waits for something: let it come, if the peer is still there."""
+        if not self._is_receiving:
+            self._is_receiving = True
+            self.threads += sum(lane.start() for lane in self._receivers)
+        if self._lanes_left:
+            self._judge_peer()
 
     def stop(self, transfer: int) -> None:
-        """Send no further chunk of ``transfer``."""
-        with self._changed:
-            for part in self._queues.pop(transfer, ()):
-                part.stopped = True
-                self.queued_bytes -= part.left_bytes
+        """Let no further chunk of ``transfer`` leave."""
+        for lane in self._senders:
+            lane.stop(transfer)
 
-    def is_sending(self, transfer: int) -> bool:
-        """The thread reads memory of ``transfer``."""
-        with self._changed:
-            return self._sending is not None and self._sending.transfer == transfer
+    def is_touched(self, transfer: int) -> bool:
+        """A thread reads or writes memory of ``transfer``."""
+        return bool(self._table.carriers_of(transfer)) or any(
+            lane.is_sending(transfer) for lane in self._senders
+        )
 
-    def end(self) -> None:
-        """Let the thread end after its chunk; the socket is not this lane's."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify()
+    def shut_down(self) -> None:
+        """Let every thread end. Never waits; nobody is called ``lost`` after it."""
+        self._is_shut = True
+        if self._patience is not None:
+            self._patience.cancel()
+        for sender in self._senders:
+            sender.end()
+        for lane in self._sockets:
+            lane.shut_down()
 
-    def _run(self) -> None:
-        error: BaseException | None = None
-        try:
-            _step_behind_the_loop()
-            while (part := self._next_part()) is not None:
-                sent = 0
-                try:
-                    sent = self._send_chunk_of(part)
-                finally:
-                    self._leave(part, sent)
-        except Exception as exc:  # noqa: BLE001 - the owner is told
-            error = _without_memory(exc)
-        finally:
-            self._lane.leave()
-            self._owner.sender_ended(error)
+    def part_moved(self, part: Part) -> None:
+        self._moved(part)
 
-    def _next_part(self) -> Part | None:
-        with self._changed:
-            while not self._queues and not self._ended:
-                self._changed.wait()
-            if self._ended:
-                return None
-            transfer, parts = next(iter(self._queues.items()))
-            self._queues.move_to_end(transfer)
-            self._sending = parts[0]
-            return self._sending
+    def part_left(self) -> None:
+        self._call_soon(self._let_go)
 
-    def _send_chunk_of(self, part: Part) -> int:
-        start = part.moved_bytes
-        nbytes = min(part.left_bytes, self._max_chunk_bytes)
-        piece = part.memory[start : start + nbytes]
-        part.add_to_digest(piece)
-        header = encode_chunk_header(part.transfer, part.number, start, nbytes)
-        _send_all(self._lane.sock, header, piece)
-        return nbytes
+    def sender_ended(self, error: BaseException | None) -> None:
+        self._call_soon(self._after_sender, error)
 
-    def _leave(self, part: Part, nbytes: int) -> None:
-        with self._changed:
-            self._sending = None
-            part.moved_bytes += nbytes
-            stopped, moved = part.stopped, not part.left_bytes
-            if not stopped:
-                self.queued_bytes -= nbytes
-                if moved:
-                    self._drop_first_of(part.transfer)
-        if stopped:
-            part.let_go()
-            self._owner.part_left()
-        elif moved:
-            self._owner.part_moved(part)
+    def receiver_ended(self, error: BaseException | None) -> None:
+        self._call_soon(self._after_receiver, error)
 
-    def _drop_first_of(self, transfer: int) -> None:
-        parts = self._queues[transfer]
-        parts.popleft()
-        if not parts:
-            del self._queues[transfer]
+    def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback, *args)
 
+    def _after_sender(self, error: BaseException | None) -> None:
+        self.threads -= 1
+        if error is not None:
+            # Nothing may have been missed: but that lane takes no further part.
+            self._sender_error = error
+            if self._pending and not self._is_shut:
+                self._lost(error)
+        self._let_go()
 
-class ReceiveLane:
-    """Receives chunks straight into the memory that waits for them."""
+    def _after_receiver(self, error: BaseException | None) -> None:
+        self.threads -= 1
+        self._lanes_left += 1
+        if isinstance(error, OSError | EOFError | None):
+            self._judge_peer()
+        elif not self._is_shut:
+            self._lost(error)
+        self._let_go()
 
-    def __init__(
-        self, lane: LaneSocket, owner: LaneOwner, table: PartTable, max_chunk_bytes: int
-    ) -> None:
-        self._lane = lane
-        self._owner = owner
-        self._table = table
-        self._max_chunk_bytes = max_chunk_bytes
-        self._header = bytearray(CHUNK_HEADER_BYTES)
-        self._scratch = memoryview(b"")
+    def _judge_peer(self) -> None:
+        """The peer closes all its lanes or none, but not all in one moment."""
+        if self._is_shut or not self._table.is_waiting:
+            return
+        if self._lanes_left == len(self._receivers):
+            self._lost(None)
+        elif self._patience is None:
+            self._patience = self._loop.call_later(_PATIENCE_S, self._lose_patience)
 
-    def start(self) -> bool:
-        """Start the thread; ``False`` if the lane is shut down."""
-        return self._lane.start(self._run, "receive")
-
-    def _run(self) -> None:
-        error: BaseException | None = None
-        try:
-            _step_behind_the_loop()
-            while self._receive_chunk():
-                pass
-        except Exception as exc:  # noqa: BLE001 - the owner is told
-            error = _without_memory(exc)
-        finally:
-            self._lane.leave()
-            self._owner.receiver_ended(error)
-
-    def _receive_chunk(self) -> bool:
-        header = memoryview(self._header)
-        if not _receive_all(self._lane.sock, header, may_end=True):
-            return False
-        chunk = decode_chunk_header(header)
-        if chunk.nbytes > self._max_chunk_bytes:
-            raise RemoteProtocolError(
-                f"a chunk of {chunk.nbytes} bytes; {self._max_chunk_bytes} are allowed"
-            )
-        part = self._table.enter(chunk, self)
-        if part is None:
-            self._drop(chunk.nbytes)
-            return True
-        end = part.moved_bytes + chunk.nbytes
-        try:
-            self._receive_into(part, end)
-        finally:
-            self._leave(part)
-        self._drop(end - part.moved_bytes)
-        return True
-
-    def _receive_into(self, part: Part, end: int) -> None:
-        while part.moved_bytes < end and not part.stopped:
-            start = part.moved_bytes
-            piece = part.memory[start : min(start + _PIECE_NBYTES, end)]
-            _receive_all(self._lane.sock, piece)
-            part.add_to_digest(piece)
-            part.moved_bytes += piece.nbytes
-
-    def _leave(self, part: Part) -> None:
-        if self._table.leave(part, self):
-            self._owner.part_moved(part)
-        elif part.stopped:
-            part.let_go()
-            self._owner.part_left()
-
-    def _drop(self, nbytes: int) -> None:
-        if nbytes and not self._scratch:
-            self._scratch = memoryview(bytearray(_PIECE_NBYTES))
-        while nbytes:
-            piece = self._scratch[: min(nbytes, _PIECE_NBYTES)]
-            _receive_all(self._lane.sock, piece)
-            nbytes -= piece.nbytes
-
-
-def _without_memory(error: Exception) -> Exception:
-    """Drop the traceback of what the world does: its frames hold the payload."""
-    if isinstance(error, OSError | EOFError | AsyncKVError):
-        return error.with_traceback(None)
-    return error
-
-
-def _send_all(sock: socket.socket, header: bytes, piece: memoryview) -> None:
-    sent = sock.sendmsg([header, piece])
-    while sent < len(header):
-        sent += sock.sendmsg([header[sent:], piece])
-    sent -= len(header)
-    while sent < piece.nbytes:
-        sent += sock.send(piece[sent:])
-
-
-def _receive_all(
-    sock: socket.socket, into: memoryview, *, may_end: bool = False
-) -> bool:
-    """Fill ``into``; ``False`` if the peer hung up before it, and that may be."""
-    got = 0
-    while got < into.nbytes:
-        count = sock.recv_into(into[got:], 0, socket.MSG_WAITALL)
-        if count == 0:
-            if may_end and got == 0:
-                return False
-            raise EOFError("the peer hung up within a chunk")
-        got += count
-    return True
+    def _lose_patience(self) -> None:
+        self._patience = None
+        if self._table.is_waiting:
+            self._lost(None)

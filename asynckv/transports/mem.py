@@ -15,6 +15,7 @@ from asynckv.protocol.chunks import Chunk
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import tensor_over
+from asynckv.transports.ending import Ending
 from asynckv.transports.inline import DEFAULT_CHUNK_BYTES
 from asynckv.transports.parts import DoneCallback, Part, PartTable
 from asynckv.types import TensorSpec
@@ -45,13 +46,18 @@ class MemTransport(PayloadTransport):
     ) -> None:
         self._digest = digest
         self._loop = loop
-        self._on_lost = on_lost
         self._peer: MemTransport | None = None
         self._peer_left = False
         self._pool = CopyPool(threads=1)
         self._table = PartTable()
         self._moves: dict[asyncio.Task[None], Part] = {}
-        self._error: Exception | None = None
+        self._ending = Ending(
+            loop,
+            on_lost,
+            hang_up=self._hang_up,
+            is_touching=lambda: bool(self._tasks_of(None)),
+            take_left=self._table.take_all,
+        )
 
     def describe(self) -> bytes:
         return b""
@@ -74,28 +80,32 @@ class MemTransport(PayloadTransport):
         *,
         digest: bytes | None = None,
     ) -> None:
-        outgoing = Part(transfer, part, source, done, digest or b"")
+        peer = self._opened()
+        known = digest if digest and self._digest else b""
+        outgoing = Part(transfer, part, source, done, known)
         if self._peer_left:
-            self._loop.call_soon(self._lose, PeerLost("the peer closed its side"))
-        self._start(self._move(outgoing), outgoing)
+            self._loop.call_soon(self._ending.lose, PeerLost("the peer has left"))
+        self._start(self._move(outgoing, peer), outgoing)
 
     def receive(
         self, transfer: int, part: int, target: memoryview, done: DoneCallback
     ) -> None:
         """As the contract says.
 
-        :raises LocalProtocolError: the part is waited for already
+        :raises LocalProtocolError: the part is waited for already, or the
+            transport is not open yet
         """
+        self._opened()
         incoming = Part(transfer, part, target, done, b"")
         self._table.announce(transfer)
         if not incoming.left_bytes:
             self._start(self._digest_only(incoming), incoming)
             return
         self._table.add(incoming)
-        if self._error is not None:
-            self._loop.call_soon(self._fail_if_over)
+        if self._ending.error is not None:
+            self._ending.settle_soon()
         elif self._peer_left:
-            self._loop.call_soon(self._lose, PeerLost("the peer closed its side"))
+            self._loop.call_soon(self._ending.lose, PeerLost("the peer has left"))
 
     def announce(self, transfer: int) -> None:
         self._table.announce(transfer)
@@ -117,25 +127,27 @@ class MemTransport(PayloadTransport):
     async def aclose(self) -> None:
         """As the contract says: at most 1 s for queued parts, 1 s to end."""
         try:
-            await self._wait_for_moves()
+            if tasks := self._tasks_of(None):
+                moved = asyncio.gather(*tasks, return_exceptions=True)
+                await wait_shielded(moved, timeout_s=_CLOSE_S)
         finally:
             self.abort()
-            await self._wait_for_moves()
+            await self._ending.wait(_CLOSE_S)
 
     def abort(self) -> None:
         """End now. Never waits; the thread lets go within a moment."""
-        self._end(PeerLost("the payload transport was closed on this side"))
+        self._ending.end(PeerLost("the payload transport was closed on this side"))
 
-    async def _wait_for_moves(self) -> None:
-        if tasks := self._tasks_of(None):
-            ended = asyncio.gather(*tasks, return_exceptions=True)
-            await wait_shielded(ended, timeout_s=_CLOSE_S)
+    def _opened(self) -> MemTransport:
+        if self._peer is None:
+            raise LocalProtocolError("the payload transport is not open yet")
+        return self._peer
 
     def _start(self, move: Coroutine[None, None, None], part: Part) -> None:
         task = self._loop.create_task(move, name=f"asynckv-mem-{next(_names)}")
         self._moves[task] = part
         task.add_done_callback(self._after)
-        if self._error is not None:
+        if self._ending.error is not None:
             task.cancel()
 
     def _tasks_of(self, transfer: int | None) -> list[asyncio.Task[None]]:
@@ -148,26 +160,27 @@ class MemTransport(PayloadTransport):
         theirs = self._table.carriers_of(transfer)
         return [*ours, *(task for task in theirs if isinstance(task, asyncio.Task))]
 
-    async def _move(self, part: Part) -> None:
-        peer, task = self._peer, asyncio.current_task()
-        target = None
-        if peer is not None and part.left_bytes:
+    async def _move(self, part: Part, peer: MemTransport) -> None:
+        task, target = asyncio.current_task(), None
+        if part.left_bytes:
             place = Chunk(part.transfer, part.number, 0, part.left_bytes)
             target = peer._enter(place, task)
-        if target is None or peer is None:
+        if target is None:
             await self._digest_only(part)
             return
         landed = False
         try:
             await self._copy(part, target)
         except asyncio.CancelledError:
-            if target.stopped and not part.stopped and self._error is None:
+            is_receivers = target.stopped or peer._ending.error is not None
+            if is_receivers and not part.stopped and self._ending.error is None:
                 # Only the receiver has stopped: to the sender it has left.
                 self._start(self._digest_only(part), part)
             raise
         finally:
             landed = peer._table.leave(target, task)
-            self._loop.call_soon(peer._fail_if_over)
+            if peer._ending.error is not None:
+                peer._ending.settle_soon()
         part.tell()
         if landed:
             target.tell()
@@ -178,7 +191,7 @@ class MemTransport(PayloadTransport):
         )
         target.moved_bytes = part.moved_bytes = part.memory.nbytes
         target.known_digest = found[0]
-        part.known_digest = (part.known_digest or found[0]) if self._digest else b""
+        part.known_digest = part.known_digest or found[0]
 
     async def _digest_only(self, part: Part) -> None:
         if self._digest and not part.known_digest:
@@ -189,52 +202,36 @@ class MemTransport(PayloadTransport):
         try:
             part = self._table.enter(place, carrier)
         except RemoteProtocolError as exc:
-            self._lose(exc)
+            self._ending.lose(exc)
             return None
         if part is not None and part.left_bytes != place.nbytes:
             self._table.leave(part, carrier)
-            self._lose(RemoteProtocolError("a part of another length than expected"))
+            error = RemoteProtocolError("a part of another length than expected")
+            self._ending.lose(error)
             return None
         return part
 
     def _after(self, task: asyncio.Task[None]) -> None:
         part = self._moves.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._lose(PeerLost(f"a copy failed: {error}"))
+            self._ending.lose(PeerLost(f"a copy failed: {error}"))
         if part.stopped:
             part.let_go()
-        elif self._error is not None:
-            part.tell(self._error)
-        self._fail_if_over()
+        elif self._ending.error is not None:
+            part.tell(self._ending.error)
+        self._ending.settle()
 
-    def _lose(self, error: Exception) -> None:
-        if self._error is None:
-            self._end(error)
-            self._on_lost(error)
-
-    def _end(self, error: Exception) -> None:
-        if self._error is not None:
-            return
-        self._error = error
+    def _hang_up(self) -> None:
         for task in self._tasks_of(None):
             task.cancel()
         self._pool.close()
-        if not self._loop.is_closed():
-            self._loop.call_soon(self._fail_if_over)
-            if self._peer is not None:
-                self._loop.call_soon(self._peer._after_peer)
+        if self._peer is not None and not self._loop.is_closed():
+            self._loop.call_soon(self._peer._after_peer)
 
     def _after_peer(self) -> None:
         self._peer_left = True
         if self._moves or self._table.is_waiting:
-            self._lose(PeerLost("the peer closed its side"))
-
-    def _fail_if_over(self) -> None:
-        """Once nothing touches memory: tell what will never land."""
-        if self._error is None or self._tasks_of(None):
-            return
-        for part in self._table.take_all():
-            part.tell(self._error)
+            self._ending.lose(PeerLost("the peer closed its side"))
 
 
 def _tensor(part: Part) -> torch.Tensor:

@@ -83,7 +83,7 @@ class Part:
         self.let_go()
         try:
             self._done(b"" if error else digest, error)
-        except Exception:
+        except Exception:  # of whoever waits for this part: the others still hear
             logger.exception("a payload's completion callback failed")
 
 

@@ -179,6 +179,37 @@ async def test_a_call_cancelled_before_a_thread_took_it_ends(pool: CopyPool) -> 
     await asyncio.gather(*others)
 
 
+async def _copy_with_so_many_threads(
+    pool: CopyPool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if len(started) == count:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    source, target = _random(_LARGE), torch.empty(_LARGE, dtype=torch.uint8)
+    await pool.copy([source], [target])
+    return target == source
+
+
+async def test_where_only_one_thread_can_be_started_it_does_the_work(
+    pool: CopyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await _copy_with_so_many_threads(pool, 1, monkeypatch)).all()
+
+
+async def test_where_no_thread_can_be_started_the_copy_fails_and_the_next_works(
+    pool: CopyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="thread"):
+        await _copy_with_so_many_threads(pool, 0, patch)
+    assert (await _copy_with_so_many_threads(pool, 2, monkeypatch)).all()
+
+
 async def test_a_closed_pool_finishes_what_is_under_way() -> None:
     pool = CopyPool()
     large = _random(_LARGE)

@@ -306,10 +306,10 @@ async def test_a_target_that_a_stalled_peer_holds_is_quiet_within_a_second() -> 
     async with _beside_a_socket() as (end, peer):
         landing = end.receive(1, 0, bytearray(_CHUNK))
         peer.sendall(encode_chunk_header(1, 0, 0, _CHUNK) + b"some")
-        await _until(lambda: end.transport._is_touched(1))
+        await _until(lambda: end.transport._lanes.is_touched(1))
         async with asyncio.timeout(3):
             await end.transport.quiesce(1)
-        assert not end.transport._is_touched(1)
+        assert not end.transport._lanes.is_touched(1)
         assert isinstance(end.lost[0], PeerLost)
         assert not landing.future.done()
 
@@ -317,10 +317,10 @@ async def test_a_target_that_a_stalled_peer_holds_is_quiet_within_a_second() -> 
 async def test_a_source_that_a_stalled_peer_holds_is_quiet_within_a_second() -> None:
     async with _beside_a_socket(chunk_bytes=_LARGE) as (end, peer):
         end.send(1, 0, bytearray(_LARGE))
-        await _until(lambda: end.transport._is_touched(1))
+        await _until(lambda: end.transport._lanes.is_touched(1))
         async with asyncio.timeout(3):
             await end.transport.quiesce(1)
-        assert not end.transport._is_touched(1)
+        assert not end.transport._lanes.is_touched(1)
         assert len(end.lost) == 1
         assert peer.fileno() >= 0
 
@@ -405,7 +405,7 @@ async def test_a_peer_that_hangs_up_is_lost(sent: int) -> None:
 async def test_a_peer_that_hangs_up_while_we_send_is_lost() -> None:
     async with _beside_a_socket() as (end, peer):
         leaving = end.send(1, 0, bytes(_LARGE))
-        await _until(lambda: end.transport._is_touched(1))
+        await _until(lambda: end.transport._lanes.is_touched(1))
         peer.close()
         with pytest.raises(PeerLost):
             await leaving
@@ -421,7 +421,7 @@ async def test_a_peer_that_hangs_up_when_nothing_is_missing_is_not_lost() -> Non
         peer.sendall(encode_chunk_header(1, 0, 0, 4) + b"abcd")
         await landing
         peer.close()
-        await _until(lambda: end.transport._lanes_left)
+        await _until(lambda: end.transport._lanes._lanes_left)
         assert end.lost == []
         with pytest.raises(PeerLost):
             await end.receive(3, 0, bytearray(4))
@@ -430,7 +430,7 @@ async def test_a_peer_that_hangs_up_when_nothing_is_missing_is_not_lost() -> Non
 async def test_a_peer_that_closes_only_one_lane_is_lost_soon() -> None:
     async with _connected(2) as (near, far):
         landing = near.receive(1, 0, bytearray(4))
-        far.transport._sockets[0].shut_down()
+        far.transport._lanes._sockets[0].shut_down()
         with pytest.raises(PeerLost):
             await landing
 

@@ -1,188 +1,128 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
-import queue
 import socket
-import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
-import pytest
-
-from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.chunks import CHUNK_HEADER_BYTES, encode_chunk_header
-from asynckv.transports.lanes import LaneSocket, ReceiveLane, SendLane
+from asynckv.errors import PeerLost
+from asynckv.protocol.chunks import encode_chunk_header
+from asynckv.testing import until
+from asynckv.transports.lanes import Lanes
 from asynckv.transports.parts import Part, PartTable
+from asynckv.transports.pending import PendingParts
 
-_CHUNK = 1000
+_LARGE = 2**24
 
 
-class Owner:
-    """Keeps what the lanes said, in order."""
+class Side:
+    """Lanes, and what they told."""
 
     def __init__(self) -> None:
-        self.said: queue.Queue[object] = queue.Queue()
+        loop = asyncio.get_running_loop()
+        self.moved: list[Part] = []
+        self.lost: list[BaseException | None] = []
+        self.let_go = 0
+        self.pending, self.table = PendingParts(loop), PartTable()
+        self.lanes = Lanes(
+            loop,
+            self.pending,
+            self.table,
+            2**20,
+            moved=self.moved.append,
+            let_go=self._count,
+            lost=self.lost.append,
+        )
 
-    def part_moved(self, part: Part) -> None:
-        self.said.put(part)
+    def _count(self) -> None:
+        self.let_go += 1
 
-    def part_left(self) -> None:
-        self.said.put("left")
+    def send(self, transfer: int, source: bytes) -> Part:
+        part = Part(transfer, 0, memoryview(source), lambda *_: None, b"")
+        self.pending.add(part)
+        self.lanes.send(part)
+        return part
 
-    def sender_ended(self, error: BaseException | None) -> None:
-        self.said.put(error or "ended")
-
-    def receiver_ended(self, error: BaseException | None) -> None:
-        self.said.put(error or "ended")
-
-    def hear(self) -> object:
-        return self.said.get(timeout=5)
+    def receive(self, transfer: int, target: bytearray) -> Part:
+        part = Part(transfer, 0, memoryview(target), lambda *_: None, b"")
+        self.table.add(part)
+        self.lanes.receive()
+        return part
 
 
-@contextlib.contextmanager
-def _lane() -> Iterator[tuple[LaneSocket, socket.socket, Owner]]:
+@contextlib.asynccontextmanager
+async def _beside(count: int) -> AsyncIterator[tuple[Side, list[socket.socket]]]:
+    pairs = [socket.socketpair() for _ in range(count)]
+    side, peers = Side(), [pair[1] for pair in pairs]
+    side.lanes.open([pair[0] for pair in pairs])
+    yield side, peers
+    side.lanes.shut_down()
+    await until(lambda: not side.lanes.threads)
+    for peer in peers:
+        peer.close()
+
+
+async def test_parts_go_to_the_lane_that_has_least_to_do() -> None:
+    async with _beside(3) as (side, peers):
+        for transfer in range(3):
+            side.send(transfer, bytes(_LARGE))
+        await until(lambda: all(side.lanes.is_touched(n) for n in range(3)))
+        assert side.lanes.threads == len(side.lanes) == 3
+        for peer in peers:
+            assert peer.recv(1)
+
+
+async def test_there_is_no_thread_before_it_is_needed() -> None:
+    async with _beside(2) as (side, peers):
+        assert side.lanes.threads == 0
+        target = bytearray(3)
+        part = side.receive(1, target)
+        assert side.lanes.threads == 2
+        peers[1].sendall(encode_chunk_header(1, 0, 0, 3) + b"abc")
+        await until(lambda: side.moved == [part])
+        assert target == b"abc"
+
+
+async def test_the_peers_leaving_is_no_loss_while_nothing_is_missing() -> None:
+    async with _beside(2) as (side, peers):
+        part = side.receive(1, bytearray(3))
+        peers[0].sendall(encode_chunk_header(1, 0, 0, 3) + b"abc")
+        await until(lambda: side.moved == [part])
+        for peer in peers:
+            peer.close()
+        await until(lambda: side.let_go == 2)
+        assert side.lost == []
+        side.send(2, b"x")
+        await until(lambda: len(side.lost) == 1)
+        assert isinstance(side.lost[0], PeerLost)
+
+
+async def test_one_lane_of_several_that_ends_is_a_loss_within_a_second() -> None:
+    async with _beside(2) as (side, peers):
+        side.receive(1, bytearray(3))
+        peers[0].close()
+        await until(lambda: side.lost == [None])
+
+
+async def test_a_lane_whose_sender_died_beside_nothing_takes_no_further_part() -> None:
+    async with _beside(1) as (side, peers):
+        side.send(1, bytes(_LARGE))
+        await until(lambda: side.lanes.is_touched(1))
+        side.lanes.stop(1)
+        side.pending.stop(1)
+        peers[0].close()
+        await until(lambda: not side.lanes.threads)
+        assert side.lost == []
+        side.send(2, b"never sent")
+        await until(lambda: len(side.lost) == 1)
+
+
+async def test_lanes_that_were_shut_down_before_they_opened_close_their_sockets() -> (
+    None
+):
     near, far = socket.socketpair()
-    far.settimeout(5)
-    lane = LaneSocket(near)
-    with far:
-        yield lane, far, Owner()
-        lane.shut_down()
-
-
-def _part(transfer: int, number: int, memory: bytes | bytearray) -> Part:
-    return Part(transfer, number, memoryview(memory), lambda *_: None, b"")
-
-
-def _read(sock: socket.socket, nbytes: int) -> bytes:
-    got = b""
-    while len(got) < nbytes:
-        got += sock.recv(nbytes - len(got))
-    return got
-
-
-def test_a_part_leaves_in_chunks() -> None:
-    with _lane() as (lane, far, owner):
-        sender = SendLane(lane, owner, _CHUNK)
-        part = _part(3, 4, bytes(1500))
-        assert sender.put(part)
-        assert sender.queued_bytes <= 1500
-        first = encode_chunk_header(3, 4, 0, 1000) + bytes(1000)
-        second = encode_chunk_header(3, 4, 1000, 500) + bytes(500)
-        assert _read(far, len(first + second)) == first + second
-        assert owner.hear() is part
-        assert sender.queued_bytes == 0
-        sender.end()
-        assert owner.hear() == "ended"
-
-
-def test_transfers_take_turns() -> None:
-    with _lane() as (lane, far, owner):
-        gate = SendLane(lane, owner, 2**24)
-        gate.put(_part(1, 0, bytes(2**24)))  # more than the socket holds
-        gate.put(_part(2, 0, b"b"))
-        gate.put(_part(2, 1, b"c"))
-        gate.put(_part(3, 0, b"d"))
-        _read(far, 2**24 + CHUNK_HEADER_BYTES)
-        order = [owner.hear() for _ in range(4)]
-        names = [(p.transfer, p.number) for p in order if isinstance(p, Part)]
-        assert names == [(1, 0), (2, 0), (3, 0), (2, 1)]
-        gate.end()
-        assert owner.hear() == "ended"
-
-
-def test_a_stopped_part_that_is_being_sent_is_left_after_its_chunk() -> None:
-    with _lane() as (lane, far, owner):
-        sender = SendLane(lane, owner, 2**24)
-        memory = bytearray(2**25)
-        sender.put(_part(1, 0, memory))
-        while not sender.is_sending(1):
-            threading.Event().wait(0.001)
-        sender.stop(1)
-        assert sender.is_sending(1)
-        _read(far, 2**24 + CHUNK_HEADER_BYTES)
-        assert owner.hear() == "left"
-        assert not sender.is_sending(1)
-        assert sender.queued_bytes == 0
-        memory.clear()
-        sender.end()
-        assert owner.hear() == "ended"
-
-
-def test_a_chunk_lands_in_its_part() -> None:
-    with _lane() as (lane, far, owner):
-        table, memory = PartTable(), bytearray(6)
-        part = _part(1, 0, memory)
-        table.add(part)
-        ReceiveLane(lane, owner, table, _CHUNK).start()
-        far.sendall(encode_chunk_header(1, 0, 0, 2) + b"ab")
-        far.sendall(encode_chunk_header(1, 0, 2, 4) + b"cdef")
-        assert owner.hear() is part
-        assert memory == b"abcdef"
-        far.close()
-        assert owner.hear() == "ended"
-
-
-def test_the_rest_of_a_stopped_chunk_is_dropped() -> None:
-    with _lane() as (lane, far, owner):
-        table, memory, other = PartTable(), bytearray(2**22), bytearray(2)
-        table.add(_part(1, 0, memory))
-        last = _part(2, 0, other)
-        table.add(last)
-        ReceiveLane(lane, owner, table, 2**22).start()
-        far.sendall(encode_chunk_header(1, 0, 0, 2**22) + b"\1" * 2**20)
-        while not memory[0]:
-            threading.Event().wait(0.001)
-        table.stop(1)
-        far.sendall(b"\1" * (3 * 2**20) + encode_chunk_header(2, 0, 0, 2) + b"ab")
-        assert [owner.hear(), owner.hear()] == ["left", last]
-        assert memory[-1] == 0
-        far.close()
-        assert owner.hear() == "ended"
-
-
-def test_a_chunk_over_the_limit_ends_the_receiver() -> None:
-    with _lane() as (lane, far, owner):
-        ReceiveLane(lane, owner, PartTable(), _CHUNK).start()
-        far.sendall(encode_chunk_header(1, 0, 0, _CHUNK + 1))
-        assert isinstance(owner.hear(), RemoteProtocolError)
-
-
-@pytest.mark.parametrize("sent", [10, 58])
-def test_hanging_up_within_a_chunk_is_an_error(sent: int) -> None:
-    with _lane() as (lane, far, owner):
-        table = PartTable()
-        table.add(_part(1, 0, bytearray(6)))
-        ReceiveLane(lane, owner, table, _CHUNK).start()
-        far.sendall((encode_chunk_header(1, 0, 0, 6) + b"abcdef")[:sent])
-        far.close()
-        assert isinstance(owner.hear(), EOFError)
-
-
-def test_the_last_thread_closes_the_socket() -> None:
-    with _lane() as (lane, _, owner):
-        ReceiveLane(lane, owner, PartTable(), _CHUNK).start()
-        lane.shut_down()
-        assert owner.hear() == "ended"
-        assert lane.sock.fileno() == -1
-        assert not lane.start(lambda: None, "send")
-
-
-class PriorityOwner(Owner):
-    """Keeps the niceness of the thread that tells it of a part."""
-
-    def part_moved(self, part: Part) -> None:
-        self.said.put(os.getpriority(os.PRIO_PROCESS, 0))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
-def test_lane_threads_run_behind_the_event_loop() -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with _lane() as (lane, _, _):
-        owner = PriorityOwner()
-        sender = SendLane(lane, owner, _CHUNK)
-        sender.put(_part(1, 0, bytes(10)))
-        assert owner.hear() == min(before + 5, 19)
-        assert os.getpriority(os.PRIO_PROCESS, 0) == before
-        sender.end()
-        assert owner.hear() == "ended"
+    side = Side()
+    side.lanes.shut_down()
+    side.lanes.open([near])
+    assert near.fileno() == -1
+    far.close()

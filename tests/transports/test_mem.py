@@ -79,6 +79,25 @@ async def test_without_digests_they_are_empty() -> None:
         assert await near.send(1, 0, b"abc") == await landing == b""
 
 
+@pytest.mark.parametrize("source", [b"late", b""])
+async def test_without_digests_a_known_one_is_not_told(source: bytes) -> None:
+    async with _connected(digest=False) as (near, far):
+        far.transport.announce(1)
+        told: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        view = memoryview(source)
+        near.transport.send(1, 0, view, _settling(told), digest=b"k" * 16)
+        assert await told == b""
+
+
+async def test_nothing_moves_before_it_is_open() -> None:
+    end = End()
+    with pytest.raises(LocalProtocolError, match="not open"):
+        end.send(1, 0, b"x")
+    with pytest.raises(LocalProtocolError, match="not open"):
+        end.receive(2, 0, bytearray(1))
+    await end.transport.aclose()
+
+
 async def test_a_known_digest_is_passed_on() -> None:
     async with _connected() as (near, far):
         landing = far.receive(1, 0, bytearray(3))

@@ -1,0 +1,76 @@
+"""How a transport ends: once, for one reason, and nobody is told too early."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+
+from asynckv.shielding import wait_shielded
+from asynckv.transports.parts import Part
+
+__all__ = ("Ending",)
+
+
+class Ending:
+    """The one end of a transport, and what every part is told then.
+
+    ``hang_up()`` lets threads and tasks end soon; ``is_touching()`` says whether
+    one is left that may touch a part's memory; ``take_left()`` forgets and returns
+    the parts that nobody was told of. All three are called on the loop.
+
+    ``on_lost(error)`` is called before any part is told, and only where the end
+    was not this side's wish.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_lost: Callable[[Exception], None],
+        *,
+        hang_up: Callable[[], None],
+        is_touching: Callable[[], bool],
+        take_left: Callable[[], Iterable[Part]],
+    ) -> None:
+        self.error: Exception | None = None
+        self._loop = loop
+        self._on_lost = on_lost
+        self._hang_up = hang_up
+        self._is_touching = is_touching
+        self._take_left = take_left
+        self._over: asyncio.Future[None] = loop.create_future()
+
+    def lose(self, error: Exception) -> None:
+        """End because of the peer or the world. Only the first end counts."""
+        if self.error is None:
+            self.end(error)
+            self._on_lost(error)
+
+    def end(self, error: Exception) -> None:
+        """End by the wish of this side. Only the first end counts."""
+        if self.error is not None:
+            return
+        self.error = error
+        self._hang_up()
+        self.settle_soon()
+
+    def settle_soon(self) -> None:
+        """Call :meth:`settle` in the loop's next round. From any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.settle)
+
+    def settle(self) -> None:
+        """Tell what is left, if this is the end and all memory is quiet.
+
+        To be called whenever a thread or task has let go.
+        """
+        if self.error is None or self._is_touching():
+            return
+        for part in self._take_left():
+            part.tell(self.error)
+        if not self._over.done():
+            self._over.set_result(None)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until every part was told, for ``timeout_s`` at most. Shielded."""
+        await wait_shielded(self._over, timeout_s=timeout_s)

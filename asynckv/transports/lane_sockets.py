@@ -1,0 +1,146 @@
+"""The socket of a payload lane: blocking, shared by the threads that use it.
+
+What a thread has to say goes to a :class:`LaneOwner`, from that thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from asynckv.errors import AsyncKVError
+from asynckv.transports.parts import Part
+
+__all__ = ("LaneOwner", "LaneSocket")
+
+_NICENESS: Final = 5
+_names = itertools.count(1)
+
+
+class LaneOwner(Protocol):
+    """Who is told what the threads do. Called in those threads."""
+
+    def part_moved(self, part: Part) -> None:
+        """The last byte of ``part`` was sent, or has landed."""
+
+    def part_left(self) -> None:
+        """A stopped part is no longer touched."""
+
+    def sender_ended(self, error: BaseException | None) -> None:
+        """A sender thread ends; with an error if not because it was told to."""
+
+    def receiver_ended(self, error: BaseException | None) -> None:
+        """A receiver thread ends: by the peer's hanging up, or by an error."""
+
+
+class LaneSocket:
+    """A connected socket that threads share; the last to leave closes it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self.sock = sock
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._is_shut = False
+
+    def start(
+        self,
+        work: Callable[[], None],
+        purpose: str,
+        ended: Callable[[BaseException | None], None],
+    ) -> bool:
+        """Start a thread that does ``work``; ``False`` if the lane is shut down.
+
+        ``ended(error)`` is the last that the thread calls. One that cannot be
+        started has ended by that error.
+        """
+        with self._lock:
+            if self._is_shut:
+                return False
+            self._threads += 1
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                _step_behind_the_loop()
+                work()
+            except Exception as exc:  # noqa: BLE001 - ended() tells the lane's owner
+                error = _without_memory(exc)
+            finally:
+                self._leave()
+                ended(error)
+
+        name = f"asynckv-{purpose}-{next(_names)}"
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except RuntimeError as exc:  # the process has as many threads as it may
+            self._leave()
+            ended(exc)
+        return True
+
+    def send(self, header: bytes, piece: memoryview) -> None:
+        """Send both, whole.
+
+        :raises OSError: the peer is gone, or the lane was shut down
+        """
+        sent = self.sock.sendmsg([header, piece])
+        while sent < len(header):
+            sent += self.sock.sendmsg([header[sent:], piece])
+        sent -= len(header)
+        while sent < piece.nbytes:
+            sent += self.sock.send(piece[sent:])
+
+    def receive(self, into: memoryview, *, may_end: bool = False) -> bool:
+        """Fill ``into``; ``False`` if the peer hung up before it, and that may be.
+
+        :raises EOFError: the peer hung up where it may not
+        :raises OSError: the connection broke
+        """
+        got = 0
+        while got < into.nbytes:
+            count = self.sock.recv_into(into[got:], 0, socket.MSG_WAITALL)
+            if count == 0:
+                if may_end and got == 0:
+                    return False
+                raise EOFError("the peer hung up within a chunk")
+            got += count
+        return True
+
+    def shut_down(self) -> None:
+        """End whatever a thread waits for on the socket. Never waits."""
+        with self._lock:
+            if self._is_shut:
+                return
+            self._is_shut = True
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+            self._close_if_over()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._threads -= 1
+            self._close_if_over()
+
+    def _close_if_over(self) -> None:
+        if self._is_shut and not self._threads:
+            self.sock.close()
+
+
+def _step_behind_the_loop() -> None:
+    """Where lanes want more cores than there are, the event loop comes first."""
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        with contextlib.suppress(OSError):
+            os.nice(_NICENESS)
+
+
+def _without_memory(error: Exception) -> Exception:
+    """Drop the traceback of what the world does: its frames hold the payload."""
+    if isinstance(error, OSError | EOFError | AsyncKVError):
+        return error.with_traceback(None)
+    return error

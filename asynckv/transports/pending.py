@@ -1,0 +1,61 @@
+"""The parts that a side was asked to send and has told nobody of yet."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asynckv.shielding import wait_shielded
+from asynckv.transports.parts import Part
+
+__all__ = ("PendingParts",)
+
+
+class PendingParts:
+    """Parts by transfer, from the call until somebody is told. On the loop only."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._parts: dict[int, set[Part]] = {}
+        self._gone: asyncio.Future[None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, part: Part) -> None:
+        """Somebody waits to be told of ``part``."""
+        self._parts.setdefault(part.transfer, set()).add(part)
+
+    def tell(self, part: Part) -> None:
+        """Tell of a part that has moved, if anybody still waits for it."""
+        parts = self._parts.get(part.transfer)
+        if parts is not None:
+            parts.discard(part)
+            if not parts:
+                del self._parts[part.transfer]
+        part.tell()
+        self._settle()
+
+    def stop(self, transfer: int) -> None:
+        """Nobody waits for this transfer any more."""
+        for part in self._parts.pop(transfer, ()):
+            part.stopped = True
+        self._settle()
+
+    def take_all(self) -> list[Part]:
+        """Forget and return every part."""
+        parts = [part for parts in self._parts.values() for part in parts]
+        self._parts.clear()
+        self._settle()
+        return parts
+
+    async def wait_until_none(self, timeout_s: float) -> None:
+        """Wait until there is none left, for ``timeout_s`` at most. Shielded."""
+        if self._parts:
+            if self._gone is None:
+                self._gone = self._loop.create_future()
+            await wait_shielded(self._gone, timeout_s=timeout_s)
+
+    def _settle(self) -> None:
+        if self._gone is not None and not self._parts:
+            self._gone.set_result(None)
+            self._gone = None

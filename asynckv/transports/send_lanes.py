@@ -1,0 +1,113 @@
+"""The sending half of a payload lane: parts leave in chunks, transfers take turns.
+
+The thread reads a part's memory only between :meth:`SendLane._next_part` and
+:meth:`SendLane._leave`, and asks between chunks whether the part was stopped.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+
+from asynckv.protocol.chunks import encode_chunk_header
+from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
+from asynckv.transports.parts import Part
+
+__all__ = ("SendLane",)
+
+
+class SendLane:
+    """Sends parts in chunks; transfers take turns, parts of one keep their order."""
+
+    def __init__(
+        self, lane: LaneSocket, owner: LaneOwner, max_chunk_bytes: int
+    ) -> None:
+        self._lane = lane
+        self._owner = owner
+        self._max_chunk_bytes = max_chunk_bytes
+        self._changed = threading.Condition()
+        self._queues: collections.OrderedDict[int, collections.deque[Part]] = (
+            collections.OrderedDict()
+        )
+        self._sending: Part | None = None
+        self._has_thread = False
+        self._ended = False
+        self.queued_bytes = 0
+
+    def put(self, part: Part) -> bool:
+        """Queue ``part``; ``True`` if a thread had to be started for it."""
+        with self._changed:
+            self._queues.setdefault(part.transfer, collections.deque()).append(part)
+            self.queued_bytes += part.left_bytes
+            self._changed.notify()
+            if self._has_thread:
+                return False
+            self._has_thread = True
+        return self._lane.start(self._send_parts, "send", self._owner.sender_ended)
+
+    def stop(self, transfer: int) -> None:
+        """Send no further chunk of ``transfer``."""
+        with self._changed:
+            for part in self._queues.pop(transfer, ()):
+                part.stopped = True
+                self.queued_bytes -= part.left_bytes
+
+    def is_sending(self, transfer: int) -> bool:
+        """The thread reads memory of ``transfer``."""
+        with self._changed:
+            return self._sending is not None and self._sending.transfer == transfer
+
+    def end(self) -> None:
+        """Let the thread end after its chunk; the socket is not this lane's."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def _send_parts(self) -> None:
+        while (part := self._next_part()) is not None:
+            sent = 0
+            try:
+                sent = self._send_chunk_of(part)
+            finally:
+                self._leave(part, sent)
+
+    def _next_part(self) -> Part | None:
+        with self._changed:
+            while not self._queues and not self._ended:
+                self._changed.wait()
+            if self._ended:
+                return None
+            transfer, parts = next(iter(self._queues.items()))
+            self._queues.move_to_end(transfer)
+            self._sending = parts[0]
+            return self._sending
+
+    def _send_chunk_of(self, part: Part) -> int:
+        start = part.moved_bytes
+        nbytes = min(part.left_bytes, self._max_chunk_bytes)
+        piece = part.memory[start : start + nbytes]
+        part.add_to_digest(piece)
+        header = encode_chunk_header(part.transfer, part.number, start, nbytes)
+        self._lane.send(header, piece)
+        return nbytes
+
+    def _leave(self, part: Part, nbytes: int) -> None:
+        with self._changed:
+            self._sending = None
+            part.moved_bytes += nbytes
+            stopped, moved = part.stopped, not part.left_bytes
+            if not stopped:
+                self.queued_bytes -= nbytes
+                if moved:
+                    self._drop_first_of(part.transfer)
+        if stopped:
+            part.let_go()
+            self._owner.part_left()
+        elif moved:
+            self._owner.part_moved(part)
+
+    def _drop_first_of(self, transfer: int) -> None:
+        parts = self._queues[transfer]
+        parts.popleft()
+        if not parts:
+            del self._queues[transfer]

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+
+import pytest
+
+from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
+
+
+def _fail() -> None:
+    raise ValueError("not my day")
+
+
+def test_a_thread_says_how_it_ended(
+    lane: LaneSocket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    assert lane.start(lambda: None, "send", owner.sender_ended)
+    assert said.get(timeout=5) == "ended"
+    assert lane.start(_fail, "send", owner.sender_ended)
+    assert isinstance(said.get(timeout=5), ValueError)
+
+
+def test_a_thread_that_cannot_be_started_has_ended_by_that_error(
+    lane: LaneSocket,
+    owner: LaneOwner,
+    said: queue.Queue[object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert lane.start(_fail, "send", owner.sender_ended)
+    assert isinstance(said.get_nowait(), RuntimeError)
+    lane.shut_down()
+    assert lane.sock.fileno() == -1
+
+
+def test_the_last_thread_closes_the_socket(
+    lane: LaneSocket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    into = memoryview(bytearray(1))
+    lane.start(lambda: _receive(lane, into), "receive", owner.receiver_ended)
+    lane.shut_down()
+    assert said.get(timeout=5) == "ended"
+    assert lane.sock.fileno() == -1
+    assert not lane.start(_fail, "send", owner.sender_ended)
+
+
+def _receive(lane: LaneSocket, into: memoryview) -> None:
+    assert not lane.receive(into, may_end=True)
+
+
+def test_both_pieces_arrive_whole(lane: LaneSocket, far: socket.socket) -> None:
+    piece = memoryview(bytes(range(256)) * 2**14)
+    got = memoryview(bytearray(4 + piece.nbytes))
+    reading = threading.Thread(target=LaneSocket(far).receive, args=[got])
+    reading.start()
+    lane.send(b"head", piece)
+    reading.join()
+    assert bytes(got) == b"head" + bytes(piece)
+
+
+@pytest.mark.parametrize("sent", [b"", b"abc"])
+def test_hanging_up_where_it_may_not_be_is_an_error(
+    lane: LaneSocket, far: socket.socket, sent: bytes
+) -> None:
+    far.sendall(sent)
+    far.close()
+    with pytest.raises(EOFError):
+        lane.receive(memoryview(bytearray(4)), may_end=bool(sent))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
+def test_threads_run_behind_the_event_loop(
+    lane: LaneSocket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    lane.start(
+        lambda: said.put(os.getpriority(os.PRIO_PROCESS, 0)), "send", owner.sender_ended
+    )
+    assert said.get(timeout=5) == min(before + 5, 19)
+    assert said.get(timeout=5) == "ended"
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
