@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -11,17 +10,11 @@ import anyio
 import torch
 
 from asynckv.abc import KVStoreBuffer
-from asynckv.buffers.changes import Changes
 from asynckv.buffers.statistics import StoreStatistics
-from asynckv.buffers.store_ledger import (
-    PendingPut,
-    PinnedValue,
-    StoreLedger,
-    StoreName,
-)
+from asynckv.buffers.store_ledger import PendingPut, PinnedValue, StoreLedger
+from asynckv.buffers.store_room import StoreRoom
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.loops import LoopBound
-from asynckv.observability.waits import LoggedWait
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, check_into, empty_tensor, spec_of
@@ -60,9 +53,8 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         self.fingerprint = KVFingerprint.of(fingerprint)
         self.pool = CopyPool()
         self._arena = HeapArena(parse_bytes(max_bytes))
-        self._ledger = StoreLedger(self._arena, self._change)
-        self._changes = Changes()
-        self._line: collections.deque[_Ticket] = collections.deque()
+        self._ledger = StoreLedger(self._arena, lambda: self._room.advance())
+        self._room = StoreRoom(self._ledger)
 
     async def put(self, key: str, value: torch.Tensor | None) -> None:
         if value is None:
@@ -117,8 +109,8 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
             used_bytes=self._arena.used_bytes,
             peak_bytes=self._arena.peak_bytes,
             keys=len(ledger),
-            waiting_puts=len(self._line),
-            oldest_put_wait_s=now - self._line[0].since_s if self._line else 0.0,
+            waiting_puts=len(self._room),
+            oldest_put_wait_s=self._room.longest_wait_s(now),
             **dataclasses.asdict(ledger.counters),
         )
 
@@ -126,7 +118,7 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         self._check_loop()
         self.abort()
         with anyio.CancelScope(shield=True):
-            await self._changes.aclose()
+            await self._room.aclose()
 
     def abort(self) -> None:
         self._ledger.close()
@@ -146,14 +138,8 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         pending = self.reserve_nowait(key, spec, fingerprint)
         if pending is not None:
             return pending
-        ticket = _Ticket((key, fingerprint), spec, self._check_loop().time())
-        self._line.append(ticket)
-        self._ledger.counters.room_waits += 1
-        try:
-            return await self._turn_of(ticket)
-        except BaseException:
-            self._quit(ticket)
-            raise
+        now_s = self._check_loop().time()
+        return await self._room.reserve((key, fingerprint), spec, now_s=now_s)
 
     def reserve_nowait(
         self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None
@@ -162,9 +148,7 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         self._check_usable(key)
         if not self._arena.could_ever_fit([spec.nbytes]):
             raise EntryTooLarge(nbytes=spec.nbytes, max_bytes=self._arena.max_bytes)
-        if self._line:
-            return None
-        return self._ledger.reserve((key, fingerprint), spec)
+        return self._room.reserve_nowait((key, fingerprint), spec)
 
     def commit(self, pending: PendingPut, digest: bytes) -> None:
         """Replace what is stored by that key with what was written.
@@ -198,33 +182,6 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         self._check_open()
         return tuple((key, fingerprint) in self._ledger for key in keys)
 
-    async def _turn_of(self, ticket: _Ticket) -> PendingPut:
-        who = f"put of {ticket.name[0]!r} ({ticket.spec.nbytes} bytes)"
-        with LoggedWait(who, "room", "the end of a get or put, or aclose"):
-            await self._changes.until(
-                lambda: ticket.pending is not None or self._ledger.closed
-            )
-        if ticket.pending is None or self._ledger.closed:
-            raise BufferClosed("the buffer was closed while the put waited")
-        return ticket.pending
-
-    def _quit(self, ticket: _Ticket) -> None:
-        if ticket.pending is not None:
-            self._ledger.discard(ticket.pending)
-        else:
-            self._line.remove(ticket)
-            self._change()
-
-    def _change(self) -> None:
-        """Give room to the first in line, and to the next, while it lasts."""
-        while self._line and not self._ledger.closed:
-            ticket = self._line[0]
-            ticket.pending = self._ledger.reserve(ticket.name, ticket.spec)
-            if ticket.pending is None:
-                break
-            self._line.popleft()
-        self._changes.notify_soon()
-
     def _check_usable(self, key: str) -> None:
         check_key(key)
         self._check_open()
@@ -233,16 +190,6 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         self._check_loop()
         if self._ledger.closed:
             raise BufferClosed("the buffer is closed")
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Ticket:
-    """One put's place in the line; ``pending`` is what it waited for."""
-
-    name: StoreName
-    spec: TensorSpec
-    since_s: float
-    pending: PendingPut | None = None
 
 
 def check_key(key: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
-from asynckv.pipes.outbound import INLINE_NBYTES, MAX_TENSORS
+from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
 from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
@@ -97,8 +97,6 @@ class Inbound:
         """Let the peer send. Never waits."""
         self._owe(self.max_bytes, MAX_TENSORS)
 
-    # What the application does.
-
     async def head(self) -> Arrival:
         """Wait for the next tensor; it stays in the stream until it is taken.
 
@@ -131,8 +129,6 @@ class Inbound:
         self.received_bytes += arrival.nbytes
         self.received_tensors += 1
         self._owe(arrival.nbytes, 1)
-
-    # What the peer says.
 
     def on_push(self, frame: Push, body: bytes) -> None:
         """The next tensor comes, with its bytes if they are few."""
@@ -216,8 +212,6 @@ class Inbound:
             self._report.cancel()
             self._report = None
         self._changed.set()
-
-    # Changes of state.
 
     def _failure(self) -> Exception:
         if self._checksum is not None:

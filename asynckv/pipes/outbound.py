@@ -1,4 +1,4 @@
-"""The sending half of a pipe: room, order, and what the peer is known to have.
+"""The sending half of a pipe: order, and what the peer is known to have.
 
 A tensor has its place in the stream from the moment it has room; from there on
 only plain functions move it. Its bytes count as in flight until the peer has
@@ -17,50 +17,14 @@ import torch
 from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.observability.waits import LoggedWait
+from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
+from asynckv.pipes.room import Credit, SendRoom
 from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
 from asynckv.tensors.views import bytes_of
-from asynckv.types import TensorSpec
 
-__all__ = ("INLINE_NBYTES", "MAX_TENSORS", "Outbound", "Parcel")
-
-INLINE_NBYTES: Final = 64 * 1024
-"""A tensor of so many bytes rides with its frame."""
-
-MAX_TENSORS: Final = 4096
-"""So many tensors are in flight, or wait to be received, however small."""
+__all__ = ("Outbound",)
 
 _MAX_OUTGOING_BYTES: Final = 2**20
-_ENDS_WITH: Final = "the peer's memory having what was sent before, or its end"
-
-
-class Parcel:
-    """One tensor, or None, on its way to the peer.
-
-    ``memory`` is the pipe's own copy, while it is still needed.
-    """
-
-    __slots__ = (
-        "digest",
-        "has_room",
-        "is_copied",
-        "memory",
-        "nbytes",
-        "spec",
-        "transfer",
-        "turn",
-        "watchers",
-    )
-
-    def __init__(self, spec: TensorSpec | None) -> None:
-        self.spec = spec
-        self.nbytes = 0 if spec is None else spec.nbytes
-        self.memory: torch.Tensor | None = None
-        self.digest = b""
-        self.has_room = False
-        self.is_copied = False
-        self.transfer = 0
-        self.turn: asyncio.Future[None] | None = None
-        self.watchers: list[asyncio.Future[bool]] = []
 
 
 class Outbound:
@@ -72,33 +36,20 @@ class Outbound:
     def __init__(
         self, link: Link, send: Callable[[Frame, memoryview], None], max_bytes: int
     ) -> None:
-        self.max_bytes = max_bytes
-        self.in_flight_bytes = 0
-        self.in_flight_tensors = 0
         self.sent_bytes = 0
         self.sent_tensors = 0
-        self.room_waits = 0
         self.maybe_delivered = 0
         self._link = link
         self._send = send
-        self._line: collections.deque[Parcel] = collections.deque()
         self._queue: collections.deque[Parcel] = collections.deque()
         self._pushed: collections.deque[Parcel] = collections.deque()
         self._to_grant: dict[int, Parcel] = {}
         self._verified_count = 0
-        self._window_bytes: int | None = None
-        self._credit_bytes = 0
-        self._credit_tensors = 0
+        self.room = SendRoom(max_bytes, self._queue.append)
+        self._credit = Credit()
         self._awaits_drain = False
         self._is_refusing = False
         self._lost: PeerLost | None = None
-
-    @property
-    def waiting(self) -> int:
-        """How many wait for room."""
-        return len(self._line)
-
-    # What the application does.
 
     async def reserve(self, parcel: Parcel) -> None:
         """Wait for room, behind those who asked before, and take a place.
@@ -109,15 +60,7 @@ class Outbound:
         :raises EndOfStream: one of the sides has closed the pipe
         """
         self.check()
-        self._line.append(parcel)
-        self._admit()
-        if not parcel.has_room:
-            self.room_waits += 1
-            parcel.turn = asyncio.get_running_loop().create_future()
-            who = f"send_tensor of {parcel.nbytes} bytes"
-            room = f"room in a pipe of {self.max_bytes} bytes in flight"
-            with LoggedWait(who, room, _ENDS_WITH):
-                await parcel.turn
+        await self.room.wait_for(parcel)
         self.check()
 
     def put(self, parcel: Parcel, memory: torch.Tensor | None, digest: bytes) -> None:
@@ -136,10 +79,10 @@ class Outbound:
         """Give up what was not put: its room, and its place. Never waits."""
         if parcel.has_room:
             self._queue.remove(parcel)
-            self._release(parcel)
-        elif parcel in self._line:
-            self._line.remove(parcel)
-        self._admit()
+            self.room.release(parcel)
+        else:
+            self.room.leave(parcel)
+        self.room.admit()
         self._advance()
 
     async def flush(self) -> None:
@@ -153,7 +96,7 @@ class Outbound:
         if last is not None:
             watcher: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             last.watchers.append(watcher)
-            what = f"{self.in_flight_bytes} bytes to be in the peer's memory"
+            what = f"{self.room.used_bytes} bytes to be in the peer's memory"
             with LoggedWait("flush", what, "the peer's recv_tensor, or its end"):
                 if await watcher:
                     return
@@ -163,7 +106,7 @@ class Outbound:
     def refuse(self) -> None:
         """Take no more; what was put still leaves. Never waits."""
         self._is_refusing = True
-        self._wake_line()
+        self.room.close()
 
     def check(self) -> None:
         """Raise what a sender has to know.
@@ -176,14 +119,9 @@ class Outbound:
         if self._is_refusing:
             raise EndOfStream("the pipe was closed on this side")
 
-    # What the peer says.
-
     def on_read(self, frame: Read) -> None:
         """The peer has room for more."""
-        if self._window_bytes is None:
-            self._window_bytes = frame.nbytes
-        self._credit_bytes += frame.nbytes
-        self._credit_tensors += frame.tensors
+        self._credit.add(frame.nbytes, frame.tensors)
         self._advance()
 
     def on_grant(self, frame: Grant) -> None:
@@ -215,9 +153,9 @@ class Outbound:
             if parcel.memory is not None:
                 raise RemoteProtocolError("a Flushed for what is still on its way")
             self._verified_count += 1
-            self._release(parcel)
-            _settle(parcel, True)
-        self._admit()
+            self.room.release(parcel)
+            parcel.settle(is_verified=True)
+        self.room.admit()
 
     def end(self, error: PeerLost) -> None:
         """Nothing leaves any more. Never waits; only the first call counts."""
@@ -228,15 +166,15 @@ class Outbound:
         self.maybe_delivered = len(given_up)
         self._pushed.clear()
         self._to_grant.clear()
-        self._queue = collections.deque(p for p in self._queue if not p.is_copied)
+        left = [parcel for parcel in self._queue if not parcel.is_copied]
+        self._queue.clear()
+        self._queue.extend(left)
         for parcel in given_up:
             # The transport keeps the memory for as long as a thread reads it.
             parcel.memory = None
-            self._release(parcel)
-            _settle(parcel, False)
-        self._wake_line()
-
-    # Changes of state.
+            self.room.release(parcel)
+            parcel.settle(is_verified=False)
+        self.room.close()
 
     def _failure(self) -> PipeBroken | EndOfStream:
         lost = self._lost
@@ -248,41 +186,12 @@ class Outbound:
         broken.__cause__ = lost.__cause__
         return broken
 
-    def _fits(self, parcel: Parcel) -> bool:
-        if self.in_flight_tensors >= MAX_TENSORS:
-            return False
-        nbytes = self.in_flight_bytes + parcel.nbytes
-        return nbytes <= self.max_bytes or not self.in_flight_bytes
-
-    def _admit(self) -> None:
-        if self._lost is not None or self._is_refusing:
-            return
-        while self._line and self._fits(self._line[0]):
-            parcel = self._line.popleft()
-            parcel.has_room = True
-            self.in_flight_bytes += parcel.nbytes
-            self.in_flight_tensors += 1
-            self._queue.append(parcel)
-            _wake(parcel)
-
-    def _release(self, parcel: Parcel) -> None:
-        self.in_flight_bytes -= parcel.nbytes
-        self.in_flight_tensors -= 1
-
-    def _wake_line(self) -> None:
-        line, self._line = self._line, collections.deque()
-        for parcel in line:
-            _wake(parcel)
-
     def _advance(self) -> None:
         while self._queue and self._queue[0].is_copied and self._may_push():
             self._push(self._queue.popleft())
 
     def _may_push(self) -> bool:
-        nbytes = self._queue[0].nbytes
-        if self._credit_tensors < 1:
-            return False
-        if nbytes > self._credit_bytes and self._credit_bytes != self._window_bytes:
+        if not self._credit.allows(self._queue[0].nbytes):
             return False
         if self._link.outgoing_bytes < _MAX_OUTGOING_BYTES:
             return True
@@ -296,8 +205,7 @@ class Outbound:
         self._advance()
 
     def _push(self, parcel: Parcel) -> None:
-        self._credit_tensors -= 1
-        self._credit_bytes -= parcel.nbytes
+        self._credit.take(parcel.nbytes)
         self._pushed.append(parcel)
         parcel.transfer = self._link.new_transfer()
         inline = parcel.nbytes <= INLINE_NBYTES
@@ -315,14 +223,3 @@ class Outbound:
             if parcel.is_copied:
                 return parcel
         return self._pushed[-1] if self._pushed else None
-
-
-def _wake(parcel: Parcel) -> None:
-    if parcel.turn is not None and not parcel.turn.done():
-        parcel.turn.set_result(None)
-
-
-def _settle(parcel: Parcel, was_verified: bool) -> None:
-    for watcher in parcel.watchers:
-        if not watcher.done():
-            watcher.set_result(was_verified)

@@ -14,7 +14,7 @@ from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
 from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.inbound import Arrival
-from asynckv.pipes.outbound import Parcel
+from asynckv.pipes.parcels import Parcel
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import check_into, empty_tensor, spec_of
 
@@ -80,18 +80,19 @@ class Pipe(KVPipe, LoopBound):
     def statistics(self) -> PipeStatistics:
         """Return what went through and what is in it now. Never waits."""
         outbound, inbound = self._outbound, self._inbound
+        room = outbound.room
         return PipeStatistics(
-            max_bytes=outbound.max_bytes,
+            max_bytes=room.max_bytes,
             sent_bytes=outbound.sent_bytes,
             sent_tensors=outbound.sent_tensors,
             received_bytes=inbound.received_bytes,
             received_tensors=inbound.received_tensors,
-            in_flight_bytes=outbound.in_flight_bytes,
-            in_flight_tensors=outbound.in_flight_tensors,
+            in_flight_bytes=room.used_bytes,
+            in_flight_tensors=room.used_tensors,
             held_bytes=inbound.held_bytes,
             held_tensors=inbound.held_tensors,
-            room_waits=outbound.room_waits,
-            waiting_senders=outbound.waiting,
+            room_waits=room.waits,
+            waiting_senders=len(room),
         )
 
     async def send_tensor(self, tensor: torch.Tensor | None) -> None:
@@ -205,7 +206,7 @@ class Pipe(KVPipe, LoopBound):
             async with asyncio.timeout(_DRAIN_S):
                 await self._outbound.flush()
         except TimeoutError:
-            left = self._outbound.in_flight_tensors
+            left = self._outbound.room.used_tensors
             self._hang_up()
             raise PipeBroken(
                 f"the peer has not received everything within {_DRAIN_S:g} s",

@@ -10,7 +10,7 @@ import torch
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
 from asynckv.pipes import inbound
 from asynckv.pipes.inbound import Inbound
-from asynckv.pipes.outbound import MAX_TENSORS
+from asynckv.pipes.parcels import MAX_TENSORS
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
 from asynckv.testing import until_blocked

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolError
-from asynckv.pipes.outbound import MAX_TENSORS, Outbound, Parcel
+from asynckv.pipes.outbound import Outbound
+from asynckv.pipes.parcels import MAX_TENSORS, Parcel
 from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
 from asynckv.testing import until_blocked
 from asynckv.types import TensorSpec
@@ -87,11 +88,11 @@ async def test_bytes_are_in_flight_until_the_peer_has_them() -> None:
     await sender.put(64)
     await sender.put(LARGE)
     sender.deliver(2)
-    assert sender.half.in_flight_bytes == 64 + LARGE
+    assert sender.half.room.used_bytes == 64 + LARGE
     sender.half.on_flushed(Flushed(1))
-    assert sender.half.in_flight_bytes == LARGE
+    assert sender.half.room.used_bytes == LARGE
     sender.half.on_flushed(Flushed(2))
-    assert (sender.half.in_flight_bytes, sender.half.in_flight_tensors) == (0, 0)
+    assert (sender.half.room.used_bytes, sender.half.room.used_tensors) == (0, 0)
 
 
 async def test_nothing_is_pushed_before_the_peer_gives_room() -> None:
@@ -127,14 +128,14 @@ async def test_room_is_given_in_the_order_of_the_calls() -> None:
     await until_blocked(first)
     second = asyncio.create_task(sender.put(1))
     await until_blocked(first, second)
-    assert sender.half.waiting == 2
+    assert len(sender.half.room) == 2
     sender.deliver(1)
     sender.half.on_flushed(Flushed(1))
     await first
     assert not second.done()
     second.cancel()
     await asyncio.wait({second})
-    assert (sender.half.waiting, sender.half.room_waits) == (1, 2)
+    assert (len(sender.half.room), sender.half.room.waits) == (1, 2)
 
 
 async def test_what_was_dropped_gives_back_its_room_and_its_place() -> None:
@@ -145,7 +146,7 @@ async def test_what_was_dropped_gives_back_its_room_and_its_place() -> None:
     await until_blocked(waiting)
     sender.half.drop(parcel)
     await waiting
-    assert sender.half.in_flight_bytes == 8
+    assert sender.half.room.used_bytes == 8
     assert len(sender.frames) == 1
 
 
@@ -209,7 +210,7 @@ async def test_a_lost_peer_is_told_with_what_may_have_arrived() -> None:
         with pytest.raises(PipeBroken, match="the cable was cut") as caught:
             await task
         assert caught.value.maybe_delivered == 2
-    assert sender.half.in_flight_bytes == 0
+    assert sender.half.room.used_bytes == 0
 
 
 async def test_a_goodbye_is_an_end_if_everything_had_arrived() -> None:

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynckv.buffers.store_ledger import PendingPut, StoreLedger
+from asynckv.buffers.store_room import StoreRoom
+from asynckv.errors import BufferClosed
+from asynckv.tensors.arena import HeapArena
+from asynckv.testing import until_blocked
+from asynckv.types import TensorSpec
+
+_NAME = ("key", None)
+
+
+def _spec(nbytes: int) -> TensorSpec:
+    return TensorSpec((nbytes,), "uint8")
+
+
+class Store:
+    """A ledger of 100 bytes that a put has taken, and the line before it."""
+
+    def __init__(self) -> None:
+        self.ledger = StoreLedger(HeapArena(100), lambda: self.room.advance())
+        self.room = StoreRoom(self.ledger)
+        pending = self.room.reserve_nowait(_NAME, _spec(100))
+        assert pending is not None
+        self.taken = pending
+
+    def reserve(self, nbytes: int, *, now_s: float = 0.0) -> asyncio.Task[PendingPut]:
+        reserve = self.room.reserve(_NAME, _spec(nbytes), now_s=now_s)
+        return asyncio.create_task(reserve)
+
+
+async def test_room_is_given_in_the_order_of_the_calls() -> None:
+    store = Store()
+    tasks = [store.reserve(nbytes) for nbytes in (90, 20, 5)]
+    await until_blocked(*tasks)
+    store.ledger.discard(store.taken)
+    first = await tasks[0]
+    assert not tasks[2].done()
+    store.ledger.discard(first)
+    for task in tasks[1:]:
+        store.ledger.discard(await task)
+    assert store.ledger.counters.room_waits == 3
+
+
+async def test_nobody_overtakes_the_line() -> None:
+    store = Store()
+    waiting = store.reserve(10, now_s=2.0)
+    await until_blocked(waiting)
+    assert store.room.reserve_nowait(_NAME, _spec(0)) is None
+    assert store.room.longest_wait_s(5.0) == 3.0
+    store.ledger.discard(store.taken)
+    store.ledger.discard(await waiting)
+    assert store.room.longest_wait_s(5.0) == 0.0
+
+
+async def test_who_is_cancelled_lets_the_next_go_on() -> None:
+    store = Store()
+    store.ledger.discard(store.taken)
+    half = store.room.reserve_nowait(_NAME, _spec(50))
+    tasks = [store.reserve(80), store.reserve(50)]
+    await until_blocked(*tasks)
+    tasks[0].cancel()
+    pending = await tasks[1]
+    assert half is not None
+    for put in (half, pending):
+        store.ledger.discard(put)
+    assert len(store.room) == 0
+
+
+async def test_a_wait_ends_with_the_ledger() -> None:
+    store = Store()
+    waiting = store.reserve(10)
+    await until_blocked(waiting)
+    store.ledger.close()
+    with pytest.raises(BufferClosed):
+        await waiting
+    await store.room.aclose()
+    assert len(store.room) == 0
