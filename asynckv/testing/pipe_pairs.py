@@ -12,7 +12,7 @@ from asynckv.pipes.group import Group, join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.testing.pairs import Scheme, new_url
-from asynckv.testing.pipe_conformance import PIPE_BYTES
+from asynckv.testing.pipe_checks.values import PIPE_BYTES
 
 __all__ = ("free_port", "open_group", "open_pipe_pair")
 

@@ -20,7 +20,8 @@ from asynckv.testing import (
     use_across_tasks,
 )
 from asynckv.testing.pairs import SCHEMES, Scheme
-from asynckv.testing.pipe_conformance import PIPE_CHECKS, PipeCheck
+from asynckv.testing.pipe_checks.values import PipeCheck
+from asynckv.testing.pipe_conformance import PIPE_CHECKS
 from asynckv.testing.pipe_pairs import open_pipe_pair
 
 pytestmark = pytest.mark.both_loops

@@ -16,7 +16,8 @@ from asynckv.testing.pairs import (
     open_peers,
     open_store_pair,
 )
-from asynckv.testing.store_conformance import STORE_CHECKS, StoreCheck
+from asynckv.testing.store_checks.values import StoreCheck
+from asynckv.testing.store_conformance import STORE_CHECKS
 
 # The whole suite on uvloop too would take long: there, over tcp alone.
 ON_UVLOOP = pytest.mark.both_loops

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asynckv.testing.pairs import SCHEMES, Scheme
-from asynckv.testing.pipe_conformance import PIPE_BYTES
+from asynckv.testing.pipe_checks.values import PIPE_BYTES
 from asynckv.testing.pipe_pairs import free_port, open_group, open_pipe_pair
 
 pytestmark = pytest.mark.both_loops

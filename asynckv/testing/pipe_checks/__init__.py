@@ -1,0 +1,5 @@
+"""The checks of :mod:`asynckv.testing.pipe_conformance`, by subject."""
+
+from __future__ import annotations
+
+__all__: tuple[str, ...] = ()
