@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import asynckv
+from asynckv.testing import use_across_tasks
+from asynckv.testing.blocked import until
+from asynckv.testing.faults.proxy import Proxy
+from asynckv.testing.faults.raw import RawConnection, RawListener
+from asynckv.testing.pairs import Scheme, new_url
+
+Join = Callable[..., Awaitable[tuple[RawConnection, RawConnection]]]
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("scheme", ["tcp", "unix"])
+async def test_a_link_works_through_a_proxy(scheme: Scheme) -> None:
+    tensor = torch.arange(2**20, dtype=torch.uint8)
+    async with (
+        asynckv.listen_pipe(new_url(scheme), lanes=2) as listener,
+        Proxy(listener.url) as proxy,
+        asynckv.open_pipe(proxy.url, lanes=2) as near,
+        await listener.accept() as far,
+    ):
+        await near.send_tensor(tensor)
+        came = await far.recv_tensor()
+    assert came is not None
+    assert torch.equal(came, tensor)
+    assert (proxy.counts.control, proxy.counts.lanes) == (1, 2)
+    assert proxy.counts.bytes_to_listener > tensor.nbytes
+
+
+async def test_nobody_behind_it_is_a_reset() -> None:
+    with RawListener() as listener:
+        url = listener.url
+    async with Proxy(url) as proxy:
+        with await RawConnection.dial(proxy.url) as near:
+            with pytest.raises(ConnectionResetError):
+                await near.receive(1)
+        assert proxy.counts.connections == 0
+
+
+async def test_its_target_can_be_changed(proxy: Proxy, join: Join) -> None:
+    await join()
+    with RawListener() as other:
+        proxy.target = other.url
+        with await RawConnection.dial(proxy.url):
+            await other.accept()
+    assert proxy.target == other.url
+
+
+@pytest.mark.both_loops
+async def test_leaving_it_resets_what_is_open(listener: RawListener) -> None:
+    async with Proxy(listener.url) as proxy:
+        near = await RawConnection.dial(proxy.url)
+        far = await listener.accept()
+        await until(lambda: proxy.open_connections == 1)
+    with near, pytest.raises(ConnectionResetError):
+        await near.receive(1)
+    with pytest.raises(ConnectionResetError):
+        await far.receive(1)
+    with pytest.raises(ConnectionRefusedError):
+        await RawConnection.dial(proxy.url)
+    await proxy.aclose()
+
+
+@pytest.mark.both_loops
+async def test_leaving_it_at_once_leaves_nothing(listener: RawListener) -> None:
+    for turns in range(4):
+        async with Proxy(listener.url) as proxy:
+            with await RawConnection.dial(proxy.url):
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+    proxy.abort()
+
+
+async def test_a_unix_proxy_leaves_no_file(tmp_path: Path) -> None:
+    async with (
+        asynckv.listen_pipe(f"unix://{tmp_path}/pipe") as listener,
+        Proxy(listener.url) as proxy,
+    ):
+        place = proxy.url.removeprefix("unix://").split("?")[0]
+        os.stat(place)
+    with pytest.raises(FileNotFoundError):
+        os.stat(os.path.dirname(place))
+
+
+async def test_it_is_entered_once(listener: RawListener) -> None:
+    proxy = Proxy(listener.url)
+    with pytest.raises(RuntimeError, match="before it is entered"):
+        _ = proxy.url
+    async with proxy:
+        with pytest.raises(RuntimeError, match="make a new one"):
+            await proxy.__aenter__()
+
+
+async def test_it_is_left_in_another_task(listener: RawListener) -> None:
+    await use_across_tasks(Proxy(listener.url))
+
+
+async def test_a_quick_heartbeat_is_agreed_on() -> None:
+    async with (
+        asynckv.listen_pipe("tcp://127.0.0.1:0") as listener,
+        Proxy(listener.url, heartbeat_ms=60) as proxy,
+        asynckv.open_pipe(proxy.url) as near,
+        await listener.accept() as far,
+    ):
+        with proxy.black_hole() as fault:
+            async with asyncio.timeout(5):
+                with pytest.raises(asynckv.PeerLost, match="3 heartbeats of 0.06 s"):
+                    await near.recv_tensor()
+                with pytest.raises(asynckv.PeerLost, match="3 heartbeats of 0.06 s"):
+                    await far.recv_tensor()
+    assert fault.counts.nbytes
+    await until(lambda: not proxy.open_connections)
