@@ -10,6 +10,7 @@ import pytest
 
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Attach, Hello, Limits, PeerIdentity
+from asynckv.testing.blocked import until
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.faults.raw import RawConnection, RawListener
 
@@ -50,9 +51,11 @@ async def join(proxy: Proxy, listener: RawListener) -> AsyncIterator[Join]:
         async def joined(
             greeting: bytes = b"",
         ) -> tuple[RawConnection, RawConnection]:
+            before = proxy.counts.connections
             dialler = stack.enter_context(await RawConnection.dial(proxy.url))
             async with asyncio.timeout(10):
                 accepted = await listener.accept()
+                await until(lambda: proxy.counts.connections > before)
                 await dialler.send(greeting)
                 assert await accepted.receive(len(greeting)) == greeting
             return dialler, accepted
