@@ -71,23 +71,27 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def unflatten(
-    named: Mapping[str, torch.Tensor],
+    named: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[KVTensors, KVTensors, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Put named tensors back in their fields: key, value, hidden, extras."""
+    key = value = hidden = None
     keys: dict[str, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
     extras: dict[str, torch.Tensor] = {}
-    for name, tensor in named.items():
-        if name in _WHOLE:
-            continue
-        if name.startswith(_EXTRAS):
+    for name, tensor in named:
+        if name == "key":
+            key = tensor
+        elif name == "value":
+            value = tensor
+        elif name == "hidden":
+            hidden = tensor
+        elif name.startswith(_EXTRAS):
             extras[name.removeprefix(_EXTRAS)] = tensor
         elif name.endswith(".key"):
             keys[name.removesuffix(".key")] = tensor
         elif name.endswith(".value"):
             values[name.removesuffix(".value")] = tensor
-    whole = named.get
-    return keys or whole("key"), values or whole("value"), whole("hidden"), extras
+    return keys or key, values or value, hidden, extras
 
 
 def _check_layer(layer: object) -> None:

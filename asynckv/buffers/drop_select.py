@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from asynckv.abc import DropSelect, KVEntry
+from asynckv.buffers.queries import Query
 
 __all__ = ("PendingSelect",)
+
+_Targets = Mapping[str, torch.Tensor]
+_Borrowed = AbstractAsyncContextManager[KVEntry, bool | None]
 
 
 class PendingSelect(DropSelect):
     """Takes an entry when awaited, borrows one when entered.
 
-    ``take`` and ``borrow`` are called at the first use, and only one of them.
+    ``take`` and ``borrow`` are called at the first use, and only one of them,
+    with ``query`` and ``targets``.
     """
 
     def __init__(
         self,
-        take: Callable[[], Coroutine[Any, Any, KVEntry]],
-        borrow: Callable[[], AbstractAsyncContextManager[KVEntry, bool | None]],
+        take: Callable[[Query, _Targets], Coroutine[Any, Any, KVEntry]],
+        borrow: Callable[[Query, _Targets], _Borrowed],
+        query: Query,
+        targets: _Targets,
     ) -> None:
         self._take = take
         self._borrow = borrow
+        self._query = query
+        self._targets = targets
         self._coroutine: Coroutine[Any, Any, KVEntry] | None = None
-        self._context: AbstractAsyncContextManager[KVEntry, bool | None] | None = None
+        self._context: _Borrowed | None = None
         self._used = False
 
     def __await__(self) -> Generator[Any, Any, KVEntry]:
-        return self._begin().__await__()
+        self._use()
+        return self._take(self._query, self._targets).__await__()
 
     def send(self, value: Any, /) -> Any:
         return self._running().send(value)
@@ -45,7 +57,7 @@ class PendingSelect(DropSelect):
 
     async def __aenter__(self) -> KVEntry:
         self._use()
-        self._context = self._borrow()
+        self._context = self._borrow(self._query, self._targets)
         return await self._context.__aenter__()
 
     async def __aexit__(
@@ -59,11 +71,9 @@ class PendingSelect(DropSelect):
         return await self._context.__aexit__(exc_type, exc, traceback)
 
     def _running(self) -> Coroutine[Any, Any, KVEntry]:
-        return self._begin() if self._coroutine is None else self._coroutine
-
-    def _begin(self) -> Coroutine[Any, Any, KVEntry]:
-        self._use()
-        self._coroutine = self._take()
+        if self._coroutine is None:
+            self._use()
+            self._coroutine = self._take(self._query, self._targets)
         return self._coroutine
 
     def _use(self) -> None:

@@ -99,8 +99,9 @@ async def tensors_of(
 def build_entry(lease: Lease, named: Mapping[str, torch.Tensor]) -> KVEntry:
     """Put tensors in their fields, in the order in which they were inserted."""
     entry = lease.entry
-    ordered = {part.name: named[part.name] for part in entry.parts}
-    key, value, hidden, extras = unflatten(ordered)
+    key, value, hidden, extras = unflatten(
+        [(part.name, named[part.name]) for part in entry.parts]
+    )
     return KVEntry(
         input_tokens=tensor_of(entry.input_tokens),
         roi=tensor_of(entry.roi),

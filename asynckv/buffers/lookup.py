@@ -157,10 +157,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        targets = check_targets(into)
-        return PendingSelect(
-            lambda: self._take(query, targets), lambda: self._borrow(query, targets)
-        )
+        return PendingSelect(self._take, self._borrow, query, check_targets(into))
 
     async def peek(
         self, input_tokens: TokenIds | None = None, roi: TokenIds | None = None

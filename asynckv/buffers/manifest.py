@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -33,13 +33,13 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Contents)
 
 
-class Manifest(NamedTuple):
+class Manifest(msgspec.Struct, frozen=True, gc=False):
     """A body, read: records, tokens, and the tensors' bytes if they rode along."""
 
     records: tuple[TensorRecord, ...]
     input_tokens: Tokens | None
     roi: Tokens | None
-    inline: tuple[memoryview, ...]
+    inline: Sequence[memoryview]
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -90,8 +90,30 @@ def unpack(body: bytes, *, inline: bool) -> Manifest:
     :raises RemoteProtocolError: if it is not exactly what it says
     """
     end = _LENGTH_NBYTES + int.from_bytes(body[:_LENGTH_NBYTES], "big")
+    contents = _read_contents(body[_LENGTH_NBYTES:end])
+    tokens = roi = None
+    if (spec := contents.input_tokens) is not None:
+        start, end = end, end + spec.nbytes
+        tokens = Tokens(body[start:end], spec)
+    if (spec := contents.roi) is not None:
+        start, end = end, end + spec.nbytes
+        roi = Tokens(body[start:end], spec)
+    pieces: list[memoryview] = []
+    if inline:
+        view = memoryview(body)
+        for record in contents.tensors:
+            start, end = end, end + record.spec.nbytes
+            pieces.append(view[start:end])
+    if end != len(body):
+        raise RemoteProtocolError(
+            f"an entry's body holds {len(body)} bytes, its manifest says {end}"
+        )
+    return Manifest(contents.tensors, tokens, roi, pieces)
+
+
+def _read_contents(encoded: bytes) -> Contents:
     try:
-        contents = _decoder.decode(body[_LENGTH_NBYTES:end])
+        contents = _decoder.decode(encoded)
         if MISSING_DTYPES:
             _check_dtypes(contents)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
@@ -99,7 +121,7 @@ def unpack(body: bytes, *, inline: bool) -> Manifest:
     records = contents.tensors
     if len(records) > 1 and len({record.name for record in records}) != len(records):
         raise RemoteProtocolError("an entry's manifest names a tensor twice")
-    return _read(memoryview(body)[end:], contents, inline)
+    return contents
 
 
 def _check_dtypes(contents: Contents) -> None:
@@ -110,41 +132,19 @@ def _check_dtypes(contents: Contents) -> None:
         dtype_of(record.spec.dtype)
 
 
-def _read(rest: memoryview, contents: Contents, inline: bool) -> Manifest:
-    rows: list[Tokens | None] = []
-    start = 0
-    for spec in (contents.input_tokens, contents.roi):
-        if spec is None:
-            rows.append(None)
-            continue
-        end = start + spec.nbytes
-        rows.append(Tokens(bytes(rest[start:end]), spec))
-        start = end
-    pieces: list[memoryview] = []
-    if inline:
-        for record in contents.tensors:
-            end = start + record.spec.nbytes
-            pieces.append(rest[start:end])
-            start = end
-    if start != len(rest):
-        raise RemoteProtocolError(
-            f"an entry's body holds {len(rest)} bytes, its manifest says {start}"
-        )
-    return Manifest(contents.tensors, rows[0], rows[1], tuple(pieces))
-
-
 def content_digest(
     records: Iterable[TensorRecord],
     input_tokens: Tokens | None,
     roi: Tokens | None,
 ) -> bytes:
     """Return the digest of a whole entry, tokens and roi included."""
-    tokens = [
-        TensorRecord(name, row.spec, digest_of(row.data))
-        for name, row in (("input_tokens", input_tokens), ("roi", roi))
-        if row is not None
-    ]
-    return entry_digest([*records, *tokens])
+    everything = [*records]
+    if input_tokens is not None:
+        found = digest_of(input_tokens.data)
+        everything.append(TensorRecord("input_tokens", input_tokens.spec, found))
+    if roi is not None:
+        everything.append(TensorRecord("roi", roi.spec, digest_of(roi.data)))
+    return entry_digest(everything)
 
 
 def verify(record: TensorRecord, found: bytes) -> None:
@@ -166,7 +166,9 @@ def verify_inline(manifest: Manifest) -> list[bytes]:
 
     :raises ChecksumError: some bytes changed on their way
     """
-    digests = [digest_of(piece) for piece in manifest.inline]
-    for record, digest in zip(manifest.records, digests, strict=True):
+    digests: list[bytes] = []
+    for record, piece in zip(manifest.records, manifest.inline, strict=True):
+        digest = digest_of(piece)
         verify(record, digest)
+        digests.append(digest)
     return digests

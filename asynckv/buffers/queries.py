@@ -7,10 +7,9 @@ tolerance.
 from __future__ import annotations
 
 import array
-import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 import numpy
 import torch
 
@@ -40,8 +39,7 @@ MAX_ID_LENGTH = 256
 """An entry_id of more characters could not be told to a peer."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True, gc=False):
     """Token ids, or a roi: the bytes of a 1-d tensor, and what they are."""
 
     data: bytes
@@ -55,7 +53,7 @@ class Tokens:
         return tensor_from(self.data, self.spec)
 
 
-class Query(NamedTuple):
+class Query(msgspec.Struct, frozen=True, gc=False):
     """What a ``drop_select`` asks for. ``key`` is ``None`` for "any entry"."""
 
     key: bytes | None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import Final, Literal, Self
 
@@ -14,7 +15,8 @@ import anyio
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.buffers.remote_store import RemoteStoreBuffer
-from asynckv.errors import AsyncKVError, PeerLost
+from asynckv.buffers.watchers import Watchers
+from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.links.options import (
@@ -71,7 +73,7 @@ class Peer(LoopBound):
         self._error: PeerLost | None = None
         self._is_closing = False
         self._reconnecting: asyncio.Task[None] | None = None
-        self._watchers: list[asyncio.Future[None]] = []
+        self._watchers = Watchers()
 
     @property
     def identity(self) -> str:
@@ -108,6 +110,17 @@ class Peer(LoopBound):
         self._linked()
         return loop
 
+    def link_nowait(self) -> Link | None:
+        """Return the link if it is up, ``None`` while it is made again.
+
+        :raises PeerLost: the peer is gone and did not come back in time
+        """
+        self._check_loop()
+        link = self._linked()
+        if self._error is not None:
+            raise PeerLost(self._error.message, hint=self._error.hint)
+        return link if link.is_open else None
+
     async def link(self) -> Link:
         """Return a link that is up, waiting while it is made again.
 
@@ -115,16 +128,22 @@ class Peer(LoopBound):
 
         :raises PeerLost: the peer is gone and did not come back in time
         """
-        self._check_loop()
-        self._linked()
-        while True:
-            if self._error is not None:
-                raise PeerLost(self._error.message, hint=self._error.hint)
-            if self._link is not None and self._link.is_open:
-                return self._link
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append(watcher)
-            await watcher
+        while (link := self.link_nowait()) is None:
+            await self._watchers.next_change()
+        return link
+
+    async def link_to(self, incarnation: str) -> Link:
+        """As :meth:`link`, but to what the peer was before it was lost.
+
+        :raises PeerRestarted: it came back as another incarnation
+        """
+        link = await self.link()
+        if link.peer.incarnation != incarnation:
+            raise PeerRestarted(
+                f"{self.url} came back without its memory",
+                hint="what was under way is gone; make the call again",
+            )
+        return link
 
     async def __aenter__(self) -> Self:
         self._check_loop()
@@ -177,8 +196,8 @@ class Peer(LoopBound):
 
     def _use(self, link: Link) -> None:
         self._link = link
-        link.call_when_lost(lambda error: self._on_lost(link, error))
-        self._wake()
+        link.call_when_lost(partial(self._on_lost, link))
+        self._watchers.wake()
 
     def _on_lost(self, link: Link, error: PeerLost) -> None:
         if self._is_closing or link is not self._link:
@@ -222,13 +241,7 @@ class Peer(LoopBound):
     def _end(self, error: PeerLost) -> None:
         self._is_closing = True
         self._error = self._error or error
-        self._wake()
-
-    def _wake(self) -> None:
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
+        self._watchers.wake()
 
     def _linked(self) -> Link:
         if self._link is None:

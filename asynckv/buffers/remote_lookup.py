@@ -11,7 +11,6 @@ import torch
 
 from asynckv.abc import (
     InsertWriter,
-    KVEntry,
     KVLookupBuffer,
     KVTensors,
     Match,
@@ -19,6 +18,7 @@ from asynckv.abc import (
     TokenIds,
 )
 from asynckv.buffers.asking import ask
+from asynckv.buffers.consuming import RemoteConsumer
 from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.entries import Draft
@@ -28,18 +28,15 @@ from asynckv.buffers.lookup import make_draft
 from asynckv.buffers.pushing import RemoteWriter, dense
 from asynckv.buffers.queries import (
     MAX_ID_LENGTH,
-    TOKEN_NBYTES,
-    Query,
     as_mask,
     as_tokens,
     key_of,
     make_query,
 )
-from asynckv.buffers.remote_stream import RemoteStream
-from asynckv.buffers.selecting import Delivery, Selecting, check_key_fits
-from asynckv.errors import EntryAborted, LeaseLost, PeerLost, PeerRestarted
-from asynckv.observability.waits import LoggedWait, LoggedWaits
-from asynckv.protocol.frames import Peek, Settle, Taken, Withdraw
+from asynckv.buffers.selecting import check_key_fits
+from asynckv.errors import PeerLost
+from asynckv.observability.waits import LoggedWait
+from asynckv.protocol.frames import Peek, Taken, Withdraw
 from asynckv.tensors.views import spec_of
 from asynckv.types import TensorSpec
 
@@ -54,10 +51,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._selecting = 0
-        self._waits = LoggedWaits(
-            "drop_select of %s tokens", "a match", f"an insert at {peer.url}"
-        )
+        self._consumer = RemoteConsumer(peer)
         self._inserting = 0
 
     async def insert(
@@ -111,10 +105,8 @@ class RemoteLookupBuffer(KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        targets = check_targets(into)
-        return PendingSelect(
-            lambda: self._take(query, targets), lambda: self._borrow(query, targets)
-        )
+        consumer = self._consumer
+        return PendingSelect(consumer.take, consumer.borrow, query, check_targets(into))
 
     async def peek(
         self, input_tokens: TokenIds | None = None, roi: TokenIds | None = None
@@ -190,26 +182,12 @@ class RemoteLookupBuffer(KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        targets = check_targets(into)
-        selecting, delivery = await self._select(query, targets, streams=True)
-        stream = RemoteStream(selecting, delivery)
-        try:
-            selecting.reach(delivery)
+        async with self._consumer.stream(query, check_targets(into)) as stream:
             yield stream
-        except Exception:
-            selecting.give_back(delivery, reached=True)
-            await selecting.quiesce()
-            raise
-        except BaseException:
-            selecting.give_back(delivery, reached=False)
-            await selecting.quiesce()
-            raise
-        stream.close()
-        await self._acknowledge(selecting, delivery)
 
     def statistics(self) -> RemoteStatistics:
         return RemoteStatistics(
-            selecting=self._selecting,
+            selecting=self._consumer.waiting,
             inserting=self._inserting,
             received_bytes=self._peer.budget.used_bytes,
             max_bytes=self._peer.budget.max_bytes,
@@ -241,7 +219,8 @@ class RemoteLookupBuffer(KVLookupBuffer):
                 if link.is_open:
                     raise  # the peer says so, of something else
                 await inserting.quiesce()
-                await self._check_same(link.peer.incarnation, inserting.was_granted)
+                if inserting.was_granted:
+                    await self._peer.link_to(link.peer.incarnation)
                 if digests is None:
                     digests = await self._peer.pool.digest(tensors)
             except BaseException:
@@ -249,119 +228,12 @@ class RemoteLookupBuffer(KVLookupBuffer):
                 await inserting.quiesce()
                 raise
 
-    async def _take(self, query: Query, targets: Mapping[str, torch.Tensor]) -> KVEntry:
-        while True:
-            selecting, delivery = await self._select(query, targets, streams=False)
-            if delivery.is_small:
-                selecting.settle_at_once(delivery)
-                return delivery.entry()
-            try:
-                await selecting.settle(delivery)
-            except PeerLost:
-                if not await self._was_acknowledged(selecting, delivery):
-                    continue
-            except LeaseLost:
-                selecting.cancel()
-                continue
-            except BaseException:
-                selecting.cancel()
-                raise
-            selecting.release()
-            return delivery.entry()
-
-    @asynccontextmanager
-    async def _borrow(
-        self, query: Query, targets: Mapping[str, torch.Tensor]
-    ) -> AsyncIterator[KVEntry]:
-        selecting, delivery = await self._select(query, targets, streams=False)
-        try:
-            entry = delivery.entry()
-            selecting.release()
-            selecting.reach(delivery)
-            yield entry
-        except Exception:
-            selecting.give_back(delivery, reached=True)
-            raise
-        except BaseException:
-            selecting.give_back(delivery, reached=False)
-            raise
-        await self._acknowledge(selecting, delivery)
-
-    async def _select(
-        self, query: Query, targets: Mapping[str, torch.Tensor], *, streams: bool
-    ) -> tuple[Selecting, Delivery]:
-        """Select, on one link after the other while links are cut."""
-        while True:
-            link = await self._peer.link()
-            selecting = Selecting(
-                link, query, targets, self._peer.budget, streams=streams
-            )
-            self._selecting += 1
-            tokens = "any" if query.key is None else len(query.key) // TOKEN_NBYTES
-            wait = self._waits.begin(tokens)
-            try:
-                come = selecting.offered() if streams else selecting.whole()
-                return selecting, await come
-            except PeerLost:
-                if link.is_open:
-                    raise  # the peer says so, of something else
-                selecting.release()
-                await selecting.quiesce()
-            except EntryAborted:  # before anything of it was handed out
-                selecting.close()
-                await selecting.quiesce()
-            except BaseException:
-                selecting.cancel()
-                await selecting.quiesce()
-                raise
-            finally:
-                self._selecting -= 1
-                self._waits.end(wait)
-
     def _waiting_for_room(self, call: str, draft: Draft) -> LoggedWait:
         return LoggedWait(
             f"{call} of {draft.entry_id} ({sum(draft.sizes)} bytes)",
             f"room in the buffer at {self._peer.url}",
             "a drop_select or a withdraw there",
         )
-
-    async def _acknowledge(self, selecting: Selecting, delivery: Delivery) -> None:
-        try:
-            await selecting.acknowledge(delivery)
-        except PeerLost as exc:
-            raise LeaseLost(
-                f"the link was lost before entry {delivery.offer.entry_id!r} was "
-                "acknowledged; it was given back",
-            ) from exc
-        except EntryAborted as exc:
-            raise LeaseLost(
-                f"entry {delivery.offer.entry_id!r} left before it was acknowledged"
-            ) from exc
-        finally:
-            selecting.close()
-            await selecting.quiesce()
-
-    async def _was_acknowledged(self, selecting: Selecting, delivery: Delivery) -> bool:
-        """The link was cut around the acknowledgement: ask on the next one."""
-        selecting.release()
-        await selecting.quiesce()
-        if not selecting.acknowledged:
-            return False
-        await self._check_same(selecting.incarnation, held=True)
-        settle = Settle(delivery.offer.entry_id, delivery.offer.token)
-        return bool((await ask(self._peer, settle)).value)
-
-    async def _check_same(self, incarnation: str, held: bool) -> None:
-        """Wait for a new link.
-
-        :raises PeerRestarted: the peer has lost what it held for this call
-        """
-        link = await self._peer.link()
-        if held and link.peer.incarnation != incarnation:
-            raise PeerRestarted(
-                f"{self._peer.url} came back without its memory",
-                hint="what was under way is gone; make the call again",
-            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from asynckv.abc import SelectStream
+from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.queries import tensor_of
-from asynckv.buffers.selecting import Delivery, Selecting
+from asynckv.buffers.selecting import Selecting
 from asynckv.types import TensorSpec
 
 __all__ = ("RemoteStream",)
@@ -27,28 +28,29 @@ class RemoteStream(SelectStream):
         self.specs: Mapping[str, TensorSpec] = manifest.specs
         self._selecting = selecting
         self._delivery = delivery
-        self._names = list(self.specs)
         self._next = 0
         self._is_closed = False
 
     async def __anext__(self) -> tuple[str, torch.Tensor]:
         self._check_open()
-        if self._next >= len(self._names):
-            await self._selecting.committed()
+        landed = self._delivery.landed
+        if self._next >= len(self.specs):
+            while not self._delivery.is_complete:
+                await self._selecting.changed()
             raise StopAsyncIteration
-        await self._selecting.landed(self._next)
-        index = self._delivery.landed[self._next]
+        while len(landed) <= self._next:
+            await self._selecting.changed()
+        name = landed[self._next]
         self._next += 1
-        return self._names[index], self._delivery.tensors[index]
+        return name, self._delivery.tensors[name]
 
     async def wait_for(self, name: str) -> torch.Tensor:
         self._check_open()
         if name not in self.specs:
             raise KeyError(name)
-        index = self._names.index(name)
-        while index not in self._delivery.landed:
-            await self._selecting.landed(len(self._delivery.landed))
-        return self._delivery.tensors[index]
+        while name not in self._delivery.landed:
+            await self._selecting.changed()
+        return self._delivery.tensors[name]
 
     def close(self) -> None:
         """No more tensors."""

@@ -1,4 +1,4 @@
-"""The asking side of one remote ``drop_select``, plain or streaming.
+"""The asking side of one remote ``drop_select`` on one link, plain or streaming.
 
 Frames change this object's state; the coroutine that selects waits for a change
 and does what is to be done. Memory that the caller lent (``into``) is quiet
@@ -8,18 +8,16 @@ before any error reaches the caller.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 
-from asynckv.abc import KVEntry
 from asynckv.buffers.asking import ANSWER_S
-from asynckv.buffers.contents import unflatten
-from asynckv.buffers.handover import match_targets
-from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, unpack, verify_inline
-from asynckv.buffers.queries import TOKEN_NBYTES, Query, tensor_of
+from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.manifest import unpack
+from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.receive_budget import ReceiveBudget
+from asynckv.buffers.watchers import Watchers
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
@@ -42,55 +40,12 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.tensors.views import bytes_of, empty_tensor, tensor_from
 
-__all__ = ("Delivery", "Selecting", "check_key_fits")
-
-
-class Delivery:
-    """One offer and what has come of it."""
-
-    def __init__(self, offer: Offer, manifest: Manifest) -> None:
-        self.offer = offer
-        self.manifest = manifest
-        self.is_complete = offer.complete
-        self.landed: list[int] = []
-        self.tensors: list[torch.Tensor] = []
-        self.reception: Reception | None = None
-        self.charged_bytes = 0
-        self.lent = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Every part is verified and the entry committed."""
-        return self.is_complete and len(self.landed) == len(self.manifest.records)
-
-    @property
-    def is_small(self) -> bool:
-        """Small enough for an acknowledgement that is not waited for."""
-        return self.offer.inline or self.manifest.nbytes <= INLINE_NBYTES
-
-    def entry(self) -> KVEntry:
-        """Return the entry, whole."""
-        names = [record.name for record in self.manifest.records]
-        key, value, hidden, extras = unflatten(
-            dict(zip(names, self.tensors, strict=True))
-        )
-        return KVEntry(
-            input_tokens=tensor_of(self.manifest.input_tokens),
-            roi=tensor_of(self.manifest.roi),
-            key=key,
-            value=value,
-            hidden=hidden,
-            extras=extras,
-            entry_id=self.offer.entry_id,
-            matched_tokens=self.offer.matched_tokens,
-            attempt=self.offer.attempt,
-        )
+__all__ = ("Selecting", "check_key_fits")
 
 
 class Selecting:
-    """One query on one link."""
+    """One query on one link. ``delivery`` is the offer that stands, if one does."""
 
     def __init__(
         self,
@@ -101,18 +56,21 @@ class Selecting:
         *,
         streams: bool = False,
     ) -> None:
+        self.query = query
         self.delivery: Delivery | None = None
-        self.acknowledged = False
-        self.noted = False
         self.incarnation = link.peer.incarnation
         self._link = link
         self._targets = targets
         self._budget = budget
-        self._old: list[Reception] = []
+        self._streams = streams
+        self._lent: list[Reception] = []
+        self._landed: list[str] = []
+        self._names: list[str] = []
         self._error: Exception | None = None
+        self._is_noted = False
         self._is_answered = False
         self._is_accepted = False
-        self._watchers: list[asyncio.Future[None]] = []
+        self._watchers = Watchers()
         key = query.key or b""
         check_key_fits(key, link.limits.max_body_bytes)
         frame = Select(
@@ -124,50 +82,35 @@ class Selecting:
         )
         self._stream = link.open_stream(self, frame, key)
 
-    async def offered(self) -> Delivery:
-        """Wait for an offer and let its bytes come.
+    async def delivered(self) -> Delivery:
+        """Wait for an entry; unless the query streams, for all of it, verified.
+
+        An offer that is retracted meanwhile is forgotten; the wait goes on.
 
         :raises Exception: what ended the query; ``PeerLost`` if the link did
         """
         while True:
-            if self.delivery is None:
-                await self._until(lambda: self.delivery is not None)
-            delivery = self.delivery
-            if delivery is not None:
-                if delivery.offer.inline:
-                    self._read_inline(delivery)
-                else:
-                    await self._accept(delivery)
-                if self._error is not None:
-                    raise self._error
-                if self.delivery is delivery:
+            while (delivery := self.delivery) is None:
+                await self.changed()
+            if delivery.offer.inline:
+                delivery.read_inline(self._targets)
+            else:
+                await self._accept(delivery)
+            if self._error is not None:
+                raise self._error
+            while self.delivery is delivery:
+                if self._streams or delivery.is_whole:
                     return delivery
+                await self.changed()
 
-    async def whole(self) -> Delivery:
-        """Wait for an entry with all its bytes, verified.
+    def changed(self) -> asyncio.Future[None]:
+        """Return what is done when a frame has changed something.
 
-        An offer that is retracted meanwhile is forgotten; the wait goes on.
+        :raises Exception: nothing will change any more; what ended the query
         """
-        while True:
-            delivery = await self.offered()
-            if not self._is_decided(delivery):
-                await self._until(partial(self._is_decided, delivery))
-            if self.delivery is delivery:
-                return delivery
-
-    async def landed(self, count: int) -> None:
-        """Wait until more than ``count`` parts are verified, or all there will be."""
-        delivery = self.delivery
-        if delivery is None:
-            raise RuntimeError("nothing was offered yet")
-        total = len(delivery.manifest.records)
-        await self._until(lambda: len(delivery.landed) > min(count, total - 1))
-
-    async def committed(self) -> None:
-        """Wait until the entry that is streamed is committed."""
-        delivery = self.delivery
-        if delivery is not None:
-            await self._until(lambda: delivery.is_complete)
+        if self._error is not None:
+            raise self._error
+        return self._watchers.next_change()
 
     def reach(self, delivery: Delivery) -> None:
         """The application has it from now on. Never waits."""
@@ -176,7 +119,6 @@ class Selecting:
     def settle_at_once(self, delivery: Delivery) -> None:
         """Acknowledge verified receipt of a small entry. Never waits."""
         self._stream.send(Took(delivery.offer.token))
-        self._is_answered = True
         self._stream.close()
         self.release()
 
@@ -186,12 +128,11 @@ class Selecting:
         The answer is waited for; a cancellation meanwhile gives the entry back.
         """
         token = delivery.offer.token
-        self.acknowledged = True
         self._stream.send(Ack(token, confirm=True))
         async with asyncio.timeout(ANSWER_S):
-            await self._until(lambda: self.noted)
+            while not self._is_noted:
+                await self.changed()
         self._stream.send(Reached(token))
-        self._is_answered = True
         self._stream.close()
 
     async def acknowledge(self, delivery: Delivery) -> None:
@@ -199,10 +140,10 @@ class Selecting:
 
         :raises LeaseLost: the entry was taken back meanwhile
         """
-        self.acknowledged = True
         self._stream.send(Ack(delivery.offer.token))
         async with asyncio.timeout(ANSWER_S):
-            await self._until(lambda: self._is_answered)
+            while not self._is_answered:
+                await self.changed()
         if not self._is_accepted:
             raise self._error or LeaseLost("the peer gave the delivery up")
 
@@ -210,50 +151,49 @@ class Selecting:
         """Give the delivery back. Never waits."""
         if not self._is_answered:
             self._stream.send(Nack(delivery.offer.token, reached=reached))
-        self._drop()
+        self.close()
 
     def cancel(self) -> None:
         """Wait no longer, and give back what was offered. Never waits."""
         if not self._is_answered:
             self._stream.send(Cancel())
-        self._drop()
+        self.close()
 
     def close(self) -> None:
-        """Nothing more is read of what was acknowledged. Never waits."""
-        self._drop()
+        """Nothing more is waited for, or read. Never waits."""
+        self._error = self._error or RuntimeError("this drop_select is over")
+        if self.delivery is not None and self.delivery.reception is not None:
+            self.delivery.reception.stop()
+        self.release()
 
     async def quiesce(self) -> None:
         """Wait until nothing touches memory that the caller lent (at most 1 s)."""
-        await self._old_quiet()
-        delivery = self.delivery
-        if delivery is not None and delivery.lent and delivery.reception is not None:
-            await delivery.reception.quiesce()
+        while self._lent:
+            await self._lent[-1].quiesce()
+            self._lent.pop()
 
     def release(self) -> None:
         """The tensors are the application's now: no longer charged."""
         if self.delivery is not None and self.delivery.charged_bytes:
-            self._budget.release(self.delivery.charged_bytes)
-            self.delivery.charged_bytes = 0
+            self._uncharge(self.delivery)
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         delivery = self.delivery
         match frame:
             case Offer():
-                if delivery is not None:
-                    raise RemoteProtocolError("a second offer, the first one stands")
-                manifest = unpack(body, inline=frame.inline)
-                if not frame.inline:
-                    self._link.payload.announce(frame.transfer)
-                self.delivery = Delivery(frame, manifest)
+                self._on_offer(frame, body)
             case Done(transfer=transfer):
                 reception = None if delivery is None else delivery.reception
                 if reception is not None and reception.transfer == transfer:
                     reception.on_done(frame)
-            case Complete(transfer=transfer) | Retract(transfer=transfer):
+            case Complete(transfer=transfer):
                 if delivery is not None and delivery.offer.transfer == transfer:
-                    self._decide(delivery, frame)
+                    delivery.is_complete = True
+            case Retract(transfer=transfer):
+                if delivery is not None and delivery.offer.transfer == transfer:
+                    self._on_retract(delivery)
             case Noted():
-                self.noted = True
+                self._is_noted = True
             case Failure():
                 self._is_answered = True
                 self._error = from_failure(frame)
@@ -263,102 +203,59 @@ class Selecting:
             case _:
                 error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
                 self._is_answered, self._error = True, error
-                self._wake()  # of a last frame's stream nobody else is told
+                self._watchers.wake()  # of a last frame's stream nobody else is told
                 raise error
-        self._wake()
+        self._watchers.wake()
 
     def on_lost(self, error: PeerLost) -> None:
         self._is_answered = True
         self._error = self._error or error
-        self._wake()
+        self._watchers.wake()
 
     def part_verified(self, index: int, digest: bytes) -> None:
-        if self.delivery is not None:
-            self.delivery.landed.append(index)
-        self._wake()
+        self._landed.append(self._names[index])
+        self._watchers.wake()
 
     def reception_failed(self, error: Exception) -> None:
         self._error = error
-        self._wake()
+        self._watchers.wake()
+
+    def _on_offer(self, offer: Offer, body: bytes) -> None:
+        if self.delivery is not None:
+            raise RemoteProtocolError("a second offer, the first one stands")
+        manifest = unpack(body, inline=offer.inline)
+        if not offer.inline:
+            self._link.payload.announce(offer.transfer)
+        self.delivery = Delivery(offer, manifest)
+
+    def _on_retract(self, delivery: Delivery) -> None:
+        self.delivery = None
+        self._uncharge(delivery)
+        if delivery.reception is not None:
+            delivery.reception.stop()
 
     async def _accept(self, delivery: Delivery) -> None:
         """Make room for an offer, and grant it."""
-        specs = delivery.manifest.specs
-        match_targets(specs, self._targets)
-        own = sum(spec.nbytes for n, spec in specs.items() if n not in self._targets)
-        await self._budget.reserve(own)
-        delivery.charged_bytes = own
-        delivery.lent = bool(self._targets)
-        delivery.tensors = [
-            self._targets[name] if name in self._targets else empty_tensor(spec)
-            for name, spec in specs.items()
-        ]
-        await self._old_quiet()
+        nbytes = delivery.own_nbytes(self._targets)
+        await self._budget.reserve(nbytes)
+        delivery.charged_bytes = nbytes
+        views = delivery.allocate(self._targets)
+        await self.quiesce()  # what was lent to an offer that was retracted
         if self.delivery is not delivery or self._error is not None:
-            self._budget.release(own)
-            delivery.charged_bytes = 0
+            self._uncharge(delivery)
             return
-        views = [bytes_of(tensor) for tensor in delivery.tensors]
         transfer = delivery.offer.transfer
-        delivery.reception = Reception(self._link, transfer, views, self)
-        delivery.reception.begin()
+        reception = Reception(self._link, transfer, views, self)
+        delivery.reception = reception
+        self._names, self._landed = [*delivery.tensors], delivery.landed
+        if self._targets:
+            self._lent.append(reception)
+        reception.begin()
         self._stream.send(Grant(transfer))
 
-    def _read_inline(self, delivery: Delivery) -> None:
-        if self._targets:
-            match_targets(delivery.manifest.specs, self._targets)
-        verify_inline(delivery.manifest)
-        for record, piece in zip(
-            delivery.manifest.records, delivery.manifest.inline, strict=True
-        ):
-            target = self._targets.get(record.name)
-            if target is None:
-                target = tensor_from(piece, record.spec)
-            else:
-                bytes_of(target)[:] = piece  # at most 64 KiB
-            delivery.tensors.append(target)
-        delivery.landed = list(range(len(delivery.tensors)))
-
-    def _is_decided(self, delivery: Delivery) -> bool:
-        return self.delivery is not delivery or delivery.is_whole
-
-    def _decide(self, delivery: Delivery, frame: Frame) -> None:
-        if isinstance(frame, Complete):
-            delivery.is_complete = True
-            return
-        self.delivery = None
+    def _uncharge(self, delivery: Delivery) -> None:
         self._budget.release(delivery.charged_bytes)
         delivery.charged_bytes = 0
-        if delivery.reception is not None:
-            delivery.reception.stop()
-            if delivery.lent:
-                self._old.append(delivery.reception)
-
-    async def _old_quiet(self) -> None:
-        """Let go of what was lent to offers that were retracted."""
-        while self._old:
-            await self._old[0].quiesce()
-            self._old.pop(0)
-
-    def _drop(self) -> None:
-        self._error = self._error or RuntimeError("this drop_select is over")
-        if self.delivery is not None and self.delivery.reception is not None:
-            self.delivery.reception.stop()
-        self.release()
-
-    async def _until(self, predicate: Callable[[], bool]) -> None:
-        while not predicate():
-            if self._error is not None:
-                raise self._error
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append(watcher)
-            await watcher
-
-    def _wake(self) -> None:
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
 
 
 def check_key_fits(key: bytes, max_body_bytes: int) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+from collections.abc import Callable
 from types import TracebackType
+from typing import Generic, TypeVar
 
 __all__ = ("LONG_WAIT_S", "LoggedWait", "LoggedWaits")
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +27,10 @@ class LoggedWait:
 
     def __init__(self, who: str, what: str, until: str) -> None:
         self._what = (who, what, until)
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle
 
     def __enter__(self) -> LoggedWait:
-        logger.debug("%s waits for %s; it ends with %s", *self._what)
+        _log_begin(*self._what)
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(LONG_WAIT_S, _warn, *self._what)
         return self
@@ -38,55 +41,58 @@ class LoggedWait:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.cancel()
 
 
-class LoggedWaits:
-    """As many :class:`LoggedWait` of one kind, with one timer for all of them.
+class LoggedWaits(Generic[T]):
+    """The waits of one kind that are under way, with one timer for all of them.
 
     For waits that usually end within a millisecond: :meth:`begin` and
-    :meth:`end` cost next to nothing. ``who`` has a ``%s`` for each detail that
-    :meth:`begin` is given.
+    :meth:`end` cost next to nothing. ``who`` names a wait, if it is to be logged.
     """
 
-    __slots__ = ("_numbers", "_since", "_timer", "_what")
+    __slots__ = ("_long", "_since", "_timer", "_what", "_who")
 
-    def __init__(self, who: str, what: str, until: str) -> None:
-        self._what = (who, what, until)
-        self._numbers = itertools.count()
-        self._since: dict[int, tuple[float, tuple[object, ...]]] = {}
+    def __init__(self, who: Callable[[T], str], what: str, until: str) -> None:
+        self._who = who
+        self._what = (what, until)
+        self._since: dict[T, float] = {}
+        self._long: set[T] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, *details: object) -> int:
-        """Log a wait; its number is for :meth:`end`."""
+    def __len__(self) -> int:
+        return len(self._since) + len(self._long)
+
+    def begin(self, wait: T) -> None:
+        """From now on ``wait`` is one of them."""
         if logger.isEnabledFor(logging.DEBUG):
-            who, *rest = self._what
-            logger.debug("%s waits for %s; it ends with %s", who % details, *rest)
+            _log_begin(self._who(wait), *self._what)
         loop = asyncio.get_running_loop()
-        number = next(self._numbers)
-        self._since[number] = loop.time(), details
+        self._since[wait] = loop.time()
         if self._timer is None:
             self._timer = loop.call_later(LONG_WAIT_S, self._look)
-        return number
 
-    def end(self, number: int) -> None:
+    def end(self, wait: T) -> None:
         """That wait is over."""
-        self._since.pop(number, None)
+        if self._since.pop(wait, None) is None:
+            self._long.discard(wait)
 
     def _look(self) -> None:
         """Warn of what has become long; the others are looked at when they have."""
         loop = asyncio.get_running_loop()
         self._timer = None
-        for number, (since, details) in list(self._since.items()):
+        for wait, since in list(self._since.items()):
             left_s = since + LONG_WAIT_S - loop.time()
             if left_s > 0:
                 self._timer = loop.call_later(left_s, self._look)
                 return
-            del self._since[number]
-            who, what, until = self._what
-            _warn(who % details, what, until)
+            del self._since[wait]
+            self._long.add(wait)
+            _warn(self._who(wait), *self._what)
+
+
+def _log_begin(who: str, what: str, until: str) -> None:
+    logger.debug("%s waits for %s; it ends with %s", who, what, until)
 
 
 def _warn(who: str, what: str, until: str) -> None:

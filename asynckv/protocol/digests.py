@@ -6,6 +6,7 @@ somebody who changes them on purpose.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Final, TypeAlias
 
@@ -19,6 +20,7 @@ __all__ = ("DIGEST_NBYTES", "Digester", "digest_of", "entry_digest")
 _Buffer: TypeAlias = bytes | bytearray | memoryview
 
 DIGEST_NBYTES: Final = 16
+_name_of: Final = operator.attrgetter("name")
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -49,5 +51,4 @@ def entry_digest(records: Iterable[TensorRecord]) -> bytes:
 
     The order of ``records`` does not matter: names are unique in an entry.
     """
-    rows = [(r.name, r.spec.dtype, r.spec.shape, r.digest) for r in records]
-    return digest_of(b"".join([_encode(row) for row in sorted(rows)]))
+    return digest_of(_encode(sorted(records, key=_name_of)))

@@ -14,7 +14,7 @@ def test_fields_come_back_from_their_names() -> None:
     key, value = {"0": torch.zeros(1), "a.key": torch.zeros(2)}, torch.zeros(3)
     named = flatten(key, value, ONE, {"x.key": torch.zeros(4)})
     assert list(named) == ["0.key", "a.key.key", "value", "hidden", "extras.x.key"]
-    fields = unflatten(named)
+    fields = unflatten([*named.items(), ("from a later version", ONE)])
     assert isinstance(fields[0], Mapping)
     assert list(fields[0]) == ["0", "a.key"]
     assert fields[1] is value
@@ -24,7 +24,7 @@ def test_fields_come_back_from_their_names() -> None:
 
 def test_nothing_is_an_entry_too() -> None:
     assert flatten(None, None, None, None) == {}
-    assert unflatten({}) == (None, None, None, {})
+    assert unflatten([]) == (None, None, None, {})
 
 
 @pytest.mark.parametrize("layer", ["extras", "extras.a", ""])

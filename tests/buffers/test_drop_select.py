@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.drop_select import PendingSelect
+from asynckv.buffers.queries import Query
 
+QUERY = Query(b"12345678")
 ENTRY = KVEntry(None, None, None, None, None, entry_id="it")
 
 
@@ -17,15 +20,19 @@ class Uses:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.pending = PendingSelect(self.take, self.borrow)
+        self.pending = PendingSelect(self.take, self.borrow, QUERY, {})
 
-    async def take(self) -> KVEntry:
+    async def take(self, query: Query, into: Mapping[str, torch.Tensor]) -> KVEntry:
+        assert query is QUERY and into == {}
         self.seen.append("taken")
         await asyncio.sleep(0)
         return ENTRY
 
     @asynccontextmanager
-    async def borrow(self) -> AsyncIterator[KVEntry]:
+    async def borrow(
+        self, query: Query, into: Mapping[str, torch.Tensor]
+    ) -> AsyncIterator[KVEntry]:
+        assert query is QUERY and into == {}
         self.seen.append("borrowed")
         try:
             yield ENTRY

@@ -46,9 +46,12 @@ async def test_waits_of_one_kind_are_logged_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, waits.logger.name)
-    many = LoggedWaits("query %s", "a match", "an insert")
-    many.end(many.begin(1))
-    many.end(many.begin(2))
+    many = LoggedWaits("query {}".format, "a match", "an insert")
+    for number in (1, 2):
+        many.begin(number)
+        assert len(many) == 1
+        many.end(number)
+    assert not many
     assert caplog.messages == [
         "query 1 waits for a match; it ends with an insert",
         "query 2 waits for a match; it ends with an insert",
@@ -59,12 +62,15 @@ async def test_of_waits_of_one_kind_only_the_long_ones_warn(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waits, "LONG_WAIT_S", 0.001)
-    many = LoggedWaits("query %s", "a match", "an insert")
-    many.end(many.begin(1))
+    many = LoggedWaits("query {}".format, "a match", "an insert")
+    many.begin(1)
+    many.end(1)
     many.begin(2)
     await until(lambda: bool(caplog.records))
-    number = many.begin(3)
+    many.begin(3)
     await until(lambda: len(caplog.records) == 2)
-    many.end(number)
+    assert len(many) == 2
+    many.end(3)
+    assert len(many) == 1
     assert {r.levelno for r in caplog.records} == {logging.WARNING}
     assert [m.partition(" has")[0] for m in caplog.messages] == ["query 2", "query 3"]

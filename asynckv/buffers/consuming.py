@@ -1,0 +1,157 @@
+"""Taking entries from a peer, on one link after the other while links are cut."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from asynckv.abc import KVEntry, SelectStream
+from asynckv.buffers.asking import ask
+from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.queries import TOKEN_NBYTES, Query
+from asynckv.buffers.remote_stream import RemoteStream
+from asynckv.buffers.selecting import Selecting
+from asynckv.errors import EntryAborted, LeaseLost, PeerLost
+from asynckv.observability.waits import LoggedWaits
+from asynckv.protocol.frames import Settle
+
+if TYPE_CHECKING:
+    from asynckv.buffers.remote import Peer
+
+__all__ = ("RemoteConsumer",)
+
+
+class RemoteConsumer:
+    """The three ways to take an entry from the lookup buffer of ``peer``."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._waits = LoggedWaits(_who_waits, "a match", f"an insert at {peer.url}")
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for an entry, or for its bytes."""
+        return len(self._waits)
+
+    async def take(self, query: Query, targets: Mapping[str, torch.Tensor]) -> KVEntry:
+        """Do what awaiting a ``drop_select`` does."""
+        while True:
+            selecting, delivery = await self._select(query, targets)
+            if delivery.is_small:
+                selecting.settle_at_once(delivery)
+                return delivery.entry()
+            if await self._settle(selecting, delivery):
+                return delivery.entry()
+
+    @asynccontextmanager
+    async def borrow(
+        self, query: Query, targets: Mapping[str, torch.Tensor]
+    ) -> AsyncIterator[KVEntry]:
+        """Do what entering a ``drop_select`` does."""
+        selecting, delivery = await self._select(query, targets)
+        entry = delivery.entry()
+        selecting.release()
+        async with self._held(selecting, delivery):
+            yield entry
+
+    @asynccontextmanager
+    async def stream(
+        self, query: Query, targets: Mapping[str, torch.Tensor]
+    ) -> AsyncIterator[SelectStream]:
+        """Do what entering an ``open_drop_select`` does."""
+        selecting, delivery = await self._select(query, targets, streams=True)
+        stream = RemoteStream(selecting, delivery)
+        async with self._held(selecting, delivery):
+            yield stream
+            stream.close()
+
+    async def _select(
+        self,
+        query: Query,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        streams: bool = False,
+    ) -> tuple[Selecting, Delivery]:
+        peer = self._peer
+        while True:
+            link = peer.link_nowait() or await peer.link()
+            selecting = Selecting(link, query, targets, peer.budget, streams=streams)
+            self._waits.begin(selecting)
+            try:
+                return selecting, await selecting.delivered()
+            except PeerLost:
+                selecting.close()
+                await selecting.quiesce()
+                if link.is_open:
+                    raise  # the peer says so, of something else
+            except EntryAborted:  # before anything of it was handed out
+                selecting.close()
+                await selecting.quiesce()
+            except BaseException:
+                selecting.cancel()
+                await selecting.quiesce()
+                raise
+            finally:
+                self._waits.end(selecting)
+
+    async def _settle(self, selecting: Selecting, delivery: Delivery) -> bool:
+        """Acknowledge receipt of what is not small; ``False`` if it did not count."""
+        try:
+            await selecting.settle(delivery)
+        except PeerLost:
+            selecting.close()
+            await selecting.quiesce()
+            await self._peer.link_to(selecting.incarnation)
+            question = Settle(delivery.offer.entry_id, delivery.offer.token)
+            return bool((await ask(self._peer, question)).value)
+        except LeaseLost:
+            selecting.cancel()
+            return False
+        except BaseException:
+            selecting.cancel()
+            raise
+        selecting.release()
+        return True
+
+    @asynccontextmanager
+    async def _held(
+        self, selecting: Selecting, delivery: Delivery
+    ) -> AsyncIterator[None]:
+        """The application has it: acknowledged at the end, or given back."""
+        try:
+            selecting.reach(delivery)
+            yield
+        except Exception:
+            selecting.give_back(delivery, reached=True)
+            await selecting.quiesce()
+            raise
+        except BaseException:
+            selecting.give_back(delivery, reached=False)
+            await selecting.quiesce()
+            raise
+        await self._acknowledge(selecting, delivery)
+
+    async def _acknowledge(self, selecting: Selecting, delivery: Delivery) -> None:
+        try:
+            await selecting.acknowledge(delivery)
+        except PeerLost as exc:
+            raise LeaseLost(
+                f"the link was lost before entry {delivery.offer.entry_id!r} was "
+                "acknowledged; it was given back",
+            ) from exc
+        except EntryAborted as exc:
+            raise LeaseLost(
+                f"entry {delivery.offer.entry_id!r} left before it was acknowledged"
+            ) from exc
+        finally:
+            selecting.close()
+            await selecting.quiesce()
+
+
+def _who_waits(selecting: Selecting) -> str:
+    key = selecting.query.key
+    tokens = "any" if key is None else len(key) // TOKEN_NBYTES
+    return f"drop_select of {tokens} tokens"

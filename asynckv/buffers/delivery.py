@@ -1,0 +1,108 @@
+"""One offer of a peer and what has come of it: from its manifest to an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asynckv.abc import KVEntry
+from asynckv.buffers.contents import unflatten
+from asynckv.buffers.handover import match_targets
+from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, verify
+from asynckv.buffers.queries import tensor_of
+from asynckv.links.receiving import Reception
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import Offer
+from asynckv.tensors.views import bytes_of, empty_tensor, tensor_from
+
+__all__ = ("Delivery",)
+
+
+class Delivery:
+    """One offer and what has come of it. Nothing here waits.
+
+    ``landed`` names those of its ``tensors`` that are verified, in the order in
+    which they came. ``charged_bytes`` is what the receive bound holds for it.
+    """
+
+    __slots__ = (
+        "charged_bytes",
+        "is_complete",
+        "landed",
+        "manifest",
+        "offer",
+        "reception",
+        "tensors",
+    )
+
+    def __init__(self, offer: Offer, manifest: Manifest) -> None:
+        self.offer = offer
+        self.manifest = manifest
+        self.is_complete = offer.complete
+        self.landed: list[str] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.reception: Reception | None = None
+        self.charged_bytes = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Every part is verified and the entry committed."""
+        return self.is_complete and len(self.landed) == len(self.manifest.records)
+
+    @property
+    def is_small(self) -> bool:
+        """Small enough for an acknowledgement that is not waited for."""
+        return self.offer.inline or self.manifest.nbytes <= INLINE_NBYTES
+
+    def read_inline(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Verify what rode with the offer, and copy it to memory of its own.
+
+        :raises ChecksumError: some bytes changed on their way
+        :raises ValueError: ``targets`` do not fit the entry
+        """
+        manifest = self.manifest
+        if targets:
+            match_targets(manifest.specs, targets)
+        for record, piece in zip(manifest.records, manifest.inline, strict=True):
+            verify(record, digest_of(piece))
+            target = targets.get(record.name)
+            if target is None:
+                target = tensor_from(piece, record.spec)
+            else:
+                bytes_of(target)[:] = piece  # at most 64 KiB
+            self.tensors[record.name] = target
+        self.landed = [*self.tensors]
+
+    def own_nbytes(self, targets: Mapping[str, torch.Tensor]) -> int:
+        """Return how many bytes need memory of their own.
+
+        :raises ValueError: ``targets`` do not fit the entry
+        """
+        specs = self.manifest.specs
+        match_targets(specs, targets)
+        return sum(spec.nbytes for name, spec in specs.items() if name not in targets)
+
+    def allocate(self, targets: Mapping[str, torch.Tensor]) -> list[memoryview]:
+        """Make the tensors, and return the memory that is to be filled."""
+        self.tensors = {
+            name: targets[name] if name in targets else empty_tensor(spec)
+            for name, spec in self.manifest.specs.items()
+        }
+        return [bytes_of(tensor) for tensor in self.tensors.values()]
+
+    def entry(self) -> KVEntry:
+        """Return the entry, whole."""
+        offer, manifest = self.offer, self.manifest
+        key, value, hidden, extras = unflatten(self.tensors.items())
+        return KVEntry(
+            input_tokens=tensor_of(manifest.input_tokens),
+            roi=tensor_of(manifest.roi),
+            key=key,
+            value=value,
+            hidden=hidden,
+            extras=extras,
+            entry_id=offer.entry_id,
+            matched_tokens=offer.matched_tokens,
+            attempt=offer.attempt,
+        )

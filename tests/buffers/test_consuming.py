@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer
+from asynckv.buffers.serve import Server
+from asynckv.errors import LeaseLost
+from asynckv.links.link import Link
+from asynckv.protocol.frames import Accepted, Ack, Noted, Reached, Took
+from asynckv.testing.blocked import until
+from asynckv.testing.pairs import Peers
+
+FarLink = Callable[[Server, Peer], Link]
+CutWhen = Callable[[Link, type], None]
+MIB = 2**20
+
+
+@pytest.mark.parametrize(("kind", "nbytes"), [(Took, 10), (Ack, MIB), (Reached, MIB)])
+async def test_a_link_cut_around_the_acknowledgement_takes_the_entry_once(
+    peers: Peers, local: LookupBuffer, cut_when: CutWhen, kind: type, nbytes: int
+) -> None:
+    await local.insert([1], None, torch.ones(nbytes), None, None)
+    link = await peers.consumer.link()
+    cut_when(link, kind)
+    entry = await peers.consumer.lookup.drop_select([1])
+    assert torch.equal(entry.key, torch.ones(nbytes))  # type: ignore[arg-type]
+    await until(lambda: not local.statistics().leased)
+    assert local.statistics().entries == (kind is Took)
+    assert peers.consumer.budget.used_bytes == 0
+
+
+async def test_a_noted_that_never_came_is_asked_for_on_the_next_link(
+    peers: Peers, local: LookupBuffer, far_link: FarLink, cut_when: CutWhen
+) -> None:
+    await local.insert([1], None, torch.ones(MIB), None, None)
+    cut_when(far_link(peers.server, peers.consumer), Noted)
+    entry = await peers.consumer.lookup.drop_select([1])
+    assert entry.attempt == 1 and local.statistics().acknowledged == 1
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_link_lost_inside_the_block_is_told_at_its_end(
+    peers: Peers, local: LookupBuffer, *, streams: bool
+) -> None:
+    await local.insert([1], None, torch.ones(10), None, None)
+    lookup = peers.consumer.lookup
+    enter = lookup.open_drop_select if streams else lookup.drop_select
+    with pytest.raises(LeaseLost):
+        async with enter([1]):
+            (await peers.consumer.link()).abort()
+    assert (await lookup.drop_select([1])).attempt == 2
+
+
+async def test_an_acceptance_lost_with_the_link_is_a_lost_lease(
+    peers: Peers, local: LookupBuffer, far_link: FarLink, cut_when: CutWhen
+) -> None:
+    await local.insert([1], None, torch.ones(10), None, None)
+    cut_when(far_link(peers.server, peers.consumer), Accepted)
+    with pytest.raises(LeaseLost):
+        async with peers.consumer.lookup.drop_select([1]):
+            pass
