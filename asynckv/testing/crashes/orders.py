@@ -1,0 +1,43 @@
+"""What a fork server is told, and what its children tell: one line each."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = ("Order", "Report", "Role", "Word")
+
+Role = Literal["producer", "consumer"]
+
+Word = Literal[
+    "pid",  # the child was forked
+    "gone",  # a child has ended (number: its wait status)
+    "begun",  # a producer begins to insert this entry
+    "in",  # ... its insert has returned
+    "wait",  # a consumer begins to select (number: 1 if a kill now may lose one)
+    "got",  # ... it has this entry, verified (number: attempt)
+    "done",  # ... and its use was acknowledged
+    "late",  # ... but the entry had been taken back before
+    "wrong",  # ... but its bytes are not those of the entry
+]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Fork a child that does this until it is killed."""
+
+    role: Role
+    name: str
+    url: str
+    seed: int
+    first: int = 0
+    options: dict[str, Any] = {}
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What happened in process ``pid``."""
+
+    pid: int
+    word: Word
+    entry_id: str = ""
+    number: int = 0

@@ -1,0 +1,103 @@
+"""A producer and a consumer that work until they are killed, and tell each step.
+
+A report is one short write to a pipe: what was told before a kill has been told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from asynckv.abc import KVEntry, KVLookupBuffer
+from asynckv.buffers.remote import connect
+from asynckv.errors import EntryAborted, EntryConflict, LeaseLost
+from asynckv.tensors.views import spec_of
+from asynckv.testing.crashes.contents import is_right, named_tensors, tokens_of
+from asynckv.testing.crashes.orders import Order, Report, Word
+
+__all__ = ("Worker",)
+
+_PLAIN_NBYTES: Final = 64 * 1024
+"""Up to here a plain ``drop_select`` may deliver twice, above it may lose one."""
+
+
+class Worker:
+    """One producer or one consumer: does what ``order`` says, for ever."""
+
+    def __init__(self, order: Order, options: dict[str, Any]) -> None:
+        self._order = order
+        self._options = options
+        self._chance = random.Random(order.seed)
+        self._encode: Callable[[Report], bytes] = msgspec.json.Encoder().encode
+
+    async def work(self) -> None:
+        """Connect, and work until somebody kills this process."""
+        order = self._order
+        async with connect(order.url, identity=order.name, **self._options) as peer:
+            number = order.first
+            while True:
+                if order.role == "producer":
+                    await self._produce(peer.lookup, number)
+                    number += 1
+                else:
+                    await self._consume(peer.lookup)
+
+    def _tell(self, word: Word, entry_id: str = "", number: int = 0) -> None:
+        line = self._encode(Report(os.getpid(), word, entry_id, number))
+        os.write(1, line + b"\n")  # whole, as every write of a pipe's atomic size
+
+    async def _produce(self, lookup: KVLookupBuffer, number: int) -> None:
+        entry_id = f"{self._order.name}-{number}"
+        tensors, tokens = named_tensors(entry_id), tokens_of(entry_id)
+        self._tell("begun", entry_id, number)
+        if number % 3:
+            key = {name.removesuffix(".key"): t for name, t in tensors.items()}
+            await lookup.insert(tokens, None, key, None, None, entry_id=entry_id)
+        else:
+            specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+            writing = lookup.open_insert(tokens, None, specs, entry_id=entry_id)
+            # Killed after the commit, its next incarnation finds the id in use.
+            with contextlib.suppress(EntryConflict):
+                async with writing as writer:
+                    for name, tensor in tensors.items():
+                        await writer.put(name, tensor)
+        self._tell("in", entry_id, number)
+
+    async def _consume(self, lookup: KVLookupBuffer) -> None:
+        way = self._chance.choice((self._take, self._use, self._use, self._stream))
+        try:
+            await way(lookup)
+        except EntryAborted:
+            self._tell("late")
+        except LeaseLost:
+            self._tell("late")
+
+    async def _take(self, lookup: KVLookupBuffer) -> None:
+        self._tell("wait", number=1)
+        entry = await lookup.drop_select()
+        self._check(entry.entry_id, entry, entry.attempt)
+        self._tell("done", entry.entry_id, int(entry.nbytes <= _PLAIN_NBYTES))
+
+    async def _use(self, lookup: KVLookupBuffer) -> None:
+        self._tell("wait")
+        async with lookup.drop_select() as entry:
+            self._check(entry.entry_id, entry, entry.attempt)
+        self._tell("done", entry.entry_id)
+
+    async def _stream(self, lookup: KVLookupBuffer) -> None:
+        self._tell("wait")
+        async with lookup.open_drop_select() as stream:
+            tensors = {name: tensor async for name, tensor in stream}
+            self._check(stream.entry_id, tensors, stream.attempt)
+        self._tell("done", stream.entry_id)
+
+    def _check(
+        self, entry_id: str, found: KVEntry | dict[str, torch.Tensor], attempt: int
+    ) -> None:
+        self._tell("got" if is_right(entry_id, found) else "wrong", entry_id, attempt)
