@@ -85,6 +85,10 @@ def nothing_blocks_the_loop() -> Iterator[None]:
         blockbuster.functions["os.unlink"].can_block_in(
             "asynckv/links/sockets.py", {"_remove_stale", "remove_place"}
         )
+        # A worker that is about to be killed says each step before it takes it.
+        blockbuster.functions["os.write"].can_block_in(
+            "asynckv/testing/crashes/workers.py", "_tell"
+        )
         # One line that the kernel keeps in memory, once a process.
         for name in ("io.TextIOWrapper.read", "io.BufferedReader.read"):
             blockbuster.functions[name].can_block_in(

@@ -20,7 +20,7 @@ async def test_each_step_is_told_before_the_next(
             asyncio.create_task(Worker(Order(role, role, server.url, 3), {}).work())
             for role in ("producer", "consumer")
         ]
-        await until(lambda: local.statistics().acknowledged > 6, timeout_s=50)
+        await until(lambda: local.statistics().acknowledged > 12)
         for task in working:
             task.cancel()
         await asyncio.wait(working)
