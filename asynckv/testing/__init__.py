@@ -1,6 +1,6 @@
-"""Fakes, connected pairs and checks for your own tests.
+"""Fakes, connected pairs, faults and checks for your own tests.
 
-What needs torch is imported when it is first asked for.
+Everything is imported when it is first asked for.
 """
 
 from __future__ import annotations
@@ -8,33 +8,44 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellation import (
-    CancelMode,
-    Outcome,
-    SweepCounts,
-    sweep_cancellation,
-)
-from asynckv.testing.tasks import use_across_tasks
-
 if TYPE_CHECKING:
+    from asynckv.testing import faults
+    from asynckv.testing.blocked import until, until_blocked
+    from asynckv.testing.cancellation import (
+        CancelMode,
+        Outcome,
+        SweepCounts,
+        sweep_cancellation,
+    )
+    from asynckv.testing.kv_pairs import (
+        KVFaults,
+        KVPair,
+        open_kv_faults,
+        open_kv_pair,
+    )
     from asynckv.testing.lookup_conformance import LOOKUP_CHECKS, check_lookup_buffer
     from asynckv.testing.pairs import open_lookup_pair, open_store_pair
     from asynckv.testing.pipe_conformance import PIPE_CHECKS, check_pipe
     from asynckv.testing.pipe_pairs import open_group, open_pipe_pair
     from asynckv.testing.store_conformance import STORE_CHECKS, check_store_buffer
+    from asynckv.testing.tasks import use_across_tasks
 
 __all__ = (
     "LOOKUP_CHECKS",
     "PIPE_CHECKS",
     "STORE_CHECKS",
     "CancelMode",
+    "KVFaults",
+    "KVPair",
     "Outcome",
     "SweepCounts",
     "check_lookup_buffer",
     "check_pipe",
     "check_store_buffer",
+    "faults",
     "open_group",
+    "open_kv_faults",
+    "open_kv_pair",
     "open_lookup_pair",
     "open_pipe_pair",
     "open_store_pair",
@@ -48,17 +59,30 @@ _HOME: Final = {
     "LOOKUP_CHECKS": "asynckv.testing.lookup_conformance",
     "PIPE_CHECKS": "asynckv.testing.pipe_conformance",
     "STORE_CHECKS": "asynckv.testing.store_conformance",
+    "CancelMode": "asynckv.testing.cancellation",
+    "KVFaults": "asynckv.testing.kv_pairs",
+    "KVPair": "asynckv.testing.kv_pairs",
+    "Outcome": "asynckv.testing.cancellation",
+    "SweepCounts": "asynckv.testing.cancellation",
     "check_lookup_buffer": "asynckv.testing.lookup_conformance",
     "check_pipe": "asynckv.testing.pipe_conformance",
     "check_store_buffer": "asynckv.testing.store_conformance",
     "open_group": "asynckv.testing.pipe_pairs",
+    "open_kv_faults": "asynckv.testing.kv_pairs",
+    "open_kv_pair": "asynckv.testing.kv_pairs",
     "open_lookup_pair": "asynckv.testing.pairs",
     "open_pipe_pair": "asynckv.testing.pipe_pairs",
     "open_store_pair": "asynckv.testing.pairs",
+    "sweep_cancellation": "asynckv.testing.cancellation",
+    "until": "asynckv.testing.blocked",
+    "until_blocked": "asynckv.testing.blocked",
+    "use_across_tasks": "asynckv.testing.tasks",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "faults":
+        return importlib.import_module("asynckv.testing.faults")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
