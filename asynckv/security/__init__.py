@@ -1,4 +1,4 @@
-"""Who may connect."""
+"""Who may connect, and how both sides prove who they are."""
 
 from __future__ import annotations
 

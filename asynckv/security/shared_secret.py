@@ -1,0 +1,117 @@
+"""Secrets that two sides share: read from a file or the environment, never shown.
+
+No function that raises holds the text of a secret, so that a traceback that
+shows variables does not show it either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Final, NoReturn
+
+from asynckv.errors import ConfigError
+from asynckv.security.private_files import read_private
+
+__all__ = (
+    "MAX_SECRETS",
+    "MIN_SECRET_BYTES",
+    "SECRET_FILE_VARIABLE",
+    "SECRET_VARIABLE",
+    "Secret",
+    "read_secrets",
+    "secret_file_from",
+    "secrets_from",
+)
+
+MIN_SECRET_BYTES: Final = 32
+MAX_SECRETS: Final = 2
+"""The one in use, and another one while they are being exchanged."""
+SECRET_FILE_VARIABLE: Final = "ASYNCKV_SECRET_FILE"
+SECRET_VARIABLE: Final = "ASYNCKV_SECRET"
+
+_MIN_DIFFERENT_BYTES: Final = 8
+_HOW_TO_MAKE_ONE: Final = "openssl rand -base64 48"
+
+
+class Secret:
+    """The key of a MAC. Its text is not shown, compared, copied out or pickled."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def __repr__(self) -> str:
+        return "<Secret>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a secret is not pickled")
+
+    def sign(self, message: bytes) -> bytes:
+        """Return the HMAC-SHA-256 of ``message``."""
+        return hmac.digest(self._key, message, hashlib.sha256)
+
+    def has_signed(self, message: bytes, mac: bytes) -> bool:
+        """Whether ``mac`` is what :meth:`sign` returns, in constant time."""
+        return hmac.compare_digest(self.sign(message), mac)
+
+    def derive(self, purpose: bytes) -> Secret:
+        """Return another secret, from which this one cannot be found."""
+        return Secret(self.sign(purpose))
+
+
+def read_secrets(path: str) -> tuple[Secret, ...]:
+    """Return the secrets in a file, the one that a dialling side uses first. Blocks.
+
+    They are separated by white space: one, or two while they are exchanged.
+
+    :raises ConfigError: the file cannot be read, others can read it, or it holds
+        no secret that is long enough
+    """
+    return _checked(_parse(read_private(path)), path)
+
+
+def secrets_from(environ: Mapping[str, str]) -> tuple[Secret, ...]:
+    """Return what ``ASYNCKV_SECRET`` holds; nothing if it is not set.
+
+    :raises ConfigError: it holds no secret that is long enough
+    """
+    if SECRET_VARIABLE not in environ:
+        return ()
+    return _checked(_parse(environ[SECRET_VARIABLE].encode()), SECRET_VARIABLE)
+
+
+def secret_file_from(environ: Mapping[str, str]) -> str | None:
+    """Return the path that ``ASYNCKV_SECRET_FILE`` holds, if it is set.
+
+    :raises ConfigError: ``ASYNCKV_SECRET`` is set too
+    """
+    path = environ.get(SECRET_FILE_VARIABLE)
+    if path is not None and SECRET_VARIABLE in environ:
+        raise ConfigError(
+            f"both {SECRET_FILE_VARIABLE} and {SECRET_VARIABLE} are set",
+            hint="unset one of them",
+        )
+    return path
+
+
+def _parse(text: bytes) -> tuple[Secret, ...] | str:
+    """Return the secrets in ``text``, or what is wrong with it."""
+    if not text.isascii():
+        return "is not ASCII text"
+    found = text.split()
+    if not found or len(found) > MAX_SECRETS:
+        return f"holds {len(found)} secrets, not 1 or {MAX_SECRETS}"
+    if any(len(secret) < MIN_SECRET_BYTES for secret in found):
+        return f"holds a secret of less than {MIN_SECRET_BYTES} bytes"
+    if any(len(set(secret)) < _MIN_DIFFERENT_BYTES for secret in found):
+        return "holds a secret that anybody could guess"
+    return tuple(map(Secret, found))
+
+
+def _checked(found: tuple[Secret, ...] | str, where: str) -> tuple[Secret, ...]:
+    if isinstance(found, str):
+        raise ConfigError(f"{where} {found}", hint=f"make one: {_HOW_TO_MAKE_ONE}")
+    return found
