@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 from collections.abc import Mapping
 from functools import partial
@@ -22,12 +23,13 @@ from asynckv.links.link import Link
 from asynckv.links.options import (
     Digest,
     Role,
+    make_keyring,
     new_identity,
     payload_digest,
-    refuse_security,
 )
 from asynckv.loops import LoopBound
 from asynckv.protocol.frames import Limits, PeerIdentity
+from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.tensors.copying import CopyPool
 from asynckv.types import KVFingerprint, parse_bytes
 
@@ -58,6 +60,7 @@ class Peer(LoopBound):
         lanes: int | None,
         reconnect_s: float,
         max_bytes: int,
+        keyring: Keyring = NO_KEYS,
     ) -> None:
         self.url = url
         self.own_identity = own_identity
@@ -68,6 +71,7 @@ class Peer(LoopBound):
         self._fingerprint = fingerprint
         self._digest: Literal["full", "off"] = digest
         self._lanes = lanes
+        self._keyring = keyring
         self._reconnect_s = reconnect_s
         self._link: Link | None = None
         self._error: PeerLost | None = None
@@ -191,6 +195,7 @@ class Peer(LoopBound):
             digest=self._digest,
             lanes=self._lanes,
             limits=Limits(max_receive_bytes=self.budget.max_bytes),
+            keyring=self._keyring,
             timeout_s=timeout_s,
         )
 
@@ -257,7 +262,7 @@ def connect(
     max_bytes: int | float | str = "1GiB",
     digest: Digest = "auto",
     lanes: int | None = None,
-    secret_file: str | None = None,
+    secret_file: str | os.PathLike[str] | None = None,
     tls: object = None,
     allow_plaintext: bool = False,
     identity: str | None = None,
@@ -266,10 +271,12 @@ def connect(
     """Connect to a server of buffers while the returned object is entered.
 
     ``max_bytes`` bounds what has been received and not been handed over.
+    ``secret_file`` and ``allow_plaintext`` are as in :func:`asynckv.serve`: the
+    server has to prove itself too.
 
-    :raises ConfigError: an option that this version cannot honour
+    :raises ConfigError: an option that cannot be honoured; on entering, keys that
+        cannot be read, or an address that asks for more protection
     """
-    refuse_security(secret_file, tls, allow_plaintext)
     return Peer(
         url,
         own_identity=new_identity(identity, role),
@@ -278,4 +285,5 @@ def connect(
         lanes=lanes,
         reconnect_s=reconnect_s,
         max_bytes=parse_bytes(max_bytes),
+        keyring=make_keyring(secret_file, tls, allow_plaintext),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import TracebackType
 from typing import Literal, Self
 
@@ -17,13 +18,14 @@ from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
     Role,
+    make_keyring,
     new_identity,
     payload_digest,
-    refuse_security,
 )
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.loops import LoopBound
 from asynckv.protocol.frames import OpeningFrame, PeerIdentity
+from asynckv.security.keyring import NO_KEYS, Keyring
 
 __all__ = ("Server", "serve")
 
@@ -74,6 +76,7 @@ class Server(LoopBound):
         digest: Literal["full", "off"],
         lanes: int | None,
         identity: PeerIdentity,
+        keyring: Keyring = NO_KEYS,
         drain_s: float = 30.0,
     ) -> None:
         self.identity = identity
@@ -82,6 +85,7 @@ class Server(LoopBound):
         self._store = store
         self._digest = digest
         self._lanes = lanes
+        self._keyring = keyring
         self._drain_s = drain_s
         self._listener: LinkListener | None = None
         self._is_leaving = False
@@ -119,6 +123,7 @@ class Server(LoopBound):
             fingerprint=next(iter(fingerprints), None),
             digest=self._digest,
             lanes=self._lanes,
+            keyring=self._keyring,
         )
         return self
 
@@ -194,7 +199,7 @@ def serve(
     store: StoreBuffer | None = None,
     digest: Digest = "auto",
     lanes: int | None = None,
-    secret_file: str | None = None,
+    secret_file: str | os.PathLike[str] | None = None,
     tls: object = None,
     allow_plaintext: bool = False,
     identity: str | None = None,
@@ -205,10 +210,14 @@ def serve(
     ``async with serve("tcp://127.0.0.1:0", lookup=buffer) as server:
     server.url``. The buffers stay the caller's to close.
 
-    :raises ConfigError: an option that this version cannot honour
+    With ``secret_file`` (or ``ASYNCKV_SECRET_FILE``, or ``ASYNCKV_SECRET``) only
+    peers that prove that they share the secret are served. An address that other
+    machines can reach needs one, and ``allow_plaintext=True``.
+
+    :raises ConfigError: an option that cannot be honoured; on entering, keys that
+        cannot be read, or an address that asks for more protection
     :raises ValueError: nothing to serve
     """
-    refuse_security(secret_file, tls, allow_plaintext)
     if lookup is None and store is None:
         raise ValueError("nothing to serve: pass lookup=, store= or both")
     return Server(
@@ -218,4 +227,5 @@ def serve(
         digest=payload_digest(digest),
         lanes=lanes,
         identity=new_identity(identity, role),
+        keyring=make_keyring(secret_file, tls, allow_plaintext),
     )

@@ -8,33 +8,26 @@ import os
 import socket
 from typing import Final
 
-from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
+from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.address import Address, parse_url
 from asynckv.links.door import dial_memory
+from asynckv.links.exposure import check_exposure
+from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
 from asynckv.links.payloads import payload_paths
 from asynckv.links.requests import Service
-from asynckv.links.sockets import connect, read_first_frame, send_first_frame
+from asynckv.links.sockets import (
+    connect,
+    converse,
+    read_first_frame,
+    send_first_frame,
+)
 from asynckv.links.streams import SocketStream
-from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.failures import from_refuse
-from asynckv.protocol.frames import (
-    Attach,
-    Attached,
-    Limits,
-    PeerIdentity,
-    Refuse,
-    Welcome,
-)
-from asynckv.protocol.handshake import (
-    MAX_LANES,
-    WELCOME_LIMITS,
-    DigestMode,
-    Terms,
-    accept_welcome,
-    encode_hello,
-    hello_from,
-)
+from asynckv.protocol.frames import Limits, PeerIdentity
+from asynckv.protocol.greeting import DialSide, Outcome
+from asynckv.protocol.handshake import MAX_LANES, DigestMode, Terms
+from asynckv.security.keyring import NO_KEYS, Keyring, Keys
+from asynckv.security.proofs import new_nonce
 from asynckv.types import KVFingerprint
 
 __all__ = ("dial", "make_terms")
@@ -79,9 +72,10 @@ async def dial(
     digest: DigestMode = "full",
     lanes: int | None = None,
     limits: Limits = _DEFAULT_LIMITS,
+    keyring: Keyring = NO_KEYS,
     timeout_s: float = 10.0,
 ) -> Link:
-    """Open a link to the listener at ``url``; on return it can be used.
+    """Open a link to the listener at ``url``; on return the peer has let us in.
 
     Waits at most ``timeout_s``. A cancelled call leaves nothing behind.
     ``service`` answers what the peer asks; without one every request of the
@@ -91,9 +85,11 @@ async def dial(
     :raises IncompatiblePeer: the peers cannot exchange KV; ``field`` says why
     :raises AuthError: the peer is not let in, or not who it should be
     :raises ProtocolError: something else than asynckv answers
-    :raises ConfigError: a URL or a number of lanes that cannot be
+    :raises ConfigError: a URL or a number of lanes that cannot be, keys that
+        cannot be read, or an address that asks for more protection
     """
     address = parse_url(url)
+    check_exposure(address, keyring)
     terms = make_terms(
         address,
         identity=identity,
@@ -105,7 +101,7 @@ async def dial(
     open_link = dial_memory if address.scheme == "mem" else _dial_sockets
     try:
         async with asyncio.timeout(timeout_s):
-            link = await open_link(address, terms)
+            link = await open_link(address, terms, await keys_of(keyring))
     except TimeoutError as exc:
         raise PeerLost(
             f"{address} did not answer within {timeout_s:g} s",
@@ -115,16 +111,17 @@ async def dial(
     return link
 
 
-async def _dial_sockets(address: Address, terms: Terms) -> Link:
+async def _dial_sockets(address: Address, terms: Terms, keys: Keys) -> Link:
     loop = asyncio.get_running_loop()
-    hello = encode_hello(hello_from(terms))
+    side = DialSide(terms, keys.first_secret, nonce=new_nonce())
     with contextlib.ExitStack() as stack:
         control = stack.enter_context(await connect(address))
-        await send_first_frame(control, hello)
-        answer = await read_first_frame(control, WELCOME_LIMITS)
-        agreement, welcome = accept_welcome(terms, answer)
+        await send_first_frame(control, side.hello)
+        await converse(control, side)
+        outcome = side.outcome()
+        agreement = outcome.agreement
         lanes = [
-            stack.enter_context(await _attach(address, welcome, lane))
+            stack.enter_context(await _attach(address, outcome, lane))
             for lane in range(agreement.lanes)
         ]
         link = Link(
@@ -136,19 +133,13 @@ async def _dial_sockets(address: Address, terms: Terms) -> Link:
     return link
 
 
-async def _attach(address: Address, welcome: Welcome, lane: int) -> socket.socket:
+async def _attach(address: Address, outcome: Outcome, lane: int) -> socket.socket:
     """Return a connection that the peer took as a payload lane of our link."""
     sock = await connect(address)
     try:
-        attach = encode_frame(0, Attach(welcome.link_token, lane))[0]
-        await send_first_frame(sock, attach)
-        answer = await read_first_frame(sock)
+        await send_first_frame(sock, outcome.attach(lane))
+        outcome.check_attached(lane, await read_first_frame(sock))
     except BaseException:
         sock.close()
         raise
-    if isinstance(answer, Attached):
-        return sock
-    sock.close()
-    if isinstance(answer, Refuse):
-        raise from_refuse(answer)
-    raise RemoteProtocolError(f"{type(answer).__name__} in answer to an Attach")
+    return sock

@@ -12,28 +12,17 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-from asynckv.errors import (
-    AsyncKVError,
-    ConfigError,
-    PeerLost,
-    RemoteProtocolError,
-    WrongLoop,
-)
+from asynckv.errors import AsyncKVError, ConfigError, PeerLost, WrongLoop
 from asynckv.links.address import Address
+from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
 from asynckv.links.memory import MemoryStream
-from asynckv.protocol.codec import FrameDecoder, encode_frame
+from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
-from asynckv.protocol.frames import Frame, Hello
-from asynckv.protocol.handshake import (
-    WELCOME_LIMITS,
-    Terms,
-    accept_welcome,
-    agree,
-    encode_hello,
-    hello_from,
-    welcome_to,
-)
+from asynckv.protocol.greeting import DialSide, ListenSide
+from asynckv.protocol.handshake import Agreement, Terms
+from asynckv.security.keyring import Keyring, Keys
+from asynckv.security.proofs import new_nonce
 
 __all__ = ("MemoryDoor", "dial_memory")
 
@@ -46,10 +35,17 @@ _numbers: Final = itertools.count(1)
 class MemoryDoor:
     """Where links to one ``mem://`` name arrive. Without a name it gets one."""
 
-    def __init__(self, name: str, terms: Terms, adopt: Callable[[Link], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        terms: Terms,
+        keyring: Keyring,
+        adopt: Callable[[Link], None],
+    ) -> None:
         self.name = name or f"unnamed-{next(_numbers)}"
         self.loop = asyncio.get_running_loop()
         self.adopt = adopt
+        self._keyring = keyring
         self._terms = terms
         if self.name in _doors:
             raise ConfigError(
@@ -64,26 +60,22 @@ class MemoryDoor:
             del _doors[self.name]
         return []
 
-    def greet(self, stream: MemoryStream, hello: bytes) -> tuple[Link | None, bytes]:
-        """Answer a Hello: with a link that waits to be adopted, or a refusal."""
-        try:
-            frame = _only_frame(hello)
-            if not isinstance(frame, Hello):
-                raise RemoteProtocolError(f"{type(frame).__name__} is no greeting")
-            agreement = agree(self._terms, frame)
-        except AsyncKVError as exc:
-            return None, encode_frame(0, to_refuse(exc))[0]
-        link = Link(stream, agreement, dialled=False, url=f"mem://{self.name}")
-        welcome = welcome_to(
-            self._terms,
-            agreement,
-            link_token=b"",
-            payload_description=link.payload.describe(),
-        )
-        return link, encode_frame(0, welcome)[0]
+    async def side(self) -> ListenSide:
+        """Return the listening side of one greeting.
+
+        :raises PeerLost: the door was closed meanwhile
+        """
+        keys = await keys_of(self._keyring)
+        if _doors.get(self.name) is not self:
+            raise _nobody(self.name)
+        return ListenSide(self._terms, keys.secrets, nonce=new_nonce())
+
+    def link(self, stream: MemoryStream, agreement: Agreement) -> Link:
+        """Return a link that waits to be adopted."""
+        return Link(stream, agreement, dialled=False, url=f"mem://{self.name}")
 
 
-async def dial_memory(address: Address, terms: Terms) -> Link:
+async def dial_memory(address: Address, terms: Terms, keys: Keys) -> Link:
     """Open a link to the door of that name, in this process.
 
     :raises PeerLost: nobody listens at that name
@@ -92,20 +84,18 @@ async def dial_memory(address: Address, terms: Terms) -> Link:
     loop = asyncio.get_running_loop()
     door = _doors.get(address.place)
     if door is None:
-        raise PeerLost(
-            f"nobody listens at {address}",
-            hint="mem:// reaches listeners of this process only",
-        )
+        raise _nobody(address.place)
     if door.loop is not loop:
         raise WrongLoop(f"the listener at {address} runs on another event loop")
     ours, theirs = MemoryStream.pair(loop)
-    their_link, answer = door.greet(theirs, encode_hello(hello_from(terms)))
-    link: Link | None = None
+    near = DialSide(terms, keys.first_secret, nonce=new_nonce())
+    far = await door.side()
+    link = their_link = None
     try:
-        agreement, _ = accept_welcome(terms, _only_frame(answer))
+        their_link = door.link(theirs, _greet(near, far))
+        near.receive(far.welcome(b"", their_link.payload.describe()))
+        agreement = near.outcome().agreement
         link = Link(ours, agreement, dialled=True, url=str(address))
-        if their_link is None:
-            raise RemoteProtocolError("a Welcome without a link")
         await _join(link, their_link, agreement.lanes)
         door.adopt(their_link)
     except BaseException:
@@ -116,6 +106,25 @@ async def dial_memory(address: Address, terms: Terms) -> Link:
     return link
 
 
+def _greet(near: DialSide, far: ListenSide) -> Agreement:
+    """Carry what each side says to the other, up to an agreement or a refusal."""
+    said = near.hello
+    while far.agreement is None:
+        try:
+            answer = far.receive(said)
+        except AsyncKVError as exc:
+            answer = encode_frame(0, to_refuse(exc))[0]
+        said = near.receive(answer)
+    return far.agreement
+
+
+def _nobody(name: str) -> PeerLost:
+    return PeerLost(
+        f"nobody listens at mem://{name}",
+        hint="mem:// reaches listeners of this process only",
+    )
+
+
 async def _join(link: Link, their_link: Link, lanes: int) -> None:
     if link.transport_name != "inline":
         await link.payload.open(b"", their_link.payload)
@@ -124,9 +133,3 @@ async def _join(link: Link, their_link: Link, lanes: int) -> None:
     pairs = [socket.socketpair() for _ in range(lanes)]
     await link.payload.open(b"", [pair[0] for pair in pairs])
     await their_link.payload.open(b"", [pair[1] for pair in pairs])
-
-
-def _only_frame(data: bytes) -> Frame:
-    for _, frame, _ in FrameDecoder(WELCOME_LIMITS).feed(data):
-        return frame
-    raise RemoteProtocolError("a greeting that is no whole frame")

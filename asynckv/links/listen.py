@@ -15,12 +15,15 @@ from asynckv.errors import PeerLost
 from asynckv.links.address import Address, parse_url
 from asynckv.links.dial import make_terms
 from asynckv.links.door import MemoryDoor
+from asynckv.links.exposure import check_exposure
+from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
 from asynckv.links.reception import Reception
 from asynckv.links.requests import Service
 from asynckv.links.sockets import bind, remove_place
 from asynckv.protocol.frames import Limits, PeerIdentity
 from asynckv.protocol.handshake import DigestMode, Terms
+from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.types import KVFingerprint
 
 __all__ = ("LinkListener", "listen")
@@ -42,6 +45,7 @@ class LinkListener:
         self,
         address: Address,
         terms: Terms,
+        keyring: Keyring,
         service_for: Callable[[Link], Service],
         on_link: Callable[[Link], None] | None,
     ) -> None:
@@ -52,12 +56,12 @@ class LinkListener:
         self._inode = 0
         self._door: Reception | MemoryDoor
         if address.scheme == "mem":
-            self._door = MemoryDoor(address.place, terms, self._adopt)
+            self._door = MemoryDoor(address.place, terms, keyring, self._adopt)
             self.url = f"mem://{self._door.name}"
         else:
-            self._door = self._receive(address, terms)
+            self._door = self._receive(address, terms, keyring)
 
-    def _receive(self, address: Address, terms: Terms) -> Reception:
+    def _receive(self, address: Address, terms: Terms, keyring: Keyring) -> Reception:
         sock = bind(address)
         if address.scheme == "unix":
             self._place = address.place
@@ -65,7 +69,7 @@ class LinkListener:
         else:
             address = dataclasses.replace(address, port=sock.getsockname()[1])
         self.url = str(address)
-        return Reception(sock, terms, self._adopt, url=self.url)
+        return Reception(sock, terms, keyring, self._adopt, url=self.url)
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -135,15 +139,18 @@ async def listen(
     lanes: int | None = None,
     limits: Limits = _DEFAULT_LIMITS,
     on_link: Callable[[Link], None] | None = None,
+    keyring: Keyring = NO_KEYS,
 ) -> LinkListener:
     """Listen at ``url``; port 0 takes a free port, which ``listener.url`` says.
 
     ``service_for(link)`` is asked once a link, before its first frame is read;
-    then ``on_link(link)`` is called. Does not wait.
+    then ``on_link(link)`` is called. Waits for the files of ``keyring`` only.
 
-    :raises ConfigError: the address cannot be listened at
+    :raises ConfigError: the address cannot be listened at, or asks for more
+        protection, or the keys cannot be read
     """
     address = parse_url(url)
+    check_exposure(address, keyring)
     terms = make_terms(
         address,
         identity=identity,
@@ -152,4 +159,5 @@ async def listen(
         lanes=lanes,
         limits=limits,
     )
-    return LinkListener(address, terms, service_for, on_link)
+    await keys_of(keyring)
+    return LinkListener(address, terms, keyring, service_for, on_link)

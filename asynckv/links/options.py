@@ -1,4 +1,4 @@
-"""What everybody who opens links lets users choose, and what is not possible yet."""
+"""What everybody who opens links lets users choose."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import functools
 import os
 import secrets
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from asynckv.errors import ConfigError
 from asynckv.protocol.frames import PeerIdentity
+from asynckv.security.keyring import Keyring
+from asynckv.security.shared_secret import secret_file_from, secrets_from
 
-__all__ = ("Digest", "Role", "new_identity", "payload_digest", "refuse_security")
+__all__ = ("Digest", "Role", "make_keyring", "new_identity", "payload_digest")
 
 Digest: TypeAlias = Literal["auto", "full", "edges", "off"]
 Role: TypeAlias = Literal["producer", "consumer", "both"]
@@ -47,15 +50,31 @@ def payload_digest(digest: Digest) -> Literal["full", "off"]:
     return "off" if digest == "off" else "full"
 
 
-def refuse_security(
-    secret_file: str | None, tls: object, allow_plaintext: bool
-) -> None:
-    """Refuse options whose promise this version cannot keep.
+def make_keyring(
+    secret_file: str | os.PathLike[str] | None,
+    tls: object,
+    allow_plaintext: bool,
+    environ: Mapping[str, str] | None = None,
+) -> Keyring:
+    """Return what the options of ``serve``, ``connect`` and the pipes mean.
 
-    :raises ConfigError: if authentication or TLS was asked for
+    Without ``secret_file`` the environment is asked: ``ASYNCKV_SECRET_FILE`` is
+    a path, ``ASYNCKV_SECRET`` the secret itself. No file is read yet.
+
+    :raises ConfigError: both of them are set, or the secret is too short
     """
-    if secret_file is not None or tls is not None:
+    if tls is not None:
         raise ConfigError(
-            "this version has neither authentication nor TLS",
-            hint="use it on loopback or a unix socket, without secret_file and tls",
+            "this version has no TLS",
+            hint="use it on loopback or a unix socket, without tls",
         )
+    environ = os.environ if environ is None else environ
+    if secret_file is not None:
+        return Keyring(
+            secret_file=os.fspath(secret_file), allow_plaintext=allow_plaintext
+        )
+    return Keyring(
+        secret_file=secret_file_from(environ),
+        secrets=secrets_from(environ),
+        allow_plaintext=allow_plaintext,
+    )

@@ -15,18 +15,17 @@ from collections.abc import Callable
 from typing import Final
 
 from asynckv.errors import AsyncKVError, AuthError, PeerLost, RemoteProtocolError
+from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
-from asynckv.links.sockets import (
-    check_peer,
-    prepare,
-    read_first_frame,
-    send_first_frame,
-)
+from asynckv.links.sockets import check_peer, converse, prepare, send_first_frame
 from asynckv.links.streams import SocketStream
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
-from asynckv.protocol.frames import Attach, Attached, Frame, Hello
-from asynckv.protocol.handshake import Terms, agree, welcome_to
+from asynckv.protocol.frames import Attach, Attached
+from asynckv.protocol.greeting import ListenSide
+from asynckv.protocol.handshake import Agreement, Terms
+from asynckv.security.keyring import Keyring
+from asynckv.security.proofs import LaneProofs, new_nonce
 
 __all__ = ("MAX_STRANGERS", "Reception")
 
@@ -44,8 +43,9 @@ _TOKEN_BYTES: Final = 16
 class _Newcomer:
     """A link that was welcomed and waits for its payload lanes."""
 
-    def __init__(self, link: Link, lanes: int) -> None:
+    def __init__(self, link: Link, lanes: int, lane_proofs: LaneProofs) -> None:
         self.link = link
+        self.lane_proofs = lane_proofs
         self.lanes: list[socket.socket | None] = [None] * lanes
         self._missing = lanes
         self.is_complete = asyncio.get_running_loop().create_future()
@@ -79,12 +79,14 @@ class Reception:
         self,
         sock: socket.socket,
         terms: Terms,
+        keyring: Keyring,
         adopt: Callable[[Link], None],
         *,
         url: str,
     ) -> None:
         self._sock = sock
         self._terms = terms
+        self._keyring = keyring
         self._adopt = adopt
         self._url = url
         self._loop = asyncio.get_running_loop()
@@ -172,9 +174,9 @@ class Reception:
             prepare(sock)
             check_peer(sock)
             async with asyncio.timeout(_GREETING_S):
-                frame = await read_first_frame(sock)
+                side = await self._hear(sock)
             self._is_no_stranger(asyncio.current_task())
-            await self._answer(sock, frame)
+            await self._answer(sock, side)
         except TimeoutError:
             logger.debug("a connection at %s did not greet in time", self._url)
             return False
@@ -190,33 +192,34 @@ class Reception:
             return False
         return True
 
-    async def _answer(self, sock: socket.socket, frame: Frame) -> None:
-        if isinstance(frame, Hello):
-            await self._welcome(sock, frame)
-        elif isinstance(frame, Attach):
-            await self._attach(sock, frame)
-        else:
-            raise RemoteProtocolError(f"{type(frame).__name__} is no greeting")
+    async def _hear(self, sock: socket.socket) -> ListenSide:
+        """Let a stranger say who it is and prove it."""
+        keys = await keys_of(self._keyring)
+        side = ListenSide(self._terms, keys.secrets, nonce=new_nonce())
+        await converse(sock, side)
+        return side
 
-    async def _welcome(self, sock: socket.socket, hello: Hello) -> None:
-        agreement = agree(self._terms, hello)
+    async def _answer(self, sock: socket.socket, side: ListenSide) -> None:
+        if side.attach is not None:
+            await self._attach(sock, side.attach)
+        elif side.agreement is not None:
+            await self._welcome(sock, side, side.agreement)
+
+    async def _welcome(
+        self, sock: socket.socket, side: ListenSide, agreement: Agreement
+    ) -> None:
         if len(self._newcomers) >= _MAX_NEWCOMERS:
             raise PeerLost("too many links are being opened")
         link = Link(
             SocketStream(sock, self._loop), agreement, dialled=False, url=self._url
         )
-        newcomer = _Newcomer(link, agreement.lanes)
         token = secrets.token_bytes(_TOKEN_BYTES)
+        welcome = side.welcome(token, link.payload.describe())
+        newcomer = _Newcomer(link, agreement.lanes, side.lane_proofs())
         self._newcomers[token] = newcomer
-        welcome = welcome_to(
-            self._terms,
-            agreement,
-            link_token=token,
-            payload_description=link.payload.describe(),
-        )
         try:
             async with asyncio.timeout(_LANES_S):
-                await send_first_frame(sock, encode_frame(0, welcome)[0])
+                await send_first_frame(sock, welcome)
                 await newcomer.is_complete
             await link.payload.open(agreement.payload_description, newcomer.lanes)
         except BaseException:
@@ -228,12 +231,15 @@ class Reception:
 
     async def _attach(self, sock: socket.socket, attach: Attach) -> None:
         newcomer = self._newcomers.get(attach.link_token)
-        if newcomer is None:
+        if newcomer is None or not newcomer.lane_proofs.is_proved(
+            "dialling", attach.lane, attach.proof
+        ):
             raise AuthError("no link waits for this payload lane")
         newcomer.reserve(attach.lane, sock)
         # Attached leaves first: from the moment the link is complete, the
         # lane carries nothing but chunks.
-        await send_first_frame(sock, encode_frame(0, Attached())[0])
+        attached = Attached(newcomer.lane_proofs.prove("listening", attach.lane))
+        await send_first_frame(sock, encode_frame(0, attached)[0])
         newcomer.count()
 
 

@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from typing import Final
+from typing import Final, Protocol
 
 import anyio.to_thread
 
@@ -23,9 +23,11 @@ from asynckv.protocol.frames import Frame, Limits
 from asynckv.protocol.handshake import GREETING_LIMITS
 
 __all__ = (
+    "Greeting",
     "bind",
     "check_peer",
     "connect",
+    "converse",
     "own_host",
     "prepare",
     "read_first_frame",
@@ -201,6 +203,27 @@ def remove_place(path: str, inode: int) -> None:
             os.unlink(path)
 
 
+class Greeting(Protocol):
+    """One side of a greeting: what it wants to read, and what it answers."""
+
+    @property
+    def missing_bytes(self) -> int: ...
+
+    def receive(self, data: bytes) -> bytes: ...
+
+
+async def converse(sock: socket.socket, side: Greeting) -> None:
+    """Read and answer until ``side`` wants no more; no byte beyond that is read.
+
+    :raises PeerLost: the peer hung up before the end of it
+    :raises AsyncKVError: what ``side`` raises
+    """
+    while missing_bytes := side.missing_bytes:
+        answer = side.receive(await _receive(sock, missing_bytes))
+        if answer:
+            await send_first_frame(sock, answer)
+
+
 async def read_first_frame(
     sock: socket.socket, limits: Limits = GREETING_LIMITS
 ) -> Frame:
@@ -209,18 +232,9 @@ async def read_first_frame(
     :raises PeerLost: the peer hung up before the end of it
     :raises RemoteProtocolError: it is not a frame, or longer than a stranger's may be
     """
-    loop = asyncio.get_running_loop()
     decoder = FrameDecoder(limits)
     while True:
-        try:
-            data = await loop.sock_recv(sock, decoder.missing_bytes)
-        except OSError as exc:
-            raise PeerLost(f"the connection broke in the handshake: {exc}") from exc
-        if not data:
-            raise PeerLost(
-                "the peer hung up in the handshake",
-                hint="its log may say why; is it asynckv at all?",
-            )
+        data = await _receive(sock, decoder.missing_bytes)
         for _, frame, _ in decoder.feed(data):
             return frame
 
@@ -234,3 +248,16 @@ async def send_first_frame(sock: socket.socket, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(sock, data)
     except OSError as exc:
         raise PeerLost(f"the connection broke in the handshake: {exc}") from exc
+
+
+async def _receive(sock: socket.socket, nbytes: int) -> bytes:
+    try:
+        data = await asyncio.get_running_loop().sock_recv(sock, nbytes)
+    except OSError as exc:
+        raise PeerLost(f"the connection broke in the handshake: {exc}") from exc
+    if not data:
+        raise PeerLost(
+            "the peer hung up in the handshake",
+            hint="its log may say why; is it asynckv at all?",
+        )
+    return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
@@ -10,6 +11,7 @@ from typing import Final, Self
 
 import torch
 
+from asynckv.links.options import make_keyring
 from asynckv.loops import LoopBound
 from asynckv.pipes.joining import Joining
 from asynckv.pipes.opening import refuse_device
@@ -116,6 +118,9 @@ def join_group(
     port: int,
     port_offset: int = 0,
     timeout_s: float = 300.0,
+    secret_file: str | os.PathLike[str] | None = None,
+    tls: object = None,
+    allow_plaintext: bool = False,
     max_bytes: int | float | str = "1GB",
     device: torch.device | str | None = None,
 ) -> AbstractAsyncContextManager[Group]:
@@ -123,12 +128,14 @@ def join_group(
 
     Entering waits, at most ``timeout_s``, until every rank has come, opened its
     pipes and reached a first barrier; ranks may start in any order. A cancelled
-    entering leaves nothing behind. ``max_bytes`` holds for each pipe.
+    entering leaves nothing behind. ``max_bytes`` holds for each pipe;
+    ``secret_file`` and ``allow_plaintext`` are as in :func:`asynckv.serve`, the
+    same for all ranks.
 
     :raises PeerLost: a rank did not come in time, and the error says which; or
         it came and was lost again
     :raises ConfigError: the ranks do not agree on the group, rank 0 cannot listen
-        there, or an option that this version cannot honour
+        there, or an option cannot be honoured
     :raises ValueError: no such rank, or no such port
     """
     refuse_device(device)
@@ -143,6 +150,7 @@ def join_group(
         port=port + port_offset,
         timeout_s=timeout_s,
         max_bytes=parse_bytes(max_bytes),
+        keyring=make_keyring(secret_file, tls, allow_plaintext),
     )
     return _joined(joining)
 

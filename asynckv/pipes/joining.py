@@ -20,6 +20,7 @@ from asynckv.pipes.opening import PipeListener
 from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader, Rendezvous, name_ranks
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, OpenPipe
+from asynckv.security.keyring import NO_KEYS, Keyring
 
 __all__ = ("Joining",)
 
@@ -40,12 +41,14 @@ class Joining:
         port: int,
         timeout_s: float,
         max_bytes: int,
+        keyring: Keyring = NO_KEYS,
     ) -> None:
         self.rank = rank
         self.size = size
         self._address = Address("tcp", host=host or "127.0.0.1", port=port)
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
+        self._keyring = keyring
         self._listener: LinkListener | None = None
         self._rendezvous: Rendezvous | None = None
         self._link: Link | None = None
@@ -141,7 +144,10 @@ class Joining:
 
     async def _listen(self, address: Address) -> LinkListener:
         return await listen(
-            str(address), identity=new_identity(), service_for=lambda link: self
+            str(address),
+            identity=new_identity(),
+            service_for=lambda link: self,
+            keyring=self._keyring,
         )
 
     async def _follow(self) -> Members:
@@ -165,7 +171,12 @@ class Joining:
         if self._listener is None:
             host = await own_host(self._address)
             self._listener = await self._listen(Address("tcp", host=host))
-        self._link = await dial(str(self._address), identity=new_identity(), lanes=1)
+        self._link = await dial(
+            str(self._address),
+            identity=new_identity(),
+            lanes=1,
+            keyring=self._keyring,
+        )
         self._rendezvous = follower = Follower(
             self._link, self.rank, self.size, self._listener.url, self._on_ended
         )
@@ -174,7 +185,7 @@ class Joining:
     async def _dial(self, rank: int, members: Members) -> PipeEnd:
         url = members.urls[rank] if rank else str(self._address)
         try:
-            link = await dial(url, identity=new_identity())
+            link = await dial(url, identity=new_identity(), keyring=self._keyring)
         except PeerLost as exc:
             raise PeerLost(f"rank {rank} takes no pipe: {exc.message}") from exc
         return PipeEnd.dialled(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
@@ -17,15 +18,16 @@ from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
+    make_keyring,
     new_identity,
     payload_digest,
-    refuse_security,
 )
 from asynckv.links.requests import LinkStream
 from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.frames import OpeningFrame, OpenPipe
+from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.types import parse_bytes
 
 __all__ = ("PipeListener", "listen_pipe", "open_pipe", "refuse_device")
@@ -50,7 +52,7 @@ def open_pipe(
     *,
     digest: Digest = "auto",
     lanes: int | None = None,
-    secret_file: str | None = None,
+    secret_file: str | os.PathLike[str] | None = None,
     tls: object = None,
     allow_plaintext: bool = False,
     max_bytes: int | float | str = "1GB",
@@ -61,21 +63,30 @@ def open_pipe(
     Entering waits for the connection (at most 10 s), not for the peer's
     ``accept()``; a cancelled entering leaves nothing behind. ``max_bytes``
     bounds what is in flight, and what is received ahead of the application.
+    ``secret_file`` and ``allow_plaintext`` are as in :func:`asynckv.serve`.
     Leaving flushes, says goodbye and hangs up; after an error it just hangs up.
 
-    :raises ConfigError: an option that this version cannot honour
+    :raises ConfigError: an option that cannot be honoured, keys that cannot be
+        read, or an address that asks for more protection
+    :raises AuthError: the two sides do not share a secret
     :raises PeerLost: nobody listens there, or did not answer in time
     """
-    refuse_security(secret_file, tls, allow_plaintext)
     refuse_device(device)
-    return _opened(url, payload_digest(digest), lanes, parse_bytes(max_bytes))
+    keyring = make_keyring(secret_file, tls, allow_plaintext)
+    return _opened(url, payload_digest(digest), lanes, parse_bytes(max_bytes), keyring)
 
 
 @asynccontextmanager
 async def _opened(
-    url: str, digest: Literal["full", "off"], lanes: int | None, max_bytes: int
+    url: str,
+    digest: Literal["full", "off"],
+    lanes: int | None,
+    max_bytes: int,
+    keyring: Keyring,
 ) -> AsyncIterator[Pipe]:
-    link = await dial(url, identity=new_identity(), digest=digest, lanes=lanes)
+    link = await dial(
+        url, identity=new_identity(), digest=digest, lanes=lanes, keyring=keyring
+    )
     end = PipeEnd.dialled(link, max_bytes)
     async with Pipe(end, end) as pipe:
         yield pipe
@@ -86,7 +97,7 @@ def listen_pipe(
     *,
     digest: Digest = "auto",
     lanes: int | None = None,
-    secret_file: str | None = None,
+    secret_file: str | os.PathLike[str] | None = None,
     tls: object = None,
     allow_plaintext: bool = False,
     max_bytes: int | float | str = "1GB",
@@ -96,17 +107,19 @@ def listen_pipe(
 
     ``async with listen_pipe(url) as listener``; ``listener.url`` has the real
     port, and ``async with await listener.accept() as pipe`` takes one pipe.
-    ``max_bytes`` holds for each of them.
+    ``max_bytes`` holds for each of them; ``secret_file`` and ``allow_plaintext``
+    are as in :func:`asynckv.serve`.
 
-    :raises ConfigError: an option that this version cannot honour
+    :raises ConfigError: an option that cannot be honoured; on entering, keys that
+        cannot be read, or an address that asks for more protection
     """
-    refuse_security(secret_file, tls, allow_plaintext)
     refuse_device(device)
     return PipeListener(
         url,
         digest=payload_digest(digest),
         lanes=lanes,
         max_bytes=parse_bytes(max_bytes),
+        keyring=make_keyring(secret_file, tls, allow_plaintext),
     )
 
 
@@ -140,10 +153,12 @@ class PipeListener(LoopBound):
         digest: Literal["full", "off"],
         lanes: int | None,
         max_bytes: int,
+        keyring: Keyring = NO_KEYS,
     ) -> None:
         self._asked_url = url
         self._digest = digest
         self._lanes = lanes
+        self._keyring = keyring
         self._max_bytes = max_bytes
         self._listener: LinkListener | None = None
         self._waiting: collections.deque[PipeEnd] = collections.deque()
@@ -216,6 +231,7 @@ class PipeListener(LoopBound):
             service_for=lambda link: _Door(self, link),
             digest=self._digest,
             lanes=self._lanes,
+            keyring=self._keyring,
         )
         return self
 

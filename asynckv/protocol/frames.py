@@ -17,6 +17,7 @@ from asynckv.protocol.values import (
     Digest,
     Id,
     Limits,
+    Mac,
     Name,
     PeerIdentity,
     TensorRecord,
@@ -35,6 +36,7 @@ __all__ = (
     "Attached",
     "Cancel",
     "Cancelled",
+    "Challenge",
     "Commit",
     "Complete",
     "Contains",
@@ -62,6 +64,7 @@ __all__ = (
     "PeerIdentity",
     "Ping",
     "Pong",
+    "Proof",
     "Push",
     "Put",
     "Reached",
@@ -87,7 +90,7 @@ class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=Tr
 
 
 class Hello(_Base, frozen=True, tag="hello"):
-    """The dialling side introduces itself. ``nonce`` is for authentication."""
+    """The dialling side introduces itself. With a ``nonce`` it shares a secret."""
 
     major: Count
     minor: Count
@@ -117,7 +120,18 @@ class Welcome(_Base, frozen=True, tag="welcome"):
     digest: Literal["full", "edges", "off"] = "full"
     fingerprint: KVFingerprint | None = None
     payload_description: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
+
+
+class Challenge(_Base, frozen=True, tag="challenge"):
+    """The listening side wants a :class:`Proof` of the shared secret."""
+
     nonce: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class Proof(_Base, frozen=True, tag="proof"):
+    """A side shares the secret: the dialling one, or, after its Welcome, the other."""
+
+    mac: Mac
 
 
 class Refuse(_Base, frozen=True, tag="refuse"):
@@ -133,10 +147,13 @@ class Attach(_Base, frozen=True, tag="attach"):
 
     link_token: Annotated[bytes, msgspec.Meta(max_length=32)]
     lane: Count
+    proof: Mac = b""
 
 
 class Attached(_Base, frozen=True, tag="attached"):
     """The lane belongs to its link; from here on it carries chunks only."""
+
+    proof: Mac = b""
 
 
 class Ping(_Base, frozen=True, tag="ping"):
@@ -440,6 +457,8 @@ OpeningFrame: TypeAlias = (
 Frame: TypeAlias = (
     Hello
     | Welcome
+    | Challenge
+    | Proof
     | Refuse
     | Attach
     | Attached

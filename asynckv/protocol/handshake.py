@@ -1,7 +1,6 @@
-"""How two peers agree: one Hello, one Welcome, or a Refuse.
+"""What two peers agree on: one Hello, one Welcome, or a Refuse.
 
-Plain functions over values. Between a Hello and its Welcome is the place for
-authentication: both carry a nonce, and nothing else is answered before.
+Plain functions over values; :mod:`asynckv.protocol.greeting` has their order.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Final, Literal, TypeAlias
 
 from asynckv.errors import (
     AsyncKVError,
+    AuthError,
     IncompatiblePeer,
     LocalProtocolError,
     RemoteProtocolError,
@@ -39,8 +39,10 @@ __all__ = (
     "Terms",
     "accept_welcome",
     "agree",
+    "check_version",
     "encode_hello",
     "hello_from",
+    "refusal",
     "strictest",
     "welcome_to",
 )
@@ -49,8 +51,11 @@ logger = logging.getLogger(__name__)
 
 DigestMode: TypeAlias = Literal["full", "edges", "off"]
 
-GREETING_LIMITS: Final = Limits(max_control_bytes=4096, max_body_bytes=0)
-"""What is read from somebody who is not let in yet."""
+GREETING_LIMITS: Final = Limits(max_control_bytes=3072, max_body_bytes=0)
+"""What is read from somebody who is not let in yet: a first frame, and a proof.
+
+Together, with their headers, they are no longer than 4 KiB.
+"""
 WELCOME_LIMITS: Final = Limits(max_control_bytes=16 * 1024, max_body_bytes=0)
 """What is read from somebody whom we have dialled."""
 MAX_LANES: Final = 16
@@ -124,7 +129,7 @@ def agree(terms: Terms, theirs: Hello | Welcome) -> Agreement:
 
     :raises IncompatiblePeer: they cannot exchange KV; ``field`` says over what
     """
-    _check_version(theirs)
+    check_version(theirs)
     _check_fingerprints(terms.fingerprint, theirs)
     return Agreement(
         peer=theirs.identity,
@@ -144,7 +149,6 @@ def welcome_to(
     *,
     link_token: bytes,
     payload_description: bytes = b"",
-    nonce: bytes = b"",
 ) -> Welcome:
     """Return the listening side's answer to a Hello that was agreed to."""
     return Welcome(
@@ -158,7 +162,6 @@ def welcome_to(
         digest=agreement.digest,
         fingerprint=terms.fingerprint,
         payload_description=payload_description,
-        nonce=nonce,
     )
 
 
@@ -170,7 +173,7 @@ def accept_welcome(terms: Terms, answer: Frame) -> tuple[Agreement, Welcome]:
     :raises RemoteProtocolError: it is no answer to a Hello
     """
     if isinstance(answer, Refuse):
-        raise _refusal(answer)
+        raise refusal(answer)
     if not isinstance(answer, Welcome):
         raise RemoteProtocolError(f"{type(answer).__name__} in answer to a Hello")
     agreement = agree(terms, answer)
@@ -185,14 +188,24 @@ def strictest(ours: DigestMode, theirs: DigestMode) -> DigestMode:
     return min(ours, theirs, key=order.index)
 
 
-def _refusal(refuse: Refuse) -> AsyncKVError:
+def refusal(refuse: Refuse) -> AsyncKVError:
+    """Return what a side that was refused raises."""
     error = from_refuse(refuse)
+    if isinstance(error, AuthError):
+        return AuthError(
+            f"the peer refuses us: {error.message}",
+            hint="both sides need the same secret, or certificates of one authority",
+        )
     if isinstance(error, LocalProtocolError):
         return LocalProtocolError(f"the peer refuses us: {error.message}")
     return error
 
 
-def _check_version(theirs: Hello | Welcome) -> None:
+def check_version(theirs: Hello | Welcome) -> None:
+    """Refuse whoever speaks another protocol, before anything else is looked at.
+
+    :raises IncompatiblePeer: the major versions differ
+    """
     if theirs.major != PROTOCOL_MAJOR:
         raise IncompatiblePeer(
             f"protocol {theirs.major}.{theirs.minor} there, "

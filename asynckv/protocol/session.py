@@ -20,6 +20,7 @@ from asynckv.protocol.frames import (
     Attach,
     Attached,
     Cancelled,
+    Challenge,
     Failure,
     Frame,
     Goodbye,
@@ -29,6 +30,7 @@ from asynckv.protocol.frames import (
     OpenPipe,
     Ping,
     Pong,
+    Proof,
     Refuse,
     Result,
     Took,
@@ -43,7 +45,18 @@ T = TypeVar("T")
 _OPENING: Final = frozenset(get_args(OpeningFrame))
 _FINAL: Final = frozenset({Accepted, Result, Failure, Cancelled})
 _OF_THE_LINK: Final = frozenset(
-    {Hello, Welcome, Refuse, Attach, Attached, Ping, Pong, Goodbye}
+    {
+        Hello,
+        Challenge,
+        Proof,
+        Welcome,
+        Refuse,
+        Attach,
+        Attached,
+        Ping,
+        Pong,
+        Goodbye,
+    }
 )
 _MAX_STREAM: Final = 2**32 - 1
 

@@ -17,6 +17,7 @@ __all__ = (
     "Digest",
     "Id",
     "Limits",
+    "Mac",
     "Name",
     "PeerIdentity",
     "TensorRecord",
@@ -30,6 +31,7 @@ Id = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=16)]
 Token = Annotated[bytes, msgspec.Meta(max_length=16)]
+Mac = Annotated[bytes, msgspec.Meta(max_length=32)]
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):

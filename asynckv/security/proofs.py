@@ -7,18 +7,24 @@ sent back, sent again or sent after anything was changed, it proves nothing.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
 from asynckv.security.shared_secret import Secret
 
-__all__ = ("NONCE_BYTES", "LaneProofs", "Role", "Transcript", "who_proved")
+__all__ = ("NONCE_BYTES", "LaneProofs", "Role", "Transcript", "new_nonce", "who_proved")
 
 Role: TypeAlias = Literal["dialling", "listening"]
 
 NONCE_BYTES: Final = 32
 
 _CONTEXT: Final = b"asynckv handshake 1"
+
+
+def new_nonce() -> bytes:
+    """Return what no handshake has had before."""
+    return secrets.token_bytes(NONCE_BYTES)
 
 
 class Transcript:
@@ -56,14 +62,14 @@ class Transcript:
 
 
 def who_proved(
-    secrets: Sequence[Secret], transcript: Transcript, role: Role, proof: bytes
+    candidates: Sequence[Secret], transcript: Transcript, role: Role, proof: bytes
 ) -> Secret | None:
-    """Return the one of ``secrets`` that ``proof`` was made with.
+    """Return the one of ``candidates`` that ``proof`` was made with.
 
     All of them are tried, so that the time says nothing.
     """
     found = None
-    for secret in secrets:
+    for secret in candidates:
         if transcript.is_proved(secret, role, proof):
             found = secret
     return found

@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     "payload_path": "inline",
     "token": b"t" * 16,
     "link_token": b"l" * 32,
+    "mac": b"m" * 32,
     "has_key": True,
     "inline": False,
     "url": "unix:///run/rank-1",

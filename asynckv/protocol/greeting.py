@@ -1,0 +1,304 @@
+"""The greeting of two sides, frame by frame: bytes in, bytes out. No I/O.
+
+Without a shared secret: Hello, Welcome. With one: Hello, Challenge, the dialling
+side's Proof, Welcome, the listening side's Proof. Each proof covers the exact
+bytes of all that was said before it, so nothing of it can be changed, sent
+again or sent back. A side that has a secret never goes on without a proof.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeAlias
+
+from asynckv.errors import AsyncKVError, AuthError, RemoteProtocolError
+from asynckv.protocol.codec import Buffer, FrameDecoder, encode_frame
+from asynckv.protocol.frames import (
+    Attach,
+    Attached,
+    Challenge,
+    Frame,
+    Hello,
+    Limits,
+    Proof,
+    Refuse,
+    Welcome,
+)
+from asynckv.protocol.handshake import (
+    GREETING_LIMITS,
+    WELCOME_LIMITS,
+    Agreement,
+    Terms,
+    accept_welcome,
+    agree,
+    check_version,
+    encode_hello,
+    hello_from,
+    refusal,
+    welcome_to,
+)
+from asynckv.security.proofs import NONCE_BYTES, LaneProofs, Transcript, who_proved
+from asynckv.security.shared_secret import Secret
+
+__all__ = ("DialSide", "ListenSide", "Outcome")
+
+_PROOF_LIMITS: Final = Limits(max_control_bytes=128, max_body_bytes=0)
+_NO_PROOF: Final = "there is no proof of a shared secret"
+
+_Heard: TypeAlias = Callable[[Frame, bytes], bytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the dialling side comes to: a link, to which it attaches its lanes."""
+
+    agreement: Agreement
+    link_token: bytes
+    lane_proofs: LaneProofs
+
+    def attach(self, lane: int) -> bytes:
+        """Return the first bytes on the connection of a payload lane."""
+        proof = self.lane_proofs.prove("dialling", lane)
+        return encode_frame(0, Attach(self.link_token, lane, proof))[0]
+
+    def check_attached(self, lane: int, answer: Frame) -> None:
+        """Read the answer to :meth:`attach`.
+
+        :raises AuthError: the lane is refused, or reached somebody else
+        :raises RemoteProtocolError: it is no answer to that
+        """
+        if isinstance(answer, Refuse):
+            raise refusal(answer)
+        if not isinstance(answer, Attached):
+            raise RemoteProtocolError(f"{type(answer).__name__} in answer to an Attach")
+        if not self.lane_proofs.is_proved("listening", lane, answer.proof):
+            raise _no_proof()
+
+
+class DialSide:
+    """The dialling side of a greeting. Send :attr:`hello` first."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        secret: Secret | None = None,
+        *,
+        nonce: bytes,
+        binding: bytes = b"",
+    ) -> None:
+        self._outcome: Outcome | None = None
+        self._terms = terms
+        self._secret = secret
+        self._hear: _Heard = self._on_answer
+        self._incoming = _FirstFrames(WELCOME_LIMITS)
+        self.hello = encode_hello(hello_from(terms, nonce if secret else b""))
+        self._transcript = Transcript(binding)
+        self._transcript.add(self.hello)
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes to read next, so as not to read beyond the greeting."""
+        return 0 if self._outcome is not None else self._incoming.missing_bytes
+
+    def outcome(self) -> Outcome:
+        """Return what the greeting came to, once no bytes are missing."""
+        if self._outcome is None:
+            raise RuntimeError("the greeting is not over")
+        return self._outcome
+
+    def receive(self, data: Buffer) -> bytes:
+        """Accept ``data`` and return what to send.
+
+        :raises AuthError: the peer does not let us in, or cannot prove itself
+        :raises IncompatiblePeer: they cannot exchange KV; ``field`` says over what
+        :raises AsyncKVError: the peer refuses us, for another reason
+        :raises RemoteProtocolError: it is no answer to a Hello
+        """
+        return b"".join([self._hear(*heard) for heard in self._incoming.feed(data)])
+
+    def _on_answer(self, frame: Frame, raw: bytes) -> bytes:
+        if self._secret is None:
+            if isinstance(frame, Challenge):
+                raise _no_proof()
+            return self._end(frame, LaneProofs())
+        if not isinstance(frame, Challenge):
+            raise _instead_of_proof(frame)
+        if len(frame.nonce) != NONCE_BYTES:
+            raise RemoteProtocolError(f"a nonce of {len(frame.nonce)} bytes")
+        self._transcript.add(raw)
+        proof = Proof(self._transcript.prove(self._secret, "dialling"))
+        said = encode_frame(0, proof)[0]
+        self._transcript.add(said)
+        self._hear = self._on_welcome
+        return said
+
+    def _on_welcome(self, frame: Frame, raw: bytes) -> bytes:
+        if not isinstance(frame, Welcome):
+            raise _instead_of_proof(frame)
+        self._transcript.add(raw)
+        self._hear = lambda proof, _: self._on_proof(frame, proof)
+        return b""
+
+    def _on_proof(self, welcome: Welcome, frame: Frame) -> bytes:
+        secret, transcript = self._secret, self._transcript
+        if secret is None or not isinstance(frame, Proof):
+            raise _instead_of_proof(frame)
+        if not transcript.is_proved(secret, "listening", frame.mac):
+            raise _no_proof()
+        return self._end(welcome, LaneProofs(transcript.lane_key(secret)))
+
+    def _end(self, answer: Frame, lane_proofs: LaneProofs) -> bytes:
+        agreement, welcome = accept_welcome(self._terms, answer)
+        self._outcome = Outcome(agreement, welcome.link_token, lane_proofs)
+        self._hear = _too_much
+        return b""
+
+
+class ListenSide:
+    """The listening side of a greeting, or of a payload lane's first frame.
+
+    At the end of what a stranger says either ``attach`` or ``agreement`` is set;
+    an agreement is answered by :meth:`welcome`.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        secrets: Sequence[Secret] = (),
+        *,
+        nonce: bytes,
+        binding: bytes = b"",
+    ) -> None:
+        self.attach: Attach | None = None
+        self.agreement: Agreement | None = None
+        self._terms = terms
+        self._secrets = secrets
+        self._nonce = nonce
+        self._secret: Secret | None = None
+        self._hear: _Heard = self._on_first
+        self._incoming = _FirstFrames(GREETING_LIMITS)
+        self._transcript = Transcript(binding)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the peer has said all that it has to say, and is no stranger."""
+        return self.attach is not None or self.agreement is not None
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes to read next, so as not to read beyond the greeting."""
+        return 0 if self.is_over else self._incoming.missing_bytes
+
+    def receive(self, data: Buffer) -> bytes:
+        """Accept ``data`` and return what to send.
+
+        :raises AuthError: the peer did not prove that it shares a secret with us;
+            one and the same error, whatever it is that the peer lacks
+        :raises IncompatiblePeer: they cannot exchange KV; ``field`` says over what
+        :raises RemoteProtocolError: it is no greeting
+        """
+        return b"".join([self._hear(*heard) for heard in self._incoming.feed(data)])
+
+    def welcome(self, link_token: bytes, payload_description: bytes) -> bytes:
+        """Return the answer to a Hello that was agreed to."""
+        if self.agreement is None:
+            raise RuntimeError("a Welcome before an agreement")
+        welcome = welcome_to(
+            self._terms,
+            self.agreement,
+            link_token=link_token,
+            payload_description=payload_description,
+        )
+        said = encode_frame(0, welcome)[0]
+        if self._secret is None:
+            return said
+        self._transcript.add(said)
+        proof = Proof(self._transcript.prove(self._secret, "listening"))
+        return said + encode_frame(0, proof)[0]
+
+    def lane_proofs(self) -> LaneProofs:
+        """Return what attaches lanes to the link. After :meth:`welcome`."""
+        if self._secret is None:
+            return LaneProofs()
+        return LaneProofs(self._transcript.lane_key(self._secret))
+
+    def _on_first(self, frame: Frame, raw: bytes) -> bytes:
+        if isinstance(frame, Attach):
+            self.attach = frame
+            self._hear = _too_much
+            return b""
+        if not isinstance(frame, Hello):
+            raise RemoteProtocolError(f"{type(frame).__name__} is no greeting")
+        check_version(frame)
+        if len(frame.nonce) != (NONCE_BYTES if self._secrets else 0):
+            raise _no_proof()
+        if not self._secrets:
+            return self._agree(frame)
+        said = encode_frame(0, Challenge(self._nonce))[0]
+        self._transcript.add(raw)
+        self._transcript.add(said)
+        self._hear = lambda proof, raw: self._on_proof(frame, proof, raw)
+        self._incoming.limit(_PROOF_LIMITS)
+        return said
+
+    def _on_proof(self, hello: Hello, frame: Frame, raw: bytes) -> bytes:
+        mac = frame.mac if isinstance(frame, Proof) else b""
+        self._secret = who_proved(self._secrets, self._transcript, "dialling", mac)
+        if self._secret is None:
+            raise _no_proof()
+        self._transcript.add(raw)
+        return self._agree(hello)
+
+    def _agree(self, hello: Hello) -> bytes:
+        self.agreement = agree(self._terms, hello)
+        self._hear = _too_much
+        return b""
+
+
+class _FirstFrames:
+    """Takes frames of the link itself, without a body, and their exact bytes."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._decoder = FrameDecoder(limits)
+        self._raw = bytearray()
+
+    @property
+    def missing_bytes(self) -> int:
+        return self._decoder.missing_bytes
+
+    def limit(self, limits: Limits) -> None:
+        """Let the next frame be as long as ``limits`` say."""
+        self._decoder.limits = limits
+
+    def feed(self, data: Buffer) -> Iterator[tuple[Frame, bytes]]:
+        rest = memoryview(data)
+        while rest:
+            piece = rest[: self._decoder.missing_bytes]
+            rest = rest[len(piece) :]
+            self._raw += piece
+            for stream, frame, _ in self._decoder.feed(piece):
+                if stream:
+                    raise RemoteProtocolError(f"a greeting on stream {stream}")
+                raw = bytes(self._raw)
+                self._raw.clear()
+                yield frame, raw
+
+
+def _too_much(frame: Frame, raw: bytes) -> bytes:
+    raise RemoteProtocolError(f"{type(frame).__name__} after the greeting")
+
+
+def _instead_of_proof(frame: Frame) -> AsyncKVError:
+    """Return what it means if ``frame`` comes where a proof has to."""
+    if isinstance(frame, Refuse):
+        return refusal(frame)
+    if isinstance(frame, Welcome | Challenge):
+        return _no_proof()  # it goes on as if there were no secret
+    return RemoteProtocolError(f"{type(frame).__name__} in answer to a Hello")
+
+
+def _no_proof() -> AuthError:
+    return AuthError(
+        _NO_PROOF, hint="give both sides the same secret_file, or neither of them one"
+    )

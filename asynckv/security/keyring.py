@@ -1,0 +1,106 @@
+"""What one side proves itself with, as its files have it now."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from typing import Final, TypeAlias
+
+from asynckv.errors import ConfigError
+from asynckv.security.shared_secret import Secret, read_secrets
+
+__all__ = ("NO_KEYS", "Keyring", "Keys")
+
+logger = logging.getLogger(__name__)
+
+_FRESH_S: Final = 1.0
+
+_Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """What was read: one secret, or two while they are exchanged."""
+
+    secrets: tuple[Secret, ...] = ()
+
+    @property
+    def first_secret(self) -> Secret | None:
+        """What a dialling side proves itself with; a listening one takes any."""
+        return self.secrets[0] if self.secrets else None
+
+
+class Keyring:
+    """Where the keys of one side are; without any, it proves nothing and asks nothing.
+
+    Files are read again when they have changed, so that keys are exchanged
+    without a restart. If they cannot be read by then the old ones stay in use.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret_file: str | None = None,
+        secrets: tuple[Secret, ...] = (),
+        allow_plaintext: bool = False,
+    ) -> None:
+        self.has_secret = secret_file is not None or bool(secrets)
+        self.allow_plaintext = allow_plaintext
+        self.was_warned = False
+        self._secret_file = secret_file
+        self._secrets = secrets
+        self._paths = [path for path in (secret_file,) if path is not None]
+        self._lock = threading.Lock()
+        self._keys: Keys | None = None if self._paths else Keys(secrets)
+        self._stamp: _Stamp = ()
+        self._checked_at = 0.0
+
+    def fresh(self) -> Keys | None:
+        """Return the keys if they were looked at within a second. Never blocks."""
+        if self._paths and time.monotonic() - self._checked_at > _FRESH_S:
+            return None
+        return self._keys
+
+    def current(self) -> Keys:
+        """Return the keys as the files have them now. Blocks.
+
+        :raises ConfigError: they cannot be read, and never could
+        """
+        with self._lock:
+            stamp = tuple(map(_stamp_of, self._paths))
+            if self._keys is None:
+                self._keys = self._read()
+            elif stamp != self._stamp:
+                self._keys = self._read_again(self._keys)
+            self._stamp = stamp
+            self._checked_at = time.monotonic()
+            return self._keys
+
+    def _read(self) -> Keys:
+        if self._secret_file is None:
+            return Keys(self._secrets)
+        return Keys(read_secrets(self._secret_file))
+
+    def _read_again(self, old: Keys) -> Keys:
+        try:
+            keys = self._read()
+        except ConfigError as exc:
+            logger.error("keys that were changed are no good, the old stay: %s", exc)
+            return old
+        logger.info("keys were read again")
+        return keys
+
+
+NO_KEYS: Final = Keyring()
+"""Proves nothing, asks nothing: for loopback, unix sockets and memory."""
+
+
+def _stamp_of(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
