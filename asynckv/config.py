@@ -36,8 +36,9 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     ``kv_connector_extra_config`` may hold, for asynckv itself, ``port_offset``
     (added to ``kv_port``), ``store_timeout`` (how many seconds a peer may take
-    to be there), ``peer_url`` (whom a ``kv_both`` asks) and ``fingerprint``
-    (what model the entries belong to).
+    to be there), ``peer_url`` (whom a ``kv_both`` asks), ``fingerprint`` (what
+    model the entries belong to), ``secret_file`` and ``allow_plaintext`` (as
+    :func:`asynckv.serve` takes them).
 
     :raises ConfigError: a value that cannot work
     """
@@ -206,6 +207,24 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"kv_connector_extra_config.fingerprint: {exc}",
                 hint=f"it is a model's name, or an object of {fields}",
             ) from exc
+
+    @property
+    def secret_file(self) -> str | None:
+        """Where the secret is that this node shares with its peers.
+
+        :raises ConfigError: it is no text
+        """
+        given: str | None = self._extra("secret_file", str | None, None, "a path")
+        return given
+
+    @property
+    def allow_plaintext(self) -> bool:
+        """Whether bytes may leave this host in the clear.
+
+        :raises ConfigError: it is neither true nor false
+        """
+        given: bool = self._extra("allow_plaintext", bool, False, "true or false")
+        return given
 
     def _extra(self, key: str, kind: Any, default: Any, what: str) -> Any:
         value = self.kv_connector_extra_config.get(key, default)

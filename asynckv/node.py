@@ -85,7 +85,14 @@ async def _opened(config: KVTransferConfig, drain_s: float) -> AsyncIterator[Nod
             )
             # Entered before the buffer: what is left in it is served while it drains.
             server = await stack.enter_async_context(
-                serve(config.url, lookup=own, identity=config.engine_id, role=role)
+                serve(
+                    config.url,
+                    lookup=own,
+                    identity=config.engine_id,
+                    role=role,
+                    secret_file=config.secret_file,
+                    allow_plaintext=config.allow_plaintext,
+                )
             )
             await stack.enter_async_context(own)
         if config.peer_url is not None:
@@ -131,6 +138,8 @@ async def _connected(
                             max_bytes=config.max_bytes,
                             identity=config.engine_id,
                             role=role,
+                            secret_file=config.secret_file,
+                            allow_plaintext=config.allow_plaintext,
                         )
                     ),
                     lost,

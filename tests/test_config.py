@@ -119,6 +119,8 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
         ({"store_timeout": 0}, "store_timeout is 0.*more than 0"),
         ({"peer_url": 7}, "peer_url is 7.*URL"),
         ({"fingerprint": 7}, "fingerprint is 7.*name"),
+        ({"secret_file": 7}, "secret_file is 7.*path"),
+        ({"allow_plaintext": "yes"}, "allow_plaintext is 'yes'.*true or false"),
         ({"fingerprint": {"modl": "m"}}, "fingerprint: .*modl.*model, dtype"),
     ],
 )
@@ -135,6 +137,13 @@ def test_extra_values_are_checked_when_they_are_used(
 def test_the_port_offset_is_added() -> None:
     config = config_of(kv_port=100, kv_connector_extra_config={"port_offset": 7})
     assert config.url == "tcp://127.0.0.1:107"
+
+
+def test_what_protects_a_link_is_said_there_too() -> None:
+    extra = {"secret_file": "/run/secret", "allow_plaintext": True}
+    config = config_of(kv_connector_extra_config=extra)
+    assert (config.secret_file, config.allow_plaintext) == ("/run/secret", True)
+    assert (config_of().secret_file, config_of().allow_plaintext) == (None, False)
 
 
 def test_an_ipv6_address_is_put_in_brackets() -> None:

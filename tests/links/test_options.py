@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asynckv.errors import ConfigError
-from asynckv.links.options import new_identity, payload_digest, refuse_security
+from asynckv.links.options import make_keyring, new_identity, payload_digest
 
 
 def test_each_identity_is_another_incarnation() -> None:
@@ -27,12 +27,30 @@ def test_what_crosses_a_socket_is_digested_unless_that_is_off() -> None:
     assert payload_digest("off") == "off"
 
 
-def test_a_promise_that_cannot_be_kept_is_refused() -> None:
-    with pytest.raises(ConfigError, match="neither authentication nor TLS"):
-        refuse_security("secret", None, allow_plaintext=False)
-    with pytest.raises(ConfigError, match="neither authentication nor TLS"):
-        refuse_security(None, object(), allow_plaintext=False)
-    refuse_security(None, None, allow_plaintext=True)
+def test_the_secret_is_the_given_file_or_the_environments() -> None:
+    text = "correct-horse-battery-staple-0123"
+    in_place, elsewhere = {"ASYNCKV_SECRET": text}, {"ASYNCKV_SECRET_FILE": "/b"}
+    assert not make_keyring(None, None, False, {}).has_secret
+    for environ in ({}, in_place, elsewhere):
+        keyring = make_keyring(Path("/a"), None, False, environ)
+        with pytest.raises(ConfigError, match="/a cannot be read"):
+            keyring.current()
+    assert len(make_keyring(None, None, False, in_place).current().secrets) == 1
+    with pytest.raises(ConfigError, match="/b cannot be read"):
+        make_keyring(None, None, False, elsewhere).current()
+
+
+def test_the_process_s_own_environment_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ASYNCKV_SECRET", "short")
+    with pytest.raises(ConfigError, match="ASYNCKV_SECRET holds a secret of less"):
+        make_keyring(None, None, False)
+
+
+def test_plaintext_is_allowed_explicitly() -> None:
+    assert make_keyring(None, None, True, {}).allow_plaintext
+    assert not make_keyring(None, None, False, {}).allow_plaintext
 
 
 def test_an_identity_tells_which_machine_and_since_which_start() -> None:
