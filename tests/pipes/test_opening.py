@@ -26,7 +26,6 @@ pytestmark = pytest.mark.both_loops
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"secret_file": "secret"}, "authentication"),
         ({"tls": object()}, "TLS"),
         ({"device": "cuda:0"}, "cuda:0"),
         ({"device": torch.device("meta")}, "meta"),
