@@ -104,9 +104,9 @@ class RemoteConsumer:
         except PeerLost:
             selecting.close()
             await selecting.quiesce()
-            await self._peer.link_to(selecting.incarnation)
             question = Settle(delivery.offer.entry_id, delivery.offer.token)
-            return bool((await ask(self._peer, question)).value)
+            answer = await ask(self._peer, question, incarnation=selecting.incarnation)
+            return bool(answer.value)
         except LeaseLost:
             selecting.cancel()
             return False

@@ -9,21 +9,20 @@ from typing import Final
 import torch
 
 from asynckv.abc import InsertWriter
+from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.asking import ANSWER_S
+from asynckv.buffers.declared import Declared
 from asynckv.buffers.entries import Draft
 from asynckv.buffers.manifest import INLINE_NBYTES, check_body, pack
-from asynckv.buffers.streaming import check_put
-from asynckv.errors import EntryAborted, PeerLost, RemoteProtocolError
+from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.failures import from_failure
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,
     Cancelled,
     Commit,
     Done,
-    Failure,
     Frame,
     Grant,
     Insert,
@@ -58,20 +57,17 @@ class RemoteWriter(InsertWriter):
     def __init__(self, link: Link, draft: Draft, pool: CopyPool) -> None:
         self.entry_id = draft.entry_id
         self._link = link
-        self._specs = draft.specs
         self._pool = pool
         self._indexes = {name: i for i, name in enumerate(draft.specs)}
-        self._put: set[str] = set()
-        self._is_put: set[str] = set()
+        self._declared = Declared(draft.specs)
         self._is_closed = False
-        self._transfer = link.new_transfer()
-        self._grants: dict[int, asyncio.Future[bool]] = {}
-        self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[None] = self._loop.create_future()
-        self._grants[self._transfer] = self._room = self._loop.create_future()
+        transfer = link.new_transfer()
+        self._answer: Answer[None] = Answer()
+        self._room: Answer[bool] = Answer()
+        self._grants = {transfer: self._room}
         frame = Insert(
             entry_id=draft.entry_id,
-            transfer=self._transfer,
+            transfer=transfer,
             inline=False,
             streaming=True,
             ttl_s=draft.ttl_s,
@@ -89,27 +85,16 @@ class RemoteWriter(InsertWriter):
     async def put(self, name: str, tensor: torch.Tensor) -> None:
         if self._is_closed:
             raise RuntimeError("the writer was left already")
-        check_put(self._specs, self._put, name, tensor)
-        self._check_alive()
-        self._put.add(name)
-        try:
+        with self._declared.putting(name, tensor):
+            self._answer.check()
             await self._push(self._indexes[name], await dense(tensor, self._pool))
-        except BaseException:
-            self._put.discard(name)
-            raise
-        self._is_put.add(name)
 
     def check_whole(self) -> None:
         """Refuse to commit what is not whole.
 
         :raises ValueError: a declared tensor was never put, or is still being put
         """
-        missing = [name for name in self._indexes if name not in self._is_put]
-        if missing:
-            raise ValueError(
-                f"{len(missing)} declared tensors were not put: "
-                f"{', '.join(missing[:5])}; the entry is aborted"
-            )
+        self._declared.check_whole()
 
     async def commit(self) -> None:
         """Wait until the entry is in. Cancelling it takes the entry back, if it is
@@ -127,22 +112,19 @@ class RemoteWriter(InsertWriter):
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
             case Grant(transfer=transfer) | Retract(transfer=transfer):
-                grant = self._grants.pop(transfer, None)
-                if grant is not None and not grant.done():
-                    grant.set_result(isinstance(frame, Grant))
+                if transfer in self._grants:
+                    self._grants.pop(transfer).give(isinstance(frame, Grant))
             case Accepted():
-                self._end(None)
+                self._answer.give(None)
+                for grant in self._take_grants():
+                    grant.give(False)  # acknowledged early: nobody needs the rest
             case Cancelled():
-                self._end(EntryAborted(reason="producer"))
-            case Failure():
-                self._end(from_failure(frame))
+                self._fail(EntryAborted(reason="producer"))
             case _:
-                error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
-                self._end(error)  # of a last frame's stream nobody else is told
-                raise error
+                fail_by(frame, "insert", self._fail)
 
     def on_lost(self, error: PeerLost) -> None:
-        self._end(error)
+        self._fail(error)
 
     async def _push(self, part: int, tensor: torch.Tensor) -> None:
         view = bytes_of(tensor)
@@ -153,7 +135,7 @@ class RemoteWriter(InsertWriter):
             push = Push(transfer=transfer, part=part, inline=True, digest=digest)
             self._stream.send(push, view)
             return
-        grant: asyncio.Future[bool] = self._loop.create_future()
+        grant: Answer[bool] = Answer()
         self._grants[transfer] = grant
         self._stream.send(Push(transfer=transfer, part=part, inline=False))
         try:
@@ -171,49 +153,28 @@ class RemoteWriter(InsertWriter):
     async def _drained(self) -> None:
         """Wait while a peer that reads slowly has much left to read."""
         while self._link.outgoing_bytes > BUSY_BYTES:
-            drained: asyncio.Future[None] = self._loop.create_future()
-            self._link.call_when_drained(partial(_wake, drained))
+            drained: Answer[None] = Answer()
+            self._link.call_when_drained(partial(drained.give, None))
             await drained
-        self._check_alive()
+        self._answer.check()
 
     async def _send(self, transfer: int, view: memoryview) -> bytes:
-        sent: asyncio.Future[bytes] = self._loop.create_future()
+        sent: Answer[bytes] = Answer()
 
         def done(digest: bytes, error: BaseException | None) -> None:
-            if sent.done():
-                return
             if error is None:
-                sent.set_result(digest)
+                sent.give(digest)
             else:
-                sent.set_exception(PeerLost(f"the payload was not sent: {error}"))
+                sent.fail(PeerLost(f"the payload was not sent: {error}"))
 
         self._link.payload.send(transfer, 0, view, done)
         return await sent
 
-    def _check_alive(self) -> None:
-        if self._answer.done() and not self._answer.cancelled():
-            error = self._answer.exception()
-            if error is not None:
-                raise error
+    def _fail(self, error: Exception) -> None:
+        self._answer.fail(error)  # raised by the next put, or by none
+        for grant in self._take_grants():
+            grant.fail(error)
 
-    def _end(self, error: Exception | None) -> None:
-        if not self._answer.done():
-            if error is None:
-                self._answer.set_result(None)
-            else:
-                self._answer.set_exception(error)
-                self._answer.exception()  # it is raised by the next put, or by none
+    def _take_grants(self) -> list[Answer[bool]]:
         grants, self._grants = self._grants, {}
-        for grant in grants.values():
-            if grant.done():
-                continue
-            if error is None:
-                grant.set_result(False)
-            else:
-                grant.set_exception(error)
-                grant.exception()
-
-
-def _wake(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+        return [*grants.values()]

@@ -125,24 +125,17 @@ class Peer(LoopBound):
             raise PeerLost(self._error.message, hint=self._error.hint)
         return link if link.is_open else None
 
-    async def link(self) -> Link:
+    async def link(self, incarnation: str = "") -> Link:
         """Return a link that is up, waiting while it is made again.
 
         A cancelled call leaves no trace.
 
         :raises PeerLost: the peer is gone and did not come back in time
+        :raises PeerRestarted: it is not the ``incarnation`` that was given
         """
         while (link := self.link_nowait()) is None:
             await self._watchers.next_change()
-        return link
-
-    async def link_to(self, incarnation: str) -> Link:
-        """As :meth:`link`, but to what the peer was before it was lost.
-
-        :raises PeerRestarted: it came back as another incarnation
-        """
-        link = await self.link()
-        if link.peer.incarnation != incarnation:
+        if incarnation and link.peer.incarnation != incarnation:
             raise PeerRestarted(
                 f"{self.url} came back without its memory",
                 hint="what was under way is gone; make the call again",

@@ -23,7 +23,7 @@ from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.entries import Draft
 from asynckv.buffers.handover import check_targets
-from asynckv.buffers.inserting import Inserting
+from asynckv.buffers.inserting import begin_insert
 from asynckv.buffers.lookup import make_draft
 from asynckv.buffers.pushing import RemoteWriter, dense
 from asynckv.buffers.queries import (
@@ -34,7 +34,6 @@ from asynckv.buffers.queries import (
     make_query,
 )
 from asynckv.buffers.selecting import check_key_fits
-from asynckv.errors import PeerLost
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Peek, Taken, Withdraw
 from asynckv.tensors.views import spec_of
@@ -121,8 +120,10 @@ class RemoteLookupBuffer(KVLookupBuffer):
         self._peer.check()
         if len(entry_id) > MAX_ID_LENGTH:
             raise KeyError(f"no entry has an id of {len(entry_id)} characters")
+        known_to = (await self._peer.link()).peer.incarnation
         with LoggedWait(f"taken({entry_id})", "the entry's end", "its consumer"):
-            await ask(self._peer, Taken(entry_id), deadline_s=None)
+            question = Taken(entry_id)
+            await ask(self._peer, question, deadline_s=None, incarnation=known_to)
 
     async def withdraw(self, entry_id: str) -> bool:
         self._peer.check()
@@ -208,25 +209,17 @@ class RemoteLookupBuffer(KVLookupBuffer):
         tensors: list[torch.Tensor],
         digests: list[bytes] | None,
     ) -> None:
+        incarnation = ""
         while True:
-            link = await self._peer.link()
-            inserting = Inserting(link, draft, tensors, digests)
-            try:
-                with self._waiting_for_room("insert", draft):
-                    await inserting.accepted()
-                return
-            except PeerLost:
-                if link.is_open:
-                    raise  # the peer says so, of something else
-                await inserting.quiesce()
-                if inserting.was_granted:
-                    await self._peer.link_to(link.peer.incarnation)
-                if digests is None:
-                    digests = await self._peer.pool.digest(tensors)
-            except BaseException:
-                inserting.cancel()
-                await inserting.quiesce()
-                raise
+            link = await self._peer.link(incarnation)
+            inserting = begin_insert(link, draft, tensors, digests)
+            with self._waiting_for_room("insert", draft):
+                if await inserting.accepted():
+                    return
+            if inserting.was_granted:
+                incarnation = link.peer.incarnation
+            if digests is None:
+                digests = await self._peer.pool.digest(tensors)
 
     def _waiting_for_room(self, call: str, draft: Draft) -> LoggedWait:
         return LoggedWait(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
+from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.manifest import unpack
@@ -21,7 +22,6 @@ from asynckv.buffers.watchers import Watchers
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
-from asynckv.protocol.failures import from_failure
 from asynckv.protocol.frames import (
     Accepted,
     Ack,
@@ -29,7 +29,6 @@ from asynckv.protocol.frames import (
     Cancelled,
     Complete,
     Done,
-    Failure,
     Frame,
     Grant,
     Nack,
@@ -194,29 +193,26 @@ class Selecting:
                     self._on_retract(delivery)
             case Noted():
                 self._is_noted = True
-            case Failure():
-                self._is_answered = True
-                self._error = from_failure(frame)
             case Accepted() | Cancelled():
                 self._is_answered = True
                 self._is_accepted = isinstance(frame, Accepted)
             case _:
-                error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
-                self._is_answered, self._error = True, error
-                self._watchers.wake()  # of a last frame's stream nobody else is told
-                raise error
+                fail_by(frame, "drop_select", self._fail)
         self._watchers.wake()
 
     def on_lost(self, error: PeerLost) -> None:
-        self._is_answered = True
-        self._error = self._error or error
-        self._watchers.wake()
+        self._fail(self._error or error)
 
     def part_verified(self, index: int, digest: bytes) -> None:
         self._landed.append(self._names[index])
         self._watchers.wake()
 
     def reception_failed(self, error: Exception) -> None:
+        self._error = error
+        self._watchers.wake()
+
+    def _fail(self, error: Exception) -> None:
+        self._is_answered = True
         self._error = error
         self._watchers.wake()
 

@@ -30,6 +30,7 @@ from asynckv.protocol.frames import (
     Put,
     Result,
     TensorRecord,
+    Took,
 )
 from asynckv.tensors.views import dtype_of
 
@@ -225,6 +226,8 @@ class _ServedGet:
         match frame:
             case Grant() if not self._is_sending:
                 self._send()
+            case Took():
+                self._end(None)
             case Cancel() | Nack():
                 self._end(Cancelled())
             case _:
@@ -260,7 +263,6 @@ class _ServedGet:
     def _sent(self, digest: bytes, error: BaseException | None) -> None:
         if error is None and self in self._service.under_way:
             self._stream.send(Done(self._transfer, 0, digest))
-            self._end(Result(1))
 
     def _end(self, last: Frame | None) -> None:
         if self not in self._service.under_way:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from asynckv.abc import InsertWriter, SelectStream
+from asynckv.buffers.declared import Declared
 from asynckv.buffers.entries import EntryState, Lease, StoredEntry
 from asynckv.buffers.handover import match_targets, tensors_of
 from asynckv.buffers.holders import LocalHolder
@@ -15,10 +16,9 @@ from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.queries import tensor_of
 from asynckv.errors import EntryAborted
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.views import spec_of
 from asynckv.types import TensorSpec
 
-__all__ = ("LocalStream", "LocalWriter", "check_put")
+__all__ = ("LocalStream", "LocalWriter")
 
 
 class LocalWriter(InsertWriter):
@@ -29,52 +29,37 @@ class LocalWriter(InsertWriter):
         self._entry = entry
         self._ledger = ledger
         self._pool = pool
-        self._put: set[str] = set()
+        self._declared = Declared(entry.draft.specs)
         self._is_closed = False
         self._indexes = {part.name: i for i, part in enumerate(entry.parts)}
 
     async def put(self, name: str, tensor: torch.Tensor) -> None:
         if self._is_closed:
             raise RuntimeError("the writer was left already")
-        check_put(self._entry.draft.specs, self._put, name, tensor)
-        if self._entry.state is EntryState.GONE:
-            if self._entry.left_by:
+        with self._declared.putting(name, tensor):
+            if self._entry.state is not EntryState.GONE:
+                await self._copy(self._indexes[name], tensor)
+            elif self._entry.left_by:
                 raise EntryAborted(reason=self._entry.left_by)
-            self._put.add(name)  # acknowledged early: nobody needs the rest
-            return
-        index = self._indexes[name]
-        part = self._entry.parts[index]
-        if part.region is None:
-            raise EntryAborted(reason="producer")
-        self._put.add(name)
-        try:
-            target = part.region.tensor(part.spec)
-            (digest,) = await self._pool.copy([tensor], [target])
-        except BaseException:
-            self._put.discard(name)
-            raise
-        self._ledger.landed(self._entry, index, digest)
+            # else it was acknowledged early: nobody needs the rest
 
     def check_whole(self) -> None:
         """Refuse to commit what is not whole.
 
         :raises ValueError: a declared tensor was never put, or is still being put
         """
-        gone = self._entry.state is EntryState.GONE
-        missing = [
-            part.name
-            for part in self._entry.parts
-            if part.name not in self._put or (part.digest is None and not gone)
-        ]
-        if missing:
-            raise ValueError(
-                f"{len(missing)} declared tensors were not put: "
-                f"{', '.join(missing[:5])}; the entry is aborted"
-            )
+        self._declared.check_whole()
 
     def close(self) -> None:
         """No more puts."""
         self._is_closed = True
+
+    async def _copy(self, index: int, tensor: torch.Tensor) -> None:
+        part = self._entry.parts[index]
+        if part.region is None:
+            raise EntryAborted(reason="producer")
+        (digest,) = await self._pool.copy([tensor], [part.region.tensor(part.spec)])
+        self._ledger.landed(self._entry, index, digest)
 
 
 class LocalStream(SelectStream):
@@ -143,25 +128,3 @@ class LocalStream(SelectStream):
                 self._holder.check_held(self._lease)
                 self._tensors[index] = tensor
         return self._tensors[index]
-
-
-def check_put(
-    specs: Mapping[str, TensorSpec],
-    already_put: set[str],
-    name: str,
-    tensor: torch.Tensor,
-) -> None:
-    """Refuse a tensor that was not declared so.
-
-    :raises ValueError: unknown name, put before, other shape or dtype
-    """
-    if name not in specs:
-        raise ValueError(f"{name!r} was not declared; declared: {', '.join(specs)}")
-    if name in already_put:
-        raise ValueError(f"{name!r} was put before")
-    found = spec_of(tensor)
-    if found != specs[name]:
-        raise ValueError(
-            f"{name!r} is {found.dtype} {found.shape}, declared was "
-            f"{specs[name].dtype} {specs[name].shape}"
-        )

@@ -383,7 +383,7 @@ class Ack(_Base, frozen=True, tag="ack"):
 
 
 class Took(_Base, frozen=True, tag="took"):
-    """A small delivery was verified and is used: nothing answers it.
+    """A small delivery, or a value, was verified and is used: nothing answers it.
 
     The last frame of its stream, and the only one that the requester says last.
     """

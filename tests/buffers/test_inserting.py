@@ -1,54 +1,21 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from asynckv.buffers.entries import Draft
-from asynckv.buffers.inserting import Inserting
-from asynckv.buffers.lookup import LookupBuffer, make_draft
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
-from asynckv.errors import EntryConflict, EntryTooLarge, PeerLost
+from asynckv.errors import EntryConflict, EntryTooLarge
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Accepted, Grant, Insert
-from asynckv.tensors.views import spec_of
-from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import linked
+from asynckv.protocol.frames import Accepted, Grant
 from asynckv.testing.pairs import Peers
 
 FarLink = Callable[[Server, Peer], Link]
 CutWhen = Callable[[Link, type], None]
 LARGE = 2**20
-
-
-def draft_of(*tensors: torch.Tensor) -> Draft:
-    specs = {f"{i}.key": spec_of(tensor) for i, tensor in enumerate(tensors)}
-    return make_draft(
-        [1], None, specs, entry_id="it", fingerprint=None, ttl_s=1, deliveries=1
-    )
-
-
-async def test_a_grant_that_crosses_the_cancellation_sends_nothing() -> None:
-    key = torch.ones(LARGE, dtype=torch.uint8)
-    async with linked("mem://", lambda *_: None) as pair:
-        inserting = Inserting(pair.near, draft_of(key), [key], None)
-        await until(lambda: bool(pair.service.asked))
-        stream, frame, _ = pair.service.asked[0]
-        assert isinstance(frame, Insert)
-        landed: list[bytes] = []
-        target = memoryview(bytearray(LARGE))
-        pair.far.payload.receive(
-            frame.transfer, 0, target, lambda digest, error: landed.append(digest)
-        )
-        stream.send(Grant(frame.transfer))
-        inserting.cancel()
-        await inserting.quiesce()
-        await until(lambda: inserting.was_granted)
-        await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
-        assert not landed and not any(target[:100])
 
 
 async def test_what_one_frame_cannot_hold_is_refused_and_the_link_stays(
@@ -116,14 +83,3 @@ async def test_without_digests_the_same_entry_is_still_the_same(
             await peer.lookup.insert([1], None, key, None, None, entry_id="it")
         entry = await consumer.lookup.drop_select([1])
         assert torch.equal(entry.key, key)  # type: ignore[arg-type]
-
-
-async def test_an_insert_that_fails_while_it_is_cancelled_is_silent() -> None:
-    async with linked("mem://", lambda *_: None) as pair:
-        inserting = Inserting(pair.near, draft_of(), [], None)
-        task = asyncio.create_task(inserting.accepted())
-        await until_blocked(task)
-        inserting.on_lost(PeerLost("cut"))
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()

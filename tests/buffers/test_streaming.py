@@ -3,10 +3,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.streaming import LocalStream, LocalWriter, check_put
+from asynckv.buffers.streaming import LocalStream, LocalWriter
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.lookup_checks.values import cancelled, noise, same
@@ -98,15 +97,3 @@ async def test_into_must_fit_what_was_declared() -> None:
             async with buffer.open_drop_select([1], into={"key": noise(9)}):
                 pass
         await buffer.drop_select([1])
-
-
-def test_a_put_is_as_declared() -> None:
-    check_put(SPECS, set(), "key", noise(8))
-    for put, name, tensor in (
-        (set[str](), "hidden", noise(8)),
-        ({"key"}, "key", noise(8)),
-        (set[str](), "key", torch.zeros(8)),
-        (set[str](), "key", noise(7)),
-    ):
-        with pytest.raises(ValueError, match=name):
-            check_put(SPECS, put, name, tensor)

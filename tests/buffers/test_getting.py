@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asynckv.buffers.getting import Getting
+from asynckv.buffers.manifest import pack
+from asynckv.buffers.receive_budget import ReceiveBudget
+from asynckv.errors import AsyncKVError, ChecksumError, PeerLost, RemoteProtocolError
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.frames import (
+    Accepted,
+    Cancelled,
+    Done,
+    Frame,
+    Grant,
+    Offer,
+    Result,
+    TensorRecord,
+    Took,
+)
+from asynckv.testing.blocked import until
+from asynckv.testing.link_pairs import LinkPair, linked
+from asynckv.types import TensorSpec
+
+MIB = 2**20
+
+
+def getting_on(link: Link, into: torch.Tensor | None = None) -> Getting:
+    return Getting(link, "key", into, ReceiveBudget(2 * MIB))
+
+
+def offer(stream: LinkStream, *names: str) -> None:
+    records = [TensorRecord(name, TensorSpec((MIB,), "uint8")) for name in names]
+    stream.send(Offer(transfer=2, inline=False), pack(records, None, None))
+
+
+async def granted(pair: LinkPair) -> LinkStream:
+    await until(lambda: bool(pair.service.hearers))
+    assert await pair.service.hearers[0].next() == (Grant(2), b"")
+    return pair.service.asked[0][0]
+
+
+async def test_what_is_not_there_is_none() -> None:
+    async with linked("mem://", lambda stream, *_: stream.send(Result())) as pair:
+        assert await getting_on(pair.near).value() is None
+
+
+@pytest.mark.parametrize("lent", [False, True])
+async def test_the_peer_is_told_when_the_value_has_landed(*, lent: bool) -> None:
+    into = torch.zeros(MIB, dtype=torch.uint8) if lent else None
+    async with linked("mem://", lambda stream, *_: offer(stream, "value")) as pair:
+        getting = getting_on(pair.near, into)
+        value = asyncio.create_task(getting.value())
+        stream, source = await granted(pair), memoryview(bytearray(b"1" * MIB))
+        pair.far.payload.send(
+            2, 0, source, lambda digest, _: stream.send(Done(2, 0, digest))
+        )
+        assert await pair.service.hearers[0].next() == (Took(b""), b"")
+        tensor = await value
+        assert tensor is not None and bytes(tensor) == source
+        assert lent == (tensor is into)
+        getting.release()
+
+
+@pytest.mark.parametrize("url", ["mem://", "tcp://127.0.0.1:0"])
+async def test_a_link_lost_before_the_last_byte_ends_the_wait(url: str) -> None:
+    async with linked(url, lambda stream, *_: offer(stream, "value")) as pair:
+        value = asyncio.create_task(getting_on(pair.near).value())
+        stream = await granted(pair)
+        stream.send(Done(2, 0, b"digest"))
+        pair.far.abort()
+        with pytest.raises(PeerLost):
+            await value
+
+
+async def test_bytes_that_changed_are_refused() -> None:
+    async with linked("mem://", lambda stream, *_: offer(stream, "value")) as pair:
+        value = asyncio.create_task(getting_on(pair.near).value())
+        stream = await granted(pair)
+        pair.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
+        stream.send(Done(2, 0, b"wrong"))
+        with pytest.raises(ChecksumError):
+            await value
+
+
+@pytest.mark.parametrize(
+    ("last", "kind"), [(Cancelled(), AsyncKVError), (Accepted(), RemoteProtocolError)]
+)
+async def test_a_last_frame_that_is_no_value_is_raised(
+    last: Frame, kind: type[Exception]
+) -> None:
+    async with linked("mem://", lambda stream, *_: stream.send(last)) as pair:
+        with pytest.raises(kind):
+            await getting_on(pair.near).value()
+
+
+async def test_a_value_of_several_tensors_breaks_the_link() -> None:
+    async with linked("mem://", lambda stream, *_: offer(stream, "a", "b")) as pair:
+        with pytest.raises(PeerLost, match="one tensor"):
+            await getting_on(pair.near).value()
+
+
+async def test_a_done_of_what_was_not_granted_is_ignored() -> None:
+    def answer(stream: LinkStream, *_: object) -> None:
+        stream.send(Done(2, 0, b""))
+        stream.send(Result())
+
+    async with linked("mem://", answer) as pair:
+        assert await getting_on(pair.near).value() is None

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asynckv.buffers.inserting import begin_insert
+from asynckv.buffers.lookup import make_draft
+from asynckv.buffers.sending import Sending
+from asynckv.errors import PeerLost, RemoteProtocolError
+from asynckv.links.link import Link
+from asynckv.protocol.frames import Cancel, Failure, Grant, Insert, Result
+from asynckv.tensors.views import spec_of
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.link_pairs import LinkPair, linked
+
+LARGE = 2**20
+
+
+def sending_on(link: Link, *tensors: torch.Tensor) -> Sending:
+    specs = {f"{i}.key": spec_of(tensor) for i, tensor in enumerate(tensors)}
+    draft = make_draft(
+        [1], None, specs, entry_id="it", fingerprint=None, ttl_s=1, deliveries=1
+    )
+    return begin_insert(link, draft, tensors, None)
+
+
+async def asked(pair: LinkPair) -> None:
+    await until(lambda: bool(pair.service.asked))
+
+
+async def test_a_grant_that_crosses_the_cancellation_sends_nothing() -> None:
+    key = torch.ones(LARGE, dtype=torch.uint8)
+    async with linked("mem://", lambda *_: None) as pair:
+        sending = sending_on(pair.near, key)
+        await asked(pair)
+        stream, frame, _ = pair.service.asked[0]
+        assert isinstance(frame, Insert)
+        target, landed = memoryview(bytearray(LARGE)), list[object]()
+        pair.far.payload.receive(
+            frame.transfer, 0, target, lambda *end: landed.append(end)
+        )
+        stream.send(Grant(frame.transfer))
+        sending.cancel()
+        await sending.quiesce()
+        await until(lambda: sending.was_granted)
+        await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
+        assert not landed and not any(target[:100])
+
+
+async def test_what_fails_while_it_is_cancelled_is_silent() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        sending = sending_on(pair.near)
+        task = asyncio.create_task(sending.accepted())
+        await until_blocked(task)
+        sending.on_lost(PeerLost("cut"))
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+
+async def test_a_cancelled_one_is_withdrawn() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        task = asyncio.create_task(sending_on(pair.near).accepted())
+        await asked(pair)
+        task.cancel()
+        assert await pair.service.hearers[0].next() == (Cancel(), b"")
+        await asyncio.wait({task})
+
+
+async def test_a_lost_link_is_no_error_of_the_request() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        task = asyncio.create_task(sending_on(pair.near).accepted())
+        await asked(pair)
+        pair.far.abort()
+        assert await task is False
+
+
+async def test_a_loss_of_something_else_that_the_peer_tells_of_is_raised() -> None:
+    lost = Failure("PeerLost", "another peer")
+    async with linked("mem://", lambda stream, *_: stream.send(lost)) as pair:
+        with pytest.raises(PeerLost, match="another"):
+            await sending_on(pair.near).accepted()
+        assert pair.near.is_open
+
+
+async def test_an_answer_that_makes_no_sense_is_raised_and_breaks_the_link() -> None:
+    async with linked("mem://", lambda stream, *_: stream.send(Result(1))) as pair:
+        with pytest.raises(RemoteProtocolError, match="belongs here"):
+            await sending_on(pair.near).accepted()
+        assert not pair.near.is_open
