@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
+from typing import Final
 
 import torch
 from transformers import PreTrainedModel
@@ -21,11 +22,19 @@ from asynckv.integrations.transformers.fingerprint import (
 )
 from asynckv.integrations.transformers.handoff import Handoff
 from asynckv.integrations.transformers.landing import Landing
+from asynckv.integrations.transformers.layers import (
+    LayerPlan,
+    plan_layers,
+    read_plans,
+)
 from asynckv.integrations.transformers.prompts import Prompt
 from asynckv.shielding import wait_shielded
 from asynckv.types import TensorSpec
 
 __all__ = ("Load", "handoff_of", "load", "tensors_of")
+
+_TENSORS_A_TICK: Final = 8
+"""What is here already is not waited for: the loop is given back all the same."""
 
 
 def load(
@@ -80,13 +89,13 @@ def handoff_of(
     Its tensors are not copied: they must not change until the first forward.
 
     :raises IncompatiblePeer: another model or prompt; ``field`` says what differs
+    :raises ConfigError: naming the layer that cannot be carried
     """
     tensors = tensors_of(entry)
-    _check(model, tensors.get(FINGERPRINT), name)
+    plans = plan_layers(model.config)
+    _check(model, plans, tensors.get(FINGERPRINT), name)
     landing = Landing()
-    for key, tensor in tensors.items():
-        landing.land(key, tensor)
-    landing.complete()
+    landing.land_all(tensors)
 
     async def wait_for(key: str) -> torch.Tensor:
         return tensors[key]
@@ -97,8 +106,9 @@ def handoff_of(
         model,
         given or entry_prompt,
         entry_prompt,
-        {key: TensorSpec(tuple(t.shape), str(t.dtype)) for key, t in tensors.items()},
+        {key: _spec_of(tensor) for key, tensor in tensors.items()},
         wait_for,
+        plans=plans,
         landing=landing,
         entry_id=entry.entry_id,
         attempt=entry.attempt,
@@ -139,12 +149,13 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
 
     async def __aenter__(self) -> Handoff:
         self._landing = Landing()
+        plans = await read_plans(self._model.config)
         async with contextlib.AsyncExitStack() as stack:
             stream = await stack.enter_async_context(self._selecting)
             if FINGERPRINT in stream.specs:
                 packed = await stream.wait_for(FINGERPRINT)
-                _check(self._model, packed, self._name)
-            handoff = self._open(stream)
+                _check(self._model, plans, packed, self._name)
+            handoff = self._open(stream, plans)
             self._handoff = handoff
             self._landing_task = asyncio.create_task(
                 self._land(stream), name=f"landing of {stream.entry_id}"
@@ -175,7 +186,7 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
         if self._handoff is not None:
             self._handoff.detach()
 
-    def _open(self, stream: SelectStream) -> Handoff:
+    def _open(self, stream: SelectStream, plans: Sequence[LayerPlan]) -> Handoff:
         entry_prompt = _entry_prompt(stream.input_tokens)
         return Handoff(
             self._model,
@@ -183,6 +194,7 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
             entry_prompt,
             stream.specs,
             stream.wait_for,
+            plans=plans,
             landing=self._landing,
             entry_id=stream.entry_id,
             attempt=stream.attempt,
@@ -190,10 +202,14 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
         )
 
     async def _land(self, stream: SelectStream) -> None:
+        landed = 0
         try:
             async for name, tensor in stream:
                 self._landing.land(name, tensor)
                 self._tell_landed(name)
+                landed += 1
+                if not landed % _TENSORS_A_TICK:
+                    await asyncio.sleep(0)
         except Exception as exc:  # noqa: BLE001 - raised where a tensor is missed
             self._landing.fail(exc)
         self._landing.complete()
@@ -204,9 +220,19 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
             self._observe(LayerEvent(int(parts[1]), "landed"))
 
 
-def _check(model: PreTrainedModel, packed: torch.Tensor | None, name: str) -> None:
+def _spec_of(tensor: torch.Tensor) -> TensorSpec:
+    # Its plain name: of torch's own, the spec would have to find it out.
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _check(
+    model: PreTrainedModel,
+    plans: Sequence[LayerPlan],
+    packed: torch.Tensor | None,
+    name: str,
+) -> None:
     if packed is not None:
-        check_fingerprint(packed, fingerprint_of(model, name=name))
+        check_fingerprint(packed, fingerprint_of(model, name=name, plans=plans))
 
 
 def _entry_prompt(tokens: torch.Tensor | None) -> Prompt:

@@ -45,14 +45,16 @@ def entry_of(
     prompt = Prompt.of(input_ids, attention_mask)
     plans = plan_layers(model.config)
     check_cache(cache, plans)
+    dtype = model.dtype  # looks through all parameters: once is enough
     key, value = {}, {}
     for plan in plans:
         if plan.kind != "shared":
-            keys, values = _states(cache, plan, prompt, model.dtype)
+            keys, values = _states(cache, plan, prompt, dtype)
             key[plan.name], value[plan.name] = keys, values
     tensors = {} if carried is None else dict(carried.tensors())
     hidden = tensors.pop(HIDDEN, None)
-    tensors[FINGERPRINT] = pack_fingerprint(fingerprint_of(model, name=name))
+    fingerprint = fingerprint_of(model, name=name, plans=plans)
+    tensors[FINGERPRINT] = pack_fingerprint(fingerprint)
     extras = {name.removeprefix("extras."): t for name, t in tensors.items()}
     return KVEntry(prompt.tokens, None, key, value, hidden, extras)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -12,7 +12,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from asynckv.errors import IncompatiblePeer
-from asynckv.integrations.transformers.layers import plan_layers, text_config
+from asynckv.integrations.transformers.layers import (
+    LayerPlan,
+    plan_layers,
+    text_config,
+)
 from asynckv.types import KVFingerprint
 
 __all__ = ("check_fingerprint", "fingerprint_of", "pack_fingerprint")
@@ -24,12 +28,14 @@ def fingerprint_of(
     dtype: torch.dtype | None = None,
     name: str = "",
     tokenizer: PreTrainedTokenizerBase | str | None = None,
+    plans: Sequence[LayerPlan] | None = None,
 ) -> KVFingerprint:
     """Fingerprint a model, for ``LookupBuffer``, ``serve`` and ``connect``.
 
     A config tells no weights apart: two models of one architecture need
     different ``name``. ``dtype`` is needed for a config that has none; a
-    ``tokenizer`` is compared by its vocabulary, or by the text given.
+    ``tokenizer`` is compared by its vocabulary, or by the text given. ``plans``
+    are what ``plan_layers`` says of the config, where that is known already.
 
     :raises ConfigError: naming the layer that cannot be carried
     :raises ValueError: if no dtype is known
@@ -38,7 +44,7 @@ def fingerprint_of(
     known = dtype or getattr(model, "dtype", None) or config.dtype
     if known is None:
         raise ValueError("the config has no dtype: pass the model, or dtype=")
-    plans = plan_layers(config)
+    plans = plan_layers(config) if plans is None else plans
     head_dims = (dict.fromkeys((plan.key_dim, plan.value_dim)) for plan in plans)
     fields = [
         f"type={config.model_type}",

@@ -8,7 +8,7 @@ its rest computed; a sliding layer must hold the window before the next position
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypedDict
 
 import torch
@@ -18,7 +18,7 @@ from asynckv.errors import IncompatiblePeer
 from asynckv.integrations.transformers.carried import FIRST_TOKEN, HIDDEN, LOGITS
 from asynckv.integrations.transformers.events import LayerEvent, LayerObserver
 from asynckv.integrations.transformers.landing import Landing, LandingCache
-from asynckv.integrations.transformers.layers import LayerPlan, plan_layers
+from asynckv.integrations.transformers.layers import LayerPlan
 from asynckv.integrations.transformers.prompts import Prompt
 from asynckv.types import TensorSpec
 
@@ -47,6 +47,7 @@ class Handoff:
         specs: Mapping[str, TensorSpec],
         wait_for: Callable[[str], Awaitable[torch.Tensor]],
         *,
+        plans: Sequence[LayerPlan],
         landing: Landing,
         entry_id: str = "",
         attempt: int = 1,
@@ -63,11 +64,12 @@ class Handoff:
         self.landing, self._observe = landing, observe
         self._loop = asyncio.get_running_loop()
         self._cache: LandingCache | None = None
-        self._plans = plan_layers(model.config)
+        self._plans = plans
         self._unused = {plan.index for plan in self._plans if plan.kind != "shared"}
         self.taken_up: asyncio.Future[None] = self._loop.create_future()
         """Done when a forward has taken up every layer."""
-        self._rows = [self._rows_of(plan) for plan in self._plans]
+        dtype = model.dtype  # looks through all parameters: once is enough
+        self._rows = [self._rows_of(plan, dtype) for plan in self._plans]
         self.length = prompt.shared_length(entry_prompt)
         if self.length == 0:
             raise IncompatiblePeer(
@@ -199,7 +201,7 @@ class Handoff:
         """End a forward that continues from here at its next layer. Never waits."""
         self.landing.stop()
 
-    def _rows_of(self, plan: LayerPlan) -> int:
+    def _rows_of(self, plan: LayerPlan, dtype: torch.dtype) -> int:
         """How many positions of a layer travel; checks everything else."""
         if plan.kind == "shared":
             return 0
@@ -210,7 +212,7 @@ class Handoff:
                 field="layers",
             )
         rows = spec.shape[2]
-        expected = plan.specs(self.prompt.batch, rows, self.model.dtype)
+        expected = plan.specs(self.prompt.batch, rows, dtype)
         for name, ours in expected.items():
             theirs = self._specs.get(name)
             if theirs != ours:

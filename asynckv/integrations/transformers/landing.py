@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,13 @@ class Landing:
         with self._changed:
             self._tensors[name] = tensor
             self._changed.notify_all()
+
+    def land_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As :meth:`land`, for all of them, and nothing more will land."""
+        with self._changed:
+            self._tensors.update(tensors)
+            self._changed.notify_all()
+        self.complete()
 
     def fail(self, error: BaseException) -> None:
         """Let everyone who waits for what has not landed fail with ``error``."""

@@ -6,13 +6,17 @@ dropping that state would give wrong tokens without a word.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from typing import Literal
+import types
+from collections.abc import Mapping
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -20,6 +24,7 @@ from transformers.cache_utils import (
 )
 
 from asynckv.errors import ConfigError
+from asynckv.integrations.transformers.forward import Forward
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -27,11 +32,22 @@ __all__ = (
     "LayerPlan",
     "check_cache",
     "plan_layers",
+    "read_plans",
     "text_config",
 )
 
 LayerKind = Literal["full", "sliding", "shared"]
 """``shared`` layers read another layer's cache and have nothing to carry."""
+
+_KINDS: Final[Mapping[type, LayerKind]] = types.MappingProxyType(
+    {
+        DynamicLayer: "full",
+        DynamicSlidingWindowLayer: "sliding",
+        DummyLayer: "shared",
+    }
+)
+
+_Described: TypeAlias = tuple[LayerKind, int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +82,17 @@ class LayerPlan:
         """The first position that a cache of ``length`` positions must hold."""
         return max(0, length - self.window + 1) if self.kind == "sliding" else 0
 
+    def empty_layer(self) -> CacheLayerMixin | DummyLayer:
+        """Return what a ``DynamicCache`` has for such a layer."""
+        if self.kind == "sliding":
+            return DynamicSlidingWindowLayer(sliding_window=self.window)
+        return DynamicLayer() if self.kind == "full" else DummyLayer()
+
     def specs(self, batch: int, rows: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Names and specs of its tensors; none for a shared layer."""
         if self.kind == "shared":
             return {}
-        name = str(dtype)
+        name = str(dtype).removeprefix("torch.")
         return {
             f"{self.name}.key": TensorSpec(
                 (batch, self.heads, rows, self.key_dim), name
@@ -98,16 +120,41 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def plan_layers(config: PreTrainedConfig) -> tuple[LayerPlan, ...]:
     """Say what each layer's cache will hold.
 
+    Takes a few microseconds a layer, or 40 where each layer has a config of its
+    own: :func:`read_plans` does that off the event loop.
+
     :raises ConfigError: naming the layer and the kind that cannot be carried
     """
-    config = text_config(config)
+    config = cast(PreTrainedConfig, _ReadOnce(text_config(config)))
     kinds, options = get_layer_types_and_kwargs(config)
-    return tuple(
-        _plan_layer(index, kind, option, layer_config)
-        for index, (kind, option, layer_config) in enumerate(
-            zip(kinds, options, config.per_layer_config, strict=True)
-        )
-    )
+    known: dict[tuple[str, int], _Described] = {}
+    plans = []
+    for index, (kind, layer_options, layer_config) in enumerate(
+        zip(kinds, options, config.per_layer_config, strict=True)
+    ):
+        key = (kind, id(layer_config))
+        if key not in known:
+            known[key] = _describe(index, kind, layer_options, layer_config)
+        plans.append(LayerPlan(index, *known[key]))
+    return tuple(plans)
+
+
+async def read_plans(config: PreTrainedConfig) -> tuple[LayerPlan, ...]:
+    """As :func:`plan_layers`, in a thread if it takes longer than to start one.
+
+    A cancelled call leaves no trace.
+
+    :raises ConfigError: naming the layer and the kind that cannot be carried
+    """
+    if not text_config(config).is_heterogeneous:
+        plans = plan_layers(config)
+        await asyncio.sleep(0)  # what the caller goes on with takes its time too
+        return plans
+    reading = Forward(lambda: plan_layers(config), lambda: None, name="asynckv plan")
+    try:
+        return await reading.wait()
+    finally:
+        await reading.aclose()
 
 
 def check_cache(cache: Cache, plans: tuple[LayerPlan, ...]) -> None:
@@ -128,9 +175,37 @@ def check_cache(cache: Cache, plans: tuple[LayerPlan, ...]) -> None:
             raise _refusal(plan.index, type(layer).__name__)
 
 
-def _plan_layer(
+class _ReadOnce:
+    """A config as a plan reads it.
+
+    An attribute of transformers' own takes microseconds to read, and a layer's
+    config is made anew whenever it is asked for.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+        self._missing: set[str] = set()
+        self.per_layer_config: list[Any] = (
+            list(config.per_layer_config)
+            if config.is_heterogeneous
+            else [self] * config.num_hidden_layers
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._missing:
+            try:
+                self.__dict__[name] = value = getattr(self._config, name)
+            except AttributeError:
+                self._missing.add(name)
+            else:
+                return value
+        raise AttributeError(name)
+
+
+def _describe(
     index: int, kind_name: str, options: dict[str, object], config: PreTrainedConfig
-) -> LayerPlan:
+) -> _Described:
+    """Return kind, window and shape of a layer."""
     kind = _kind_of(DYNAMIC_LAYER_TYPE_MAPPING.get(kind_name))
     if kind is None:
         raise _refusal(index, kind_name)
@@ -139,7 +214,7 @@ def _plan_layer(
         raise ConfigError(f"layer {index} is {kind_name!r} without a window")
     heads, key_dim, value_dim = _shape_of(config)
     window = window if isinstance(window, int) else 0
-    return LayerPlan(index, kind, window, heads, key_dim, value_dim)
+    return kind, window, heads, key_dim, value_dim
 
 
 def _kind_of(layer_class: type | None) -> LayerKind | None:
@@ -147,12 +222,7 @@ def _kind_of(layer_class: type | None) -> LayerKind | None:
     # or one of ours.
     if layer_class is None:
         return None
-    kinds: dict[type, LayerKind] = {
-        DynamicLayer: "full",
-        DynamicSlidingWindowLayer: "sliding",
-        DummyLayer: "shared",
-    }
-    return kinds.get(getattr(layer_class, "stands_for", layer_class))
+    return _KINDS.get(getattr(layer_class, "stands_for", layer_class))
 
 
 def _shape_of(config: PreTrainedConfig) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -32,11 +32,18 @@ from asynckv.integrations.transformers.fingerprint import (
     pack_fingerprint,
 )
 from asynckv.integrations.transformers.forward import Forward, ForwardStopped
-from asynckv.integrations.transformers.layers import LayerPlan, plan_layers
+from asynckv.integrations.transformers.layers import (
+    LayerPlan,
+    plan_layers,
+    read_plans,
+)
 from asynckv.integrations.transformers.prompts import Prompt
 from asynckv.types import TensorSpec
 
 __all__ = ("Prefilled", "StreamingCache", "prefill")
+
+_LAYERS_A_TICK: Final = 4
+"""Small ones need not wait for anything: the loop is given back all the same."""
 
 _HandOver: TypeAlias = Callable[[LayerPlan, torch.Tensor, torch.Tensor], None]
 
@@ -46,11 +53,19 @@ class StreamingCache(DynamicCache):
 
     ``hand_over(plan, keys, values)`` is called in the forward's thread, once a
     layer, with the positions that travel. Later forwards hand over nothing.
+    ``plans`` are what ``plan_layers`` says of the model, if that is known already.
     """
 
-    def __init__(self, model: PreTrainedModel, hand_over: _HandOver) -> None:
-        super().__init__(config=model.config)
-        self._plans = plan_layers(model.config)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        hand_over: _HandOver,
+        plans: Sequence[LayerPlan] | None = None,
+    ) -> None:
+        super().__init__()
+        self._plans = plan_layers(model.config) if plans is None else plans
+        self.layer_class_to_replicate = None
+        self.layers = [plan.empty_layer() for plan in self._plans]
         self._dtype = model.dtype
         self._hand_over = hand_over
         self._handed_over: set[int] = set()
@@ -143,8 +158,10 @@ async def prefill(
     :raises ValueError: if ids and mask are no prompt
     :raises EntryAborted: if the entry is gone before it was complete
     """
-    run = _Prefill(model, Prompt.of(input_ids, attention_mask), carry, observe)
-    packed = pack_fingerprint(fingerprint_of(model, name=name))
+    prompt = Prompt.of(input_ids, attention_mask)
+    plans = await read_plans(model.config)
+    run = _Prefill(model, prompt, plans, carry, observe)
+    packed = pack_fingerprint(fingerprint_of(model, name=name, plans=plans))
     async with lookup.open_insert(
         run.prompt.tokens,
         None,
@@ -168,23 +185,25 @@ class _Prefill:
         self,
         model: PreTrainedModel,
         prompt: Prompt,
+        plans: Sequence[LayerPlan],
         carry: Collection[Carry],
         observe: LayerObserver | None,
     ) -> None:
         self.prompt = prompt
         self._model, self._carry, self._observe = model, frozenset(carry), observe
-        self._plans = [p for p in plan_layers(model.config) if p.kind != "shared"]
+        self._plans = [plan for plan in plans if plan.kind != "shared"]
         self._loop = asyncio.get_running_loop()
         # None is put when the forward has ended, after its last layer.
         self._computed: asyncio.Queue[_Layer | None] = asyncio.Queue()
-        self._cache = StreamingCache(model, self._hand_over)
+        self._cache = StreamingCache(model, self._hand_over, plans)
 
     def specs(self, fingerprint: torch.Tensor) -> dict[str, TensorSpec]:
         batch, length = self.prompt.batch, self.prompt.length
+        dtype = self._model.dtype  # looks through all parameters: once is enough
         specs = {FINGERPRINT: TensorSpec(tuple(fingerprint.shape), "uint8")}
         for plan in self._plans:
             rows = plan.rows_to_carry(length)
-            specs |= plan.specs(batch, rows, self._model.dtype)
+            specs |= plan.specs(batch, rows, dtype)
         return specs | Carried.specs(self._model, batch, self._carry)
 
     async def into(self, writer: InsertWriter) -> Prefilled:
@@ -211,6 +230,8 @@ class _Prefill:
             elif (layer := await self._computed.get()) is not None:
                 await self._put_layer(writer, *layer)
                 missing.discard(layer[0].index)
+                if not len(missing) % _LAYERS_A_TICK:
+                    await asyncio.sleep(0)
         return result
 
     async def _put_layer(

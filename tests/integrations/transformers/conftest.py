@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -20,10 +21,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    cache_utils,
 )
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.integrations.transformers import layers
 
 COMMON: dict[str, Any] = {
     "vocab_size": 128,
@@ -85,6 +88,21 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         }
     ),
 }
+
+
+@pytest.fixture
+def planning_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The thread of each time that a config is read for its layers."""
+    names: list[str] = []
+    read = cache_utils.get_layer_types_and_kwargs
+
+    def noted(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+        names.append(threading.current_thread().name)
+        return read(config)
+
+    monkeypatch.setattr(layers, "get_layer_types_and_kwargs", noted)
+    return names
+
 
 ModelOf = Callable[..., PreTrainedModel]
 

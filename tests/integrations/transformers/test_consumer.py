@@ -13,6 +13,7 @@ from asynckv.abc import KVEntry, KVLookupBuffer
 from asynckv.errors import IncompatiblePeer
 from asynckv.integrations.transformers import (
     LayerEvent,
+    consumer,
     continue_from,
     entry_of,
     handoff_of,
@@ -53,6 +54,47 @@ async def test_leaving_acknowledges_and_landed_layers_stay(
     assert done.entry_id == prefilled.entry_id
     with pytest.raises(RuntimeError, match="was left"):
         await handoff.first_token()
+
+
+async def test_the_layers_are_planned_once_a_call(
+    model: PreTrainedModel,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+    planning_threads: list[str],
+) -> None:
+    await prefill(model, prompt, lookup)
+    assert len(planning_threads) == 1
+    async with load(model, prompt, lookup) as handoff:
+        assert len(planning_threads) == 2
+        await handoff.landed()
+    await prefill(model, prompt, lookup)
+    entry = await lookup.drop_select(prompt[0])
+    planning_threads.clear()
+    handoff_of(model, entry, prompt).generate_kwargs()
+    assert len(planning_threads) == 1
+
+
+async def test_the_loop_is_given_back_between_tensors_that_are_here(
+    model: PreTrainedModel,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def count() -> None:
+        while True:
+            ticks.append(None)
+            await asyncio.sleep(0)
+
+    ticks: list[None] = []
+    landed: list[int] = []
+    monkeypatch.setattr(consumer, "_TENSORS_A_TICK", 2)
+    await prefill(model, prompt, lookup)
+    counting = asyncio.create_task(count())
+    note = lambda event: landed.append(len(ticks))  # noqa: E731
+    async with load(model, prompt, lookup, observe=note) as handoff:
+        await handoff.landed()
+    counting.cancel()
+    assert len(set(landed)) > 1
 
 
 async def test_an_error_gives_the_entry_back(

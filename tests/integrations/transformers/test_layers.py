@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.cache_utils import (
 
 from asynckv.errors import ConfigError
 from asynckv.integrations.transformers import LayerPlan, plan_layers
-from asynckv.integrations.transformers.layers import check_cache
+from asynckv.integrations.transformers.layers import check_cache, read_plans
 
 KINDS = {
     "gqa": "full full full",
@@ -59,6 +60,56 @@ def test_the_plan_is_what_a_forward_fills(kind: str, model_of: Model) -> None:
             assert layer.keys[:, :, -15:].shape == shapes[0]
             assert layer.values[:, :, -15:].shape == shapes[1]
     check_cache(cache, plans)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planned_layer_is_what_a_dynamic_cache_has(
+    kind: str, model_of: Model
+) -> None:
+    config = model_of(kind).config
+    cache: Any = DynamicCache(config=config)
+    for plan, expected in zip(plan_layers(config), cache.layers, strict=True):
+        layer: Any = plan.empty_layer()
+        assert type(layer) is type(expected)
+        assert vars(layer) == vars(expected)
+
+
+def test_a_config_is_read_once_and_not_layer_by_layer() -> None:
+    reads: list[str] = []
+
+    class Noted(LlamaConfig):
+        def __getattribute__(self, name: str) -> Any:
+            reads.append(name)
+            return super().__getattribute__(name)  # type: ignore[no-untyped-call]
+
+    config = Noted(num_hidden_layers=100)
+    reads.clear()
+    assert len(plan_layers(config)) == 100
+    assert len(reads) < 100
+
+
+def config_of_each_layer() -> LlamaConfig:
+    options: dict[str, Any] = {"per_layer_config": {0: {"num_key_value_heads": 4}}}
+    return LlamaConfig(num_hidden_layers=2, **options)
+
+
+async def test_a_config_for_each_layer_is_read_off_the_loop(
+    planning_threads: list[str],
+) -> None:
+    config = config_of_each_layer()
+    plans = await read_plans(config)
+    assert [plan.heads for plan in plans] == [4, 32]
+    assert planning_threads == ["asynckv plan"]
+    assert plans == plan_layers(config)
+
+
+async def test_a_reading_can_be_cancelled() -> None:
+    config = config_of_each_layer()
+    reading = asyncio.create_task(read_plans(config))
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait({reading})
+    assert reading.cancelled()
 
 
 def test_a_sliding_layer_sends_one_position_more_than_it_keeps() -> None:
