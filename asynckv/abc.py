@@ -276,6 +276,8 @@ class KVLookupBuffer(KVCacheBuffer):
         :raises EntryConflict: ``entry_id`` is known, with other contents
         :raises BufferClosed: the buffer is closed, or was closed meanwhile
         :raises PeerLost: the peer is gone and did not come back in time
+        :raises PeerRestarted: the peer came back without its memory, in which
+            the entry may have been; nothing says whether it was taken
         :raises ValueError: tokens and roi do not fit each other, or the roi
             holds anything but 0 and 1
         """
@@ -310,6 +312,8 @@ class KVLookupBuffer(KVCacheBuffer):
         :raises ChecksumError: the bytes changed on their way; given back
         :raises BufferClosed: the buffer is closed, or was closed meanwhile
         :raises PeerLost: the peer is gone and did not come back in time
+        :raises PeerRestarted: the peer came back without its memory, and
+            nothing says any more whether the acknowledgement had counted
         :raises EntryTooLarge: the entry exceeds this side's receive bound
         :raises ValueError: tokens and roi do not fit each other, or ``into``
             does not fit the entry, which is given back
@@ -332,6 +336,7 @@ class KVLookupBuffer(KVCacheBuffer):
 
         :raises EntryAborted: it left in another way
         :raises KeyError: the id is unknown, or was forgotten
+        :raises PeerRestarted: the peer came back without its memory
         """
 
     @abc.abstractmethod

@@ -11,6 +11,7 @@ from asynckv.buffers.contents import unflatten
 from asynckv.buffers.handover import match_targets
 from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, verify
 from asynckv.buffers.queries import tensor_of
+from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.links.receiving import Reception
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
@@ -90,6 +91,12 @@ class Delivery:
             for name, spec in self.manifest.specs.items()
         }
         return [bytes_of(tensor) for tensor in self.tensors.values()]
+
+    def uncharge(self, budget: ReceiveBudget) -> None:
+        """Give what it was charged with back, once."""
+        if self.charged_bytes:
+            budget.release(self.charged_bytes)
+            self.charged_bytes = 0
 
     def entry(self) -> KVEntry:
         """Return the entry, whole."""

@@ -209,6 +209,13 @@ class RemoteLookupBuffer(KVLookupBuffer):
         tensors: list[torch.Tensor],
         digests: list[bytes] | None,
     ) -> None:
+        """Insert, and again on the next link while links are cut.
+
+        A peer that came back empty may have had the entry before, committed and
+        even acknowledged: putting it in again could deliver it twice, and saying
+        nothing could lose it. So only the caller can decide, unless no byte of it
+        ever left: then it was a call that waited for room, which goes on.
+        """
         incarnation = ""
         while True:
             link = await self._peer.link(incarnation)
@@ -216,7 +223,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             with self._waiting_for_room("insert", draft):
                 if await inserting.accepted():
                     return
-            if inserting.was_granted:
+            if inserting.may_be_in:
                 incarnation = link.peer.incarnation
             if digests is None:
                 digests = await self._peer.pool.digest(tensors)

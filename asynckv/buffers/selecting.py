@@ -173,8 +173,8 @@ class Selecting:
 
     def release(self) -> None:
         """The tensors are the application's now: no longer charged."""
-        if self.delivery is not None and self.delivery.charged_bytes:
-            self._uncharge(self.delivery)
+        if self.delivery is not None:
+            self.delivery.uncharge(self._budget)
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         delivery = self.delivery
@@ -226,7 +226,7 @@ class Selecting:
 
     def _on_retract(self, delivery: Delivery) -> None:
         self.delivery = None
-        self._uncharge(delivery)
+        delivery.uncharge(self._budget)
         if delivery.reception is not None:
             delivery.reception.stop()
 
@@ -238,7 +238,7 @@ class Selecting:
         views = delivery.allocate(self._targets)
         await self.quiesce()  # what was lent to an offer that was retracted
         if self.delivery is not delivery or self._error is not None:
-            self._uncharge(delivery)
+            delivery.uncharge(self._budget)
             return
         transfer = delivery.offer.transfer
         reception = Reception(self._link, transfer, views, self)
@@ -248,10 +248,6 @@ class Selecting:
             self._lent.append(reception)
         reception.begin()
         self._stream.send(Grant(transfer))
-
-    def _uncharge(self, delivery: Delivery) -> None:
-        self._budget.release(delivery.charged_bytes)
-        delivery.charged_bytes = 0
 
 
 def check_key_fits(key: bytes, max_body_bytes: int) -> None:

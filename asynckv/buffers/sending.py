@@ -18,7 +18,8 @@ class Sending:
 
     Tensors of few bytes are in ``body``; ``views`` of the others are sent once
     they are granted, and stay untouched until :meth:`accepted` has ended.
-    ``digests`` are theirs where they are known already.
+    ``digests`` are theirs where they are known already. ``may_be_in`` once the
+    peer has what it needs to commit it, and to hand it on.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Sending:
         views: Sequence[memoryview],
         digests: Sequence[bytes] | None = None,
     ) -> None:
-        self.was_granted = False
+        self.may_be_in = frame.inline
         self._link = link
         self._views = views
         self._digests = digests
@@ -73,7 +74,7 @@ class Sending:
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
             case Grant(transfer=self._transfer):
-                self.was_granted = True
+                self.may_be_in = True
                 if not self._is_cancelled:
                     self._send()
             case Accepted():

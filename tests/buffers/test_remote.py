@@ -163,22 +163,40 @@ async def test_a_waiting_select_goes_on_at_a_server_that_came_back_empty(
             assert (await call).entry_id == "new"
 
 
-async def test_bytes_on_their_way_to_a_server_that_came_back_empty_are_told(
+async def test_an_insert_that_waits_for_room_goes_on_at_a_server_that_came_back_empty(
+    restarted: tuple[LookupBuffer, LookupBuffer],
+) -> None:
+    old, new = restarted
+    await old.insert([7], None, torch.ones(2**21 - 100), None, None)
+    async with serve("mem://", lookup=old) as first, connect(first.url) as peer:
+        insert = peer.lookup.insert([1], None, torch.ones(2**20), None, None)
+        call = asyncio.create_task(insert)
+        await until(lambda: old.statistics().waiting_inserts == 1)
+        first.abort()
+        async with serve(first.url, lookup=new):
+            entry_id = await call
+            assert (await new.drop_select([1])).entry_id == entry_id
+
+
+@pytest.mark.parametrize("nbytes", [10, 2**20])
+async def test_an_insert_that_a_server_without_its_memory_may_have_had_is_told(
     restarted: tuple[LookupBuffer, LookupBuffer],
     cut_when: CutWhen,
     far_link: FarLink,
+    nbytes: int,
 ) -> None:
     old, new = restarted
     async with serve("mem://", lookup=old) as first, connect(first.url) as peer:
         cut_when(far_link(first, peer), Accepted)
         call = asyncio.create_task(
-            peer.lookup.insert([1], None, torch.ones(2**20), None, None)
+            peer.lookup.insert([1], None, torch.ones(nbytes), None, None)
         )
         await until(lambda: not peer.is_connected)
         first.abort()
         async with serve(first.url, lookup=new):
             with pytest.raises(PeerRestarted):
                 await call
+            assert not new.statistics().inserted
 
 
 async def test_leaving_ends_what_waits(peers: Peers, local: LookupBuffer) -> None:

@@ -44,7 +44,7 @@ async def test_a_grant_that_crosses_the_cancellation_sends_nothing() -> None:
         stream.send(Grant(frame.transfer))
         sending.cancel()
         await sending.quiesce()
-        await until(lambda: sending.was_granted)
+        await until(lambda: sending.may_be_in)
         await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
         assert not landed and not any(target[:100])
 
