@@ -230,7 +230,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         value = self.kv_connector_extra_config.get(key, default)
         try:
             return msgspec.convert(value, kind)
-        except msgspec.ValidationError as exc:
+        except (msgspec.ValidationError, UnicodeError) as exc:
             raise ConfigError(
                 f"kv_connector_extra_config.{key} is {value!r}", hint=f"it is {what}"
             ) from exc
@@ -239,7 +239,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 def _check_type(name: str, value: object, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeError) as exc:  # no UTF-8 is no text
         allowed = [
             choice
             for part in (kind, *typing.get_args(kind))

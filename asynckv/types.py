@@ -147,7 +147,7 @@ class KVFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return cls(model=fingerprint)
         try:
             return msgspec.convert(dict(fingerprint), cls)
-        except msgspec.ValidationError as exc:
+        except (msgspec.ValidationError, UnicodeError) as exc:
             raise ValueError(f"not a fingerprint: {exc}") from exc
 
     def difference(self, other: KVFingerprint) -> str | None:

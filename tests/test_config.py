@@ -42,6 +42,11 @@ def test_todays_configuration_is_read() -> None:
     assert config.store_timeout_s == 5.0
 
 
+def test_bytes_that_are_no_text_are_no_role() -> None:
+    with pytest.raises(ConfigError, match="kv_role"):
+        KVTransferConfig.from_json('{"kv_role": "kv_\udcff"}')
+
+
 def test_the_defaults_are_the_originals() -> None:
     config = config_of()
     assert (config.kv_ip, config.kv_port) == ("127.0.0.1", 14579)

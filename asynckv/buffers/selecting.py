@@ -66,6 +66,7 @@ class Selecting:
         self._landed: list[str] = []
         self._names: list[str] = []
         self._error: Exception | None = None
+        self._is_acknowledged = False
         self._is_noted = False
         self._is_answered = False
         self._is_accepted = False
@@ -127,6 +128,7 @@ class Selecting:
         The answer is waited for; a cancellation meanwhile gives the entry back.
         """
         token = delivery.offer.token
+        self._is_acknowledged = True
         self._stream.send(Ack(token, confirm=True))
         async with asyncio.timeout(ANSWER_S):
             while not self._is_noted:
@@ -139,6 +141,7 @@ class Selecting:
 
         :raises LeaseLost: the entry was taken back meanwhile
         """
+        self._is_acknowledged = True
         self._stream.send(Ack(delivery.offer.token))
         async with asyncio.timeout(ANSWER_S):
             while not self._is_answered:
@@ -193,9 +196,10 @@ class Selecting:
                     self._on_retract(delivery)
             case Noted():
                 self._is_noted = True
-            case Accepted() | Cancelled():
-                self._is_answered = True
-                self._is_accepted = isinstance(frame, Accepted)
+            case Accepted() if self._is_acknowledged:
+                self._is_answered = self._is_accepted = True
+            case Cancelled() if delivery is not None:
+                self._fail(self._error or LeaseLost("the peer gave the delivery up"))
             case _:
                 fail_by(frame, "drop_select", self._fail)
         self._watchers.wake()

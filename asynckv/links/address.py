@@ -36,7 +36,7 @@ class Address:
         if self.scheme == "tcp":
             host = f"[{self.host}]" if ":" in self.host else self.host
             return f"tcp://{host}:{self.port}"
-        return f"{self.scheme}://{self.place}"
+        return f"{self.scheme}://{urllib.parse.quote(os.fsencode(self.place))}"
 
 
 def parse_url(url: str) -> Address:
@@ -49,6 +49,9 @@ def parse_url(url: str) -> Address:
         port = parts.port
     except ValueError as exc:
         raise ConfigError(f"{url!r} is not a URL: {exc}", hint=_EXAMPLES) from exc
+    has_scheme = url.lower().startswith(f"{parts.scheme}://")
+    if not has_scheme or not url.isprintable():
+        raise ConfigError(f"{url!r} is not a URL", hint=_EXAMPLES)
     payload = _payload_of(url, parts.query)
     if parts.username is not None or parts.fragment:
         raise ConfigError(f"{url!r}: no user and no fragment belong in it")
@@ -66,12 +69,13 @@ def parse_url(url: str) -> Address:
     if parts.scheme == "unix":
         return Address("unix", place=_path_of(url, parts), payload=payload)
     if parts.scheme == "mem":
-        return Address("mem", place=parts.netloc + parts.path, payload=payload)
+        place = _unquoted(parts.netloc + parts.path)
+        return Address("mem", place=place, payload=payload)
     raise ConfigError(f"{url!r}: no such scheme here", hint=_EXAMPLES)
 
 
 def _path_of(url: str, parts: urllib.parse.SplitResult) -> str:
-    path = urllib.parse.unquote(parts.path)
+    path = _unquoted(parts.path)
     if parts.netloc or not path.startswith("/") or "\0" in path:
         raise ConfigError(
             f"{url!r} needs an absolute path", hint="unix:///run/asynckv.sock"
@@ -82,6 +86,11 @@ def _path_of(url: str, parts: urllib.parse.SplitResult) -> str:
             hint="put it in a shorter directory",
         )
     return path
+
+
+def _unquoted(text: str) -> str:
+    """Undo the percent signs; a file's name need not be UTF-8."""
+    return urllib.parse.unquote(text, errors="surrogateescape")
 
 
 def _payload_of(url: str, query: str) -> str:

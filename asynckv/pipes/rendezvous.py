@@ -186,7 +186,9 @@ class Follower:
                 self.was_refused = True
                 self._end(from_failure(frame))
             case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+                error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+                self._end(error)  # of a last frame's stream nobody else is told
+                raise error
 
     def on_lost(self, error: PeerLost) -> None:
         what = "has left the group" if error.goodbye else f"is lost: {error.message}"

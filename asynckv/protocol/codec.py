@@ -2,7 +2,7 @@
 
 A body longer than :data:`BODY_PART_BYTES` is cut in parts of exactly that
 size (the last may be shorter), so that other frames find their place between
-them. There is one encoding of each frame; anything else is refused.
+them. A body that is cut in any other way is refused.
 """
 
 from __future__ import annotations

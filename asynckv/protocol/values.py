@@ -34,6 +34,12 @@ Token = Annotated[bytes, msgspec.Meta(max_length=16)]
 Mac = Annotated[bytes, msgspec.Meta(max_length=32)]
 
 
+# A name that is logged: one line, whoever chose it.
+_Line = Annotated[
+    str, msgspec.Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")
+]
+
+
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of an entry: its name, what it is, and its digest if known."""
 
@@ -69,9 +75,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PeerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who a peer is. The same id with another incarnation has lost its memory."""
 
-    id: Id
-    incarnation: Id
+    id: _Line
+    incarnation: _Line
     role: Literal["producer", "consumer", "both"] = "both"
-    host_id: Id = ""
-    boot_id: Id = ""
+    host_id: _Line = ""
+    boot_id: _Line = ""
     pid: Count = 0

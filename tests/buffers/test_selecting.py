@@ -13,13 +13,16 @@ from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote import connect
 from asynckv.buffers.selecting import Selecting
 from asynckv.buffers.serve import serve
-from asynckv.errors import ChecksumError, EntryTooLarge
+from asynckv.errors import AsyncKVError, ChecksumError, EntryTooLarge, LeaseLost
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import (
+    Accepted,
     Cancel,
+    Cancelled,
     Frame,
     Offer,
     OpeningFrame,
+    Result,
     Retract,
     TensorRecord,
 )
@@ -103,6 +106,23 @@ async def test_an_offer_retracted_while_it_waits_for_the_budget_takes_nothing() 
         assert budget.used_bytes == 0 and not pair.service.hearers[0].frames
         delivered.cancel()
         await asyncio.wait({delivered})
+
+
+@pytest.mark.parametrize("last", [Cancelled(), Accepted(), Result()])
+async def test_a_query_that_the_peer_ends_unasked_does_not_wait(last: Frame) -> None:
+    async with linked("mem://", lambda stream, *_: stream.send(last)) as pair:
+        with pytest.raises(AsyncKVError, match="gave the drop_select up|no .* belongs"):
+            await selecting_on(pair, ReceiveBudget(MIB)).delivered()
+
+
+async def test_a_delivery_that_the_peer_gives_up_is_a_lost_lease() -> None:
+    def answer(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
+        offer(stream, 2, 2**17, inline=False)
+        stream.send(Cancelled())
+
+    async with linked("mem://", answer) as pair:
+        with pytest.raises(LeaseLost, match="gave the delivery up"):
+            await selecting_on(pair, ReceiveBudget(MIB)).delivered()
 
 
 async def test_a_second_offer_without_a_retraction_breaks_the_link() -> None:

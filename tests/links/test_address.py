@@ -16,6 +16,8 @@ from asynckv.links.address import Address, parse_url
         ("unix:///run/a%20b.sock", Address("unix", place="/run/a b.sock")),
         ("mem://name", Address("mem", place="name")),
         ("mem://", Address("mem")),
+        ("mem://a%2520b", Address("mem", place="a%20b")),
+        ("TCP://h:1", Address("tcp", host="h", port=1)),
         (
             "tcp://h:1?payload=inline",
             Address("tcp", host="h", port=1, payload="inline"),
@@ -44,6 +46,11 @@ def test_a_url_says_where_a_peer_is(url: str, address: Address) -> None:
         "host:1",
         "",
         "tcp://[::1:1",
+        "tcp://127.0.0.1:70\n00",
+        "mem:name",
+        "mem:@",
+        "unix:/a/b",
+        "unix:///\ud800",
     ],
 )
 def test_what_is_no_address_says_so(url: str) -> None:
@@ -53,7 +60,16 @@ def test_what_is_no_address_says_so(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["tcp://127.0.0.1:7000", "tcp://[::1]:7", "unix:///a/b", "mem://name"]
+    "url",
+    [
+        "tcp://127.0.0.1:7000",
+        "tcp://[::1]:7",
+        "unix:///a/b",
+        "unix:///a%20b%3Fc%25",
+        "unix:///%FF",
+        "mem://name",
+        "mem://a%23b/c",
+    ],
 )
 def test_an_address_is_written_as_it_was_read(url: str) -> None:
     assert str(parse_url(url)) == url

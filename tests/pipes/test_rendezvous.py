@@ -8,7 +8,9 @@ import pytest
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.pipes.rendezvous import Follower, Leader, name_ranks
 from asynckv.protocol.frames import (
+    Accepted,
     Arrived,
+    Cancelled,
     Commit,
     Failure,
     Frame,
@@ -197,3 +199,15 @@ async def test_a_cancelled_wait_for_the_members_leaves_no_trace() -> None:
     assert meeting.leader.missing == (1,)
     meeting.come(1)
     await meeting.leader.members()
+
+
+@pytest.mark.parametrize("last", [Cancelled(), Accepted()])
+async def test_a_follower_whose_stream_is_ended_without_reason_waits_no_longer(
+    last: Frame,
+) -> None:
+    follower, _, ended = follow(1, 2)
+    with pytest.raises(RemoteProtocolError):
+        follower.on_frame(last, b"")
+    with pytest.raises(RemoteProtocolError):
+        await follower.members()
+    assert len(ended) == 1
