@@ -155,7 +155,9 @@ class ServedSelect:
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
 
     def on_lost(self, error: PeerLost) -> None:
-        if self._is_settling or self._is_acknowledged:
+        # A peer that says goodbye has said all: it has not handed the entry out.
+        gave_up = error.goodbye and not self._service.is_leaving
+        if self._is_acknowledged or (self._is_settling and not gave_up):
             self._acknowledge()
         self._forget()
         self._close()
