@@ -155,9 +155,7 @@ class ServedSelect:
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
 
     def on_lost(self, error: PeerLost) -> None:
-        # A peer that says goodbye has said all: it has not handed the entry out.
-        gave_up = error.goodbye and not self._service.is_leaving
-        if self._is_acknowledged or (self._is_settling and not gave_up):
+        if self._is_settling or self._is_acknowledged:
             self._acknowledge()
         self._forget()
         self._close()
