@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class EntryBook:
     """The entries of a buffer by their ids, and what is remembered of others.
 
-    ``left`` is called with an entry that leaves, ``changed`` whenever room or a
-    state may have changed.
+    ``hide`` is called with an entry that leaves and could still be selected,
+    ``changed`` whenever room or a state may have changed.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class EntryBook:
         arena: Arena,
         counters: Counters,
         *,
-        left: Callable[[StoredEntry], None],
+        hide: Callable[[StoredEntry], None],
         changed: Callable[[], None],
     ) -> None:
         self.entries: dict[str, StoredEntry] = {}
         self.outside_bytes = 0
+        self.changed = changed
         self._arena = arena
         self._counters = counters
-        self._left = left
-        self._changed = changed
+        self._hide = hide
         self._seqs = itertools.count(1)
         self._tombstones = Tombstones()
         self._expiry = ExpiryClock(self._expire_id, self.entries)
@@ -123,13 +123,12 @@ class EntryBook:
         return True
 
     def place_outside(self, entry: StoredEntry) -> None:
-        """Somebody selected it while it waited: its bytes go straight there."""
+        """Somebody selects it while it waits: its bytes go straight there."""
         entry.place_regions(self._arena.allocate_outside(entry.draft.sizes))
         self.outside_bytes += entry.nbytes
         self._counters.direct += 1
         streaming = entry.draft.streaming
         entry.state = EntryState.STREAMING if streaming else EntryState.DIRECT
-        self._changed()
 
     def move_in(self, entry: StoredEntry) -> bool:
         """Charge the arena for a streaming entry that began outside, if it fits."""
@@ -143,9 +142,9 @@ class EntryBook:
         """A direct delivery ended but the entry stays: back to its old place."""
         self.outside_bytes -= entry.nbytes
         entry.drop_regions()
-        entry.complete = False
+        entry.begin_again()
         entry.state = EntryState.WAITING
-        self._changed()
+        self.changed()
 
     def make_ready(self, entry: StoredEntry) -> None:
         """It is in, and its time begins to run."""
@@ -167,31 +166,30 @@ class EntryBook:
 
     def leave(self, entry: StoredEntry, reason: str) -> None:
         """The entry is gone; nobody holds it. An acknowledgement has no reason."""
-        if not entry.in_arena and entry.regions:
-            self.outside_bytes -= entry.nbytes
         entry.state = EntryState.GONE
         entry.left_by = reason
-        self._left(entry)
-        entry.release_regions()
+        if entry.place is not None:
+            self._hide(entry)
+        if entry.in_arena:
+            self._arena.free(entry.regions)
+        elif entry.regions:
+            self.outside_bytes -= entry.nbytes
+        entry.drop_regions()
         del self.entries[entry.entry_id]
-        traceless = reason == "producer" and not entry.complete
-        if not traceless or entry.draft.streaming:
-            self._bury(entry)
+        if entry.complete or entry.draft.streaming or reason != "producer":
+            self._bury(entry)  # others leave without a trace
         if entry.gone:
             _tell_gone(entry)
-        self._changed()
+        self.changed()
 
     def close(self) -> None:
         """Nothing more expires."""
         self._expiry.stop()
 
     def _bury(self, entry: StoredEntry) -> None:
-        stone = Tombstone(
-            entry.left_by,
-            entry.digest() if entry.complete else b"",
-            tuple(entry.acknowledged_tokens),
-            _now(),
-        )
+        digest = entry.digest() if entry.complete else b""
+        tokens = tuple(entry.acknowledged_tokens)
+        stone = Tombstone(entry.left_by, digest, tokens, _now())
         self._tombstones.bury(entry.entry_id, stone)
 
     def _expire_id(self, entry_id: str) -> None:

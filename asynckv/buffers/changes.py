@@ -14,23 +14,23 @@ class Changes:
     def __init__(self) -> None:
         self._condition = asyncio.Condition()
         self._notifying: asyncio.Task[None] | None = None
-        self._waiting = 0
+        self.waiting = 0
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         """Wait until ``predicate()`` is true. Cancelling leaves no trace."""
         if predicate():
             return
-        self._waiting += 1
+        self.waiting += 1
         try:
             async with self._condition:
                 await self._condition.wait_for(predicate)
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
 
     def notify_soon(self) -> None:
         """Let everybody look at the state again. Never waits."""
         # A Condition is notified under its lock, which a plain function cannot take.
-        if self._waiting and (self._notifying is None or self._notifying.done()):
+        if self.waiting and (self._notifying is None or self._notifying.done()):
             self._notifying = asyncio.get_running_loop().create_task(
                 self._notify(), name="asynckv: a buffer has changed"
             )

@@ -10,18 +10,32 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
-import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
-from asynckv.buffers.manifest import content_digest
-from asynckv.buffers.matching import Place
+import msgspec
+
+from asynckv.buffers.manifest import INLINE_NBYTES, content_digest, pack
+from asynckv.buffers.places import Place
 from asynckv.buffers.queries import Query, Tokens, key_of
+from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import TensorRecord
 from asynckv.tensors.arena import Region
 from asynckv.types import KVFingerprint, TensorSpec
 
-__all__ = ("Draft", "EntryState", "Holder", "Lease", "Part", "StoredEntry", "Waiter")
+__all__ = (
+    "Draft",
+    "EntryState",
+    "Holder",
+    "Lease",
+    "Part",
+    "Payer",
+    "StoredEntry",
+    "Waiter",
+)
+
+_KEPT_NBYTES: Final = 1024
+"""So much of an offer is kept for the next one, and for the entry's digest."""
 
 
 class EntryState(enum.Enum):
@@ -70,7 +84,7 @@ class StoredEntry:
     """One entry, from the moment its insert announces it until it has left."""
 
     __slots__ = (
-        "_records",
+        "_preamble",
         "acknowledged_tokens",
         "attempts",
         "complete",
@@ -83,6 +97,7 @@ class StoredEntry:
         "gone",
         "in_arena",
         "input_tokens",
+        "is_small",
         "landed",
         "leases",
         "left_by",
@@ -90,11 +105,10 @@ class StoredEntry:
         "owner_gone",
         "parts",
         "place",
+        "regions",
         "roi",
         "seq",
         "state",
-        "tensor_nbytes",
-        "token_regions",
     )
 
     def __init__(self, draft: Draft, seq: int) -> None:
@@ -103,17 +117,19 @@ class StoredEntry:
         self.seq = seq
         self.state = EntryState.WAITING
         self.parts = [Part(name, spec) for name, spec in draft.specs.items()]
-        self.token_regions: list[Region] = []
+        self.regions: Sequence[Region] = ()
+        """What it holds now: one a part, then those of the tokens and the roi."""
         self.input_tokens = draft.input_tokens
         self.roi = draft.roi
         self.nbytes = sum(draft.sizes)
-        self.tensor_nbytes = sum(spec.nbytes for spec in draft.specs.values())
+        tensor_nbytes = sum(spec.nbytes for spec in draft.specs.values())
+        self.is_small = tensor_nbytes <= INLINE_NBYTES
         self.landed: list[int] = []
         self.complete = False
         self.place: Place[StoredEntry] | None = None
         self.leases: dict[bytes, Lease] = {}
-        self.consumers: set[str] = set()
-        """Who holds it or has acknowledged it."""
+        self.consumers: set[str] | None = set() if draft.deliveries > 1 else None
+        """Who holds it or has acknowledged it, if that is more than one."""
         self.deliveries_left = draft.deliveries
         self.attempts = 0
         self.failures = 0
@@ -123,56 +139,63 @@ class StoredEntry:
         self.left_by = ""
         self.acknowledged_tokens: list[bytes] = []
         self.gone: set[asyncio.Future[None]] = set()
-        self._records: tuple[TensorRecord, ...] | None = None
-
-    @property
-    def regions(self) -> list[Region]:
-        """Every region it holds now."""
-        own = [part.region for part in self.parts if part.region is not None]
-        return own + self.token_regions
+        self._preamble: bytes | None = None
 
     def key(self) -> bytes:
         """Return ``input_tokens[roi]`` as bytes (computed: the index keeps it)."""
         return key_of(self.input_tokens, self.roi)
 
-    def records(self) -> tuple[TensorRecord, ...]:
+    def records(self) -> list[TensorRecord]:
         """Return the manifest of its tensors, with the digests known so far."""
-        if self._records is not None:
-            return self._records
-        records = tuple(
+        return [
             TensorRecord(part.name, part.spec, part.digest or b"")
             for part in self.parts
-        )
-        if self.complete:
-            self._records = records
-        return records
+        ]
+
+    def preamble(self) -> bytes:
+        """Return its body up to the tensors, with the digests known so far."""
+        if self._preamble is not None:
+            return self._preamble
+        preamble = pack(self.records(), self.input_tokens, self.roi)
+        if self.complete and len(preamble) <= _KEPT_NBYTES:
+            self._preamble = preamble
+        return preamble
 
     def digest(self) -> bytes:
         """Return the digest of the whole entry, once every part has landed."""
+        if len(self.parts) == 1:  # nothing to sort: as content_digest, but cheap
+            return digest_of(self.preamble())
         return content_digest(self.records(), self.input_tokens, self.roi)
 
     def place_regions(self, regions: Sequence[Region]) -> None:
         """Give every part its memory; the tokens keep theirs, and are charged."""
-        rest = list(regions)
-        for part in self.parts:
-            part.region = rest.pop(0)
-        self.token_regions = rest
-
-    def release_regions(self) -> None:
-        """Let go of all memory."""
-        for region in self.regions:
-            region.release()
-        for part in self.parts:
-            part.region = None
-        self.token_regions = []
+        self.regions = regions
+        for part, region in zip(self.parts, regions, strict=False):
+            part.region = region
 
     def drop_regions(self) -> None:
-        """Let go of all memory, to begin again."""
-        self.release_regions()
+        """Let go of all memory, whose charge was given back."""
+        self.regions = ()
+        for part in self.parts:
+            part.region = None
+
+    def begin_again(self) -> None:
+        """Forget what landed."""
+        self.complete = False
+        self.landed = []
+        self._preamble = None
         for part in self.parts:
             part.digest = None
-        self.landed = []
-        self._records = None
+
+
+class Payer(Protocol):
+    """Whose receive bound takes bytes that have no room in the arena."""
+
+    def may_charge(self, nbytes: int) -> bool:
+        """Can it take so many more bytes?"""
+
+    def charge(self, nbytes: int) -> None:
+        """Charge it for such bytes; a negative number gives back."""
 
 
 class Holder(Protocol):
@@ -181,11 +204,9 @@ class Holder(Protocol):
     consumer: str
     streams: bool
 
-    def may_charge(self, nbytes: int) -> bool:
-        """Can the consumer's receive bound take bytes that have no room here?"""
-
-    def charge(self, nbytes: int) -> None:
-        """Charge the consumer for such bytes; a negative number gives back."""
+    @property
+    def payer(self) -> Payer:
+        """Who pays for bytes that have no room here."""
 
     def leased(self, lease: Lease) -> None:
         """An entry was selected; parts that landed already are in the lease."""
@@ -206,77 +227,57 @@ class Holder(Protocol):
         """The buffer is closed; the query will not be served."""
 
 
-class Waiter:
+class Waiter(msgspec.Struct, eq=False):
     """One query, from its registration until it is forgotten or served."""
 
-    __slots__ = (
-        "fingerprint",
-        "holder",
-        "is_forgotten",
-        "is_waiting",
-        "lease",
-        "place",
-        "query",
-        "seq",
-    )
+    # As Lease a Struct, because one is made for each delivery.
+    query: Query
+    holder: Holder
+    seq: int
+    fingerprint: KVFingerprint | None
+    is_waiting: bool = False
+    is_forgotten: bool = False
+    place: Place[Waiter] | None = None
+    lease: Lease | None = None
 
-    def __init__(
-        self,
-        query: Query,
-        holder: Holder,
-        seq: int,
-        fingerprint: KVFingerprint | None,
-    ) -> None:
-        self.query = query
-        self.holder = holder
-        self.seq = seq
-        self.fingerprint = fingerprint
-        self.is_waiting = False
-        self.is_forgotten = False
-        self.place: Place[Waiter] | None = None
-        self.lease: Lease | None = None
+    def may_have(self, entry: StoredEntry) -> bool:
+        """May the consumer have a delivery of an entry that has one left?"""
+        if entry.state is EntryState.FILLING and self.holder.streams:
+            return False  # an insert that fails must leave no trace in an application
+        if entry.state is EntryState.WAITING:
+            if not self.holder.payer.may_charge(entry.nbytes):
+                return False
+        # Each delivery goes to another consumer.
+        return entry.consumers is None or self.holder.consumer not in entry.consumers
 
 
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """One delivery. Its random ``token`` fences late acknowledgements.
 
     It is valid until it is acknowledged, given back or taken back.
     """
 
-    __slots__ = (
-        "attempt",
-        "charged_bytes",
-        "entry",
-        "holder",
-        "is_valid",
-        "lapse",
-        "matched_tokens",
-        "reached",
-        "token",
-        "waiter",
-    )
+    entry: StoredEntry
+    waiter: Waiter
+    matched_tokens: int
+    attempt: int
+    token: bytes
+    is_valid: bool = True
+    reached: bool = False
+    charged_bytes: int = 0
+    lapse: asyncio.TimerHandle | None = None
 
-    def __init__(
-        self, entry: StoredEntry, waiter: Waiter, matched_tokens: int, attempt: int
-    ) -> None:
-        self.entry = entry
-        self.waiter = waiter
-        self.holder = waiter.holder
-        self.matched_tokens = matched_tokens
-        self.attempt = attempt
-        self.token = os.urandom(16)
-        self.is_valid = True
-        self.reached = False
-        self.charged_bytes = 0
-        self.lapse: asyncio.TimerHandle | None = None
+    @property
+    def holder(self) -> Holder:
+        return self.waiter.holder
 
-    def charge(self, nbytes: int) -> None:
+    def charge(self) -> None:
         """Let the consumer pay for bytes that have no room here."""
-        self.charged_bytes = nbytes
-        self.holder.charge(nbytes)
+        self.charged_bytes = self.entry.nbytes
+        self.holder.payer.charge(self.charged_bytes)
 
     def uncharge(self) -> None:
         """Give back what the consumer paid, if it did."""
         if self.charged_bytes:
-            self.holder.charge(-self.charged_bytes)
+            self.holder.payer.charge(-self.charged_bytes)
             self.charged_bytes = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Final
 
 from asynckv.buffers.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.leases import Leases
@@ -17,12 +18,26 @@ __all__ = ("LocalHolder",)
 _numbers = itertools.count(1)
 
 
+class _Free:
+    """Nobody pays: the tensors are the caller's own from the start."""
+
+    def may_charge(self, nbytes: int) -> bool:
+        return True
+
+    def charge(self, nbytes: int) -> None:
+        pass
+
+
+_FREE: Final = _Free()
+
+
 class LocalHolder:
     """One local ``drop_select``. Each call counts as a consumer of its own."""
 
     def __init__(self, leases: Leases, *, streams: bool) -> None:
         self.consumer = f"local-{next(_numbers)}"
         self.streams = streams
+        self.payer = _FREE
         self._leases = leases
         self._name = "drop_select"
         self._waiter: Waiter | None = None
@@ -120,12 +135,6 @@ class LocalHolder:
             if not watcher.done():
                 watcher.set_result(None)
 
-    def may_charge(self, nbytes: int) -> bool:
-        return True  # the tensors are the caller's own from the start
-
-    def charge(self, nbytes: int) -> None:
-        pass
-
     def leased(self, lease: Lease) -> None:
         self._lease = lease
         self.wake()
@@ -147,7 +156,7 @@ class LocalHolder:
             return
         self.retracted(lease)
         if self._waiter is not None:
-            self._leases.serve(self._waiter)
+            self._leases.serve_again(self._waiter)
 
     def closed(self) -> None:
         self._is_closed = True

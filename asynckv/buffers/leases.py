@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Iterable
+from typing import Final
 
 from asynckv.buffers.book import EntryBook
 from asynckv.buffers.entries import EntryState, Holder, Lease, StoredEntry, Waiter
@@ -20,6 +22,8 @@ from asynckv.errors import LeaseLost
 from asynckv.types import KVFingerprint
 
 __all__ = ("Leases",)
+
+_TOKEN_NBYTES: Final = 16
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +46,8 @@ class Leases:
         self._max_deliver = max_deliver
         self._max_hold_s = max_hold_s
         self._seqs = itertools.count(1)
-        self._is_closed = False
+        self._tokens: list[bytes] = []
+        self.is_closed = False
 
     @property
     def waiting_count(self) -> int:
@@ -54,14 +59,16 @@ class Leases:
     ) -> Waiter:
         """Lease the best entry to ``holder``, at once or as soon as one matches."""
         waiter = Waiter(query, holder, next(self._seqs), fingerprint)
-        self.serve(waiter)
+        self._serve(waiter)
         return waiter
 
-    def serve(self, waiter: Waiter) -> None:
-        """Let a query that has no delivery (any more) have one, in its old place."""
-        if waiter.is_forgotten or waiter.is_waiting or waiter.lease is not None:
-            return
-        if self._is_closed:
+    def serve_again(self, waiter: Waiter) -> None:
+        """Let a query whose delivery was taken back have one, in its old place."""
+        if not waiter.is_forgotten and waiter.lease is None and not waiter.is_waiting:
+            self._serve(waiter)
+
+    def _serve(self, waiter: Waiter) -> None:
+        if self.is_closed:
             waiter.holder.closed()
             return
         if waiter.query.entry_id is not None:
@@ -77,7 +84,8 @@ class Leases:
     def forget(self, waiter: Waiter) -> None:
         """The query is cancelled; a delivery in its hand goes back."""
         waiter.is_forgotten = True
-        self._matchmaker.dequeue(waiter)
+        if waiter.is_waiting:
+            self._matchmaker.dequeue(waiter)
         if waiter.lease is not None:
             self.give_back(waiter.lease, reached=False)
 
@@ -109,14 +117,15 @@ class Leases:
                 "acknowledged; somebody else may have the entry"
             )
         self._end(lease)
-        entry.consumers.add(lease.holder.consumer)
         entry.acknowledged_tokens.append(lease.token)
         entry.deliveries_left -= 1
         self._counters.acknowledged += 1
         if entry.deliveries_left == 0:
             self._book.leave(entry, "")
-        else:
-            self._go_on(entry, left_by="")
+            return
+        if entry.consumers is not None:
+            entry.consumers.add(lease.holder.consumer)
+        self._go_on(entry, left_by="")
 
     def give_back(self, lease: Lease, *, reached: bool) -> None:
         """End a delivery without an acknowledgement; a stale one is ignored.
@@ -171,7 +180,7 @@ class Leases:
         What an application holds whole leaves when it is acknowledged or given
         back; no other delivery goes on, and no stream.
         """
-        self._is_closed = True
+        self.is_closed = True
         for waiter in self._matchmaker.everyone():
             waiter.holder.closed()
         for entry in list(self._book.entries.values()):
@@ -188,26 +197,35 @@ class Leases:
 
     def _lease(self, entry: StoredEntry, waiter: Waiter, matched_tokens: int) -> None:
         entry.attempts += 1
-        lease = Lease(entry, waiter, matched_tokens, entry.attempts)
-        entry.leases[lease.token] = lease
-        entry.consumers.add(waiter.holder.consumer)
+        if not self._tokens:
+            self._tokens = _random_tokens()
+        token = self._tokens.pop()
+        lease = Lease(entry, waiter, matched_tokens, entry.attempts, token)
+        entry.leases[token] = lease
+        if entry.consumers is not None:
+            entry.consumers.add(waiter.holder.consumer)
         waiter.lease = lease
         self._counters.delivered += 1
         if entry.state is EntryState.WAITING:
-            lease.charge(entry.nbytes)
+            lease.charge()
             self._book.place_outside(entry)
-        self._matchmaker.show(entry)
+            self._matchmaker.show(entry)
+            self._book.changed()
+        elif len(entry.leases) == entry.deliveries_left:
+            self._matchmaker.hide(entry)
         waiter.holder.leased(lease)
 
     def _end(self, lease: Lease) -> None:
+        entry, waiter = lease.entry, lease.waiter
         lease.is_valid = False
-        lease.entry.leases.pop(lease.token)
-        lease.entry.consumers.discard(lease.holder.consumer)
-        lease.waiter.lease = None
+        del entry.leases[lease.token]
+        if entry.consumers is not None:
+            entry.consumers.discard(waiter.holder.consumer)
+        waiter.lease = None
         if lease.lapse is not None:
             lease.lapse.cancel()
-            lease.lapse = None
-        lease.uncharge()
+        if lease.charged_bytes:
+            lease.uncharge()
 
     def _go_on(self, entry: StoredEntry, *, left_by: str) -> None:
         """A delivery ended and others are left.
@@ -216,7 +234,7 @@ class Leases:
         """
         if entry.owner_gone:
             if not entry.leases:
-                self._book.leave(entry, "closed" if self._is_closed else left_by)
+                self._book.leave(entry, "closed" if self.is_closed else left_by)
         elif entry.state is EntryState.DIRECT:
             if entry.complete:
                 self._book.wait_again(entry)
@@ -231,7 +249,7 @@ class Leases:
             lease.holder.aborted(lease, reason)
         elif not lease.reached:
             lease.holder.retracted(lease)
-            self.serve(lease.waiter)
+            self.serve_again(lease.waiter)
 
     def _lapse(self, lease: Lease) -> None:
         self._counters.lapsed += 1
@@ -243,3 +261,10 @@ class Leases:
         self.give_back(lease, reached=lease.reached)
         if lease.holder.streams:
             lease.holder.aborted(lease, "lapsed")
+
+
+def _random_tokens() -> list[bytes]:
+    """Return tokens that nobody can guess, many from one call into the kernel."""
+    pool = os.urandom(64 * _TOKEN_NBYTES)
+    starts = range(0, len(pool), _TOKEN_NBYTES)
+    return [pool[start : start + _TOKEN_NBYTES] for start in starts]

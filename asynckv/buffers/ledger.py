@@ -35,7 +35,7 @@ class Ledger:
         matchmaker = Matchmaker()
         self.counters = Counters()
         self.book = EntryBook(
-            arena, self.counters, left=matchmaker.show, changed=changed
+            arena, self.counters, hide=matchmaker.hide, changed=changed
         )
         self.leases = Leases(
             self.book,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
 
 from asynckv.buffers.queries import Tokens
 from asynckv.errors import ChecksumError, EntryTooLarge, RemoteProtocolError
-from asynckv.protocol.digests import digest_of, entry_digest
+from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Contents, TensorRecord
 from asynckv.tensors.views import MISSING_DTYPES, dtype_of
 from asynckv.types import TensorSpec
@@ -29,6 +30,7 @@ INLINE_NBYTES: Final = 64 * 1024
 """Tensors of so many bytes in all ride with their frame."""
 
 _LENGTH_NBYTES: Final = 4
+_name_of: Final = attrgetter("name")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Contents)
 
@@ -133,18 +135,16 @@ def _check_dtypes(contents: Contents) -> None:
 
 
 def content_digest(
-    records: Iterable[TensorRecord],
+    records: Sequence[TensorRecord],
     input_tokens: Tokens | None,
     roi: Tokens | None,
 ) -> bytes:
-    """Return the digest of a whole entry, tokens and roi included."""
-    everything = [*records]
-    if input_tokens is not None:
-        found = digest_of(input_tokens.data)
-        everything.append(TensorRecord("input_tokens", input_tokens.spec, found))
-    if roi is not None:
-        everything.append(TensorRecord("roi", roi.spec, digest_of(roi.data)))
-    return entry_digest(everything)
+    """Return the digest of a whole entry: records, tokens and roi.
+
+    The order of ``records`` does not matter: names are unique in an entry.
+    """
+    ordered = sorted(records, key=_name_of)
+    return digest_of(pack(ordered, input_tokens, roi))
 
 
 def verify(record: TensorRecord, found: bytes) -> None:

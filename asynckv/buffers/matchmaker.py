@@ -14,14 +14,9 @@ from asynckv.buffers.queries import Query
 from asynckv.buffers.waiters import WaitingQueries, matched_by_id
 from asynckv.types import KVFingerprint
 
-__all__ = ("Matchmaker", "find_by_id", "may_lease")
+__all__ = ("Matchmaker", "find_by_id")
 
-_SELECTABLE = (
-    EntryState.WAITING,
-    EntryState.FILLING,
-    EntryState.STREAMING,
-    EntryState.READY,
-)
+_NOT_SELECTABLE = (EntryState.DIRECT, EntryState.GONE)
 
 
 class Matchmaker:
@@ -37,37 +32,43 @@ class Matchmaker:
         )
 
     def show(self, entry: StoredEntry) -> None:
-        """Make the index agree with the entry's state."""
-        index = self._indexes[entry.draft.fingerprint]
-        if entry.state is EntryState.GONE:
-            if entry.place is not None:
-                index.remove(entry.place)
-                entry.place = None
-        elif entry.place is not None:
-            (index.show if _has_delivery_left(entry) else index.hide)(entry.place)
-        elif _has_delivery_left(entry):
+        """Make the index agree with the entry: does it have a delivery left?"""
+        if (
+            len(entry.leases) >= entry.deliveries_left
+            or entry.state in _NOT_SELECTABLE
+            or entry.owner_gone  # it is its present consumers' alone
+        ):
+            self.hide(entry)
+        elif entry.place is None:
+            index = self._indexes[entry.draft.fingerprint]
             entry.place = index.add(entry.key(), entry.seq, entry)
+
+    def hide(self, entry: StoredEntry) -> None:
+        """Let no query find the entry. Shown again, it has its old place."""
+        if entry.place is not None:
+            self._indexes[entry.draft.fingerprint].remove(entry.place)
+            entry.place = None
 
     def find(self, waiter: Waiter) -> tuple[StoredEntry, int] | None:
         """Return the entry that a query without an id may have now, and its match."""
         query = waiter.query
         index = self._indexes[waiter.fingerprint]
         if query.key is None:
-            first = index.first(accept=lambda entry: may_lease(entry, waiter))
+            first = index.first(accept=waiter.may_have)
             return None if first is None else (first, 0)
         return index.best(
             query.key,
             min_tokens=query.min_matched_tokens,
             exact=query.match == "exact",
-            accept=lambda entry: may_lease(entry, waiter),
+            accept=waiter.may_have,
         )
 
     def next_for(self, entry: StoredEntry) -> tuple[Waiter, int] | None:
         """Take the query out of the line that has waited longest for such an entry."""
-        if not _has_delivery_left(entry):
+        if not self.waiting_count or entry.place is None:
             return None
         line = self._lines[entry.draft.fingerprint]
-        found = line.oldest(entry, lambda waiter: may_lease(entry, waiter))
+        found = line.oldest(entry, lambda waiter: waiter.may_have(entry))
         if found is not None:
             self.dequeue(found[0])
         return found
@@ -86,11 +87,10 @@ class Matchmaker:
         self._lines[waiter.fingerprint].add(waiter)
 
     def dequeue(self, waiter: Waiter) -> None:
-        """The query waits no longer; nothing happens if it does not wait."""
-        if waiter.is_waiting:
-            waiter.is_waiting = False
-            self.waiting_count -= 1
-            self._lines[waiter.fingerprint].remove(waiter)
+        """The query waits no longer."""
+        waiter.is_waiting = False
+        self.waiting_count -= 1
+        self._lines[waiter.fingerprint].remove(waiter)
 
     def everyone(self) -> list[Waiter]:
         """Take every waiting query out of its line, who waits longest first."""
@@ -101,30 +101,17 @@ class Matchmaker:
         return sorted(waiters, key=lambda waiter: waiter.seq)
 
 
-def may_lease(entry: StoredEntry, waiter: Waiter) -> bool:
-    """May this query's consumer have a delivery of the entry now?"""
-    if entry.draft.fingerprint != waiter.fingerprint or not _has_delivery_left(entry):
-        return False
-    if entry.state is EntryState.FILLING and waiter.holder.streams:
-        return False  # an insert that fails must leave no trace in an application
-    if entry.draft.deliveries > 1 and waiter.holder.consumer in entry.consumers:
-        return False  # each delivery goes to another consumer
-    outside = entry.state is EntryState.WAITING
-    return not outside or waiter.holder.may_charge(entry.nbytes)
-
-
 def find_by_id(
     entries: dict[str, StoredEntry], waiter: Waiter
 ) -> tuple[StoredEntry, int] | None:
     """Return the entry of the query's id, if it may be had and its tokens agree."""
     entry = entries.get(waiter.query.entry_id or "")
-    if entry is None or not may_lease(entry, waiter):
+    if (
+        entry is None
+        or entry.place is None
+        or entry.draft.fingerprint != waiter.fingerprint
+        or not waiter.may_have(entry)
+    ):
         return None
     matched = matched_by_id(waiter, entry)
     return None if matched is None else (entry, matched)
-
-
-def _has_delivery_left(entry: StoredEntry) -> bool:
-    if entry.owner_gone:
-        return False  # it is its present consumers' alone
-    return entry.state in _SELECTABLE and len(entry.leases) < entry.deliveries_left

@@ -98,8 +98,10 @@ class Room:
 
     def change(self) -> None:
         """Room or a state may have changed. Never waits."""
-        self.advance()
-        self._changes.notify_soon()
+        if self._line:
+            self.advance()
+        if self._changes.waiting:
+            self._changes.notify_soon()
 
     def advance(self) -> None:
         """Give room to the first in line, and to the next, while it lasts."""

@@ -74,6 +74,7 @@ class LookupService:
     def __init__(self, buffer: LookupBuffer, link: Link) -> None:
         self.buffer = buffer
         self.link = link
+        self.leases = buffer.ledger.leases
         self.loop = asyncio.get_running_loop()
         self.deliveries: set[ServedSelect] = set()
         self.selects: set[ServedSelect] = set()
@@ -104,16 +105,17 @@ class LookupService:
     ) -> StreamHandler | None:
         """Answer a request; ``None`` if it is none of a lookup buffer's."""
         match frame:
+            case Select():
+                self._check_open()
+                query = query_of(frame, body)
+                select = ServedSelect(self, self.link.peer.id, frame.stream, stream)
+                self.selects.add(select)
+                select.select(query)
+                return select
             case Insert():
                 self._check_open()
                 kind = ServedWriter if frame.streaming else ServedInsert
                 return kind(self, stream, frame, body)
-            case Select():
-                self._check_open()
-                select = ServedSelect(self, stream, frame)
-                self.selects.add(select)
-                select.select(query_of(frame, body))
-                return select
             case Peek():
                 return self._answer(stream, self._peek(body))
             case Withdraw(entry_id=entry_id):
@@ -170,10 +172,9 @@ class LookupService:
             self._is_offering = True
             self.loop.call_soon(self._offer_waiting)
 
-    def delivery_ended(self, select: ServedSelect) -> None:
-        """A delivery was acknowledged, given back or retracted."""
-        self.deliveries.discard(select)
-        self._tell_if_leaving()
+    def tell_idle(self) -> None:
+        """Something ended: let who waits for the end of all look again."""
+        self.buffer.room.change()
 
     async def wait_idle(self) -> None:
         """Wait until nothing is under way. Cancelling leaves no trace."""
@@ -191,16 +192,13 @@ class LookupService:
 
     def _offer_waiting(self) -> None:
         self._is_offering = False
-        self.buffer.ledger.leases.offer_waiting(self.buffer.room.entries())
+        self.leases.offer_waiting(self.buffer.room.entries())
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._inserts.pop(task, None)
-        self._tell_if_leaving()
-
-    def _tell_if_leaving(self) -> None:
         if self.is_leaving:
-            self.buffer.room.change()
+            self.tell_idle()
 
     def _answer(self, stream: LinkStream, value: int) -> StreamHandler:
         stream.send(Result(int(value)))
@@ -211,10 +209,10 @@ class LookupService:
         if len(key) % TOKEN_NBYTES:
             raise RemoteProtocolError(f"a key of {len(key)} bytes is no list of tokens")
         query = Query(bytes(key) or None)
-        return self.buffer.ledger.leases.peek(query, self.link.fingerprint)
+        return self.leases.peek(query, self.link.fingerprint)
 
     def _check_open(self) -> None:
         if self.is_leaving:
             raise BufferClosed("the server is leaving; it takes no new requests")
-        if self.buffer.is_closed:
+        if self.leases.is_closed:
             raise BufferClosed("the buffer is closed")

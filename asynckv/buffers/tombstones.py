@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
+
+import msgspec
 
 __all__ = ("MAX_AGE_S", "MAX_COUNT", "Tombstone", "Tombstones")
 
@@ -11,8 +12,7 @@ MAX_COUNT = 65_536
 MAX_AGE_S = 600.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tombstone:
+class Tombstone(msgspec.Struct, frozen=True, gc=False):
     """How an entry left. ``reason`` is empty if by its last acknowledgement.
 
     ``tokens`` are those of the deliveries that counted.
@@ -41,10 +41,11 @@ class Tombstones:
 
     def bury(self, entry_id: str, stone: Tombstone) -> None:
         """Remember that the entry left."""
-        self._stones.pop(entry_id, None)
-        self._stones[entry_id] = stone
-        while len(self._stones) > self._max_count:
-            self._stones.popitem(last=False)
+        stones = self._stones
+        stones[entry_id] = stone
+        stones.move_to_end(entry_id)
+        if len(stones) > self._max_count:
+            stones.popitem(last=False)
 
     def find(self, entry_id: str, now: float) -> Tombstone | None:
         """Return how the entry left, unless that is forgotten or unknown."""

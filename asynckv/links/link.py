@@ -29,11 +29,10 @@ from asynckv.links.payloads import make_payload
 from asynckv.links.requests import LinkStream, Service, StreamHandler
 from asynckv.links.streams import ControlStream
 from asynckv.protocol.codec import Buffer
-from asynckv.protocol.events import Came, Event, Farewell, Opened, Refused
 from asynckv.protocol.failures import to_failure
-from asynckv.protocol.frames import OpeningFrame
+from asynckv.protocol.frames import Frame, OpeningFrame
 from asynckv.protocol.handshake import Agreement
-from asynckv.protocol.session import Session
+from asynckv.protocol.session import Came, Event, Farewell, Opened, Refused, Session
 
 __all__ = ("Link",)
 
@@ -68,17 +67,16 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self.payload = make_payload(agreement, self._loop, self.abort)
         self._stream = stream
-        self._session: Session[StreamHandler]
-        self._session = Session(agreement.limits, dialled=dialled)
+        self._session: Session[LinkStream] = Session(agreement.limits, dialled=dialled)
         self._service: Service | None = None
         # Both directions share one payload transport: their numbers differ.
-        self._last_transfer = -1 if dialled else 0
+        self._transfers = itertools.count(1 if dialled else 2, 2)
         self._pings = itertools.count(1)
         self._outgoing = Outgoing(
             stream, self._session.outbox, self._loop, self._read_on
         )
         # What was received; not empty only while reading is paused.
-        self._events: Iterator[Event[StreamHandler]] = iter(())
+        self._events: Iterator[Event[LinkStream]] = iter(())
         self._when_lost: list[Callable[[PeerLost], None]] = []
         self._grace: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] = self._loop.create_future()
@@ -120,14 +118,23 @@ class Link:
         """
         if self.error is not None:
             raise _copy(self.error)
-        stream_id = self._session.open(handler, frame, body)
+        stream = LinkStream(self, self._session.next_stream(), handler)
+        self._session.open(stream.id, stream, frame, body)
         self._outgoing.flush_soon()
-        return LinkStream(self, self._session, self._outgoing, stream_id)
+        return stream
+
+    def send_on(self, stream_id: int, frame: Frame, body: Buffer = b"") -> None:
+        """Queue a frame; what :meth:`LinkStream.send` does."""
+        if self.error is None and self._session.send(stream_id, frame, body):
+            self._outgoing.flush_soon()
+
+    def forget(self, stream_id: int) -> None:
+        """Forget a stream; what :meth:`LinkStream.close` does."""
+        self._session.close(stream_id)
 
     def new_transfer(self) -> int:
         """Return a number for the next transfer that this side sends."""
-        self._last_transfer += 2
-        return self._last_transfer
+        return next(self._transfers)
 
     def call_when_lost(self, fn: Callable[[PeerLost], None]) -> None:
         """Call ``fn`` once when the link ends, on a later tick; now if it has."""
@@ -166,7 +173,7 @@ class Link:
 
     # What the stream says.
 
-    def on_bytes(self, data: bytes) -> None:
+    def on_bytes(self, data: memoryview) -> None:
         if self.error is not None:
             return
         self._heartbeat.was_heard = True
@@ -189,25 +196,21 @@ class Link:
     # Receiving.
 
     def _handle_events(self) -> None:
-        outgoing, outbox = self._outgoing, self._session.outbox
-        outgoing.will_flush = True
+        self._outgoing.is_handling = True
         try:
             for event in self._events:
                 if type(event) is Came:
                     event.owner.on_frame(event.frame, event.body)
                 else:
                     self._handle(event)
-                if self.error is not None:
+                if self.error is not None or not self._outgoing.has_room():
                     break
-                if outbox.answer_bytes > outgoing.max_answer_bytes:
-                    if not outgoing.make_room():
-                        break
         except ProtocolError as exc:
             self._break(exc)
         except Exception as exc:
             logger.exception("a request handler of the link to %s", self.peer.id)
             self.abort(exc)
-        outgoing.end_handling()
+        self._outgoing.end_handling()
 
     def _read_on(self) -> None:
         if self.error is None and not self._outgoing.is_reading_paused:
@@ -215,7 +218,7 @@ class Link:
         if self.error is None and not self._outgoing.is_reading_paused:
             self._stream.resume_reading()
 
-    def _handle(self, event: Event[StreamHandler]) -> None:
+    def _handle(self, event: Event[LinkStream]) -> None:
         if isinstance(event, Opened):
             self._open(event)
         elif isinstance(event, Farewell):
@@ -226,18 +229,17 @@ class Link:
             )
 
     def _open(self, event: Opened) -> None:
-        session = self._session
-        stream = LinkStream(self, session, self._outgoing, event.stream)
+        stream = LinkStream(self, event.stream)
         try:
             if self._service is None:
                 raise WrongRole("this side of the link serves nothing")
-            handler = self._service.open(stream, event.frame, event.body)
+            stream.attach(self._service.open(stream, event.frame, event.body))
         except RemoteProtocolError:
             raise
         except (AsyncKVError, KeyError, ValueError) as exc:
             stream.send(to_failure(exc))
         else:
-            session.attach(event.stream, handler)
+            self._session.attach(stream.id, stream)
 
     def _on_farewell(self, reason: str) -> None:
         error = PeerLost(f"{self.peer.id} said goodbye{reason and f': {reason}'}")
@@ -297,23 +299,21 @@ class Link:
         self.error = error
         self._heartbeat.stop()
         logger.debug("the link to %s ended: %s", self.peer.id, error)
-        self._session.end_streams()
-        self._loop.call_soon(self._tell_lost, error)
+        told: list[Callable[[PeerLost], None]]
+        told = [stream.on_lost for stream in self._session.take_owners()]
+        told.extend(self._when_lost)
+        self._when_lost = []
+        self._loop.call_soon(self._tell_lost, told, error)
         self._outgoing.tell_drained()
 
-    def _tell_lost(self, error: PeerLost) -> None:
-        for handler in self._session.take_lost():
-            self._tell(handler.on_lost, error)
-        for fn in self._when_lost:
-            self._tell(fn, error)
-        self._when_lost.clear()
-
-    def _tell(self, fn: Callable[[PeerLost], None], error: PeerLost) -> None:
-        try:
-            fn(_copy(error))
-        except Exception:
-            # The others are told too, whatever one of them does.
-            logger.exception("told of the loss of %s", self.peer.id)
+    def _tell_lost(
+        self, told: list[Callable[[PeerLost], None]], error: PeerLost
+    ) -> None:
+        for fn in told:
+            try:
+                fn(_copy(error))
+            except Exception:
+                logger.exception("told of the loss of %s", self.peer.id)
 
     def _hang_up(self) -> None:
         self._outgoing.finish()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
@@ -16,6 +17,8 @@ from asynckv.tensors.views import bytes_of, tensor_over
 from asynckv.types import TensorSpec
 
 __all__ = ("Arena", "HeapArena", "Region")
+
+_SMALL_NBYTES: Final = 4096
 
 
 class Region:
@@ -29,7 +32,7 @@ class Region:
     def __init__(
         self,
         nbytes: int,
-        make: Callable[[int], torch.Tensor],
+        make: Callable[[int], memoryview],
         arena: Arena | None,
     ) -> None:
         self.nbytes = nbytes
@@ -40,7 +43,7 @@ class Region:
     def view(self) -> memoryview:
         """Return the bytes, writable, without a copy."""
         if self._view is None:
-            self._view = bytes_of(self._make(self.nbytes))
+            self._view = self._make(self.nbytes)
         return self._view
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
@@ -99,6 +102,13 @@ class Arena(abc.ABC):
         self._charge(sum(sizes))
         return True
 
+    def free(self, regions: Sequence[Region]) -> None:
+        """Release every one of ``regions``."""
+        for region in regions:
+            if region._arena is not None:
+                region._arena = None
+                self.used_bytes -= region.nbytes
+
     def discharge(self, nbytes: int) -> None:
         """Called by a region that is released."""
         self.used_bytes -= nbytes
@@ -108,12 +118,14 @@ class Arena(abc.ABC):
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     @abc.abstractmethod
-    def _memory(self, nbytes: int) -> torch.Tensor:
-        """Return a uint8 tensor of ``nbytes``."""
+    def _memory(self, nbytes: int) -> memoryview:
+        """Return ``nbytes`` of new memory, writable."""
 
 
 class HeapArena(Arena):
     """Regions from the process's heap."""
 
-    def _memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+    def _memory(self, nbytes: int) -> memoryview:
+        if nbytes <= _SMALL_NBYTES:  # far cheaper to make and to free
+            return memoryview(bytearray(nbytes))
+        return bytes_of(torch.empty(nbytes, dtype=torch.uint8))

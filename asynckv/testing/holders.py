@@ -26,6 +26,10 @@ class RecordingHolder:
         self.lease: Lease | None = None
 
     @property
+    def payer(self) -> RecordingHolder:
+        return self
+
+    @property
     def entry_id(self) -> str | None:
         """Which entry it holds now."""
         return None if self.lease is None else self.lease.entry.entry_id

@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 
 from asynckv.buffers.entries import EntryState, Lease, StoredEntry, Waiter
+from asynckv.buffers.manifest import content_digest
 from asynckv.buffers.queries import Query, as_tokens
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.holders import RecordingHolder, draft_of
@@ -13,13 +14,14 @@ def placed(tokens: torch.Tensor) -> StoredEntry:
     object.__setattr__(draft, "input_tokens", as_tokens(tokens))
     entry = StoredEntry(draft, 1)
     entry.place_regions(HeapArena(100).allocate(draft.sizes) or [])
+    entry.complete = True
     return entry
 
 
 def test_an_entry_begins_without_memory() -> None:
     entry = StoredEntry(draft_of("it"), 1)
     assert entry.state is EntryState.WAITING
-    assert entry.regions == []
+    assert entry.regions == ()
     assert entry.nbytes == 16
 
 
@@ -28,42 +30,55 @@ def test_tokens_are_copies_and_are_charged() -> None:
     entry = placed(tokens)
     tokens.fill_(9)
     assert entry.key() == torch.tensor([1, 2]).numpy().tobytes()
-    assert [region.nbytes for region in entry.token_regions] == [16]
+    assert [region.nbytes for region in entry.regions] == [8, 16]
 
 
 def test_beginning_again_forgets_what_landed() -> None:
     entry = placed(torch.tensor([1, 2]))
     entry.parts[0].digest = b"d"
     entry.landed.append(0)
-    entry.drop_regions()
-    assert entry.regions == []
+    entry.begin_again()
+    assert not entry.complete
     assert entry.landed == []
     assert entry.parts[0].digest is None
+
+
+def test_what_has_left_has_no_memory() -> None:
+    entry = placed(torch.tensor([1, 2]))
+    entry.drop_regions()
+    assert entry.regions == ()
+    assert entry.parts[0].region is None
+
+
+def test_the_beginning_of_an_offer_is_kept_once_nothing_can_change() -> None:
+    entry = placed(torch.tensor([1, 2]))
+    assert entry.preamble() is entry.preamble()
+    entry.begin_again()
+    first = entry.preamble()
+    entry.parts[0].digest = b"d"
+    assert entry.preamble() != first
 
 
 def test_the_digest_covers_tokens_and_tensors() -> None:
     digests = set()
     for tokens in ([1], [2]):
-        entry = placed(torch.tensor(tokens))
         for digest in (b"x", b"y"):
+            entry = placed(torch.tensor(tokens))
             entry.parts[0].digest = digest
             digests.add(entry.digest())
+            records = entry.records()
+            assert entry.digest() == content_digest(
+                records, entry.input_tokens, entry.roi
+            )
     assert len(digests) == 4
 
 
 def test_what_a_consumer_paid_is_given_back_once() -> None:
     holder = RecordingHolder()
-    lease = Lease(
-        StoredEntry(draft_of("it"), 1), Waiter(Query(None), holder, 1, None), 0, 1
-    )
-    lease.charge(7)
-    assert holder.charged_bytes == 7
+    waiter = Waiter(Query(None), holder, 1, None)
+    lease = Lease(StoredEntry(draft_of("it"), 1), waiter, 0, 1, b"token")
+    lease.charge()
+    assert holder.charged_bytes == 16
     for _ in range(2):
         lease.uncharge()
     assert holder.charged_bytes == 0
-
-
-def test_tokens_of_leases_are_never_the_same() -> None:
-    waiter = Waiter(Query(None), RecordingHolder(), 1, None)
-    entry = StoredEntry(draft_of("it"), 1)
-    assert len({Lease(entry, waiter, 0, 1).token for _ in range(100)}) == 100

@@ -26,7 +26,7 @@ def leased(deliveries: int = 1) -> Lease:
     entry = StoredEntry(draft_of("it", (1, 2), deliveries=deliveries), 1)
     entry.place_regions(HeapArena(100).allocate(entry.draft.sizes) or [])
     stored(entry).fill_(7)
-    return Lease(entry, Waiter(Query(None), RecordingHolder(), 1, None), 2, 3)
+    return Lease(entry, Waiter(Query(None), RecordingHolder(), 1, None), 2, 3, b"token")
 
 
 def stored(entry: StoredEntry) -> torch.Tensor:
@@ -79,7 +79,7 @@ async def test_its_tokens_are_a_copy_too() -> None:
 
 async def test_what_has_left_cannot_be_read() -> None:
     lease = leased()
-    lease.entry.release_regions()
+    lease.entry.drop_regions()
     with pytest.raises(LeaseLost):
         await tensors_of(lease.entry.parts, POOL, {})
 

@@ -43,7 +43,7 @@ async def test_a_forgotten_query_gives_back_and_is_never_served_again() -> None:
     bench.leases.forget(waiter)
     second, _ = bench.select()
     assert second.entry_id == "a"
-    bench.leases.serve(waiter)
+    bench.leases.serve_again(waiter)
     bench.ledger.forsake(entry)
     assert first.heard == ["leased a"]
 
@@ -55,7 +55,7 @@ async def test_retracted_queries_are_served_in_the_order_of_their_wait() -> None
     old, old_waiter = bench.select(make_query([1], None, entry_id="a"), "old")
     young, _ = bench.select(make_query([1], None, entry_id="a"), "young")
     bench.leases.give_back(old.held(), reached=False)
-    bench.leases.serve(old_waiter)
+    bench.leases.serve_again(old_waiter)
     bench.ledger.forsake(entry)
     bench.insert("a", tokens=(1,))
     assert (old.entry_id, young.entry_id) == ("a", None)
@@ -101,6 +101,14 @@ async def test_who_holds_too_long_loses_the_entry(
     assert holder.heard[-1] == "aborted lapsed"
     assert bench.ledger.counters.lapsed == 1
     assert caplog.records[0].levelno == logging.WARNING
+
+
+async def test_tokens_of_deliveries_are_never_the_same() -> None:
+    bench = SteppedLedger()
+    bench.insert("a", deliveries=200)
+    held = [bench.select(Query(None), f"{n}")[0].held() for n in range(200)]
+    assert len({lease.token for lease in held}) == 200
+    assert {len(lease.token) for lease in held} == {16}
 
 
 async def test_an_insert_among_10_000_waiting_queries_asks_only_who_matches() -> None:

@@ -94,8 +94,16 @@ def test_the_digest_of_an_entry_tells_tokens_roi_names_and_bytes_apart() -> None
         content_digest([record("value")], TOKENS, ROI),
         content_digest([], TOKENS, ROI),
         content_digest([record()], None, None),
+        content_digest([TensorRecord("key", spec_of(KEY))], TOKENS, ROI),
+        content_digest([TensorRecord("key", spec_of(KEY.T))], TOKENS, ROI),
+        content_digest([TensorRecord("key", spec_of(KEY.half()))], TOKENS, ROI),
     }
-    assert len(digests) == 6
+    assert len(digests) == 9
+
+
+def test_the_digest_of_an_entry_does_not_depend_on_the_order_of_its_tensors() -> None:
+    both = [record("key"), record("value")]
+    assert content_digest(both, TOKENS, ROI) == content_digest(both[::-1], TOKENS, ROI)
 
 
 def test_a_dtype_that_this_torch_lacks_is_refused(

@@ -37,7 +37,6 @@ class Model:
 
     def __init__(self, tokens: tuple[int, ...], seq: int, number: int) -> None:
         self.tokens, self.seq, self.number = tokens, seq, number
-        self.is_visible = True
 
     def matched(self, query: tuple[int, ...]) -> int:
         shared = min(len(query), len(self.tokens))
@@ -76,16 +75,6 @@ class IndexAgainstBruteForce(RuleBasedStateMachine):
     def remove(self, place: Place[Model]) -> None:
         self.models.remove(place.item)
         self.index.remove(place)
-
-    @rule(place=places)
-    def hide(self, place: Place[Model]) -> None:
-        place.item.is_visible = False
-        self.index.hide(place)
-
-    @rule(place=places)
-    def show(self, place: Place[Model]) -> None:
-        place.item.is_visible = True
-        self.index.show(place)
 
     @rule(
         query=token_lists,
@@ -150,13 +139,12 @@ class IndexAgainstBruteForce(RuleBasedStateMachine):
             assert self.index.nbytes == 0
 
     def may_be(self, model: Model, refused: set[int] | None) -> bool:
-        return model.is_visible and model.number not in (refused or ())
+        return model.number not in (refused or ())
 
     def refusing(self, refused: set[int]) -> Callable[[Model], bool]:
         asked: set[int] = set()
 
         def accept(model: Model) -> bool:
-            assert model.is_visible
             assert model.number not in asked, "asked twice"
             asked.add(model.number)
             return model.number not in refused
@@ -269,18 +257,6 @@ def test_items_of_one_key_are_offered_one_after_the_other(
     assert asked == [0, 1, 2, 3, 4] * 2
 
 
-def test_a_hidden_item_keeps_its_place_and_is_not_found() -> None:
-    index: PrefixIndex[str] = PrefixIndex()
-    place = index.add(key_of((1, 2)), 1, "hidden")
-    index.add(key_of((1, 2)), 2, "visible")
-    index.hide(place)
-    index.hide(place)
-    assert index.first() == "visible"
-    index.show(place)
-    index.show(place)
-    assert index.first() == "hidden"
-
-
 def test_an_item_without_tokens_is_only_found_as_the_first() -> None:
     index: PrefixIndex[str] = PrefixIndex()
     index.add(b"", 1, "empty")
@@ -293,9 +269,8 @@ def test_a_place_that_was_removed_is_refused() -> None:
     index: PrefixIndex[str] = PrefixIndex()
     place = index.add(key_of((1,)), 1, "item")
     index.remove(place)
-    for operation in (index.remove, index.hide, index.show):
-        with pytest.raises(ValueError, match="taken out"):
-            operation(place)
+    with pytest.raises(ValueError, match="taken out"):
+        index.remove(place)
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 9])

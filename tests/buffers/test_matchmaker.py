@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from asynckv.buffers.entries import EntryState, StoredEntry, Waiter
-from asynckv.buffers.matchmaker import Matchmaker, find_by_id, may_lease
+from asynckv.buffers.matchmaker import Matchmaker, find_by_id
 from asynckv.buffers.queries import Query, make_query
 from asynckv.testing.holders import RecordingHolder, draft_of
 from asynckv.types import KVFingerprint
@@ -43,6 +43,8 @@ def test_the_query_that_has_waited_longest_is_next() -> None:
         maker.enqueue(waiting(make_query([1], None), seq))
     maker.enqueue(waiting(Query(None), 1))
     entry = ready("a", (1, 2))
+    entry.deliveries_left = 9
+    maker.show(entry)
     served = [maker.next_for(entry) for _ in range(4)]
     assert [found and found[0].seq for found in served] == [1, 2, 3, None]
     assert maker.waiting_count == 0
@@ -52,10 +54,11 @@ def test_who_waits_no_longer_is_not_next() -> None:
     maker = Matchmaker()
     waiter = waiting(make_query([1], None))
     maker.enqueue(waiter)
-    for _ in range(2):
-        maker.dequeue(waiter)
+    maker.dequeue(waiter)
     assert maker.waiting_count == 0
-    assert maker.next_for(ready("a")) is None
+    entry = ready("a")
+    maker.show(entry)
+    assert maker.next_for(entry) is None
 
 
 def test_everyone_leaves_in_the_order_of_their_wait() -> None:
@@ -72,20 +75,36 @@ def test_an_insert_that_may_fail_is_shown_to_no_stream() -> None:
     entry = ready("a")
     entry.state = EntryState.FILLING
     waiter = waiting(make_query([1], None))
-    assert may_lease(entry, waiter)
+    assert waiter.may_have(entry)
     waiter.holder.streams = True
-    assert not may_lease(entry, waiter)
+    assert not waiter.may_have(entry)
 
 
 def test_what_is_its_consumers_alone_is_found_by_nobody() -> None:
+    maker, waiter = Matchmaker(), waiting(make_query([1], None))
     entry = ready("a")
+    maker.show(entry)
+    assert maker.find(waiter) == (entry, 1)
     entry.owner_gone = True
-    assert not may_lease(entry, waiting(make_query([1], None)))
+    maker.show(entry)
+    assert maker.find(waiter) is None
+    assert maker.next_for(entry) is None
 
 
 def test_an_id_finds_its_entry_if_the_tokens_agree() -> None:
     entries = {"a": ready("a", (1, 2))}
+    Matchmaker().show(entries["a"])
     found = find_by_id(entries, waiting(make_query([1], None, entry_id="a")))
     assert found == (entries["a"], 1)
     assert find_by_id(entries, waiting(make_query([2], None, entry_id="a"))) is None
     assert find_by_id(entries, waiting(Query(None, "b"))) is None
+
+
+def test_an_id_finds_nothing_that_has_no_delivery_left_or_is_of_another_model() -> None:
+    entries = {"a": ready("a")}
+    by_id = Query(None, "a")
+    assert find_by_id(entries, waiting(by_id)) is None
+    Matchmaker().show(entries["a"])
+    assert find_by_id(entries, waiting(by_id)) == (entries["a"], 0)
+    other = KVFingerprint(model="m")
+    assert find_by_id(entries, waiting(by_id, 1, other)) is None

@@ -106,6 +106,28 @@ async def test_taking_by_a_stale_token_gives_back_what_is_in_hand(
     assert local.statistics().entries == 1
 
 
+@pytest.mark.parametrize("confirm", [False, True])
+async def test_what_was_taken_and_taken_back_costs_no_other_entry(
+    local: LookupBuffer, confirm: bool
+) -> None:
+    await insert(local, entry_id="first")
+    await insert(local, entry_id="second")
+    async with serve("mem://", lookup=local) as server:
+        link = await dial(server.url, identity=name_of("consumer"))
+        _, _, offer = await selected(link)
+        (services,) = server._services
+        assert services.lookup is not None
+        selects = services.lookup.selects
+        (served,) = selects
+        ack = Ack(offer.token, confirm=True) if confirm else Took(offer.token)
+        served.on_frame(ack, b"")
+        local.ledger.leases.void(local.ledger.book.entries["first"], "max_deliver")
+        served.on_frame(Reached(offer.token), b"")
+        await until(lambda: not selects)
+        assert "second" in local.ledger.book.entries
+        await link.aclose()
+
+
 async def test_a_cancellation_while_it_settles_gives_back(
     local: LookupBuffer, link: Link
 ) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 
 from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 
 
@@ -66,3 +67,21 @@ def test_empty_tensors_take_no_room() -> None:
     arena = HeapArena(0)
     (region,) = arena.allocate([0]) or []
     assert region.tensor(TensorSpec((0, 3), "int16")).shape == (0, 3)
+
+
+def test_regions_of_any_size_hold_tensors_of_any_dtype() -> None:
+    arena = HeapArena(2**20)
+    for count in (1, 256, 4096):
+        (region,) = arena.allocate([16 * count]) or []
+        tensor = region.tensor(TensorSpec((count,), "complex128"))
+        tensor.fill_(1j)
+        assert bytes(region.view()) == bytes_of(tensor)
+
+
+def test_many_regions_are_freed_at_once_and_only_once() -> None:
+    arena = HeapArena(10)
+    regions = arena.allocate([6, 4]) or []
+    regions[0].release()
+    arena.free(regions)
+    arena.free(regions)
+    assert arena.used_bytes == 0

@@ -1,0 +1,99 @@
+"""One delivery on its way to a peer: the offer, then the parts that do not ride along.
+
+Plain functions; nothing here waits or knows how a delivery ends.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from asynckv.buffers.entries import Lease, StoredEntry
+from asynckv.buffers.manifest import check_body
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.frames import Complete, Done, Offer, Retract
+
+__all__ = ("Offering", "make_offer", "may_begin")
+
+
+def may_begin(entry: StoredEntry, *, streams: bool) -> bool:
+    """May an offer go out before the entry is whole?
+
+    A stream shows what it gets: it must not see a plain insert that can still
+    be withdrawn. What is small rides with its offer, once it is whole.
+    """
+    return entry.draft.streaming if streams else not entry.is_small
+
+
+def make_offer(link: Link, stream: LinkStream, lease: Lease) -> Offering:
+    """Offer what was leased, with its bytes if they are small and all there.
+
+    :raises EntryTooLarge: its tokens, roi and names do not fit in a frame
+    """
+    entry = lease.entry
+    inline = entry.complete and entry.is_small
+    pieces: list[bytes | memoryview] = [entry.preamble()]
+    if inline:
+        pieces += [region.view() for region in entry.regions[: len(entry.parts)]]
+    body = b"".join(pieces)
+    check_body(link.limits.max_body_bytes, body)
+    offering = Offering(link, stream, entry, link.new_transfer())
+    offer = Offer(
+        transfer=offering.transfer,
+        inline=inline,
+        entry_id=entry.entry_id,
+        token=lease.token,
+        attempt=lease.attempt,
+        matched_tokens=lease.matched_tokens,
+        complete=entry.complete,
+    )
+    stream.send(offer, body)
+    return offering
+
+
+class Offering(msgspec.Struct, eq=False):
+    """An offer that has left. Its parts follow once the peer grants them memory."""
+
+    link: Link
+    stream: LinkStream
+    entry: StoredEntry
+    transfer: int
+    is_granted: bool = False
+
+    def grant(self, transfer: int) -> None:
+        """The peer's memory is ready: send what has landed."""
+        if transfer == self.transfer and not self.is_granted:
+            self.is_granted = True
+            for index in self.entry.landed:
+                self._send(index)
+
+    def part_landed(self, index: int) -> None:
+        """One more part can be sent."""
+        if self.is_granted:
+            self._send(index)
+
+    def completed(self) -> None:
+        """The entry is committed: nothing more comes."""
+        self.stream.send(Complete(self.transfer))
+
+    def retract(self) -> None:
+        """The offer is void."""
+        self.stream.send(Retract(self.transfer))
+
+    def stop(self) -> None:
+        """Send no more parts."""
+        self.is_granted = False
+        self.link.payload.stop(self.transfer)
+
+    def _send(self, index: int) -> None:
+        part, transfer, stream = self.entry.parts[index], self.transfer, self.stream
+        if part.region is None:
+            return
+
+        def sent(digest: bytes, error: BaseException | None) -> None:
+            if error is None:
+                stream.send(Done(transfer, index, digest))
+
+        self.link.payload.send(
+            transfer, index, part.region.view(), sent, digest=part.digest or None
+        )
