@@ -306,7 +306,9 @@ class KVLookupBuffer(KVCacheBuffer):
         as in :meth:`open_insert`).
 
         A cancelled call gives the entry back; ``into`` is no longer written to
-        by then, but may hold part of an entry.
+        by then, but may hold part of an entry. One exception: awaited, remote
+        and above 64 KiB, if the link is cut between the acknowledgement and its
+        answer, the entry counts as taken, also if the call is cancelled then.
 
         :raises LeaseLost: (on leaving ``async with``) the entry was taken back
         :raises ChecksumError: the bytes changed on their way; given back

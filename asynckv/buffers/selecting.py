@@ -125,7 +125,15 @@ class Selecting:
     async def settle(self, delivery: Delivery) -> None:
         """Acknowledge verified receipt: at most once, never both used and given back.
 
-        The answer is waited for; a cancellation meanwhile gives the entry back.
+        The answer is waited for; a cancellation meanwhile gives the entry back,
+        if the peer learns of it. If the link is cut first, all the peer has heard
+        is the Ack, be it that the application has the entry by now (the Reached
+        was under way) or that the call was cancelled (the Cancel was). It has to
+        choose, and counts the delivery: an entry is rather lost to a cancelled
+        call than used twice. No order of frames avoids that: one of them is the
+        last, and who sends it cannot know whether it arrives. The peer could
+        only keep the entry until it hears of this side again, which may be never.
+        A goodbye comes behind all other frames, so it leaves no doubt.
         """
         token = delivery.offer.token
         self._is_acknowledged = True

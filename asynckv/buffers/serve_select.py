@@ -139,7 +139,9 @@ class ServedSelect(msgspec.Struct, eq=False):
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
 
     def on_lost(self, error: PeerLost) -> None:
-        if self._settling is not None:
+        # A peer that says goodbye has said all: it has not handed the entry out.
+        gave_up = error.goodbye and not self.payer.is_leaving
+        if self._settling is not None and not gave_up:
             self._acknowledge(self._settling)
         else:
             self._finish(None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import Server
-from asynckv.errors import LeaseLost
+from asynckv.errors import LeaseLost, PeerLost
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Accepted, Ack, Noted, Reached, Took
+from asynckv.protocol.frames import Accepted, Ack, Frame, Noted, Reached, Took
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import Peers
 
@@ -63,3 +64,30 @@ async def test_an_acceptance_lost_with_the_link_is_a_lost_lease(
     with pytest.raises(LeaseLost):
         async with peers.consumer.lookup.drop_select([1]):
             pass
+
+
+async def test_a_peer_that_leaves_while_it_acknowledges_gives_the_entry_back(
+    peers: Peers,
+    local: LookupBuffer,
+    far_link: FarLink,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await local.insert([1], None, torch.ones(MIB), None, None)
+    link = far_link(peers.server, peers.consumer)
+    noted: list[object] = []
+    send_on = link.send_on
+
+    def send_all_but_noted(stream: int, frame: Frame, body: bytes = b"") -> None:
+        if isinstance(frame, Noted):
+            noted.append(frame)
+        else:
+            send_on(stream, frame, body)
+
+    monkeypatch.setattr(link, "send_on", send_all_but_noted)
+    call = asyncio.create_task(peers.consumer.lookup.drop_select([1]))
+    await until(lambda: bool(noted))
+    await peers.consumer.aclose()
+    with pytest.raises(PeerLost):
+        await call
+    await until(lambda: not local.statistics().leased)
+    assert local.statistics().entries == 1
