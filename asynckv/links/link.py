@@ -29,10 +29,11 @@ from asynckv.links.payloads import make_payload
 from asynckv.links.requests import LinkStream, Service, StreamHandler
 from asynckv.links.streams import ControlStream
 from asynckv.protocol.codec import Buffer
+from asynckv.protocol.events import Came, Event, Farewell, Opened, Refused
 from asynckv.protocol.failures import to_failure
-from asynckv.protocol.frames import Frame, OpeningFrame
+from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.handshake import Agreement
-from asynckv.protocol.session import Came, Event, Farewell, Opened, Refused, Session
+from asynckv.protocol.session import Session
 
 __all__ = ("Link",)
 
@@ -67,16 +68,17 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self.payload = make_payload(agreement, self._loop, self.abort)
         self._stream = stream
-        self._session: Session[LinkStream] = Session(agreement.limits, dialled=dialled)
+        self._session: Session[StreamHandler]
+        self._session = Session(agreement.limits, dialled=dialled)
         self._service: Service | None = None
         # Both directions share one payload transport: their numbers differ.
-        self._transfers = itertools.count(1 if dialled else 2, 2)
+        self._last_transfer = -1 if dialled else 0
         self._pings = itertools.count(1)
         self._outgoing = Outgoing(
             stream, self._session.outbox, self._loop, self._read_on
         )
         # What was received; not empty only while reading is paused.
-        self._events: Iterator[Event[LinkStream]] = iter(())
+        self._events: Iterator[Event[StreamHandler]] = iter(())
         self._when_lost: list[Callable[[PeerLost], None]] = []
         self._grace: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] = self._loop.create_future()
@@ -118,23 +120,14 @@ class Link:
         """
         if self.error is not None:
             raise _copy(self.error)
-        stream = LinkStream(self, self._session.next_stream(), handler)
-        self._session.open(stream.id, stream, frame, body)
+        stream_id = self._session.open(handler, frame, body)
         self._outgoing.flush_soon()
-        return stream
-
-    def send_on(self, stream_id: int, frame: Frame, body: Buffer = b"") -> None:
-        """Queue a frame; what :meth:`LinkStream.send` does."""
-        if self.error is None and self._session.send(stream_id, frame, body):
-            self._outgoing.flush_soon()
-
-    def forget(self, stream_id: int) -> None:
-        """Forget a stream; what :meth:`LinkStream.close` does."""
-        self._session.close(stream_id)
+        return LinkStream(self, self._session, self._outgoing, stream_id)
 
     def new_transfer(self) -> int:
         """Return a number for the next transfer that this side sends."""
-        return next(self._transfers)
+        self._last_transfer += 2
+        return self._last_transfer
 
     def call_when_lost(self, fn: Callable[[PeerLost], None]) -> None:
         """Call ``fn`` once when the link ends, on a later tick; now if it has."""
@@ -173,7 +166,7 @@ class Link:
 
     # What the stream says.
 
-    def on_bytes(self, data: memoryview) -> None:
+    def on_bytes(self, data: bytes) -> None:
         if self.error is not None:
             return
         self._heartbeat.was_heard = True
@@ -196,21 +189,25 @@ class Link:
     # Receiving.
 
     def _handle_events(self) -> None:
-        self._outgoing.is_handling = True
+        outgoing, outbox = self._outgoing, self._session.outbox
+        outgoing.will_flush = True
         try:
             for event in self._events:
                 if type(event) is Came:
                     event.owner.on_frame(event.frame, event.body)
                 else:
                     self._handle(event)
-                if self.error is not None or not self._outgoing.has_room():
+                if self.error is not None:
                     break
+                if outbox.answer_bytes > outgoing.max_answer_bytes:
+                    if not outgoing.make_room():
+                        break
         except ProtocolError as exc:
             self._break(exc)
         except Exception as exc:
             logger.exception("a request handler of the link to %s", self.peer.id)
             self.abort(exc)
-        self._outgoing.end_handling()
+        outgoing.end_handling()
 
     def _read_on(self) -> None:
         if self.error is None and not self._outgoing.is_reading_paused:
@@ -218,7 +215,7 @@ class Link:
         if self.error is None and not self._outgoing.is_reading_paused:
             self._stream.resume_reading()
 
-    def _handle(self, event: Event[LinkStream]) -> None:
+    def _handle(self, event: Event[StreamHandler]) -> None:
         if isinstance(event, Opened):
             self._open(event)
         elif isinstance(event, Farewell):
@@ -229,17 +226,18 @@ class Link:
             )
 
     def _open(self, event: Opened) -> None:
-        stream = LinkStream(self, event.stream)
+        session = self._session
+        stream = LinkStream(self, session, self._outgoing, event.stream)
         try:
             if self._service is None:
                 raise WrongRole("this side of the link serves nothing")
-            stream.attach(self._service.open(stream, event.frame, event.body))
+            handler = self._service.open(stream, event.frame, event.body)
         except RemoteProtocolError:
             raise
         except (AsyncKVError, KeyError, ValueError) as exc:
             stream.send(to_failure(exc))
         else:
-            self._session.attach(stream.id, stream)
+            session.attach(event.stream, handler)
 
     def _on_farewell(self, reason: str) -> None:
         error = PeerLost(f"{self.peer.id} said goodbye{reason and f': {reason}'}")
@@ -299,21 +297,23 @@ class Link:
         self.error = error
         self._heartbeat.stop()
         logger.debug("the link to %s ended: %s", self.peer.id, error)
-        told: list[Callable[[PeerLost], None]]
-        told = [stream.on_lost for stream in self._session.take_owners()]
-        told.extend(self._when_lost)
-        self._when_lost = []
-        self._loop.call_soon(self._tell_lost, told, error)
+        self._session.end_streams()
+        self._loop.call_soon(self._tell_lost, error)
         self._outgoing.tell_drained()
 
-    def _tell_lost(
-        self, told: list[Callable[[PeerLost], None]], error: PeerLost
-    ) -> None:
-        for fn in told:
-            try:
-                fn(_copy(error))
-            except Exception:
-                logger.exception("told of the loss of %s", self.peer.id)
+    def _tell_lost(self, error: PeerLost) -> None:
+        for handler in self._session.take_lost():
+            self._tell(handler.on_lost, error)
+        for fn in self._when_lost:
+            self._tell(fn, error)
+        self._when_lost.clear()
+
+    def _tell(self, fn: Callable[[PeerLost], None], error: PeerLost) -> None:
+        try:
+            fn(_copy(error))
+        except Exception:
+            # The others are told too, whatever one of them does.
+            logger.exception("told of the loss of %s", self.peer.id)
 
     def _hang_up(self) -> None:
         self._outgoing.finish()

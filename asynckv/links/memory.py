@@ -19,7 +19,6 @@ class MemoryStream(ControlStream):
         self._other: MemoryStream = self
         # What the other end wrote and this one has not received; None ends it.
         self._inbox: collections.deque[bytes | None] = collections.deque()
-        self._waiting_bytes = 0
         self._paused = True
         self._closed = False
         self._finished = False
@@ -31,10 +30,6 @@ class MemoryStream(ControlStream):
         one, two = cls(loop), cls(loop)
         one._other, two._other = two, one
         return one, two
-
-    @property
-    def unsent_bytes(self) -> int:
-        return self._other._waiting_bytes
 
     def start(self, owner: StreamOwner) -> None:
         self._owner = owner
@@ -62,7 +57,7 @@ class MemoryStream(ControlStream):
         self._closed = True
         self._owner = None
         self._inbox.clear()
-        self._waiting_bytes = 0
+        self._other.unsent_bytes = 0
         if self._delivery is not None:
             self._delivery.cancel()
         if not self._finished:
@@ -72,7 +67,7 @@ class MemoryStream(ControlStream):
         if self._closed:
             return
         self._inbox.append(data)
-        self._waiting_bytes += len(data or b"")
+        self._other.unsent_bytes += len(data or b"")
         self._deliver_soon()
 
     def _deliver_soon(self) -> None:
@@ -86,8 +81,8 @@ class MemoryStream(ControlStream):
             if data is None:
                 self._owner.on_end(None)
                 return
-            self._waiting_bytes -= len(data)
+            self._other.unsent_bytes -= len(data)
             self._other.sent_bytes += len(data)
-            self._owner.on_bytes(memoryview(data))
-        if not self._waiting_bytes and self._other._owner is not None:
+            self._owner.on_bytes(data)
+        if not self._other.unsent_bytes and self._other._owner is not None:
             self._other._owner.on_writable()

@@ -25,9 +25,10 @@ _WRITE_BYTES: Final = 256 * 1024
 class Outgoing:
     """Moves an outbox to a stream, and pauses its reading where it must.
 
-    While ``is_handling`` whoever set it calls :meth:`end_handling` at the end.
-    ``read_on()`` is called, on a later tick, when reading may go on: first
-    with what was received already, then by ``resume_reading``.
+    Whoever handles what came sets ``will_flush`` meanwhile, looks for room when
+    more than ``max_answer_bytes`` wait, and calls :meth:`end_handling`.
+    ``read_on()`` is called, on a later tick, when reading may go on: first with
+    what was received already, then by ``resume_reading``.
     """
 
     def __init__(
@@ -38,14 +39,13 @@ class Outgoing:
         read_on: Callable[[], None],
     ) -> None:
         self.is_reading_paused = False
-        self.is_handling = False
+        self.will_flush = False
+        self.max_answer_bytes = MAX_ANSWER_BYTES
         self._tell_to_read_on = read_on
         self._stream = stream
         self._outbox = outbox
         self._loop = loop
-        self._flushing: asyncio.Handle | None = None
         self._is_last = False
-        self._max_answer_bytes = MAX_ANSWER_BYTES
         self._sent_before = 0
         self._when_drained: list[Callable[[], None]] = []
 
@@ -56,8 +56,9 @@ class Outgoing:
 
     def flush_soon(self) -> None:
         """Write what is queued at the end of this tick, or of what is handled."""
-        if self._flushing is None and not self.is_handling:
-            self._flushing = self._loop.call_soon(self._flush_now)
+        if not self.will_flush:
+            self.will_flush = True
+            self._loop.call_soon(self._flush_now)
 
     def end_handling(self) -> None:
         """What came is handled: write the answers.
@@ -65,7 +66,7 @@ class Outgoing:
         If there are none, tasks that were woken may have something to say: it
         leaves behind them in the same tick.
         """
-        self.is_handling = False
+        self.will_flush = False
         if self._outbox.nbytes or self.is_reading_paused or self._when_drained:
             self.flush()
         elif not self._is_last:
@@ -73,27 +74,23 @@ class Outgoing:
 
     def flush(self) -> None:
         """Write what is queued, as much as the stream takes."""
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
         stream, outbox = self._stream, self._outbox
         while outbox.nbytes and not stream.unsent_bytes:
             stream.write(outbox.take(_WRITE_BYTES))
         if self._is_last:
             if not outbox.nbytes:
                 stream.finish()
-        elif outbox.answer_bytes > self._max_answer_bytes:
+        elif outbox.answer_bytes > self.max_answer_bytes:
             self._pause()
         elif self.is_reading_paused and outbox.answer_bytes <= LOW_BYTES:
-            self._max_answer_bytes = MAX_ANSWER_BYTES
+            self.max_answer_bytes = MAX_ANSWER_BYTES
             self._read_on()
         if self._when_drained and self.nbytes < LOW_BYTES:
             self.tell_drained()
 
-    def has_room(self) -> bool:
-        """Whether one more answer may be queued; if not, reading is paused."""
-        if self._outbox.answer_bytes > self._max_answer_bytes:
-            self.flush()
+    def make_room(self) -> bool:
+        """Write what is queued: whether one more answer may be; else reading pauses."""
+        self.flush()
         return not self.is_reading_paused
 
     def finish(self) -> None:
@@ -105,9 +102,7 @@ class Outgoing:
 
     def stop(self) -> None:
         """Write nothing more."""
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
+        self.is_reading_paused = False
         self._outbox.clear()
 
     def call_when_drained(self, fn: Callable[[], None]) -> None:
@@ -133,13 +128,13 @@ class Outgoing:
         sent, self._sent_before = self._sent_before, self._stream.sent_bytes
         if not self.is_reading_paused or sent != self._sent_before:
             return True
-        if self._max_answer_bytes < _MAX_STUCK_ANSWER_BYTES:
-            self._max_answer_bytes *= 2
+        if self.max_answer_bytes < _MAX_STUCK_ANSWER_BYTES:
+            self.max_answer_bytes *= 2
             self._read_on()
         return False
 
     def _flush_now(self) -> None:
-        self._flushing = None
+        self.will_flush = False
         self.flush()
 
     def _pause(self) -> None:

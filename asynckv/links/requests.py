@@ -10,6 +10,8 @@ from asynckv.protocol.frames import Frame, OpeningFrame
 
 if TYPE_CHECKING:
     from asynckv.links.link import Link
+    from asynckv.links.outgoing import Outgoing
+    from asynckv.protocol.session import Session
 
 __all__ = ("LinkStream", "Service", "StreamHandler")
 
@@ -50,15 +52,19 @@ class Service(Protocol):
 class LinkStream:
     """A stream of a link, as the side that asks and the side that answers see it."""
 
-    __slots__ = ("_handler", "_is_closed", "id", "link")
+    __slots__ = ("_outgoing", "_session", "id", "link")
 
     def __init__(
-        self, link: Link, stream_id: int, handler: StreamHandler | None = None
+        self,
+        link: Link,
+        session: Session[StreamHandler],
+        outgoing: Outgoing,
+        stream_id: int,
     ) -> None:
-        self.link = link
         self.id = stream_id
-        self._handler = handler
-        self._is_closed = False
+        self.link = link
+        self._session = session
+        self._outgoing = outgoing
 
     def send(self, frame: Frame, body: Buffer = b"") -> None:
         """Queue a frame; nothing happens if stream or link are over.
@@ -69,25 +75,9 @@ class LinkStream:
 
         :raises LocalProtocolError: it is longer than ``link.limits``
         """
-        self.link.send_on(self.id, frame, body)
+        if self._session.send(self.id, frame, body):
+            self._outgoing.flush_soon()
 
     def close(self) -> None:
         """Forget the stream: its handler hears nothing more, nor of a loss."""
-        self._is_closed = True
-        self._handler = None
-        self.link.forget(self.id)
-
-    def attach(self, handler: StreamHandler) -> None:
-        """Let ``handler`` hear of the stream, if it was not closed meanwhile."""
-        if not self._is_closed:
-            self._handler = handler
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        """Hand a frame to the handler. Called by the link."""
-        if self._handler is not None:
-            self._handler.on_frame(frame, body)
-
-    def on_lost(self, error: PeerLost) -> None:
-        """Tell the handler of the loss. Called by the link."""
-        if self._handler is not None:
-            self._handler.on_lost(error)
+        self._session.close(self.id)

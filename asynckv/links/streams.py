@@ -21,8 +21,8 @@ _RECEIVE_BYTES: Final = 128 * 1024
 class StreamOwner(Protocol):
     """Who is told what happens on a stream. Plain functions, on the loop."""
 
-    def on_bytes(self, data: memoryview) -> None:
-        """Bytes came; ``data`` is overwritten after the call."""
+    def on_bytes(self, data: bytes) -> None:
+        """Bytes came."""
 
     def on_writable(self) -> None:
         """All that was written has left; more may be written."""
@@ -36,11 +36,8 @@ class ControlStream(abc.ABC):
 
     sent_bytes: int = 0
     """How many bytes have left in all."""
-
-    @property
-    @abc.abstractmethod
-    def unsent_bytes(self) -> int:
-        """Bytes that were written and have not left; 0 means: write more."""
+    unsent_bytes: int = 0
+    """Bytes that were written and have not left; 0 means: write more."""
 
     @abc.abstractmethod
     def start(self, owner: StreamOwner) -> None:
@@ -85,10 +82,6 @@ class SocketStream(ControlStream):
         self._finishing = False
         self._closed = False
 
-    @property
-    def unsent_bytes(self) -> int:
-        return len(self._unsent)
-
     def start(self, owner: StreamOwner) -> None:
         self._owner = owner
         self.resume_reading()
@@ -98,7 +91,7 @@ class SocketStream(ControlStream):
             return
         sent = self._send(data)
         if sent < len(data):
-            self._unsent = memoryview(data)[sent:]
+            self._keep(memoryview(data)[sent:])
             self._loop.add_writer(self._sock, self._write_on)
 
     def finish(self) -> None:
@@ -141,7 +134,7 @@ class SocketStream(ControlStream):
         return sent
 
     def _write_on(self) -> None:
-        self._unsent = self._unsent[self._send(self._unsent) :]
+        self._keep(self._unsent[self._send(self._unsent) :])
         if self._unsent:
             return
         self._stop_writing()
@@ -153,7 +146,11 @@ class SocketStream(ControlStream):
 
     def _stop_writing(self) -> None:
         self._loop.remove_writer(self._sock)
-        self._unsent = memoryview(b"")
+        self._keep(memoryview(b""))
+
+    def _keep(self, unsent: memoryview) -> None:
+        self._unsent = unsent
+        self.unsent_bytes = len(unsent)
 
     def _read(self) -> None:
         try:
@@ -166,7 +163,7 @@ class SocketStream(ControlStream):
         if not nbytes:
             self._end(None)
         elif self._owner is not None:
-            self._owner.on_bytes(self._view[:nbytes])
+            self._owner.on_bytes(bytes(self._view[:nbytes]))
 
     def _end(self, error: OSError | None) -> None:
         self.pause_reading()

@@ -269,7 +269,7 @@ class _FirstFrames:
 
     def limit(self, limits: Limits) -> None:
         """Let the next frame be as long as ``limits`` say."""
-        self._decoder.limits = limits
+        self._decoder.limit(limits)
 
     def feed(self, data: Buffer) -> Iterator[tuple[Frame, bytes]]:
         rest = memoryview(data)

@@ -18,8 +18,10 @@ import xxhash
 from asynckv.errors import RemoteProtocolError
 
 __all__ = (
+    "CRC32_OFFSET",
     "FLAG_MORE",
     "HEADER_BYTES",
+    "PLAIN",
     "TYPE_CHUNK",
     "TYPE_CONTINUATION",
     "TYPE_CONTROL",
@@ -27,7 +29,10 @@ __all__ = (
     "Header",
     "check_magic",
     "checksum_of",
+    "pack_fields",
     "pack_header",
+    "stream_of",
+    "unpack_fields",
     "unpack_header",
 )
 
@@ -47,9 +52,19 @@ FLAG_MORE: Final = 1
 _Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _MAGIC: Final = b"AKV1"
-_FIELDS: Final = struct.Struct("!4sBBHIQIQ")
-_unpack: Final = struct.Struct("!4sBBHIQIQI").unpack_from
+_STREAM: Final = slice(20, 24)
 _xxh3: Final = xxhash.xxh3_64_intdigest
+_pack_beginning: Final = struct.Struct("!4sBBH").pack
+_unpack_beginning: Final = struct.Struct("!4sBBH").unpack
+
+PLAIN: Final = _pack_beginning(_MAGIC, WIRE_VERSION, TYPE_CONTROL, 0)
+"""How the header of a control frame begins that has its whole body."""
+
+pack_fields: Final = struct.Struct("!8sIQIQ").pack
+"""Pack what the crc32 is of: beginning, both lengths, stream, checksum."""
+unpack_fields: Final = struct.Struct("!8sIQIQI").unpack_from
+"""Unpack these, and the crc32. Nothing is checked."""
+CRC32_OFFSET: Final = HEADER_BYTES - 4
 
 
 class Header(msgspec.Struct, frozen=True, gc=False):
@@ -85,17 +100,8 @@ def pack_header(
 
     ``checksum`` is :func:`checksum_of` them.
     """
-    flags = FLAG_MORE if more else 0
-    fields = _FIELDS.pack(
-        _MAGIC,
-        WIRE_VERSION,
-        type_,
-        flags,
-        control_bytes,
-        payload_bytes,
-        stream,
-        checksum,
-    )
+    beginning = _pack_beginning(_MAGIC, WIRE_VERSION, type_, FLAG_MORE if more else 0)
+    fields = pack_fields(beginning, control_bytes, payload_bytes, stream, checksum)
     return fields + zlib.crc32(fields).to_bytes(4, "big")
 
 
@@ -106,16 +112,15 @@ def unpack_header(data: _Buffer, offset: int = 0) -> Header:
     """
     if len(data) - offset < HEADER_BYTES:
         raise RemoteProtocolError("a frame header was cut short")
-    magic, version, type_, flags, control, payload, stream, checksum, crc32 = _unpack(
-        data, offset
-    )
+    beginning, control, payload, stream, checksum, crc32 = unpack_fields(data, offset)
+    magic, version, type_, flags = _unpack_beginning(beginning)
     if magic != _MAGIC or version != WIRE_VERSION:
         raise _foreign(magic, version)
     if type_ > TYPE_CHUNK:
         raise RemoteProtocolError(f"unknown frame type {type_}")
     if flags & ~FLAG_MORE:
         raise RemoteProtocolError(f"unknown frame flags {flags:#x}")
-    if zlib.crc32(data[offset : offset + _FIELDS.size]) != crc32:
+    if zlib.crc32(data[offset : offset + CRC32_OFFSET]) != crc32:
         raise RemoteProtocolError("a frame header fails its checksum")
     return Header(type_, flags == FLAG_MORE, control, payload, stream, checksum)
 
@@ -128,6 +133,11 @@ def check_magic(beginning: bytearray) -> None:
     magic = bytes(beginning[: len(_MAGIC)])
     if not _MAGIC.startswith(magic):
         raise _foreign(magic, WIRE_VERSION)
+
+
+def stream_of(frame: bytes) -> int:
+    """Return the stream of a whole frame that was packed here."""
+    return int.from_bytes(frame[_STREAM], "big")
 
 
 def _foreign(magic: bytes, version: int) -> RemoteProtocolError:

@@ -9,13 +9,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
-from asynckv.protocol.codec import (
-    BODY_PART_BYTES,
-    Buffer,
-    encode_parts,
-    max_unfinished_bytes,
-)
+from asynckv.protocol.bodies import BODY_PART_BYTES, max_unfinished_bytes
+from asynckv.protocol.codec import Buffer, encode_parts
 from asynckv.protocol.frames import Frame, Limits
+from asynckv.protocol.header import stream_of
 
 __all__ = ("Outbox",)
 
@@ -66,12 +63,11 @@ class Outbox:
         self._limits = limits
         self._own_parity = own_parity
         self._urgent: collections.deque[bytes] = collections.deque()
-        self._ready: collections.deque[tuple[int, bytes]] = collections.deque()
+        self._ready: collections.deque[bytes] = collections.deque()
         self._long: collections.OrderedDict[int, _LongFrame] = collections.OrderedDict()
         self._started: collections.deque[int] = collections.deque()
         self._waiting: collections.deque[int] = collections.deque()
         self._started_bytes = 0
-        self._ready_count = 0
         self._taken_count = 0
         self._last: bytes | None = None
 
@@ -83,15 +79,16 @@ class Outbox:
 
         :raises LocalProtocolError: it is longer than the link's limits
         """
-        body = body if type(body) is bytes else bytes(body)
         first, others = encode_parts(stream, frame, body, limits=self._limits)
-        if others is None:
+        if others is None and not self._long:
+            self._ready.append(first)
+            nbytes = len(first)
+            self.nbytes += nbytes
+            if stream & 1 != self._own_parity:
+                self.answer_bytes += nbytes
+        elif others is None:
             self._count(stream, len(first))
-            if self._long:
-                self._add(stream, first)
-            else:
-                self._ready.append((stream, first))
-                self._ready_count += 1
+            self._add(stream, first)
         else:
             long = _LongFrame(first, others, len(body))
             self._count(stream, long.left_bytes)
@@ -101,10 +98,9 @@ class Outbox:
         if (before := self._long.get(stream)) is not None:
             before.followers.append(item)
         elif isinstance(item, bytes):
-            self._ready.append((stream, item))
-            self._ready_count += 1
+            self._ready.append(item)
         else:
-            item.after = self._ready_count
+            item.after = self._taken_count + len(self._ready)
             self._long[stream] = item
             self._waiting.append(stream)
 
@@ -122,7 +118,7 @@ class Outbox:
     def clear(self) -> None:
         """Drop everything. Only before the very last frame of a broken link."""
         self._urgent.clear()
-        self._taken_count = self._ready_count
+        self._taken_count += len(self._ready)
         self._ready.clear()
         self._long.clear()
         self._started.clear()
@@ -135,10 +131,7 @@ class Outbox:
 
         About ``max_bytes`` of them: at least one, and one part of a long body.
         """
-        if not self.nbytes:
-            return b""
-        is_plain = not self._urgent and not self._long and self._last is None
-        if is_plain and self.nbytes <= max_bytes:
+        if not (self._urgent or self._long or self._last or self.nbytes > max_bytes):
             return self._take_all_ready()
         taken: list[bytes] = []
         nbytes = 0
@@ -165,17 +158,16 @@ class Outbox:
             self.answer_bytes += nbytes
 
     def _take_all_ready(self) -> bytes:
-        ready = self._ready
-        data = ready[0][1] if len(ready) == 1 else b"".join([part for _, part in ready])
-        self._taken_count = self._ready_count
-        ready.clear()
+        data = b"".join(self._ready)
+        self._taken_count += len(self._ready)
+        self._ready.clear()
         self.nbytes = self.answer_bytes = 0
         return data
 
     def _take_ready(self) -> bytes:
-        stream, data = self._ready.popleft()
+        data = self._ready.popleft()
         self._taken_count += 1
-        self._count(stream, -len(data))
+        self._count(stream_of(data), -len(data))
         return data
 
     def _take_part(self) -> bytes | None:

@@ -8,97 +8,42 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Final, Generic, NamedTuple, TypeVar, get_args
+from typing import Final, Generic, TypeVar
 
-import msgspec
-
-from asynckv.errors import AsyncKVError, LocalProtocolError, RemoteProtocolError
+from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.codec import Buffer, FrameDecoder
+from asynckv.protocol.events import Came, Event, Farewell, Opened, Refused
 from asynckv.protocol.failures import from_refuse, to_refuse
 from asynckv.protocol.frames import (
-    Accepted,
-    Attach,
-    Attached,
-    Cancelled,
-    Challenge,
     Failure,
     Frame,
     Goodbye,
-    Hello,
     Limits,
     OpeningFrame,
     OpenPipe,
     Ping,
     Pong,
-    Proof,
     Refuse,
-    Result,
-    Took,
-    Welcome,
 )
 from asynckv.protocol.outbox import Outbox
+from asynckv.protocol.roles import ROLES, Role
 
-__all__ = ("Came", "Event", "Farewell", "Opened", "Refused", "Session", "is_final")
+__all__ = ("Session",)
 
 T = TypeVar("T")
 
-_OPENING: Final = frozenset(get_args(OpeningFrame))
-_FINAL: Final = frozenset({Accepted, Result, Failure, Cancelled})
-_OF_THE_LINK: Final = frozenset(
-    {
-        Hello,
-        Challenge,
-        Proof,
-        Welcome,
-        Refuse,
-        Attach,
-        Attached,
-        Ping,
-        Pong,
-        Goodbye,
-    }
-)
+_OPENS: Final = Role.OPENS
+_GOES_ON: Final = Role.GOES_ON
+_ASKS_LAST: Final = Role.ASKS_LAST
+_ANSWERS_LAST: Final = Role.ANSWERS_LAST
 _MAX_STREAM: Final = 2**32 - 1
-
-
-class Opened(msgspec.Struct, frozen=True, gc=False):
-    """The peer opens a stream; attach something to it, or it is ignored."""
-
-    stream: int
-    frame: OpeningFrame
-    body: bytes
-
-
-class Came(msgspec.Struct, Generic[T], frozen=True, gc=False):
-    """A frame for the stream to which ``owner`` was attached."""
-
-    owner: T
-    frame: Frame
-    body: bytes
-
-
-class Farewell(NamedTuple):
-    """The peer closes cleanly; nothing follows."""
-
-    reason: str
-
-
-class Refused(NamedTuple):
-    """The peer says that we broke the rules; nothing follows."""
-
-    error: AsyncKVError
-
-
-Event = Opened | Came[T] | Farewell | Refused
 
 
 class _Over(enum.Enum):
     FORGOTTEN = enum.auto()
 
 
-def is_final(frame: Frame) -> bool:
-    """Whether ``frame`` is a responder's last one (of any stream but a pipe)."""
-    return type(frame) in _FINAL
+_FORGOTTEN: Final = _Over.FORGOTTEN
 
 
 class Session(Generic[T]):
@@ -107,9 +52,8 @@ class Session(Generic[T]):
     Ids grow, but a stream whose body is long may be passed by later ones.
     A stream is over with the responder's final frame or the requester's ``Took``,
     on both sides; one that was opened by ``OpenPipe`` with a Failure, or when its
-    owner closes it. A requester
-    that closes a stream early no longer hears of it, but it counts towards
-    ``max_streams`` until the final frame has come.
+    owner closes it. A requester that closes a stream early no longer hears of it,
+    but it counts towards ``max_streams`` until the final frame has come.
     """
 
     def __init__(self, limits: Limits, *, dialled: bool) -> None:
@@ -123,6 +67,7 @@ class Session(Generic[T]):
         # Below the last: their frame is still coming, others have passed it.
         self._skipped: set[int] = set()
         self._streams: dict[int, T | _Over] = {}
+        self._lost: dict[int, T | _Over] = {}
         self._pipes: set[int] = set()
         self._own_count = 0
         self._their_count = 0
@@ -133,39 +78,39 @@ class Session(Generic[T]):
         """Whether the peer may hang up here without cutting a frame."""
         return self._decoder.is_idle
 
-    def take_owners(self) -> list[T]:
-        """Return what is attached to open streams; all of them are over now."""
-        owners = [o for o in self._streams.values() if not isinstance(o, _Over)]
+    def end_streams(self) -> None:
+        """End all streams on this side; nothing is sent on them any more."""
+        self._lost = dict(self._streams)
         self._streams.clear()
-        return owners
 
-    def next_stream(self) -> int:
-        """Return the id for the next stream of this side.
+    def take_lost(self) -> Iterator[T]:
+        """Yield who was attached at the end and has not closed its stream since."""
+        for stream in list(self._lost):
+            owner = self._lost.pop(stream, _FORGOTTEN)
+            if owner is not _FORGOTTEN:
+                yield owner
 
-        :raises LocalProtocolError: too many streams are open, or ids are used up
+    def open(self, owner: T, frame: OpeningFrame, body: Buffer = b"") -> int:
+        """Open a stream for ``owner``, queue its first frame, and return its id.
+
+        :raises LocalProtocolError: the frame is too long, too many streams are
+            open, or ids are used up; nothing was opened
         """
+        stream = self._last_own + 2
         if self._own_count >= self.limits.max_streams:
             raise LocalProtocolError(
                 f"{self._own_count} requests are open on this link already",
                 hint="wait for some of them, or raise Limits.max_streams on both sides",
             )
-        if self._last_own + 2 > _MAX_STREAM:
+        if stream > _MAX_STREAM:
             raise LocalProtocolError("this link has used up its streams; reconnect")
-        return self._last_own + 2
-
-    def open(
-        self, stream: int, owner: T, frame: OpeningFrame, body: Buffer = b""
-    ) -> None:
-        """Open ``stream`` (from :meth:`next_stream`) and queue its first frame.
-
-        :raises LocalProtocolError: the frame is too long; nothing was opened
-        """
         self.outbox.put(stream, frame, body)
         self._last_own = stream
         self._own_count += 1
         self._streams[stream] = owner
         if type(frame) is OpenPipe:
             self._pipes.add(stream)
+        return stream
 
     def attach(self, stream: int, owner: T) -> None:
         """Make ``owner`` the one who hears of a stream that the peer opened."""
@@ -180,19 +125,19 @@ class Session(Generic[T]):
         if stream not in self._streams:
             return False
         self.outbox.put(stream, frame, body)
-        if stream & 1 == self._parity:
-            if type(frame) is Took:
+        role = ROLES[type(frame)]
+        if role is not _GOES_ON:
+            last = _ASKS_LAST if stream & 1 == self._parity else _ANSWERS_LAST
+            if role is last:
                 self._finish(stream, frame)
-        elif type(frame) in _FINAL:
-            self._finish(stream, frame)
         return True
 
     def close(self, stream: int) -> None:
         """Forget the owner of ``stream``; later frames for it are ignored."""
         if stream not in self._streams:
-            return
-        if stream & 1 == self._parity and stream not in self._pipes:
-            self._streams[stream] = _Over.FORGOTTEN
+            self._lost.pop(stream, None)
+        elif stream & 1 == self._parity and stream not in self._pipes:
+            self._streams[stream] = _FORGOTTEN
         else:
             self._remove(stream)
 
@@ -218,39 +163,53 @@ class Session(Generic[T]):
         """
         if self._ended:
             return
+        streams = self._streams
         for stream, frame, body in self._decoder.feed(data):
-            event = self._judge(stream, frame, body)
+            role = ROLES[type(frame)]
+            owner = streams.get(stream)
+            if role is _GOES_ON and owner is not None and owner is not _FORGOTTEN:
+                yield Came(owner, frame, body)
+                continue
+            event = self._judge(stream, role, frame, body)
             if event is not None:
                 yield event
             if self._ended:
                 return
 
-    def _judge(self, stream: int, frame: Frame, body: bytes) -> Event[T] | None:
+    def _judge(
+        self, stream: int, role: Role, frame: Frame, body: bytes
+    ) -> Event[T] | None:
         if not stream:
             return self._hear(frame, body)
-        if type(frame) in _OF_THE_LINK:
-            raise RemoteProtocolError(f"{type(frame).__name__} on a stream")
-        if type(frame) in _OPENING:
+        if role is _OPENS:
             return self._begin(stream, frame, body)
+        if role is Role.OF_THE_LINK:
+            raise RemoteProtocolError(f"{type(frame).__name__} on a stream")
         owner = self._streams.get(stream)
         if owner is None:
-            last = self._last_own if stream & 1 == self._parity else self._last_theirs
-            if stream > last or stream in self._skipped:
-                raise RemoteProtocolError(
-                    f"{type(frame).__name__} for stream {stream}, never opened"
-                )
+            self._check_was_open(stream, frame)
             return None
-        if type(frame) in _FINAL:
-            if stream & 1 != self._parity and stream not in self._pipes:
-                raise RemoteProtocolError(
-                    f"{type(frame).__name__} from the side that asks"
-                )
+        if role is not _GOES_ON:
+            self._check_side(stream, role, frame)
             self._finish(stream, frame)
-        elif type(frame) is Took:
-            if stream & 1 == self._parity:
-                raise RemoteProtocolError("Took from the side that answers")
-            self._finish(stream, frame)
-        return None if isinstance(owner, _Over) else Came(owner, frame, body)
+        return None if owner is _FORGOTTEN else Came(owner, frame, body)
+
+    def _check_was_open(self, stream: int, frame: Frame) -> None:
+        last = self._last_own if stream & 1 == self._parity else self._last_theirs
+        if stream > last or stream in self._skipped:
+            raise RemoteProtocolError(
+                f"{type(frame).__name__} for stream {stream}, never opened"
+            )
+
+    def _check_side(self, stream: int, role: Role, frame: Frame) -> None:
+        """Refuse a last frame from the side that cannot say it; a pipe has none."""
+        is_ours = stream & 1 == self._parity
+        if role is _ASKS_LAST and is_ours:
+            raise RemoteProtocolError(
+                f"{type(frame).__name__} from the side that answers"
+            )
+        if role is _ANSWERS_LAST and not is_ours and stream not in self._pipes:
+            raise RemoteProtocolError(f"{type(frame).__name__} from the side that asks")
 
     def _hear(self, frame: Frame, body: bytes) -> Farewell | Refused | None:
         kind = type(frame)
@@ -278,22 +237,22 @@ class Session(Generic[T]):
             raise RemoteProtocolError(
                 f"more than {self.limits.max_streams} streams at a time"
             )
-        self._number(stream, frame)
+        if stream == self._last_theirs + 2:
+            self._last_theirs = stream
+        else:
+            self._number_in_disorder(stream, frame)
         self._their_count += 1
-        self._streams[stream] = _Over.FORGOTTEN
+        self._streams[stream] = _FORGOTTEN
         if type(frame) is OpenPipe:
             self._pipes.add(stream)
         return Opened(stream, frame, body)  # type: ignore[arg-type]
 
-    def _number(self, stream: int, frame: Frame) -> None:
+    def _number_in_disorder(self, stream: int, frame: Frame) -> None:
         """Note that ``stream`` was used: each is once, in about growing order."""
-        if stream == self._last_theirs + 2:
-            self._last_theirs = stream
-            return
         if stream <= self._last_theirs:
             if stream not in self._skipped:
                 raise _cannot_open(stream, frame)
-            self._skipped.discard(stream)
+            self._skipped.remove(stream)
             return
         skipped = range(self._last_theirs + 2, stream, 2)
         if len(skipped) + len(self._skipped) > self.limits.max_streams:

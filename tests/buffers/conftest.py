@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
 
@@ -11,6 +10,9 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import Server
 from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.codec import Buffer
+from asynckv.protocol.frames import Frame
 from asynckv.testing.pairs import Peers, open_peers
 
 CutWhen = Callable[[Link, type], None]
@@ -33,14 +35,14 @@ def cut_when(monkeypatch: pytest.MonkeyPatch) -> CutWhen:
     """Cut a link instead of sending the first frame of a kind."""
 
     def cut(link: Link, kind: type) -> None:
-        send_on = link.send_on
+        send = LinkStream.send
 
-        def send_or_cut(stream: int, frame: object, body: Any = b"") -> None:
-            if isinstance(frame, kind):
+        def send_or_cut(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
+            if stream.link is link and isinstance(frame, kind):
                 link.abort()
-            send_on(stream, frame, body)  # type: ignore[arg-type]
+            send(stream, frame, body)
 
-        monkeypatch.setattr(link, "send_on", send_or_cut)
+        monkeypatch.setattr(LinkStream, "send", send_or_cut)
 
     return cut
 

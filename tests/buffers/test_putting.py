@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from asynckv.buffers.putting import begin_put
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
+from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Put
 from asynckv.tensors.views import bytes_of, spec_of
@@ -38,7 +41,7 @@ async def test_many_bytes_wait_to_be_granted() -> None:
 
 @pytest.mark.parametrize("nbytes", [10, MIB])
 async def test_a_cut_link_is_made_again_and_the_put_too(
-    nbytes: int, monkeypatch: pytest.MonkeyPatch
+    nbytes: int, cut_when: Callable[[Link, type], None]
 ) -> None:
     async with (
         StoreBuffer("16MiB") as local,
@@ -46,8 +49,7 @@ async def test_a_cut_link_is_made_again_and_the_put_too(
         connect(server.url) as peer,
     ):
         (services,) = server._services
-        link = services.link
-        monkeypatch.setattr(link, "send_on", lambda *_: link.abort())
+        cut_when(services.link, object)
         await peer.store.put("key", torch.ones(nbytes))
         value = await local.get("key")
         assert value is not None and value.nbytes == 4 * nbytes

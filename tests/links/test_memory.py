@@ -13,7 +13,7 @@ class Reader:
         self._stream = stream
         stream.start(self)
 
-    def on_bytes(self, data: memoryview) -> None:
+    def on_bytes(self, data: bytes) -> None:
         self.pieces.append(bytes(data))
         self._stream.pause_reading()
 

@@ -13,14 +13,17 @@ class Narrow(ControlStream):
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
-        self.is_full = False
         self.is_paused = False
         self.is_finished = False
         self.takes_one_at_a_time = False
 
     @property
-    def unsent_bytes(self) -> int:
-        return int(self.is_full)
+    def is_full(self) -> bool:
+        return bool(self.unsent_bytes)
+
+    @is_full.setter
+    def is_full(self, is_full: bool) -> None:
+        self.unsent_bytes = int(is_full)
 
     def start(self, owner: StreamOwner) -> None: ...
 
@@ -86,13 +89,13 @@ async def test_a_full_stream_is_given_nothing() -> None:
 async def test_reading_pauses_while_many_answers_wait_and_goes_on_after() -> None:
     sender = Sender(full=True)
     sender.answer(MAX_ANSWER_BYTES + 1)
-    assert not sender.outgoing.has_room()
+    assert not sender.outgoing.make_room()
     assert sender.stream.is_paused
     sender.stream.is_full = False
     sender.outgoing.flush()
     await asyncio.sleep(0)
     assert sender.resumed == 1
-    assert sender.outgoing.has_room()
+    assert sender.outgoing.make_room()
 
 
 async def test_what_this_side_asks_pauses_nothing() -> None:
@@ -100,7 +103,7 @@ async def test_what_this_side_asks_pauses_nothing() -> None:
     for _ in range(200):
         sender.outbox.put(1, Get("a"), bytes(50_000))
     sender.outgoing.flush()
-    assert sender.outgoing.has_room()
+    assert sender.outgoing.make_room()
 
 
 async def test_a_peer_that_takes_what_it_is_sent_is_not_judged() -> None:
@@ -170,7 +173,7 @@ async def test_nothing_leaves_after_a_stop() -> None:
 async def test_what_woken_tasks_say_leaves_in_the_same_tick() -> None:
     sender = Sender()
     loop = asyncio.get_running_loop()
-    sender.outgoing.is_handling = True
+    sender.outgoing.will_flush = True
     loop.call_soon(sender.outbox.put, 1, Get("a"))
     sender.outgoing.end_handling()
     await asyncio.sleep(0)

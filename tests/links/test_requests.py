@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-from asynckv.errors import PeerLost
-from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Grant, Peek
 from asynckv.testing.link_pairs import Hearer, linked
 
 
-async def test_a_stream_closed_before_its_handler_came_stays_closed() -> None:
+async def test_a_stream_that_was_closed_says_and_hears_nothing() -> None:
     async with linked() as pair:
-        stream, hearer = LinkStream(pair.near, 99), Hearer()
+        hearer = Hearer()
+        stream = pair.near.open_stream(hearer, Peek(has_key=True))
         stream.close()
-        stream.attach(hearer)
-        stream.on_frame(Grant(1), b"")
-        stream.on_lost(PeerLost())
+        pair.near.abort()
+        stream.send(Grant(1))
+        await pair.near.wait_closed()
         assert not hearer.frames and not hearer.losses
 
 

@@ -50,7 +50,7 @@ class Owner:
         self.writable = 0
         stream.start(self)
 
-    def on_bytes(self, data: memoryview) -> None:
+    def on_bytes(self, data: bytes) -> None:
         self.data += data
 
     def on_writable(self) -> None:

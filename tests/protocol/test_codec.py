@@ -9,12 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol import frames
-from asynckv.protocol.codec import (
-    BODY_PART_BYTES,
-    FrameDecoder,
-    encode_frame,
-    max_unfinished_bytes,
-)
+from asynckv.protocol.bodies import BODY_PART_BYTES, max_unfinished_bytes
+from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Accepted, Frame, Get, Grant, Limits, Offer, Select
 from asynckv.protocol.header import (
     HEADER_BYTES,

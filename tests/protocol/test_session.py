@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.events import Came, Event, Farewell, Opened, Refused
 from asynckv.protocol.frames import (
     Accepted,
     Ack,
@@ -30,15 +31,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.protocol.session import (
-    Came,
-    Event,
-    Farewell,
-    Opened,
-    Refused,
-    Session,
-    is_final,
-)
+from asynckv.protocol.session import Session
 
 
 def near(limits: Limits | None = None) -> Session[str]:
@@ -59,9 +52,13 @@ def pump(source: Session[str], sink: Session[str]) -> list[Event[str]]:
 
 
 def ask(session: Session[str], owner: str = "asker") -> int:
-    stream = session.next_stream()
-    session.open(stream, owner, Get("k"))
-    return stream
+    return session.open(owner, Get("k"))
+
+
+def owners(session: Session[str]) -> list[str]:
+    """Who hears of the end of its streams, now."""
+    session.end_streams()
+    return list(session.take_lost())
 
 
 def hear(session: Session[str], stream: int, frame: Frame, body: bytes = b"") -> None:
@@ -70,8 +67,7 @@ def hear(session: Session[str], stream: int, frame: Frame, body: bytes = b"") ->
 
 def test_a_request_and_its_answer_reach_their_owners() -> None:
     a, b = near(), far()
-    stream = a.next_stream()
-    a.open(stream, "asker", Select(has_key=True), b"key")
+    a.open("asker", Select(has_key=True), b"key")
     assert pump(a, b) == [Opened(1, Select(has_key=True), b"key")]
     b.attach(1, "answerer")
     assert b.send(1, Grant(4))
@@ -96,10 +92,9 @@ def test_a_stream_is_over_with_its_final_frame_on_both_sides(final: Frame) -> No
     b.attach(stream, "answerer")
     assert b.send(stream, final)
     assert pump(b, a) == [Came("asker", final, b"")]
-    assert (a.take_owners(), b.take_owners()) == ([], [])
+    assert (owners(a), owners(b)) == ([], [])
     assert not a.send(stream, Cancel())
     assert not b.send(stream, Grant(1))
-    assert is_final(final)
 
 
 def test_a_stream_is_over_when_its_requester_took_what_was_offered() -> None:
@@ -109,7 +104,7 @@ def test_a_stream_is_over_when_its_requester_took_what_was_offered() -> None:
     b.attach(stream, "answerer")
     assert a.send(stream, Took(b"t"))
     assert pump(a, b) == [Came("answerer", Took(b"t"), b"")]
-    assert (a.take_owners(), b.take_owners()) == ([], [])
+    assert (owners(a), owners(b)) == ([], [])
     assert not b.send(stream, Accepted())
 
 
@@ -118,6 +113,22 @@ def test_only_the_side_that_asks_takes() -> None:
     stream = ask(a)
     with pytest.raises(RemoteProtocolError, match="from the side that answers"):
         hear(a, stream, Took(b"t"))
+
+
+def test_who_closes_its_stream_after_the_end_hears_nothing_of_it() -> None:
+    a = near()
+    first, second = ask(a, "first"), ask(a, "second")
+    a.end_streams()
+    a.close(first)
+    a.close(second + 2)
+    assert not a.send(second, Cancel())
+    assert list(a.take_lost()) == ["second"]
+
+
+def test_a_forgotten_owner_hears_nothing_of_the_end() -> None:
+    a = near()
+    a.close(ask(a))
+    assert owners(a) == []
 
 
 def test_frames_for_a_stream_that_is_over_are_ignored() -> None:
@@ -137,16 +148,16 @@ def test_a_forgotten_stream_is_ignored_and_counts_until_its_end() -> None:
     pump(a, b)
     a.close(stream)
     with pytest.raises(LocalProtocolError, match="1 requests are open"):
-        a.next_stream()
+        ask(a)
     b.send(stream, Grant(1))
     b.send(stream, Accepted())
     assert pump(b, a) == []
-    assert a.next_stream() == 3
+    assert ask(a) == 3
 
 
 def test_a_pipe_goes_on_after_what_ends_other_streams() -> None:
     a, b = near(), far()
-    a.open(1, "near end", OpenPipe())
+    a.open("near end", OpenPipe())
     pump(a, b)
     b.attach(1, "far end")
     b.send(1, Accepted())
@@ -155,14 +166,14 @@ def test_a_pipe_goes_on_after_what_ends_other_streams() -> None:
     assert pump(a, b) == [Came("far end", Accepted(), b"")]
     b.send(1, Failure("WrongRole", ""))
     pump(b, a)
-    assert (a.take_owners(), b.take_owners()) == ([], [])
+    assert (owners(a), owners(b)) == ([], [])
 
 
 def test_closing_a_pipe_forgets_it() -> None:
     a = near(Limits(max_streams=1))
-    a.open(1, "near end", OpenPipe())
+    a.open("near end", OpenPipe())
     a.close(1)
-    assert a.next_stream() == 3
+    assert ask(a) == 3
 
 
 def test_an_opened_stream_that_nobody_attached_to_is_ignored() -> None:
@@ -203,8 +214,8 @@ def test_a_stream_cannot_be_opened_twice() -> None:
 
 def test_a_long_request_may_be_passed_by_later_ones() -> None:
     a, b = near(), far()
-    a.open(1, "long", Get("long"), bytes(300_000))
-    a.open(3, "short", Get("short"))
+    a.open("long", Get("long"), bytes(300_000))
+    a.open("short", Get("short"))
     events = pump(a, b)
     assert [e.stream for e in events if isinstance(e, Opened)] == [3, 1]
 
@@ -282,9 +293,9 @@ def test_a_hang_up_is_clean_only_between_frames() -> None:
 def test_what_is_too_long_opens_nothing() -> None:
     a = near(Limits(max_body_bytes=10))
     with pytest.raises(LocalProtocolError):
-        a.open(a.next_stream(), "asker", Get("k"), bytes(11))
-    assert a.next_stream() == 1
+        a.open("asker", Get("k"), bytes(11))
     assert not a.outbox
+    assert ask(a) == 1
 
 
 def _recording() -> bytes:

@@ -1,0 +1,45 @@
+"""What a session tells its link: each is what one received frame meant."""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from asynckv.errors import AsyncKVError
+from asynckv.protocol.frames import Frame, OpeningFrame
+
+__all__ = ("Came", "Event", "Farewell", "Opened", "Refused")
+
+T = TypeVar("T")
+
+
+class Opened(msgspec.Struct, frozen=True, gc=False):
+    """The peer opens a stream; attach something to it, or it is ignored."""
+
+    stream: int
+    frame: OpeningFrame
+    body: bytes
+
+
+class Came(msgspec.Struct, Generic[T], frozen=True, gc=False):
+    """A frame for the stream to which ``owner`` was attached."""
+
+    owner: T
+    frame: Frame
+    body: bytes
+
+
+class Farewell(NamedTuple):
+    """The peer closes cleanly; nothing follows."""
+
+    reason: str
+
+
+class Refused(NamedTuple):
+    """The peer says that we broke the rules; nothing follows."""
+
+    error: AsyncKVError
+
+
+Event = Opened | Came[T] | Farewell | Refused
