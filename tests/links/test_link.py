@@ -8,16 +8,12 @@ import anyio
 import pytest
 
 from asynckv.errors import (
-    EntryTooLarge,
     LocalProtocolError,
-    PeerLost,
     RemoteProtocolError,
 )
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.failures import from_failure
 from asynckv.protocol.frames import (
-    Failure,
     Frame,
     Grant,
     Limits,
@@ -121,24 +117,6 @@ async def test_frames_of_a_stream_keep_their_order_both_ways(url: str) -> None:
             assert [len(body) for _, body in got] == sizes
 
 
-async def test_an_error_of_the_service_is_the_answer() -> None:
-    def answer(*_: object) -> None:
-        raise EntryTooLarge(nbytes=5, max_bytes=3)
-
-    async with linked(answer=answer) as pair:
-        frame, _ = await ask(pair.near)
-        assert isinstance(frame, Failure)
-        assert isinstance(from_failure(frame), EntryTooLarge)
-        assert pair.near.is_open
-
-
-async def test_a_side_without_a_service_says_so() -> None:
-    async with linked() as pair:
-        frame, _ = await ask(pair.far)
-        assert isinstance(frame, Failure)
-        assert frame.code == "WrongRole"
-
-
 async def test_transfers_have_numbers_of_their_own() -> None:
     async with linked() as pair:
         numbers = [pair.near.new_transfer() for _ in range(3)]
@@ -199,28 +177,6 @@ async def test_aborting_says_nothing(url: str) -> None:
         assert "without a goodbye" in str(loss)
 
 
-async def test_a_loss_is_told_once_and_never_inside_the_call() -> None:
-    async with linked(answer=never) as pair:
-        hearer, told = Hearer(), list[PeerLost]()
-        pair.near.open_stream(hearer, ASK)
-        pair.near.call_when_lost(told.append)
-        pair.near.abort()
-        assert hearer.losses == told == []
-        pair.near.abort()
-        await pair.near.aclose()
-        assert len(hearer.losses) == len(told) == 1
-
-
-async def test_who_asks_late_learns_of_the_loss_too() -> None:
-    async with linked() as pair:
-        pair.near.abort()
-        told = list[PeerLost]()
-        pair.near.call_when_lost(told.append)
-        await until(lambda: bool(told))
-        with pytest.raises(PeerLost, match="aborted on this side"):
-            pair.near.open_stream(Hearer(), ASK)
-
-
 async def test_a_closed_stream_hears_of_nothing() -> None:
     async with linked(answer=never) as pair:
         hearer = Hearer()
@@ -232,44 +188,12 @@ async def test_a_closed_stream_hears_of_nothing() -> None:
         assert hearer.frames == [] and hearer.losses == []
 
 
-async def test_a_stream_closed_after_the_loss_is_not_told_either() -> None:
-    async with linked(answer=never) as pair:
-        hearer = Hearer()
-        stream = pair.near.open_stream(hearer, ASK)
-        pair.near.abort()
-        stream.close()
-        await pair.near.wait_closed()
-        await asyncio.sleep(0)
-        assert hearer.losses == []
-
-
 async def test_sending_after_the_end_does_nothing() -> None:
     async with linked(answer=never) as pair:
         stream = pair.near.open_stream(Hearer(), ASK)
         pair.near.abort()
         stream.send(Grant(1), bytes(100))
         assert pair.near.outgoing_bytes == 0
-
-
-async def test_each_who_hears_of_a_loss_gets_an_error_of_its_own() -> None:
-    async with linked(answer=never) as pair:
-        one, two = Hearer(), Hearer()
-        pair.near.open_stream(one, ASK)
-        pair.near.open_stream(two, ASK)
-        pair.near.abort()
-        assert await one.loss() is not await two.loss()
-
-
-async def test_one_listener_that_fails_keeps_no_other_from_hearing() -> None:
-    def fail(error: PeerLost) -> None:
-        raise RuntimeError("on purpose")
-
-    async with linked() as pair:
-        told = list[PeerLost]()
-        pair.near.call_when_lost(fail)
-        pair.near.call_when_lost(told.append)
-        pair.near.abort()
-        await until(lambda: bool(told))
 
 
 # Broken rules.
@@ -288,41 +212,6 @@ async def test_a_broken_rule_ends_that_link_and_tells_why(url: str) -> None:
         assert "makes no sense" in str(pair.near.error)
         assert "closed the link: that makes no sense" in str(pair.far.error)
         assert await ask(other.near, b"fine") == (Result(4), b"fine")
-
-
-class _Faulty(Hearer):
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        raise ZeroDivisionError("on purpose")
-
-
-async def test_a_fault_of_a_handler_is_logged_and_aborts_the_link(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with linked() as pair:
-        pair.near.open_stream(_Faulty(), ASK)
-        await pair.near.wait_closed()
-        assert isinstance(pair.near.error, PeerLost)
-        assert isinstance(pair.near.error.__cause__, ZeroDivisionError)
-    assert "on purpose" in caplog.text
-
-
-async def test_a_fault_of_the_service_aborts_the_link() -> None:
-    def answer(*_: object) -> None:
-        raise ZeroDivisionError("on purpose")
-
-    async with linked(answer=answer) as pair:
-        with pytest.raises(PeerLost):
-            await ask(pair.near)
-        assert isinstance(pair.far.error, PeerLost)
-
-
-async def test_a_service_that_sees_a_broken_rule_breaks_the_link() -> None:
-    def answer(*_: object) -> None:
-        raise RemoteProtocolError("no such contents")
-
-    async with linked(answer=answer) as pair:
-        with pytest.raises(PeerLost, match="no such contents"):
-            await ask(pair.near)
 
 
 async def test_the_payload_transport_that_breaks_takes_the_link_along() -> None:
@@ -367,7 +256,7 @@ async def test_a_cancelled_close_aborts() -> None:
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert pair.near._closed.done()
+        await asyncio.wait_for(pair.near.wait_closed(), 1)
 
 
 async def test_a_close_in_a_cancelled_scope_still_says_goodbye() -> None:

@@ -1,0 +1,143 @@
+"""How a link ends: once, with one reason, and everybody is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from asynckv.abc import PayloadTransport
+from asynckv.errors import PeerLost, ProtocolError
+from asynckv.links.heartbeat import Heartbeat
+from asynckv.links.outgoing import Outgoing
+from asynckv.links.requests import StreamHandler
+from asynckv.links.streams import ControlStream
+from asynckv.protocol.session import Session
+
+__all__ = ("GRACE_S", "Ending", "copy_of")
+
+logger = logging.getLogger(__name__)
+
+GRACE_S: Final = 1.0
+"""How long a peer may take for the last words of a link, and to hang up."""
+
+
+class Ending:
+    """The end of one link. ``error`` says how it came, once it has."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        stream: ControlStream,
+        session: Session[StreamHandler],
+        outgoing: Outgoing,
+        payload: PayloadTransport,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self.error: PeerLost | None = None
+        self._peer_id = peer_id
+        self._stream = stream
+        self._session = session
+        self._outgoing = outgoing
+        self._payload = payload
+        self._heartbeat = heartbeat
+        self._loop = asyncio.get_running_loop()
+        self._when_lost: list[Callable[[PeerLost], None]] = []
+        self._grace: asyncio.TimerHandle | None = None
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+
+    def call(self, fn: Callable[[PeerLost], None]) -> None:
+        """Call ``fn`` once when the link ends, on a later tick; now if it has."""
+        if self.error is not None:
+            self._loop.call_soon(fn, copy_of(self.error))
+        else:
+            self._when_lost.append(fn)
+
+    async def wait(self) -> None:
+        """Wait until the control connection is closed."""
+        await asyncio.wait({self._closed})
+
+    def at_once(self, error: Exception) -> None:
+        """Close now, without a word."""
+        self._lose(error)
+        self._close()
+
+    def say_goodbye(self) -> None:
+        """Say goodbye behind all that is queued, and hang up."""
+        if self.error is not None:
+            return
+        self._session.say_goodbye()
+        error = PeerLost(f"the link to {self._peer_id} was closed on this side")
+        error.goodbye = True
+        self._lose(error)
+        self._hang_up()
+
+    def hear_goodbye(self, reason: str) -> None:
+        """The peer has said goodbye: what is queued for it is for nobody."""
+        error = PeerLost(f"{self._peer_id} said goodbye{reason and f': {reason}'}")
+        error.goodbye = True
+        self._lose(error)
+        self._payload.abort()
+        self._session.outbox.clear()
+        self._hang_up()
+
+    def refuse(self, error: ProtocolError) -> None:
+        """The peer broke the rules: end for ever, after one last word to it."""
+        logger.warning("the link to %s broke: %s", self._peer_id, error)
+        self._session.refuse(error)
+        self._lose(error)
+        self._payload.abort()
+        self._hang_up()
+
+    def _lose(self, error: Exception) -> None:
+        if self.error is not None:
+            return
+        if not isinstance(error, PeerLost):
+            lost = PeerLost(f"the link to {self._peer_id} broke: {error}")
+            lost.__cause__ = error
+            error = lost
+        self.error = error
+        self._heartbeat.stop()
+        logger.debug("the link to %s ended: %s", self._peer_id, error)
+        self._session.end_streams()
+        self._loop.call_soon(self._tell_lost, error)
+        self._outgoing.tell_drained()
+
+    def _tell_lost(self, error: PeerLost) -> None:
+        for handler in self._session.take_lost():
+            self._tell(handler.on_lost, error)
+        for fn in self._when_lost:
+            self._tell(fn, error)
+        self._when_lost.clear()
+
+    def _tell(self, fn: Callable[[PeerLost], None], error: PeerLost) -> None:
+        try:
+            fn(copy_of(error))
+        except Exception:
+            # The others are told too, whatever one of them does.
+            logger.exception("told of the loss of %s", self._peer_id)
+
+    def _hang_up(self) -> None:
+        self._outgoing.finish()
+        if self._grace is None and not self._closed.done():
+            self._grace = self._loop.call_later(GRACE_S, self._close)
+
+    def _close(self) -> None:
+        if self._closed.done():
+            return
+        self._closed.set_result(None)
+        if self._grace is not None:
+            self._grace.cancel()
+        self._heartbeat.stop()
+        self._outgoing.stop()
+        self._stream.abort()
+        self._payload.abort()
+
+
+def copy_of(error: PeerLost) -> PeerLost:
+    """Return an error to raise: tracebacks and contexts of one would mix."""
+    copy = PeerLost(error.message, hint=error.hint)
+    copy.goodbye = error.goodbye
+    copy.__cause__ = error.__cause__
+    return copy

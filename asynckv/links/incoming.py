@@ -1,0 +1,133 @@
+"""What comes in on a link: read in one place, and handed on at once.
+
+From the socket's own callback to the handler of a request: no reader waits for
+an application.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from asynckv.errors import (
+    AsyncKVError,
+    PeerLost,
+    ProtocolError,
+    RemoteProtocolError,
+    WrongRole,
+)
+from asynckv.links.ending import Ending
+from asynckv.links.heartbeat import Heartbeat
+from asynckv.links.outgoing import Outgoing
+from asynckv.links.requests import LinkStream, Service, StreamHandler
+from asynckv.links.streams import ControlStream
+from asynckv.protocol.events import Came, Event, Farewell, Opened, Refused
+from asynckv.protocol.failures import to_failure
+from asynckv.protocol.session import Session
+
+if TYPE_CHECKING:
+    from asynckv.links.link import Link
+
+__all__ = ("Incoming",)
+
+logger = logging.getLogger(__name__)
+
+
+class Incoming:
+    """Hears of the stream of ``link``, and tells its handlers and its service."""
+
+    def __init__(
+        self,
+        link: Link,
+        stream: ControlStream,
+        session: Session[StreamHandler],
+        outgoing: Outgoing,
+        ending: Ending,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self.service: Service | None = None
+        self._link = link
+        self._stream = stream
+        self._session = session
+        self._outgoing = outgoing
+        self._ending = ending
+        self._heartbeat = heartbeat
+        # What was received; not empty only while reading is paused.
+        self._events: Iterator[Event[StreamHandler]] = iter(())
+
+    def on_bytes(self, data: bytes) -> None:
+        """Bytes came."""
+        if self._ending.error is None:
+            self._heartbeat.was_heard = True
+            self._events = self._session.receive(data)
+            self._handle_events()
+
+    def on_writable(self) -> None:
+        """All that was written has left."""
+        self._outgoing.flush()
+
+    def on_end(self, error: OSError | None) -> None:
+        """Nothing more will come."""
+        peer_id = self._link.peer.id
+        if error is not None:
+            lost = PeerLost(f"the connection to {peer_id} broke: {error}")
+        elif self._session.is_between_frames:
+            lost = PeerLost(f"{peer_id} hung up without a goodbye")
+        else:
+            lost = PeerLost(f"{peer_id} hung up in the middle of a frame")
+        lost.__cause__ = error
+        self._ending.at_once(lost)
+
+    def read_on(self) -> None:
+        """Go on with what was received already, then with reading."""
+        ending, outgoing = self._ending, self._outgoing
+        if ending.error is None and not outgoing.is_reading_paused:
+            self._handle_events()
+        if ending.error is None and not outgoing.is_reading_paused:
+            self._stream.resume_reading()
+
+    def _handle_events(self) -> None:
+        outgoing, outbox, ending = self._outgoing, self._session.outbox, self._ending
+        outgoing.will_flush = True
+        try:
+            for event in self._events:
+                if type(event) is Came:
+                    event.owner.on_frame(event.frame, event.body)
+                else:
+                    self._handle(event)
+                if ending.error is not None:
+                    break
+                if outbox.answer_bytes > outgoing.max_answer_bytes:
+                    if not outgoing.make_room():
+                        break
+        except ProtocolError as exc:
+            ending.refuse(exc)
+        except Exception as exc:
+            # A fault of ours: whoever waits on this link learns of it by its end.
+            logger.exception("a request handler of the link to %s", self._link.peer.id)
+            ending.at_once(exc)
+        outgoing.end_handling()
+
+    def _handle(self, event: Event[StreamHandler]) -> None:
+        if isinstance(event, Opened):
+            self._open(event)
+        elif isinstance(event, Farewell):
+            self._ending.hear_goodbye(event.reason)
+        elif isinstance(event, Refused):
+            why = f"{self._link.peer.id} closed the link: {event.error.message}"
+            self._ending.at_once(PeerLost(why))
+
+    def _open(self, event: Opened) -> None:
+        session = self._session
+        stream = LinkStream(self._link, session, self._outgoing, event.stream)
+        try:
+            if self.service is None:
+                raise WrongRole("this side of the link serves nothing")
+            handler = self.service.open(stream, event.frame, event.body)
+        except RemoteProtocolError:
+            raise
+        except (AsyncKVError, KeyError, ValueError) as exc:
+            stream.send(to_failure(exc))
+        else:
+            session.attach(event.stream, handler)
