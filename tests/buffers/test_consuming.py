@@ -11,6 +11,8 @@ from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import Server
 from asynckv.errors import LeaseLost, PeerLost
 from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Accepted, Ack, Frame, Noted, Reached, Took
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import Peers
@@ -67,23 +69,21 @@ async def test_an_acceptance_lost_with_the_link_is_a_lost_lease(
 
 
 async def test_a_peer_that_leaves_while_it_acknowledges_gives_the_entry_back(
-    peers: Peers,
-    local: LookupBuffer,
-    far_link: FarLink,
-    monkeypatch: pytest.MonkeyPatch,
+    peers: Peers, local: LookupBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await local.insert([1], None, torch.ones(MIB), None, None)
-    link = far_link(peers.server, peers.consumer)
     noted: list[object] = []
-    send_on = link.send_on
+    send = LinkStream.send
 
-    def send_all_but_noted(stream: int, frame: Frame, body: bytes = b"") -> None:
+    def send_all_but_noted(
+        stream: LinkStream, frame: Frame, body: Buffer = b""
+    ) -> None:
         if isinstance(frame, Noted):
             noted.append(frame)
         else:
-            send_on(stream, frame, body)
+            send(stream, frame, body)
 
-    monkeypatch.setattr(link, "send_on", send_all_but_noted)
+    monkeypatch.setattr(LinkStream, "send", send_all_but_noted)
     call = asyncio.create_task(peers.consumer.lookup.drop_select([1]))
     await until(lambda: bool(noted))
     await peers.consumer.aclose()
