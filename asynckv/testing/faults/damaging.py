@@ -22,9 +22,11 @@ _EVERY_BYTES: Final = 2**16
 class BlackHole(Fault):
     """What is sent is acknowledged, and never arrives; nor does an end of it.
 
-    So does a load balancer that has lost its table. A connection that has lost
-    bytes is reset when, after the end of this, others would pass on it.
+    So does a load balancer that has lost its table. When this ends, connections
+    that have lost bytes are reset.
     """
+
+    swallows = True
 
     def delay_s(self, flow: Flow, piece: Piece, now: float) -> float:
         return math.inf if piece.end else 0.0

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias
 
 if TYPE_CHECKING:
     from asynckv.testing.faults.flows import Flow, Piece
@@ -68,6 +68,9 @@ class Fault:
     nothing: subclasses override what they need of the five methods at the end,
     which are called on the event loop and must not wait.
     """
+
+    swallows: ClassVar[bool] = False
+    """Whether bytes may be lost in it, and the connection has to outlive that."""
 
     def __init__(self, *, direction: Direction = "both", kind: Kind = "both") -> None:
         self.direction = direction

@@ -123,7 +123,7 @@ class Flow:
         return True
 
     def tear(self) -> None:
-        """Bytes are lost: the connection ends when any others would pass."""
+        """Bytes are lost: the connection ends as soon as no fault swallows more."""
         self._is_torn = True
 
     # Reading.
@@ -189,6 +189,8 @@ class Flow:
         faults = [fault for fault in self._faults if fault.concerns(self)]
         for fault in faults:
             fault.judge(self)
+        if self._is_torn and not any(fault.swallows for fault in faults):
+            raise Cut(resets=True)
         if not self._line and not self._unsent:
             return math.inf
         piece, now = self._taken if self._unsent else self._line[0], self._loop.time()
@@ -224,8 +226,6 @@ class Flow:
 
     def _send(self, faults: Sequence[Fault], now: float) -> bool:
         """Write what was taken; ``False`` if the sink takes nothing now."""
-        if self._is_torn:
-            raise Cut(resets=True)
         try:
             sent = self._sink.send(self._unsent)
         except (BlockingIOError, InterruptedError):
@@ -240,7 +240,7 @@ class Flow:
         return True
 
     def _pass_end(self, piece: Piece) -> None:
-        if self._is_torn or piece.end == "reset":
+        if piece.end == "reset":
             raise Cut(resets=True)
         self.shut()
         self.stop()
