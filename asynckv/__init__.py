@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         listen_pipe as listen_pipe,
         open_pipe as open_pipe,
     )
+    from asynckv.security.tls import TLS as TLS
     from asynckv.types import KVFingerprint as KVFingerprint, TensorSpec as TensorSpec
 
 __version__ = "0.1.0"
@@ -82,6 +83,7 @@ _HOME: Final = {
     "ProtocolError": "asynckv.errors",
     "Server": "asynckv.buffers.serve",
     "StoreBuffer": "asynckv.buffers.store",
+    "TLS": "asynckv.security.tls",
     "TensorSpec": "asynckv.types",
     "WrongLoop": "asynckv.errors",
     "WrongRole": "asynckv.errors",

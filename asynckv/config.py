@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from asynckv.errors import ConfigError
+from asynckv.security.tls import TLS
 from asynckv.types import KVFingerprint, parse_bytes
 
 __all__ = ("KVLoadFailurePolicy", "KVRole", "KVTransferConfig")
@@ -38,7 +39,8 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     (added to ``kv_port``), ``store_timeout`` (how many seconds a peer may take
     to be there), ``peer_url`` (whom a ``kv_both`` asks), ``fingerprint`` (what
     model the entries belong to), ``secret_file`` and ``allow_plaintext`` (as
-    :func:`asynckv.serve` takes them).
+    :func:`asynckv.serve` takes them), and, for ``tls://``, ``tls``: an object of
+    the fields of :class:`asynckv.TLS`.
 
     :raises ConfigError: a value that cannot work
     """
@@ -149,13 +151,16 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     def url(self) -> str:
         """``tcp://kv_ip:kv_port``, with ``port_offset`` added to the port.
 
+        With ``tls`` it is ``tls://``.
+
         :raises ConfigError: the offset is no whole number, or leaves the range
         """
         offset: int = self._extra("port_offset", int, 0, "a whole number")
         port = self.kv_port + offset
         _check_range("kv_port + port_offset", port, 0, 65535)
         host = f"[{self.kv_ip}]" if ":" in self.kv_ip else self.kv_ip
-        return f"tcp://{host}:{port}"
+        scheme = "tcp" if self.tls is None else "tls"
+        return f"{scheme}://{host}:{port}"
 
     @property
     def store_timeout_s(self) -> float:
@@ -218,6 +223,18 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         return given
 
     @property
+    def tls(self) -> TLS | None:
+        """The certificates of this node and of its peers.
+
+        :raises ConfigError: a field is missing, or is none
+        """
+        fields = ", ".join(_TlsFields.__struct_fields__)
+        given: _TlsFields | None = self._extra(
+            "tls", _TlsFields | None, None, f"an object of {fields}"
+        )
+        return None if given is None else TLS(**msgspec.structs.asdict(given))
+
+    @property
     def allow_plaintext(self) -> bool:
         """Whether bytes may leave this host in the clear.
 
@@ -234,6 +251,16 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"kv_connector_extra_config.{key} is {value!r}", hint=f"it is {what}"
             ) from exc
+
+
+class _TlsFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What JSON can say of a :class:`TLS`."""
+
+    certificate: str
+    key: str
+    ca: str
+    allowed_peers: tuple[str, ...] = ()
+    server_name: str | None = None
 
 
 def _check_type(name: str, value: object, kind: Any) -> None:

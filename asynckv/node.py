@@ -91,6 +91,7 @@ async def _opened(config: KVTransferConfig, drain_s: float) -> AsyncIterator[Nod
                     identity=config.engine_id,
                     role=role,
                     secret_file=config.secret_file,
+                    tls=config.tls,
                     allow_plaintext=config.allow_plaintext,
                 )
             )
@@ -139,6 +140,7 @@ async def _connected(
                             identity=config.engine_id,
                             role=role,
                             secret_file=config.secret_file,
+                            tls=config.tls,
                             allow_plaintext=config.allow_plaintext,
                         )
                     ),

@@ -22,6 +22,8 @@ import pytest
 from blockbuster import blockbuster_ctx
 from pytest_asyncio import is_async_test
 
+from asynckv.testing.certificates import Authority
+
 GRACE_S: Final = 1.0
 """How long what was closed or cancelled may take to be gone."""
 
@@ -140,6 +142,18 @@ async def _quiet_loop() -> AsyncIterator[None]:
     lines = [*(f"  {task!r}" for task in left), *unseen]
     if lines:
         pytest.fail("left behind on the loop:\n" + "\n".join(lines), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """The one that everybody trusts, unless a test says otherwise."""
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="session")
+def stranger_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Another one."""
+    return Authority(tmp_path_factory.mktemp("stranger"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from asynckv.links.options import (
 from asynckv.loops import LoopBound
 from asynckv.protocol.frames import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
+from asynckv.security.tls import TLS
 from asynckv.tensors.copying import CopyPool
 from asynckv.types import KVFingerprint, parse_bytes
 
@@ -256,7 +257,7 @@ def connect(
     digest: Digest = "auto",
     lanes: int | None = None,
     secret_file: str | os.PathLike[str] | None = None,
-    tls: object = None,
+    tls: TLS | None = None,
     allow_plaintext: bool = False,
     identity: str | None = None,
     role: Role = "both",
@@ -264,8 +265,8 @@ def connect(
     """Connect to a server of buffers while the returned object is entered.
 
     ``max_bytes`` bounds what has been received and not been handed over.
-    ``secret_file`` and ``allow_plaintext`` are as in :func:`asynckv.serve`: the
-    server has to prove itself too.
+    ``secret_file``, ``tls`` and ``allow_plaintext`` are as in
+    :func:`asynckv.serve`: the server has to prove itself too.
 
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection

@@ -26,6 +26,7 @@ from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.loops import LoopBound
 from asynckv.protocol.frames import OpeningFrame, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
+from asynckv.security.tls import TLS
 
 __all__ = ("Server", "serve")
 
@@ -200,7 +201,7 @@ def serve(
     digest: Digest = "auto",
     lanes: int | None = None,
     secret_file: str | os.PathLike[str] | None = None,
-    tls: object = None,
+    tls: TLS | None = None,
     allow_plaintext: bool = False,
     identity: str | None = None,
     role: Role = "both",
@@ -211,8 +212,9 @@ def serve(
     server.url``. The buffers stay the caller's to close.
 
     With ``secret_file`` (or ``ASYNCKV_SECRET_FILE``, or ``ASYNCKV_SECRET``) only
-    peers that prove that they share the secret are served. An address that other
-    machines can reach needs one, and ``allow_plaintext=True``.
+    peers that prove that they share the secret are served; with a ``tls://`` URL
+    and ``tls``, only those with a certificate. An address that other machines can
+    reach needs one of the two, and, without TLS, ``allow_plaintext=True``.
 
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection

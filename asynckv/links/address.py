@@ -11,10 +11,12 @@ from asynckv.errors import ConfigError
 
 __all__ = ("Address", "Scheme", "parse_url")
 
-Scheme: TypeAlias = Literal["tcp", "unix", "mem"]
+Scheme: TypeAlias = Literal["tcp", "tls", "unix", "mem"]
 
 _LOOPBACK: Final = "127.0.0.1"
-_EXAMPLES: Final = "tcp://127.0.0.1:7000, unix:///run/asynckv.sock or mem://name"
+_EXAMPLES: Final = (
+    "tcp://127.0.0.1:7000, tls://kv.example:7000, unix:///run/asynckv.sock, mem://name"
+)
 # sun_path has 108 bytes, of which the last is the end of the string.
 _MAX_PATH_BYTES: Final = 107
 
@@ -33,9 +35,9 @@ class Address:
     payload: str = ""
 
     def __str__(self) -> str:
-        if self.scheme == "tcp":
+        if self.scheme in ("tcp", "tls"):
             host = f"[{self.host}]" if ":" in self.host else self.host
-            return f"tcp://{host}:{self.port}"
+            return f"{self.scheme}://{host}:{self.port}"
         return f"{self.scheme}://{urllib.parse.quote(os.fsencode(self.place))}"
 
 
@@ -55,9 +57,11 @@ def parse_url(url: str) -> Address:
     payload = _payload_of(url, parts.query)
     if parts.username is not None or parts.fragment:
         raise ConfigError(f"{url!r}: no user and no fragment belong in it")
-    if parts.scheme == "tcp":
+    if parts.scheme in ("tcp", "tls"):
         if parts.path.strip("/"):
-            raise ConfigError(f"{url!r}: a tcp URL has no path", hint=_EXAMPLES)
+            raise ConfigError(
+                f"{url!r}: a {parts.scheme} URL has no path", hint=_EXAMPLES
+            )
         if port is None:
             raise ConfigError(
                 f"{url!r} has no port", hint="a listener takes a free one with :0"
@@ -65,7 +69,8 @@ def parse_url(url: str) -> Address:
         host = parts.hostname or _LOOPBACK
         # Not looked up: it means this very host, and names go through a resolver.
         host = _LOOPBACK if host == "localhost" else host
-        return Address("tcp", host=host, port=port, payload=payload)
+        scheme: Scheme = "tls" if parts.scheme == "tls" else "tcp"
+        return Address(scheme, host=host, port=port, payload=payload)
     if parts.scheme == "unix":
         return Address("unix", place=_path_of(url, parts), payload=payload)
     if parts.scheme == "mem":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from typing import Final
 
 from asynckv.errors import ConfigError, PeerLost
@@ -16,6 +15,7 @@ from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
 from asynckv.links.payloads import payload_paths
 from asynckv.links.requests import Service
+from asynckv.links.securing import assurance_of, secure
 from asynckv.links.sockets import (
     connect,
     converse,
@@ -28,6 +28,7 @@ from asynckv.protocol.greeting import DialSide, Outcome
 from asynckv.protocol.handshake import MAX_LANES, DigestMode, Terms
 from asynckv.security.keyring import NO_KEYS, Keyring, Keys
 from asynckv.security.proofs import new_nonce
+from asynckv.security.tls_socket import Connection, TlsSocket
 from asynckv.types import KVFingerprint
 
 __all__ = ("dial", "make_terms")
@@ -113,17 +114,23 @@ async def dial(
 
 async def _dial_sockets(address: Address, terms: Terms, keys: Keys) -> Link:
     loop = asyncio.get_running_loop()
-    side = DialSide(terms, keys.first_secret, nonce=new_nonce())
     with contextlib.ExitStack() as stack:
-        control = stack.enter_context(await connect(address))
+        control = await _connect(address, keys)
+        stack.callback(control.close)
+        side = DialSide(
+            terms,
+            keys.first_secret,
+            nonce=new_nonce(),
+            assurance=assurance_of(control),
+        )
         await send_first_frame(control, side.hello)
         await converse(control, side)
         outcome = side.outcome()
         agreement = outcome.agreement
-        lanes = [
-            stack.enter_context(await _attach(address, outcome, lane))
-            for lane in range(agreement.lanes)
-        ]
+        lanes = []
+        for lane in range(agreement.lanes):
+            lanes.append(await _attach(address, keys, outcome, lane))
+            stack.callback(lanes[-1].close)
         link = Link(
             SocketStream(control, loop), agreement, dialled=True, url=str(address)
         )
@@ -133,9 +140,25 @@ async def _dial_sockets(address: Address, terms: Terms, keys: Keys) -> Link:
     return link
 
 
-async def _attach(address: Address, outcome: Outcome, lane: int) -> socket.socket:
+async def _connect(address: Address, keys: Keys) -> Connection:
+    """Return a connection, over which we know who the peer is if it is TLS."""
+    plain = await connect(address)
+    if keys.tls is None:
+        return plain
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(plain)
+        host = keys.tls.server_name or address.host
+        sock = stack.enter_context(TlsSocket.over(plain, keys.tls, dials=host))
+        await secure(sock, keys.tls)
+        stack.pop_all()
+    return sock
+
+
+async def _attach(
+    address: Address, keys: Keys, outcome: Outcome, lane: int
+) -> Connection:
     """Return a connection that the peer took as a payload lane of our link."""
-    sock = await connect(address)
+    sock = await _connect(address, keys)
     try:
         await send_first_frame(sock, outcome.attach(lane))
         outcome.check_attached(lane, await read_first_frame(sock))

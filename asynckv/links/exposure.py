@@ -40,20 +40,27 @@ def check_exposure(address: Address, keyring: Keyring) -> None:
     Plaintext that was allowed is warned of, once a keyring.
 
     :raises ConfigError: the other end may be another machine, and there is no
-        authentication, or no TLS and no ``allow_plaintext``
+        authentication, or no TLS and no ``allow_plaintext``; or certificates are
+        given where they are not used, or are missing
     """
-    if not is_beyond_this_host(address):
+    is_tls = address.scheme == "tls"
+    if is_tls != keyring.has_tls:
+        raise ConfigError(
+            f"{address} needs certificates" if is_tls else f"{address} is no TLS",
+            hint="tls:// and tls=asynckv.TLS(...) belong together",
+        )
+    if is_tls or not is_beyond_this_host(address):
         return
     if not keyring.has_secret:
         raise ConfigError(
             f"{address} is beyond this host, and nobody there would have to prove "
             "who it is",
-            hint="pass secret_file=... or use unix:// or 127.0.0.1 on one host",
+            hint="use tls://, or pass secret_file=...; on one host use unix://",
         )
     if not keyring.allow_plaintext:
         raise ConfigError(
             f"{address} is beyond this host, and the bytes would travel in the clear",
-            hint="pass allow_plaintext=True if that network is trusted",
+            hint="use tls://, or pass allow_plaintext=True if that network is trusted",
         )
     if not keyring.was_warned:
         keyring.was_warned = True

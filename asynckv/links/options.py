@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from asynckv.errors import ConfigError
 from asynckv.protocol.frames import PeerIdentity
 from asynckv.security.keyring import Keyring
-from asynckv.security.shared_secret import secret_file_from, secrets_from
+from asynckv.security.shared_secret import Secret, secret_file_from, secrets_from
+from asynckv.security.tls import TLS
 
 __all__ = ("Digest", "Role", "make_keyring", "new_identity", "payload_digest")
 
@@ -52,7 +52,7 @@ def payload_digest(digest: Digest) -> Literal["full", "off"]:
 
 def make_keyring(
     secret_file: str | os.PathLike[str] | None,
-    tls: object,
+    tls: TLS | None,
     allow_plaintext: bool,
     environ: Mapping[str, str] | None = None,
 ) -> Keyring:
@@ -63,18 +63,18 @@ def make_keyring(
 
     :raises ConfigError: both of them are set, or the secret is too short
     """
-    if tls is not None:
+    if tls is not None and not isinstance(tls, TLS):
         raise ConfigError(
-            "this version has no TLS",
-            hint="use it on loopback or a unix socket, without tls",
+            f"tls is a {type(tls).__name__}",
+            hint="pass asynckv.TLS(certificate=..., key=..., ca=...)",
         )
     environ = os.environ if environ is None else environ
-    if secret_file is not None:
-        return Keyring(
-            secret_file=os.fspath(secret_file), allow_plaintext=allow_plaintext
-        )
+    secrets: tuple[Secret, ...] = ()
+    if secret_file is None:
+        secret_file, secrets = secret_file_from(environ), secrets_from(environ)
     return Keyring(
-        secret_file=secret_file_from(environ),
-        secrets=secrets_from(environ),
+        secret_file=None if secret_file is None else os.fspath(secret_file),
+        secrets=secrets,
+        tls=tls,
         allow_plaintext=allow_plaintext,
     )

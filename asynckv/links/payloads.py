@@ -16,6 +16,7 @@ __all__ = ("make_payload", "payload_paths")
 
 _PATHS: Final[dict[Scheme, tuple[str, ...]]] = {
     "tcp": ("inline",),
+    "tls": ("inline",),
     "unix": ("inline",),
     "mem": ("mem", "inline"),
 }

@@ -1,7 +1,7 @@
 """Where connections arrive: strangers greet, and become links or payload lanes.
 
-Whoever has not sent a whole first frame yet is a stranger. There are at most
-64 at a time, each may send 4 KiB, and each has 5 s.
+Whoever has not proved what it has to prove is a stranger. There are at most 64
+at a time, each may say 4 KiB (above TLS), and each has 5 s.
 """
 
 from __future__ import annotations
@@ -17,15 +17,26 @@ from typing import Final
 from asynckv.errors import AsyncKVError, AuthError, PeerLost, RemoteProtocolError
 from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
-from asynckv.links.sockets import check_peer, converse, prepare, send_first_frame
+from asynckv.links.securing import assurance_of, secure
+from asynckv.links.sockets import (
+    check_peer,
+    converse,
+    hang_up,
+    prepare,
+    send_first_frame,
+)
+from asynckv.links.strangers import Strangers
 from asynckv.links.streams import SocketStream
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.frames import Attach, Attached
 from asynckv.protocol.greeting import ListenSide
 from asynckv.protocol.handshake import Agreement, Terms
-from asynckv.security.keyring import Keyring
+from asynckv.security.assurance import Assurance
+from asynckv.security.keyring import Keyring, Keys
 from asynckv.security.proofs import LaneProofs, new_nonce
+from asynckv.security.tls import TlsKeys
+from asynckv.security.tls_socket import Connection, TlsSocket
 
 __all__ = ("MAX_STRANGERS", "Reception")
 
@@ -35,7 +46,7 @@ MAX_STRANGERS: Final = 64
 _MAX_NEWCOMERS: Final = 256
 _GREETING_S: Final = 5.0
 _LANES_S: Final = 5.0
-_PATIENCE_S: Final = 0.25
+_ACCEPTS_A_TICK: Final = 8
 _NO_FILES_PAUSE_S: Final = 0.1
 _TOKEN_BYTES: Final = 16
 
@@ -43,14 +54,22 @@ _TOKEN_BYTES: Final = 16
 class _Newcomer:
     """A link that was welcomed and waits for its payload lanes."""
 
-    def __init__(self, link: Link, lanes: int, lane_proofs: LaneProofs) -> None:
+    def __init__(
+        self, link: Link, lanes: int, lane_proofs: LaneProofs, assurance: Assurance
+    ) -> None:
         self.link = link
         self.lane_proofs = lane_proofs
-        self.lanes: list[socket.socket | None] = [None] * lanes
+        self._binding = assurance.binding
+        self.lanes: list[Connection | None] = [None] * lanes
         self._missing = lanes
         self.is_complete = asyncio.get_running_loop().create_future()
 
-    def reserve(self, lane: int, sock: socket.socket) -> None:
+    def knows(self, attach: Attach, sock: Connection) -> bool:
+        """Whether a lane comes from the very peer that opened the link."""
+        is_proved = self.lane_proofs.is_proved("dialling", attach.lane, attach.proof)
+        return is_proved and assurance_of(sock).binding == self._binding
+
+    def reserve(self, lane: int, sock: Connection) -> None:
         """Let ``sock`` be a lane; from here on it is closed with the others."""
         if lane >= len(self.lanes) or self.lanes[lane] is not None:
             raise RemoteProtocolError(f"lane {lane} is attached, or there is none")
@@ -90,8 +109,8 @@ class Reception:
         self._adopt = adopt
         self._url = url
         self._loop = asyncio.get_running_loop()
-        self._greetings: dict[asyncio.Task[bool], socket.socket] = {}
-        self._strangers: dict[asyncio.Task[bool], None] = {}
+        self._greetings: dict[asyncio.Task[bool], Connection] = {}
+        self._strangers: Strangers[asyncio.Task[bool]] = Strangers(MAX_STRANGERS)
         self._newcomers: dict[bytes, _Newcomer] = {}
         self._pause: asyncio.TimerHandle | None = None
         self._closed = False
@@ -111,27 +130,31 @@ class Reception:
     # Accepting. Plain functions: a cancellation cannot lose a connection.
 
     def _accept(self) -> None:
-        while len(self._strangers) < MAX_STRANGERS:
+        for _ in range(_ACCEPTS_A_TICK):
             try:
-                sock, _ = self._sock.accept()
+                sock, peer = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
                 logger.warning("cannot accept at %s: %s", self._url, exc)
-                self._accept_later(_NO_FILES_PAUSE_S, self._accept_again)
+                self._stop_accepting()
+                self._pause = self._loop.call_later(
+                    _NO_FILES_PAUSE_S, self._accept_again
+                )
                 return
             sock.setblocking(False)
             task = self._loop.create_task(
                 self._greet(sock), name=f"greeting at {self._url}"
             )
             self._greetings[task] = sock
-            self._strangers[task] = None
             task.add_done_callback(self._on_greeted)
-        self._accept_later(_PATIENCE_S, self._evict)
+            self._make_room(self._strangers.add(task, _host_of(peer)))
 
-    def _accept_later(self, delay_s: float, then: Callable[[], None]) -> None:
-        self._stop_accepting()
-        self._pause = self._loop.call_later(delay_s, then)
+    def _make_room(self, victim: asyncio.Task[bool] | None) -> None:
+        if victim is None:
+            return
+        logger.debug("too many silent connections at %s: one closed", self._url)
+        victim.cancel()
 
     def _stop_accepting(self) -> None:
         self._loop.remove_reader(self._sock)
@@ -144,23 +167,9 @@ class Reception:
             self._stop_accepting()
             self._loop.add_reader(self._sock, self._accept)
 
-    def _evict(self) -> None:
-        # All places are taken by strangers who say nothing: the oldest goes.
-        if len(self._strangers) >= MAX_STRANGERS:
-            logger.warning("too many silent connections at %s: one closed", self._url)
-            next(iter(self._strangers)).cancel()
-        self._accept_again()
-
-    def _is_no_stranger(self, task: asyncio.Task[bool] | None) -> None:
-        if task is None or task not in self._strangers:
-            return
-        del self._strangers[task]
-        if self._pause is not None and len(self._strangers) == MAX_STRANGERS - 1:
-            self._accept_again()
-
     def _on_greeted(self, task: asyncio.Task[bool]) -> None:
         sock = self._greetings.pop(task)
-        self._is_no_stranger(task)
+        self._strangers.discard(task)
         if task.cancelled() or task.exception() or not task.result():
             sock.close()
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -168,14 +177,19 @@ class Reception:
 
     # Greeting.
 
-    async def _greet(self, sock: socket.socket) -> bool:
+    async def _greet(self, plain: socket.socket) -> bool:
         """Make of a connection what its first frame says: whether it is kept."""
+        sock: Connection = plain
         try:
-            prepare(sock)
-            check_peer(sock)
+            prepare(plain)
+            check_peer(plain)
             async with asyncio.timeout(_GREETING_S):
-                side = await self._hear(sock)
-            self._is_no_stranger(asyncio.current_task())
+                keys = await keys_of(self._keyring)
+                if keys.tls is not None:
+                    sock = self._over_tls(plain, keys.tls)
+                    await secure(sock, keys.tls)
+                side = await self._hear(sock, keys)
+            self._strangers.discard(_this_task())
             await self._answer(sock, side)
         except TimeoutError:
             logger.debug("a connection at %s did not greet in time", self._url)
@@ -185,28 +199,37 @@ class Reception:
             return False
         except AsyncKVError as exc:
             logger.warning("a connection at %s is refused: %s", self._url, exc)
-            _refuse(sock, exc)
+            await _refuse(sock, exc)
             return False
         except OSError as exc:
             logger.debug("a connection at %s broke: %s", self._url, exc)
             return False
         return True
 
-    async def _hear(self, sock: socket.socket) -> ListenSide:
+    def _over_tls(self, plain: socket.socket, keys: TlsKeys) -> TlsSocket:
+        sock = TlsSocket.over(plain, keys)
+        self._greetings[_this_task()] = sock
+        return sock
+
+    async def _hear(self, sock: Connection, keys: Keys) -> ListenSide:
         """Let a stranger say who it is and prove it."""
-        keys = await keys_of(self._keyring)
-        side = ListenSide(self._terms, keys.secrets, nonce=new_nonce())
+        side = ListenSide(
+            self._terms,
+            keys.secrets,
+            nonce=new_nonce(),
+            assurance=assurance_of(sock),
+        )
         await converse(sock, side)
         return side
 
-    async def _answer(self, sock: socket.socket, side: ListenSide) -> None:
+    async def _answer(self, sock: Connection, side: ListenSide) -> None:
         if side.attach is not None:
             await self._attach(sock, side.attach)
         elif side.agreement is not None:
             await self._welcome(sock, side, side.agreement)
 
     async def _welcome(
-        self, sock: socket.socket, side: ListenSide, agreement: Agreement
+        self, sock: Connection, side: ListenSide, agreement: Agreement
     ) -> None:
         if len(self._newcomers) >= _MAX_NEWCOMERS:
             raise PeerLost("too many links are being opened")
@@ -215,7 +238,9 @@ class Reception:
         )
         token = secrets.token_bytes(_TOKEN_BYTES)
         welcome = side.welcome(token, link.payload.describe())
-        newcomer = _Newcomer(link, agreement.lanes, side.lane_proofs())
+        newcomer = _Newcomer(
+            link, agreement.lanes, side.lane_proofs(), assurance_of(sock)
+        )
         self._newcomers[token] = newcomer
         try:
             async with asyncio.timeout(_LANES_S):
@@ -229,11 +254,9 @@ class Reception:
             del self._newcomers[token]
         self._adopt(link)
 
-    async def _attach(self, sock: socket.socket, attach: Attach) -> None:
+    async def _attach(self, sock: Connection, attach: Attach) -> None:
         newcomer = self._newcomers.get(attach.link_token)
-        if newcomer is None or not newcomer.lane_proofs.is_proved(
-            "dialling", attach.lane, attach.proof
-        ):
+        if newcomer is None or not newcomer.knows(attach, sock):
             raise AuthError("no link waits for this payload lane")
         newcomer.reserve(attach.lane, sock)
         # Attached leaves first: from the moment the link is complete, the
@@ -243,6 +266,18 @@ class Reception:
         newcomer.count()
 
 
-def _refuse(sock: socket.socket, error: AsyncKVError) -> None:
+async def _refuse(sock: Connection, error: AsyncKVError) -> None:
     with contextlib.suppress(OSError):
         sock.send(encode_frame(0, to_refuse(error))[0])
+    await hang_up(sock)
+
+
+def _host_of(peer: object) -> str:
+    return str(peer[0]) if isinstance(peer, tuple) else ""
+
+
+def _this_task() -> asyncio.Task[bool]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("a greeting runs in a task")
+    return task

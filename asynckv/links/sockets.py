@@ -10,17 +10,21 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 import stat
 import struct
 from typing import Final, Protocol
 
 import anyio.to_thread
 
-from asynckv.errors import AuthError, ConfigError, PeerLost
+from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
 from asynckv.links.address import Address
+from asynckv.links.securing import wait_readable, wait_writable
 from asynckv.protocol.codec import FrameDecoder
 from asynckv.protocol.frames import Frame, Limits
 from asynckv.protocol.handshake import GREETING_LIMITS
+from asynckv.security.tls import tls_failure
+from asynckv.security.tls_socket import Connection, WantsToWrite, discard
 
 __all__ = (
     "Greeting",
@@ -28,6 +32,7 @@ __all__ = (
     "check_peer",
     "connect",
     "converse",
+    "hang_up",
     "own_host",
     "prepare",
     "read_first_frame",
@@ -38,6 +43,8 @@ __all__ = (
 _BACKLOG: Final = 1024
 _UCRED: Final = struct.Struct("3i")
 _EAGAIN_PAUSE_S: Final = 0.01
+_LINGER_S: Final = 0.5
+_LINGER_BYTES: Final = 64 * 1024
 
 
 async def connect(address: Address) -> socket.socket:
@@ -212,7 +219,7 @@ class Greeting(Protocol):
     def receive(self, data: bytes) -> bytes: ...
 
 
-async def converse(sock: socket.socket, side: Greeting) -> None:
+async def converse(sock: Connection, side: Greeting) -> None:
     """Read and answer until ``side`` wants no more; no byte beyond that is read.
 
     :raises PeerLost: the peer hung up before the end of it
@@ -224,9 +231,7 @@ async def converse(sock: socket.socket, side: Greeting) -> None:
             await send_first_frame(sock, answer)
 
 
-async def read_first_frame(
-    sock: socket.socket, limits: Limits = GREETING_LIMITS
-) -> Frame:
+async def read_first_frame(sock: Connection, limits: Limits = GREETING_LIMITS) -> Frame:
     """Return the first frame on a connection, and read no byte beyond it.
 
     :raises PeerLost: the peer hung up before the end of it
@@ -239,25 +244,61 @@ async def read_first_frame(
             return frame
 
 
-async def send_first_frame(sock: socket.socket, data: bytes) -> None:
+async def send_first_frame(sock: Connection, data: bytes) -> None:
     """Send the first bytes on a connection.
 
     :raises PeerLost: the peer hung up
     """
-    try:
-        await asyncio.get_running_loop().sock_sendall(sock, data)
-    except OSError as exc:
-        raise PeerLost(f"the connection broke in the handshake: {exc}") from exc
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[sock.send(rest) :]
+        except BlockingIOError:
+            await wait_writable(sock)
+        except OSError as exc:
+            raise _broken(exc) from exc
 
 
-async def _receive(sock: socket.socket, nbytes: int) -> bytes:
-    try:
-        data = await asyncio.get_running_loop().sock_recv(sock, nbytes)
-    except OSError as exc:
-        raise PeerLost(f"the connection broke in the handshake: {exc}") from exc
+async def hang_up(sock: Connection) -> None:
+    """Let the last words reach a peer that may still be talking, for a moment.
+
+    A socket that is closed with something unread takes back what it has sent.
+    """
+    left_bytes = _LINGER_BYTES
+    with contextlib.suppress(OSError, TimeoutError):
+        sock.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(_LINGER_S):
+            while left_bytes > 0:
+                try:
+                    nbytes = discard(sock)
+                except BlockingIOError:
+                    await wait_readable(sock)
+                    continue
+                if not nbytes:
+                    return
+                left_bytes -= nbytes
+
+
+async def _receive(sock: Connection, nbytes: int) -> bytes:
+    while True:
+        try:
+            data = sock.recv(nbytes)
+            break
+        except WantsToWrite:
+            await wait_writable(sock)
+        except BlockingIOError:
+            await wait_readable(sock)
+        except OSError as exc:
+            raise _broken(exc) from exc
     if not data:
         raise PeerLost(
             "the peer hung up in the handshake",
             hint="its log may say why; is it asynckv at all?",
         )
     return data
+
+
+def _broken(exc: OSError) -> AsyncKVError:
+    if isinstance(exc, ssl.SSLError):
+        return tls_failure(exc)
+    return PeerLost(f"the connection broke in the handshake: {exc}")

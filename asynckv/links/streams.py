@@ -13,6 +13,8 @@ import contextlib
 import socket
 from typing import Final, Protocol
 
+from asynckv.security.tls_socket import Connection, TlsSocket
+
 __all__ = ("ControlStream", "SocketStream", "StreamOwner")
 
 _RECEIVE_BYTES: Final = 128 * 1024
@@ -65,13 +67,13 @@ class ControlStream(abc.ABC):
 
 
 class SocketStream(ControlStream):
-    """A connected, non-blocking stream socket on the running loop.
+    """A connected, non-blocking stream socket on the running loop, plain or TLS.
 
     The loop only says when it is readable: a send leaves at once, in the same
     tick, and a receive goes to the owner without a task in between.
     """
 
-    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, sock: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self._sock = sock
         self._loop = loop
         self._owner: StreamOwner | None = None
@@ -85,6 +87,9 @@ class SocketStream(ControlStream):
     def start(self, owner: StreamOwner) -> None:
         self._owner = owner
         self.resume_reading()
+        if isinstance(self._sock, TlsSocket) and self._sock.pending():
+            # Deciphered with the end of the greeting: no socket will tell.
+            self._loop.call_soon(self._read)
 
     def write(self, data: bytes) -> None:
         if self._closed:
@@ -153,6 +158,8 @@ class SocketStream(ControlStream):
         self.unsent_bytes = len(unsent)
 
     def _read(self) -> None:
+        if not self._reads:
+            return
         try:
             nbytes = self._sock.recv_into(self._buffer)
         except (BlockingIOError, InterruptedError):

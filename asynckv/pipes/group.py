@@ -16,6 +16,7 @@ from asynckv.loops import LoopBound
 from asynckv.pipes.joining import Joining
 from asynckv.pipes.opening import refuse_device
 from asynckv.pipes.pipe import Pipe
+from asynckv.security.tls import TLS
 from asynckv.types import parse_bytes
 
 __all__ = ("Group", "join_group")
@@ -119,7 +120,7 @@ def join_group(
     port_offset: int = 0,
     timeout_s: float = 300.0,
     secret_file: str | os.PathLike[str] | None = None,
-    tls: object = None,
+    tls: TLS | None = None,
     allow_plaintext: bool = False,
     max_bytes: int | float | str = "1GB",
     device: torch.device | str | None = None,
@@ -129,8 +130,9 @@ def join_group(
     Entering waits, at most ``timeout_s``, until every rank has come, opened its
     pipes and reached a first barrier; ranks may start in any order. A cancelled
     entering leaves nothing behind. ``max_bytes`` holds for each pipe;
-    ``secret_file`` and ``allow_plaintext`` are as in :func:`asynckv.serve`, the
-    same for all ranks.
+    ``secret_file``, ``tls`` and ``allow_plaintext`` are as in
+    :func:`asynckv.serve`, and all ranks need them. Ranks dial each other by IP
+    address: that, or ``tls.server_name``, has to be in each certificate.
 
     :raises PeerLost: a rank did not come in time, and the error says which; or
         it came and was lost again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Final
+from typing import Final, Literal
 
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.address import Address
@@ -45,7 +45,8 @@ class Joining:
     ) -> None:
         self.rank = rank
         self.size = size
-        self._address = Address("tcp", host=host or "127.0.0.1", port=port)
+        self._scheme: Literal["tcp", "tls"] = "tls" if keyring.has_tls else "tcp"
+        self._address = Address(self._scheme, host=host or "127.0.0.1", port=port)
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._keyring = keyring
@@ -170,7 +171,7 @@ class Joining:
         self._rendezvous, self._error = None, None
         if self._listener is None:
             host = await own_host(self._address)
-            self._listener = await self._listen(Address("tcp", host=host))
+            self._listener = await self._listen(Address(self._scheme, host=host))
         self._link = await dial(
             str(self._address),
             identity=new_identity(),

@@ -28,6 +28,7 @@ from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.frames import OpeningFrame, OpenPipe
 from asynckv.security.keyring import NO_KEYS, Keyring
+from asynckv.security.tls import TLS
 from asynckv.types import parse_bytes
 
 __all__ = ("PipeListener", "listen_pipe", "open_pipe", "refuse_device")
@@ -53,7 +54,7 @@ def open_pipe(
     digest: Digest = "auto",
     lanes: int | None = None,
     secret_file: str | os.PathLike[str] | None = None,
-    tls: object = None,
+    tls: TLS | None = None,
     allow_plaintext: bool = False,
     max_bytes: int | float | str = "1GB",
     device: torch.device | str | None = None,
@@ -63,7 +64,7 @@ def open_pipe(
     Entering waits for the connection (at most 10 s), not for the peer's
     ``accept()``; a cancelled entering leaves nothing behind. ``max_bytes``
     bounds what is in flight, and what is received ahead of the application.
-    ``secret_file`` and ``allow_plaintext`` are as in :func:`asynckv.serve`.
+    ``secret_file``, ``tls`` and ``allow_plaintext`` are as in :func:`asynckv.serve`.
     Leaving flushes, says goodbye and hangs up; after an error it just hangs up.
 
     :raises ConfigError: an option that cannot be honoured, keys that cannot be
@@ -98,7 +99,7 @@ def listen_pipe(
     digest: Digest = "auto",
     lanes: int | None = None,
     secret_file: str | os.PathLike[str] | None = None,
-    tls: object = None,
+    tls: TLS | None = None,
     allow_plaintext: bool = False,
     max_bytes: int | float | str = "1GB",
     device: torch.device | str | None = None,
@@ -107,8 +108,8 @@ def listen_pipe(
 
     ``async with listen_pipe(url) as listener``; ``listener.url`` has the real
     port, and ``async with await listener.accept() as pipe`` takes one pipe.
-    ``max_bytes`` holds for each of them; ``secret_file`` and ``allow_plaintext``
-    are as in :func:`asynckv.serve`.
+    ``max_bytes`` holds for each of them; ``secret_file``, ``tls`` and
+    ``allow_plaintext`` are as in :func:`asynckv.serve`.
 
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection

@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias
 
+import msgspec
+
 from asynckv.errors import AsyncKVError, AuthError, RemoteProtocolError
 from asynckv.protocol.codec import Buffer, FrameDecoder, encode_frame
 from asynckv.protocol.frames import (
@@ -38,6 +40,8 @@ from asynckv.protocol.handshake import (
     refusal,
     welcome_to,
 )
+from asynckv.security.assurance import NO_ASSURANCE, Assurance
+from asynckv.security.names import CertifiedNames
 from asynckv.security.proofs import NONCE_BYTES, LaneProofs, Transcript, who_proved
 from asynckv.security.shared_secret import Secret
 
@@ -77,7 +81,10 @@ class Outcome:
 
 
 class DialSide:
-    """The dialling side of a greeting. Send :attr:`hello` first."""
+    """The dialling side of a greeting. Send :attr:`hello` first.
+
+    ``assurance`` is what the connection below has proved already.
+    """
 
     def __init__(
         self,
@@ -85,15 +92,16 @@ class DialSide:
         secret: Secret | None = None,
         *,
         nonce: bytes,
-        binding: bytes = b"",
+        assurance: Assurance = NO_ASSURANCE,
     ) -> None:
         self._outcome: Outcome | None = None
         self._terms = terms
+        self._names = assurance.names
         self._secret = secret
         self._hear: _Heard = self._on_answer
         self._incoming = _FirstFrames(WELCOME_LIMITS)
         self.hello = encode_hello(hello_from(terms, nonce if secret else b""))
-        self._transcript = Transcript(binding)
+        self._transcript = Transcript(assurance.binding)
         self._transcript.add(self.hello)
 
     @property
@@ -150,6 +158,7 @@ class DialSide:
 
     def _end(self, answer: Frame, lane_proofs: LaneProofs) -> bytes:
         agreement, welcome = accept_welcome(self._terms, answer)
+        agreement = _named(agreement, self._names)
         self._outcome = Outcome(agreement, welcome.link_token, lane_proofs)
         self._hear = _too_much
         return b""
@@ -168,17 +177,18 @@ class ListenSide:
         secrets: Sequence[Secret] = (),
         *,
         nonce: bytes,
-        binding: bytes = b"",
+        assurance: Assurance = NO_ASSURANCE,
     ) -> None:
         self.attach: Attach | None = None
         self.agreement: Agreement | None = None
         self._terms = terms
         self._secrets = secrets
         self._nonce = nonce
+        self._names = assurance.names
         self._secret: Secret | None = None
         self._hear: _Heard = self._on_first
         self._incoming = _FirstFrames(GREETING_LIMITS)
-        self._transcript = Transcript(binding)
+        self._transcript = Transcript(assurance.binding)
 
     @property
     def is_over(self) -> bool:
@@ -251,7 +261,7 @@ class ListenSide:
         return self._agree(hello)
 
     def _agree(self, hello: Hello) -> bytes:
-        self.agreement = agree(self._terms, hello)
+        self.agreement = _named(agree(self._terms, hello), self._names)
         self._hear = _too_much
         return b""
 
@@ -283,6 +293,15 @@ class _FirstFrames:
                 raw = bytes(self._raw)
                 self._raw.clear()
                 yield frame, raw
+
+
+def _named(agreement: Agreement, names: CertifiedNames | None) -> Agreement:
+    """Call the peer what its certificate proves, if it has one."""
+    if names is None:
+        return agreement
+    full_name = names.full_name(agreement.peer.id)
+    peer = msgspec.structs.replace(agreement.peer, id=full_name)
+    return dataclasses.replace(agreement, peer=peer)
 
 
 def _too_much(frame: Frame, raw: bytes) -> bytes:

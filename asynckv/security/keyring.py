@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 
 from asynckv.errors import ConfigError
 from asynckv.security.shared_secret import Secret, read_secrets
+from asynckv.security.tls import TLS, TlsKeys, read_tls
 
 __all__ = ("NO_KEYS", "Keyring", "Keys")
 
@@ -26,6 +27,7 @@ class Keys:
     """What was read: one secret, or two while they are exchanged."""
 
     secrets: tuple[Secret, ...] = ()
+    tls: TlsKeys | None = None
 
     @property
     def first_secret(self) -> Secret | None:
@@ -45,14 +47,19 @@ class Keyring:
         *,
         secret_file: str | None = None,
         secrets: tuple[Secret, ...] = (),
+        tls: TLS | None = None,
         allow_plaintext: bool = False,
     ) -> None:
         self.has_secret = secret_file is not None or bool(secrets)
+        self.has_tls = tls is not None
         self.allow_plaintext = allow_plaintext
         self.was_warned = False
         self._secret_file = secret_file
         self._secrets = secrets
-        self._paths = [path for path in (secret_file,) if path is not None]
+        self._tls = tls
+        self._paths = [] if tls is None else list(tls.paths)
+        if secret_file is not None:
+            self._paths.append(secret_file)
         self._lock = threading.Lock()
         self._keys: Keys | None = None if self._paths else Keys(secrets)
         self._stamp: _Stamp = ()
@@ -80,9 +87,10 @@ class Keyring:
             return self._keys
 
     def _read(self) -> Keys:
-        if self._secret_file is None:
-            return Keys(self._secrets)
-        return Keys(read_secrets(self._secret_file))
+        secrets = self._secrets
+        if self._secret_file is not None:
+            secrets = read_secrets(self._secret_file)
+        return Keys(secrets, None if self._tls is None else read_tls(self._tls))
 
     def _read_again(self, old: Keys) -> Keys:
         try:

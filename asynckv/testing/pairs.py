@@ -24,10 +24,12 @@ __all__ = (
     "open_store_pair",
 )
 
-Scheme: TypeAlias = Literal["tcp", "unix", "mem"]
+Scheme: TypeAlias = Literal["tcp", "tls", "unix", "mem"]
 
 SCHEMES: Final[tuple[Scheme, ...]] = ("tcp", "unix", "mem")
-"""Every way to reach a served buffer."""
+"""Every way to reach a served buffer that needs no certificates."""
+
+_OF_BOTH_SIDES: Final = ("secret_file", "tls", "allow_plaintext")
 
 _LOOKUP_BYTES: Final = 4 * 2**20
 _STORE_BYTES: Final = 16 * 2**20
@@ -46,14 +48,14 @@ def new_url(scheme: Scheme) -> str:
 
     :raises ValueError: the scheme is unknown
     """
-    if scheme == "tcp":
-        return "tcp://127.0.0.1:0"
+    if scheme in ("tcp", "tls"):
+        return f"{scheme}://127.0.0.1:0"
     if scheme == "mem":
         return "mem://"
     if scheme == "unix":
         folder = os.environ.get("TMPDIR", "/tmp")
         return f"unix://{folder}/asynckv-{secrets.token_hex(8)}.sock"
-    raise ValueError(f"scheme {scheme!r} is none of {', '.join(SCHEMES)}")
+    raise ValueError(f"scheme {scheme!r} is none of {', '.join(SCHEMES)} and tls")
 
 
 @contextlib.asynccontextmanager
@@ -65,10 +67,12 @@ async def open_peers(
 ) -> AsyncIterator[Peers]:
     """Serve ``lookup`` and ``store``, and connect to them twice.
 
-    ``options`` are those of :func:`asynckv.connect`.
+    ``options`` are those of :func:`asynckv.connect`; what protects the link
+    counts for the server too.
     """
+    shared = {name: options[name] for name in _OF_BOTH_SIDES if name in options}
     async with (
-        serve(new_url(scheme), lookup=lookup, store=store) as server,
+        serve(new_url(scheme), lookup=lookup, store=store, **shared) as server,
         connect(server.url, **options) as producer,
         connect(server.url, **options) as consumer,
     ):
@@ -77,27 +81,30 @@ async def open_peers(
 
 @contextlib.asynccontextmanager
 async def open_lookup_pair(
-    scheme: Scheme = "tcp",
+    scheme: Scheme = "tcp", **options: Any
 ) -> AsyncIterator[tuple[KVLookupBuffer, KVLookupBuffer, LookupBuffer]]:
     """Open a producer's side, a consumer's side and the local buffer behind them.
 
-    The buffer holds 4 MiB, as :func:`check_lookup_buffer` wants it.
+    The buffer holds 4 MiB, as :func:`check_lookup_buffer` wants it. ``options``
+    are as in :func:`open_peers`.
     """
     async with (
         LookupBuffer(_LOOKUP_BYTES, drain_s=0) as local,
-        open_peers(scheme, local) as peers,
+        open_peers(scheme, local, **options) as peers,
     ):
         yield peers.producer.lookup, peers.consumer.lookup, local
 
 
 @contextlib.asynccontextmanager
 async def open_store_pair(
-    scheme: Scheme = "tcp",
+    scheme: Scheme = "tcp", **options: Any
 ) -> AsyncIterator[tuple[KVStoreBuffer, StoreBuffer]]:
-    """Open a client's side and the local store behind it, of 16 MiB."""
+    """Open a client's side and the local store behind it, of 16 MiB.
+
+    ``options`` are as in :func:`open_peers`.
+    """
     async with (
         StoreBuffer(_STORE_BYTES) as local,
-        serve(new_url(scheme), store=local) as server,
-        connect(server.url) as peer,
+        open_peers(scheme, store=local, **options) as peers,
     ):
-        yield peer.store, local
+        yield peers.consumer.store, local

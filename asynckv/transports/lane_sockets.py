@@ -1,4 +1,4 @@
-"""The socket of a payload lane: blocking, shared by the threads that use it.
+"""The socket of a payload lane: plain or TLS, shared by the threads that use it.
 
 What a thread has to say goes to a :class:`LaneOwner`, from that thread.
 """
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from asynckv.errors import AsyncKVError
+from asynckv.security.tls_socket import Connection
+from asynckv.transports.lane_wires import wire_over
 from asynckv.transports.parts import Part
 
 __all__ = ("LaneOwner", "LaneSocket")
@@ -42,9 +44,9 @@ class LaneOwner(Protocol):
 class LaneSocket:
     """A connected socket that threads share; the last to leave closes it."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)
+    def __init__(self, sock: Connection) -> None:
         self.sock = sock
+        self._wire = wire_over(sock)
         self._lock = threading.Lock()
         self._threads = 0
         self._is_shut = False
@@ -89,12 +91,7 @@ class LaneSocket:
 
         :raises OSError: the peer is gone, or the lane was shut down
         """
-        sent = self.sock.sendmsg([header, piece])
-        while sent < len(header):
-            sent += self.sock.sendmsg([header[sent:], piece])
-        sent -= len(header)
-        while sent < piece.nbytes:
-            sent += self.sock.send(piece[sent:])
+        self._wire.send(header, piece)
 
     def receive(self, into: memoryview, *, may_end: bool = False) -> bool:
         """Fill ``into``; ``False`` if the peer hung up before it, and that may be.
@@ -104,7 +101,7 @@ class LaneSocket:
         """
         got = 0
         while got < into.nbytes:
-            count = self.sock.recv_into(into[got:], 0, socket.MSG_WAITALL)
+            count = self._wire.receive_some(into[got:])
             if count == 0:
                 if may_end and got == 0:
                     return False

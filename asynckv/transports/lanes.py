@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from asynckv.errors import PeerLost
+from asynckv.security.tls_socket import Connection
 from asynckv.transports.lane_sockets import LaneSocket
 from asynckv.transports.parts import Part, PartTable
 from asynckv.transports.pending import PendingParts
@@ -61,7 +61,7 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._sockets)
 
-    def open(self, sockets: Sequence[socket.socket]) -> None:
+    def open(self, sockets: Sequence[Connection]) -> None:
         """Take over connected sockets, one a lane; they are closed with the lanes."""
         for sock in sockets:
             lane = LaneSocket(sock)

@@ -95,7 +95,7 @@ async def test_a_fingerprint_that_differs_is_named() -> None:
 
 def test_what_cannot_be_kept_is_refused() -> None:
     with pytest.raises(ConfigError, match="TLS"):
-        connect("mem://x", tls=object())
+        connect("mem://x", tls=object())  # type: ignore[arg-type]
 
 
 async def test_waiting_calls_go_on_after_a_cut(

@@ -97,7 +97,7 @@ async def test_what_cannot_be_served_is_refused(local: LookupBuffer) -> None:
     with pytest.raises(ValueError, match="nothing to serve"):
         serve("mem://")
     with pytest.raises(ConfigError, match="TLS"):
-        serve("mem://", lookup=local, tls=object())
+        serve("mem://", lookup=local, tls=object())  # type: ignore[arg-type]
     server = serve("mem://", lookup=local)
     with pytest.raises(RuntimeError, match="no address"):
         server.url  # noqa: B018

@@ -25,12 +25,14 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Terms, encode_hello, hello_from
 from asynckv.protocol.header import HEADER_BYTES, TYPE_CONTROL, checksum_of, pack_header
+from asynckv.security.assurance import Assurance
 from asynckv.security.shared_secret import Secret
 from asynckv.types import KVFingerprint
 
 OURS, OTHER = Secret(b"o" * 32), Secret(b"x" * 32)
 NEAR_NONCE, FAR_NONCE = b"n" * 32, b"f" * 32
 TOKEN = b"token"
+ONE, TWO = Assurance(binding=b"one"), Assurance(binding=b"two")
 
 Change = Callable[[int, bytes], bytes]
 
@@ -211,10 +213,10 @@ def test_a_listening_side_takes_no_proof_of_a_listening_side() -> None:
 
 
 def test_the_same_words_over_another_connection_are_refused() -> None:
-    near, far = dialling(binding=b"one"), listening(OURS, binding=b"two")
+    near, far = dialling(assurance=ONE), listening(OURS, assurance=TWO)
     with pytest.raises(AuthError):
         greet(near, far)
-    greet(dialling(binding=b"one"), listening(OURS, binding=b"one"))
+    greet(dialling(assurance=ONE), listening(OURS, assurance=ONE))
 
 
 def tampered(data: bytes, bits: Sequence[int]) -> Iterator[bytes]:
