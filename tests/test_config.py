@@ -8,6 +8,7 @@ import pytest
 
 from asynckv.config import KVTransferConfig
 from asynckv.errors import ConfigError
+from asynckv.security.tls import TLS
 from asynckv.types import KVFingerprint
 
 
@@ -149,6 +150,18 @@ def test_what_protects_a_link_is_said_there_too() -> None:
     config = config_of(kv_connector_extra_config=extra)
     assert (config.secret_file, config.allow_plaintext) == ("/run/secret", True)
     assert (config_of().secret_file, config_of().allow_plaintext) == (None, False)
+
+
+def test_certificates_make_the_address_a_tls_one() -> None:
+    files = {"certificate": "/own.pem", "key": "/key.pem", "ca": "/ca.pem"}
+    extra = {"tls": {**files, "allowed_peers": ["a"], "server_name": "b"}}
+    config = config_of(kv_port=1, kv_connector_extra_config=extra)
+    assert config.tls == TLS(**files, allowed_peers=("a",), server_name="b")
+    assert config.url == "tls://127.0.0.1:1"
+    for wrong in ({"certificate": "/own.pem"}, {**files, "keys": "x"}, "own.pem"):
+        config = config_of(kv_connector_extra_config={"tls": wrong})
+        with pytest.raises(ConfigError, match="an object of certificate, key, ca"):
+            config.url  # noqa: B018
 
 
 def test_an_ipv6_address_is_put_in_brackets() -> None:

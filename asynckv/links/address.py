@@ -25,7 +25,8 @@ _MAX_PATH_BYTES: Final = 107
 class Address:
     """Where to listen or dial; ``payload`` forces a payload path if it is set.
 
-    ``place`` is the path of a unix socket or the name of a listener in memory.
+    ``place`` is the path of a unix socket or the name of a listener in memory,
+    ``name`` what a certificate has to be for if that is not ``host``.
     """
 
     scheme: Scheme
@@ -33,6 +34,7 @@ class Address:
     port: int = 0
     place: str = ""
     payload: str = ""
+    name: str = ""
 
     def __str__(self) -> str:
         if self.scheme in ("tcp", "tls"):
@@ -68,9 +70,10 @@ def parse_url(url: str) -> Address:
             )
         host = parts.hostname or _LOOPBACK
         # Not looked up: it means this very host, and names go through a resolver.
-        host = _LOOPBACK if host == "localhost" else host
-        scheme: Scheme = "tls" if parts.scheme == "tls" else "tcp"
-        return Address(scheme, host=host, port=port, payload=payload)
+        name, host = ("localhost", _LOOPBACK) if host == "localhost" else ("", host)
+        if parts.scheme == "tls":
+            return Address("tls", host=host, port=port, payload=payload, name=name)
+        return Address("tcp", host=host, port=port, payload=payload)
     if parts.scheme == "unix":
         return Address("unix", place=_path_of(url, parts), payload=payload)
     if parts.scheme == "mem":

@@ -147,7 +147,7 @@ async def _connect(address: Address, keys: Keys) -> Connection:
         return plain
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain)
-        host = keys.tls.server_name or address.host
+        host = keys.tls.server_name or address.name or address.host
         sock = stack.enter_context(TlsSocket.over(plain, keys.tls, dials=host))
         await secure(sock, keys.tls)
         stack.pop_all()

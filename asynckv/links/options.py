@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+from asynckv.errors import ConfigError
 from asynckv.protocol.frames import PeerIdentity
 from asynckv.security.keyring import Keyring
 from asynckv.security.shared_secret import Secret, secret_file_from, secrets_from

@@ -52,6 +52,7 @@ FLAG_MORE: Final = 1
 _Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _MAGIC: Final = b"AKV1"
+_TLS_RECORDS: Final = (b"\x15", b"\x16")  # alert, handshake
 _STREAM: Final = slice(20, 24)
 _xxh3: Final = xxhash.xxh3_64_intdigest
 _pack_beginning: Final = struct.Struct("!4sBBH").pack
@@ -142,10 +143,10 @@ def stream_of(frame: bytes) -> int:
 
 def _foreign(magic: bytes, version: int) -> RemoteProtocolError:
     if magic != _MAGIC:
-        return RemoteProtocolError(
-            f"not a frame: it begins with {magic!r}",
-            hint="is something else than asynckv at that address?",
-        )
+        hint = "is something else than asynckv at that address?"
+        if magic[:1] in _TLS_RECORDS:
+            hint = "it speaks TLS: both sides need a tls:// address"
+        return RemoteProtocolError(f"not a frame: it begins with {magic!r}", hint=hint)
     return RemoteProtocolError(
         f"wire version {version}, not {WIRE_VERSION}",
         hint="run the same release of asynckv on both sides",

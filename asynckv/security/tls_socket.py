@@ -41,8 +41,9 @@ class TlsSocket:
     ) -> TlsSocket:
         """Take ``sock`` over: the one that dials says whose certificate it wants.
 
-        :raises OSError: the peer is gone already; ``sock`` is closed
+        :raises OSError: the peer is gone already; ``sock`` is still the caller's
         """
+        sock.getpeername()
         context = keys.listening if dials is None else keys.dialling
         sock.setblocking(False)
         return cls(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         SweepCounts,
         sweep_cancellation,
     )
+    from asynckv.testing.certificates import Authority
     from asynckv.testing.kv_pairs import (
         KVFaults,
         KVPair,
@@ -34,6 +35,7 @@ __all__ = (
     "LOOKUP_CHECKS",
     "PIPE_CHECKS",
     "STORE_CHECKS",
+    "Authority",
     "CancelMode",
     "KVFaults",
     "KVPair",
@@ -59,6 +61,7 @@ _HOME: Final = {
     "LOOKUP_CHECKS": "asynckv.testing.lookup_conformance",
     "PIPE_CHECKS": "asynckv.testing.pipe_conformance",
     "STORE_CHECKS": "asynckv.testing.store_conformance",
+    "Authority": "asynckv.testing.certificates",
     "CancelMode": "asynckv.testing.cancellation",
     "KVFaults": "asynckv.testing.kv_pairs",
     "KVPair": "asynckv.testing.kv_pairs",

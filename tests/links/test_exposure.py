@@ -9,6 +9,7 @@ from asynckv.links.address import parse_url
 from asynckv.links.exposure import check_exposure, is_beyond_this_host
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.shared_secret import Secret
+from asynckv.security.tls import TLS
 
 HERE = [
     "tcp://:0",
@@ -29,6 +30,7 @@ ELSEWHERE = [
     "tcp://localhost.example:1",
     "tcp://prefill-0:1",
 ]
+CERTIFICATES = TLS(certificate="own.pem", key="own.pem", ca="ca.pem")
 SECRETS = (Secret(b"secret" * 8),)
 
 
@@ -62,3 +64,20 @@ def test_plaintext_that_is_allowed_is_warned_of_once(
             check_exposure(parse_url("tcp://10.0.0.2:1"), keyring)
     assert len(caplog.records) == 1
     assert "tcp://10.0.0.2:1" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "kv.example"])
+def test_tls_asks_for_nothing_else(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    check_exposure(parse_url(f"tls://{host}:1"), Keyring(tls=CERTIFICATES))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("url", [*HERE, *ELSEWHERE])
+def test_certificates_are_never_left_unused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no TLS"):
+        check_exposure(parse_url(url), Keyring(tls=CERTIFICATES, allow_plaintext=True))
+
+
+def test_tls_needs_certificates() -> None:
+    with pytest.raises(ConfigError, match="needs certificates"):
+        check_exposure(parse_url("tls://:1"), Keyring(secrets=SECRETS))

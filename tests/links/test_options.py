@@ -7,6 +7,7 @@ import pytest
 
 from asynckv.errors import ConfigError
 from asynckv.links.options import make_keyring, new_identity, payload_digest
+from asynckv.testing.certificates import Authority
 
 
 def test_each_identity_is_another_incarnation() -> None:
@@ -46,6 +47,14 @@ def test_the_process_s_own_environment_is_asked(
     monkeypatch.setenv("ASYNCKV_SECRET", "short")
     with pytest.raises(ConfigError, match="ASYNCKV_SECRET holds a secret of less"):
         make_keyring(None, None, False)
+
+
+def test_certificates_are_given_by_their_files(authority: Authority) -> None:
+    keyring = make_keyring(None, authority.issue(), False, {})
+    assert keyring.has_tls
+    assert keyring.current().tls is not None
+    with pytest.raises(ConfigError, match="tls is a str"):
+        make_keyring(None, "ca.pem", False, {})  # type: ignore[arg-type]
 
 
 def test_plaintext_is_allowed_explicitly() -> None:

@@ -98,3 +98,10 @@ def test_foreign_bytes_are_told_at_once(foreign: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="not a frame") as caught:
         check_magic(bytearray(foreign))
     assert "something else" in caught.value.hint
+
+
+@pytest.mark.parametrize("record", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
+def test_tls_is_told_from_other_foreign_bytes(record: bytes) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        check_magic(bytearray(record))
+    assert "tls://" in caught.value.hint

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from asynckv.security.tls import ALPN, read_tls
+from asynckv.security.tls_socket import TlsSocket, WantsToWrite, discard
+from asynckv.testing.certificates import Authority
+
+
+def shake_hands(near: TlsSocket, far: TlsSocket) -> None:
+    waiting = [near, far]
+    while waiting:
+        for side in list(waiting):
+            with contextlib.suppress(BlockingIOError):
+                side.shake_hands()
+                waiting.remove(side)
+
+
+@pytest.fixture
+def pair(authority: Authority) -> Iterator[tuple[TlsSocket, TlsSocket]]:
+    one, two = socket.socketpair()
+    keys = read_tls(authority.issue("near", "127.0.0.1"))
+    near = TlsSocket.over(one, keys, dials="127.0.0.1")
+    far = TlsSocket.over(two, keys)
+    with near, far:
+        shake_hands(near, far)
+        yield near, far
+
+
+def test_bytes_go_both_ways(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    near, far = pair
+    assert near.protocol == far.protocol == ALPN
+    assert near.send(b"hello") == 5
+    assert far.recv(2) == b"he"
+    assert far.pending() == 3
+    buffer = bytearray(10)
+    assert far.recv_into(memoryview(buffer)) == 3
+    assert far.pending() == 0
+    assert far.send(memoryview(buffer)[:3]) == 3
+    assert near.recv(10) == b"llo"
+
+
+def test_nothing_waits(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    near, far = pair
+    with pytest.raises(BlockingIOError):
+        near.recv(1)
+    with pytest.raises(BlockingIOError):
+        near.recv_into(bytearray(1))
+    large, got, has_left = memoryview(bytearray(2**22)), 0, False
+    with pytest.raises(WantsToWrite):
+        near.send(large)
+    while got < len(large):
+        with contextlib.suppress(BlockingIOError):
+            got += len(far.recv(2**16))
+        with contextlib.suppress(BlockingIOError):
+            has_left = has_left or near.send(large) == len(large)
+    assert has_left
+    assert got == len(large)
+
+
+def test_both_sides_know_the_names_and_bind_to_both_certificates(
+    pair: tuple[TlsSocket, TlsSocket],
+) -> None:
+    near, far = pair
+    assert near.peer_names().names == ("near", "127.0.0.1")
+    assert near.assurance() == far.assurance()
+    assert len(near.assurance().binding) == 64
+
+
+def test_another_certificate_is_another_binding(authority: Authority) -> None:
+    bindings = set()
+    for _ in range(2):
+        one, two = socket.socketpair()
+        near = TlsSocket.over(one, read_tls(authority.issue()), dials="localhost")
+        far = TlsSocket.over(two, read_tls(authority.issue()))
+        with near, far:
+            shake_hands(near, far)
+            bindings |= {near.assurance().binding, far.assurance().binding}
+    assert len(bindings) == 2
+
+
+def test_after_a_shutdown_nothing_is_taken_for_what_the_peer_said(
+    pair: tuple[TlsSocket, TlsSocket],
+) -> None:
+    near, far = pair
+    near.send(b"unread")
+    far.shutdown(socket.SHUT_RDWR)
+    received = b""
+    with contextlib.suppress(OSError):
+        while data := far.recv(100):
+            received += data
+    assert received in (b"", b"unread")
+    with pytest.raises(OSError):
+        far.send(b"plaintext")
+        far.send(b"plaintext")
+
+
+def test_a_changed_byte_is_an_error(authority: Authority) -> None:
+    keys = read_tls(authority.issue())
+    (one, wire), (back, two) = socket.socketpair(), socket.socketpair()
+    near, far = TlsSocket.over(one, keys, dials="localhost"), TlsSocket.over(two, keys)
+    with near, far, wire, back:
+        stop = threading.Event()
+        for source in (wire, back):
+            source.settimeout(0.01)
+        pump = threading.Thread(target=_carry, args=(wire, back, stop))
+        pump.start()
+        shake_hands(near, far)
+        stop.set()
+        pump.join()
+        near.send(b"precious")
+        data = bytearray(wire.recv(1000))
+        data[-1] ^= 1
+        back.send(data)
+        with pytest.raises(ssl.SSLError):
+            far.recv(100)
+
+
+def _carry(one: socket.socket, two: socket.socket, stop: threading.Event) -> None:
+    while not stop.is_set():
+        for source, target in ((one, two), (two, one)):
+            with contextlib.suppress(TimeoutError):
+                target.sendall(source.recv(65536))
+
+
+def test_what_comes_after_a_failure_is_dropped_undeciphered(
+    pair: tuple[TlsSocket, TlsSocket],
+) -> None:
+    near, far = pair
+    near.send(b"x")
+    assert discard(far) > 1
+    one, two = socket.socketpair()
+    with one, two:
+        one.send(b"xyz")
+        assert discard(two) == 3
+
+
+def test_a_socket_whose_peer_is_gone_is_left_to_its_owner(authority: Authority) -> None:
+    keys = read_tls(authority.issue())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    near.close()
+    with far:
+        with pytest.raises(OSError, match="not connected"):
+            TlsSocket.over(far, keys)
+        assert far.fileno() >= 0
