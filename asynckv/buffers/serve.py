@@ -151,6 +151,7 @@ class Server(LoopBound):
     async def _close(self, drain_s: float) -> None:
         if self._listener is None:
             return
+        self._check_loop()
         self._is_leaving = True
         for services in self._services:
             for service in services.all:

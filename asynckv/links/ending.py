@@ -13,6 +13,7 @@ from asynckv.links.heartbeat import Heartbeat
 from asynckv.links.outgoing import Outgoing
 from asynckv.links.requests import StreamHandler
 from asynckv.links.streams import ControlStream
+from asynckv.processes import ProcessBound
 from asynckv.protocol.session import Session
 
 __all__ = ("GRACE_S", "Ending", "copy_of")
@@ -23,7 +24,7 @@ GRACE_S: Final = 1.0
 """How long a peer may take for the last words of a link, and to hang up."""
 
 
-class Ending:
+class Ending(ProcessBound):
     """The end of one link. ``error`` says how it came, once it has."""
 
     def __init__(
@@ -35,6 +36,7 @@ class Ending:
         payload: PayloadTransport,
         heartbeat: Heartbeat,
     ) -> None:
+        self._own()
         self.error: PeerLost | None = None
         self._peer_id = peer_id
         self._stream = stream
@@ -131,8 +133,9 @@ class Ending:
             self._grace.cancel()
         self._heartbeat.stop()
         self._outgoing.stop()
-        self._stream.abort()
-        self._payload.abort()
+        if not self._is_copy:
+            self._stream.abort()
+            self._payload.abort()
 
 
 def copy_of(error: PeerLost) -> PeerLost:

@@ -21,6 +21,7 @@ from asynckv.links.link import Link
 from asynckv.links.reception import Reception
 from asynckv.links.requests import Service
 from asynckv.links.sockets import bind, remove_place
+from asynckv.processes import ProcessBound
 from asynckv.protocol.frames import Limits, PeerIdentity
 from asynckv.protocol.handshake import DigestMode, Terms
 from asynckv.security.keyring import NO_KEYS, Keyring
@@ -34,7 +35,7 @@ _DEFAULT_LIMITS: Final = Limits()
 _CLOSE_S: Final = 3.0
 
 
-class LinkListener:
+class LinkListener(ProcessBound):
     """An open door: ``url`` says where, with the real port.
 
     A peer has one link at a time: a second one of the same ``identity.id``
@@ -49,6 +50,7 @@ class LinkListener:
         service_for: Callable[[Link], Service],
         on_link: Callable[[Link], None] | None,
     ) -> None:
+        self._own()
         self._service_for = service_for
         self._on_link = on_link
         self._links: dict[str, Link] = {}
@@ -100,6 +102,8 @@ class LinkListener:
             link.abort()
 
     def _close_door(self) -> list[asyncio.Task[bool]]:
+        if self._is_copy:
+            return []
         if self._place:
             remove_place(self._place, self._inode)
             self._place = ""

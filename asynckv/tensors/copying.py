@@ -17,6 +17,7 @@ from typing import Final
 import numpy
 import torch
 
+from asynckv.processes import ProcessBound
 from asynckv.protocol.digests import Digester
 from asynckv.shielding import wait_or_stop
 from asynckv.tensors.views import bytes_of, check_sendable
@@ -89,13 +90,14 @@ class _Call:
         return digester.digest() if self._digest else b""
 
 
-class CopyPool:
+class CopyPool(ProcessBound):
     """A few threads that copy tensors and digest them.
 
     They are started when there is work for them, and end soon after there is none.
     """
 
     def __init__(self, threads: int = 2) -> None:
+        self._own()
         self._max_threads = threads
         self._threads = 0
         self._closed = False
@@ -140,6 +142,8 @@ class CopyPool:
 
     def close(self) -> None:
         """Take no more calls. Threads end after those under way; never waits."""
+        if self._is_copy:
+            return
         with self._changed:
             self._closed = True
             self._changed.notify_all()
