@@ -5,6 +5,7 @@ No task: a waiting query is an entry in the ledger and this object.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -118,7 +119,7 @@ class ServedSelect(msgspec.Struct, eq=False):
             case Took(token=token):
                 # What came in the same packet is answered first: often the next
                 # query.
-                self.payer.loop.call_soon(self._take, lease, token)
+                self.payer.link.call_when_answered(partial(self._take, lease, token))
             case Ack(token=token, confirm=confirm):
                 self._on_ack(token, confirm)
             case Cancel():

@@ -124,6 +124,15 @@ class Link:
         """Call ``fn`` once, when less than 1 MiB waits to leave, or all is lost."""
         self._outgoing.call_when_drained(fn)
 
+    def call_when_answered(self, fn: Callable[[], None]) -> None:
+        """Call ``fn`` once, behind the answers to what is being handled now.
+
+        For what need not be done before they have left. It runs in this tick,
+        also if the link is lost meanwhile; on the next one if nothing is being
+        handled.
+        """
+        self._outgoing.call_when_answered(fn)
+
     async def aclose(self) -> None:
         """Say goodbye behind all that is queued, and hang up.
 

@@ -8,6 +8,7 @@ never reads cannot make us hold memory.
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable
 from typing import Final
 
@@ -48,6 +49,7 @@ class Outgoing:
         self._is_last = False
         self._sent_before = 0
         self._when_drained: list[Callable[[], None]] = []
+        self._when_answered: collections.deque[Callable[[], None]] = collections.deque()
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +73,15 @@ class Outgoing:
             self.flush()
         elif not self._is_last:
             self.flush_soon()
+        while self._when_answered:
+            self._when_answered.popleft()()
+
+    def call_when_answered(self, fn: Callable[[], None]) -> None:
+        """Call ``fn`` once, when what came is handled and the answers written."""
+        if self.is_handling:
+            self._when_answered.append(fn)
+        else:
+            self._loop.call_soon(fn)
 
     def flush(self) -> None:
         """Write what is queued, as much as the stream takes."""

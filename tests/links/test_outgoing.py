@@ -178,3 +178,28 @@ async def test_what_woken_tasks_say_leaves_in_the_same_tick() -> None:
     sender.outgoing.end_handling()
     await asyncio.sleep(0)
     assert len(sender.stream.writes) == 1
+
+
+async def test_what_can_wait_is_done_behind_the_answers() -> None:
+    sender = Sender()
+    written: list[int] = []
+    sender.outgoing.is_handling = True
+    for _ in range(2):
+        sender.outgoing.call_when_answered(
+            lambda: written.append(len(sender.stream.writes))
+        )
+    sender.outbox.put(2, Get("a"))
+    assert written == []
+    sender.outgoing.end_handling()
+    assert written == [1, 1]
+    sender.outgoing.end_handling()
+    assert written == [1, 1]
+
+
+async def test_what_can_wait_waits_for_a_tick_if_nothing_is_handled() -> None:
+    sender = Sender()
+    done: list[bool] = []
+    sender.outgoing.call_when_answered(lambda: done.append(True))
+    assert not done
+    await asyncio.sleep(0)
+    assert done
