@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from asynckv.buffers.entries import Draft, EntryState, StoredEntry
+from asynckv.buffers.drafts import Draft
+from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.room import Room, check_not_aborted
 from asynckv.errors import BufferClosed

@@ -10,7 +10,8 @@ import itertools
 import logging
 from collections.abc import Callable
 
-from asynckv.buffers.entries import Draft, EntryState, StoredEntry
+from asynckv.buffers.drafts import Draft
+from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.buffers.expiry import ExpiryClock
 from asynckv.buffers.statistics import Counters
 from asynckv.buffers.tombstones import Tombstone, Tombstones

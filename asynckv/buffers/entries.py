@@ -15,16 +15,16 @@ from typing import Final, Protocol
 
 import msgspec
 
+from asynckv.buffers.drafts import Draft
 from asynckv.buffers.manifest import INLINE_NBYTES, content_digest, pack
 from asynckv.buffers.places import Place
-from asynckv.buffers.queries import Query, Tokens, key_of
+from asynckv.buffers.queries import Query, key_of
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import TensorRecord
 from asynckv.tensors.arena import Region
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = (
-    "Draft",
     "EntryState",
     "Holder",
     "Lease",
@@ -47,27 +47,6 @@ class EntryState(enum.Enum):
     READY = "committed; can be selected"
     DIRECT = "had no room; its bytes go straight to the one who selected it"
     GONE = "left"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Draft:
-    """Everything an insert says about its entry, checked."""
-
-    entry_id: str
-    input_tokens: Tokens | None
-    roi: Tokens | None
-    specs: dict[str, TensorSpec]
-    fingerprint: KVFingerprint | None = None
-    ttl_s: float | None = 600.0
-    deliveries: int = 1
-    streaming: bool = False
-    owner: str = ""
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each tensor, then of the tokens and the roi."""
-        tokens = [len(t.data) for t in (self.input_tokens, self.roi) if t is not None]
-        return [spec.nbytes for spec in self.specs.values()] + tokens
 
 
 @dataclasses.dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from asynckv.buffers.entries import Draft
+from asynckv.buffers.drafts import Draft
 from asynckv.buffers.manifest import INLINE_NBYTES, check_body, content_digest, pack
 from asynckv.buffers.sending import Sending
 from asynckv.links.link import Link

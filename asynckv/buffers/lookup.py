@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import math
-import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Final
 
 import anyio
 import torch
 
 from asynckv.abc import (
     InsertWriter,
-    KVEntry,
     KVLookupBuffer,
     KVTensors,
     Match,
     SelectStream,
     TokenIds,
 )
-from asynckv.buffers.admission import Admission, Landed
+from asynckv.buffers.admission import Admission
 from asynckv.buffers.contents import check_names, flatten
+from asynckv.buffers.drafts import make_draft
 from asynckv.buffers.drop_select import PendingSelect
-from asynckv.buffers.entries import Draft, Lease, StoredEntry
-from asynckv.buffers.handover import check_targets, hand_over, lend
-from asynckv.buffers.holders import LocalHolder
+from asynckv.buffers.handover import check_targets
 from asynckv.buffers.ledger import Ledger
-from asynckv.buffers.manifest import content_digest
+from asynckv.buffers.local_consumer import LocalConsumer
+from asynckv.buffers.local_source import LocalSource
 from asynckv.buffers.queries import (
-    MAX_ID_LENGTH,
     Query,
     as_mask,
     as_tokens,
@@ -39,18 +34,14 @@ from asynckv.buffers.queries import (
 )
 from asynckv.buffers.room import Room
 from asynckv.buffers.statistics import LookupStatistics
-from asynckv.buffers.streaming import LocalStream, LocalWriter
-from asynckv.errors import BufferClosed, LeaseLost
+from asynckv.buffers.streaming import LocalWriter
 from asynckv.loops import LoopBound
-from asynckv.protocol.frames import TensorRecord
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
 
-__all__ = ("LookupBuffer", "make_draft")
-
-_BATCH_NBYTES: Final = 8 * 2**20
+__all__ = ("LookupBuffer",)
 
 
 class LookupBuffer(LoopBound, KVLookupBuffer):
@@ -97,12 +88,14 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             changed=self.room.change,
         )
         self.admission = Admission(self.ledger, self.room)
-        self._is_closed = False
+        self._consumer = LocalConsumer(
+            self.ledger.leases, self.pool, self.fingerprint, self._check_loop
+        )
 
     @property
     def is_closed(self) -> bool:
         """Whether every wait has ended for good."""
-        return self._is_closed
+        return self.ledger.leases.is_closed
 
     async def insert(
         self,
@@ -124,20 +117,16 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             roi,
             {name: spec_of(tensor) for name, tensor in tensors.items()},
             entry_id=entry_id,
-            fingerprint=self.fingerprint,
             ttl_s=ttl_s,
             deliveries=deliveries,
+            fingerprint=self.fingerprint,
         )
         self.admission.check_open()
+        source = LocalSource(tensors, self.pool)
         digest = None
         if entry_id is not None and self.ledger.book.known_digest(entry_id) is not None:
-            digests = await self.pool.digest(list(tensors.values()))
-            records = [
-                TensorRecord(name, spec, part)
-                for (name, spec), part in zip(draft.specs.items(), digests, strict=True)
-            ]
-            digest = content_digest(records, draft.input_tokens, draft.roi)
-        await self.admission.insert(draft, _LocalSource(tensors, self.pool), digest)
+            digest = await source.digest(draft)
+        await self.admission.insert(draft, source, digest)
         return draft.entry_id
 
     def drop_select(
@@ -157,7 +146,8 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        return PendingSelect(self._take, self._borrow, query, check_targets(into))
+        consumer = self._consumer
+        return PendingSelect(consumer.take, consumer.borrow, query, check_targets(into))
 
     async def peek(
         self, input_tokens: TokenIds | None = None, roi: TokenIds | None = None
@@ -191,11 +181,11 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         draft = make_draft(
             input_tokens,
             roi,
-            dict(specs),
+            specs,
             entry_id=entry_id,
-            fingerprint=self.fingerprint,
             ttl_s=ttl_s,
             deliveries=deliveries,
+            fingerprint=self.fingerprint,
             streaming=True,
         )
         entry = await self.admission.begin(draft)
@@ -221,7 +211,6 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         min_matched_tokens: int = 1,
         into: Mapping[str, torch.Tensor] | None = None,
     ) -> AsyncIterator[SelectStream]:
-        self._check_selectable()
         query = make_query(
             input_tokens,
             roi,
@@ -229,22 +218,8 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        targets = check_targets(into)
-        holder = LocalHolder(self.ledger.leases, streams=True)
-        holder.select(query, self.fingerprint)
-        try:
-            lease = await holder.shown_lease()
-            stream = LocalStream(holder, lease, self.pool, targets)
-            self.ledger.leases.reach(lease)
+        async with self._consumer.stream(query, check_targets(into)) as stream:
             yield stream
-        except Exception:
-            holder.give_back_failed()
-            raise
-        except BaseException:
-            holder.forget()
-            raise
-        self.ledger.leases.acknowledge(lease)
-        stream.close()
 
     def statistics(self) -> LookupStatistics:
         ledger = self.ledger
@@ -279,7 +254,6 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
 
     def abort(self) -> None:
         self.room.closed = True
-        self._is_closed = True
         self.ledger.close()
         self.room.change()
         self.pool.close()
@@ -291,122 +265,8 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
                 await self.room.aclose()
                 with anyio.move_on_after(drain_s):
                     await self.room.until(
-                        lambda: not self.ledger.book.entries or self._is_closed
+                        lambda: not self.ledger.book.entries or self.is_closed
                     )
             finally:  # also if the task is cancelled: nobody is left waiting
                 self.abort()
             await self.room.aclose()
-
-    def _check_selectable(self) -> None:
-        self._check_loop()
-        if self._is_closed:
-            raise BufferClosed("the buffer is closed")
-
-    async def _take(self, query: Query, targets: Mapping[str, torch.Tensor]) -> KVEntry:
-        self._check_selectable()
-        holder = LocalHolder(self.ledger.leases, streams=False)
-        holder.select(query, self.fingerprint)
-        try:
-            while True:
-                lease = await holder.whole_lease()
-                entry = await hand_over(lease, self.pool, targets)
-                if lease.is_valid:
-                    self.ledger.leases.acknowledge(lease)
-                    return entry
-        except BaseException:
-            holder.forget()
-            raise
-
-    @asynccontextmanager
-    async def _borrow(
-        self, query: Query, targets: Mapping[str, torch.Tensor]
-    ) -> AsyncIterator[KVEntry]:
-        self._check_selectable()
-        holder = LocalHolder(self.ledger.leases, streams=False)
-        holder.select(query, self.fingerprint)
-        try:
-            lease, entry = await self._lend(holder, targets)
-            yield entry
-        except Exception:
-            holder.give_back_failed()
-            raise
-        except BaseException:
-            holder.forget()
-            raise
-        self.ledger.leases.acknowledge(lease)
-
-    async def _lend(
-        self, holder: LocalHolder, targets: Mapping[str, torch.Tensor]
-    ) -> tuple[Lease, KVEntry]:
-        while True:
-            lease = await holder.whole_lease()
-            entry = await lend(lease, self.pool, targets)
-            if lease.is_valid:
-                self.ledger.leases.reach(lease)
-                return lease, entry
-
-
-class _LocalSource:
-    """The caller's own tensors."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], pool: CopyPool) -> None:
-        self._tensors = list(tensors.values())
-        self._pool = pool
-
-    async def fill(self, entry: StoredEntry, landed: Landed) -> None:
-        targets = [
-            part.region.tensor(part.spec)
-            for part in entry.parts
-            if part.region is not None
-        ]
-        if len(targets) != len(self._tensors):
-            raise LeaseLost("the entry has left already")
-        for some in _batches(self._tensors):
-            digests = await self._pool.copy(self._tensors[some], targets[some])
-            for index, digest in enumerate(digests, some.start):
-                landed(index, digest)
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Tensors to copy at a time: who waits for them is sent the first ones early."""
-    first, nbytes = 0, 0
-    for end, tensor in enumerate(tensors, 1):
-        nbytes += tensor.nbytes
-        if nbytes >= _BATCH_NBYTES or end == len(tensors):
-            yield slice(first, end)
-            first, nbytes = end, 0
-
-
-def make_draft(
-    input_tokens: TokenIds | None,
-    roi: TokenIds | None,
-    specs: dict[str, TensorSpec],
-    *,
-    entry_id: str | None,
-    fingerprint: KVFingerprint | None,
-    ttl_s: float | None,
-    deliveries: int,
-    streaming: bool = False,
-) -> Draft:
-    """Check what every insert says about its entry.
-
-    :raises ValueError: tokens and roi do not fit each other, or a number is out
-        of range
-    """
-    if not 1 <= deliveries <= 2**31:
-        raise ValueError("deliveries is at least 1, and at most 2**31")
-    if entry_id is not None and len(entry_id) > MAX_ID_LENGTH:
-        raise ValueError(f"an entry_id has at most {MAX_ID_LENGTH} characters")
-    if ttl_s is not None and not 0 <= ttl_s < math.inf:
-        raise ValueError("ttl_s is finite and not negative; None means no end")
-    tokens = as_tokens(input_tokens)
-    return Draft(
-        entry_id=uuid.uuid4().hex if entry_id is None else entry_id,
-        input_tokens=tokens,
-        roi=as_mask(roi, tokens),
-        specs=specs,
-        fingerprint=fingerprint,
-        ttl_s=ttl_s,
-        deliveries=deliveries,
-        streaming=streaming,
-    )

@@ -12,7 +12,7 @@ from asynckv.abc import InsertWriter
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.declared import Declared
-from asynckv.buffers.entries import Draft
+from asynckv.buffers.drafts import Draft
 from asynckv.buffers.manifest import INLINE_NBYTES, check_body, pack
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link

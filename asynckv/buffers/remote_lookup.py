@@ -20,11 +20,10 @@ from asynckv.abc import (
 from asynckv.buffers.asking import ask
 from asynckv.buffers.consuming import RemoteConsumer
 from asynckv.buffers.contents import check_names, flatten
+from asynckv.buffers.drafts import Draft, make_draft
 from asynckv.buffers.drop_select import PendingSelect
-from asynckv.buffers.entries import Draft
 from asynckv.buffers.handover import check_targets
 from asynckv.buffers.inserting import begin_insert
-from asynckv.buffers.lookup import make_draft
 from asynckv.buffers.pushing import RemoteWriter, dense
 from asynckv.buffers.queries import (
     MAX_ID_LENGTH,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from asynckv.buffers.admission import Landed
 from asynckv.buffers.contents import check_names
-from asynckv.buffers.entries import Draft, EntryState, StoredEntry
+from asynckv.buffers.drafts import Draft
+from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.buffers.manifest import Manifest, unpack, verify_inline
 from asynckv.buffers.queries import check_mask, check_tokens
 from asynckv.errors import (
@@ -68,7 +69,6 @@ def draft_of(frame: Insert, manifest: Manifest, service: LookupService) -> Draft
         ttl_s=frame.ttl_s,
         deliveries=frame.deliveries,
         streaming=frame.streaming,
-        owner=service.link.peer.id,
     )
 
 

@@ -73,12 +73,15 @@ class Outgoing:
             self.flush()
         elif not self._is_last:
             self.flush_soon()
-        while self._when_answered:
-            self._when_answered.popleft()()
+        if self._when_answered:
+            self._tell_answered()
 
     def call_when_answered(self, fn: Callable[[], None]) -> None:
-        """Call ``fn`` once, when what came is handled and the answers written."""
-        if self.is_handling:
+        """Call ``fn`` once, behind the answers to what is handled now.
+
+        Or behind what leaves at the end of this tick; otherwise on a later one.
+        """
+        if self.will_flush:
             self._when_answered.append(fn)
         else:
             self._loop.call_soon(fn)
@@ -147,6 +150,12 @@ class Outgoing:
     def _flush_now(self) -> None:
         self.will_flush = False
         self.flush()
+        if self._when_answered:
+            self._tell_answered()
+
+    def _tell_answered(self) -> None:
+        while self._when_answered:
+            self._when_answered.popleft()()
 
     def _pause(self) -> None:
         self.is_reading_paused = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from asynckv.buffers.entries import Draft, Lease
+from asynckv.buffers.drafts import Draft
+from asynckv.buffers.entries import Lease
 from asynckv.buffers.queries import as_tokens
 from asynckv.types import TensorSpec
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from asynckv.abc import KVEntry
-from asynckv.buffers.lookup import LookupBuffer, make_draft
-from asynckv.buffers.queries import Query
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import (
     BufferClosed,
     EntryAborted,
@@ -18,7 +17,6 @@ from asynckv.errors import (
     WrongLoop,
 )
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.holders import RecordingHolder
 from asynckv.testing.lookup_checks.values import MIB, cancelled, expect_error, noise
 from asynckv.testing.tasks import use_across_tasks
 from asynckv.types import TensorSpec
@@ -84,48 +82,6 @@ async def test_an_insert_wakes_one_of_10_000_and_runs_no_other() -> None:
         assert sum(isinstance(r, BufferClosed) for r in results) == 9_999
 
 
-async def test_a_taken_back_delivery_waits_for_another_before_it_is_shown() -> None:
-    async with LookupBuffer(8 * MIB, max_deliver=1, drain_s=0) as buffer:
-        await insert(buffer, 1, 2 * MIB, deliveries=2)
-        leave = asyncio.Event()
-        failing = asyncio.create_task(borrow(buffer, 1, leave, error=True))
-        await until(
-            lambda: any(
-                x.reached
-                for e in buffer.ledger.book.entries.values()
-                for x in e.leases.values()
-            )
-        )
-        leave.set()
-        slow = asyncio.create_task(borrow(buffer, 1, leave))
-        await ended(failing)
-        assert buffer.statistics().undeliverable == 1
-        await until(lambda: buffer.statistics().waiting_selects == 1)
-        await insert(buffer, 1)
-        await slow  # acknowledges what it was shown
-        assert buffer.statistics().entries == 0
-
-
-async def test_who_holds_too_long_cannot_acknowledge() -> None:
-    async with LookupBuffer(1000, max_hold_s=0.001, drain_s=0) as buffer:
-        await insert(buffer, 1)
-        with pytest.raises(LeaseLost):
-            async with buffer.drop_select([1]):
-                await until(lambda: buffer.statistics().lapsed == 1)
-        assert (await buffer.drop_select([1])).attempt == 2
-
-
-async def test_a_stream_that_waits_learns_that_its_lease_has_lapsed() -> None:
-    async with LookupBuffer(1000, max_hold_s=0.001, drain_s=0) as buffer:
-        async with buffer.open_insert([1], None, SPECS) as writer:
-            with pytest.raises(LeaseLost):
-                async with buffer.open_drop_select([1]) as stream:
-                    await stream.wait_for("key")
-            await writer.put("key", noise(8))
-            await writer.put("value", noise(8))
-        await buffer.drop_select([1])
-
-
 async def test_a_put_that_is_still_under_way_is_not_committed() -> None:
     specs = {"key": TensorSpec((8 * MIB,), "uint8")}
     async with LookupBuffer(16 * MIB, drain_s=0) as buffer:
@@ -178,17 +134,6 @@ async def test_a_cancelled_direct_insert_sends_its_consumer_back_to_waiting() ->
         assert buffer.statistics().outside_bytes == 0
         await insert(buffer, 1)
         assert (await select).attempt == 1
-
-
-async def test_a_bad_into_does_not_count_as_a_failure() -> None:
-    async with LookupBuffer(1000, max_deliver=1, drain_s=0) as buffer:
-        await insert(buffer, 1)
-        bad = {"key": noise(1)}
-        for kind in (buffer.open_drop_select, buffer.drop_select):
-            with pytest.raises(ValueError, match="key"):
-                async with kind([1], into=bad):
-                    pass
-        assert (await buffer.drop_select([1])).attempt == 3
 
 
 async def test_closing_lets_consumers_take_what_is_left() -> None:
@@ -291,15 +236,6 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
         LookupBuffer(**options)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"deliveries": 0}, {"ttl_s": -1}, {"ttl_s": float("inf")}]
-)
-def test_what_an_insert_says_is_checked(wrong: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"ttl_s": 1, "deliveries": 1} | wrong
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        make_draft([1], None, {}, entry_id=None, fingerprint=None, **options)
-
-
 async def test_a_second_insert_under_way_is_a_conflict() -> None:
     async with full_buffer() as buffer:
         await insert(buffer, 9, 80)
@@ -307,18 +243,6 @@ async def test_a_second_insert_under_way_is_a_conflict() -> None:
         with pytest.raises(EntryConflict):
             await insert(buffer, 1, entry_id="it")
         await cancelled(first)
-
-
-async def test_first_tensors_are_passed_on_while_the_last_are_copied() -> None:
-    async with LookupBuffer("64MiB", drain_s=0) as buffer:
-        holder = RecordingHolder()
-        buffer.ledger.leases.select(Query(None), holder, None)
-        layers = {name: noise(5 * MIB) for name in "abcd"}
-        inserting = asyncio.create_task(buffer.insert(None, None, layers, None, None))
-        await until(lambda: "landed 0" in holder.heard)
-        assert "landed 3" not in holder.heard
-        await cancelled(inserting)
-        assert holder.heard[-1] == "retracted"
 
 
 class Crowd:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
+from asynckv.buffers.drafts import make_draft
 from asynckv.buffers.inserting import begin_insert
-from asynckv.buffers.lookup import make_draft
 from asynckv.buffers.sending import Sending
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.link import Link

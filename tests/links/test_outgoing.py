@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from asynckv.links.outgoing import LOW_BYTES, MAX_ANSWER_BYTES, Outgoing
 from asynckv.links.streams import ControlStream, StreamOwner
 from asynckv.protocol.frames import Get, Limits
@@ -183,7 +185,7 @@ async def test_what_woken_tasks_say_leaves_in_the_same_tick() -> None:
 async def test_what_can_wait_is_done_behind_the_answers() -> None:
     sender = Sender()
     written: list[int] = []
-    sender.outgoing.is_handling = True
+    sender.outgoing.will_flush = True
     for _ in range(2):
         sender.outgoing.call_when_answered(
             lambda: written.append(len(sender.stream.writes))
@@ -196,8 +198,13 @@ async def test_what_can_wait_is_done_behind_the_answers() -> None:
     assert written == [1, 1]
 
 
-async def test_what_can_wait_waits_for_a_tick_if_nothing_is_handled() -> None:
+@pytest.mark.parametrize("will_flush", [False, True])
+async def test_what_can_wait_waits_for_a_tick_if_nothing_is_handled(
+    will_flush: bool,
+) -> None:
     sender = Sender()
+    if will_flush:
+        sender.outgoing.flush_soon()
     done: list[bool] = []
     sender.outgoing.call_when_answered(lambda: done.append(True))
     assert not done

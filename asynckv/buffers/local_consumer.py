@@ -1,0 +1,109 @@
+"""Taking entries from a buffer of this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import torch
+
+from asynckv.abc import KVEntry, SelectStream
+from asynckv.buffers.entries import Lease
+from asynckv.buffers.handover import hand_over, lend
+from asynckv.buffers.holders import LocalHolder
+from asynckv.buffers.leases import Leases
+from asynckv.buffers.queries import Query
+from asynckv.buffers.streaming import LocalStream
+from asynckv.errors import BufferClosed
+from asynckv.tensors.copying import CopyPool
+from asynckv.types import KVFingerprint
+
+__all__ = ("LocalConsumer",)
+
+
+class LocalConsumer:
+    """The three ways to take an entry, with a copy or with the memory itself.
+
+    ``check`` is called first by each, and refuses what must not go on.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        pool: CopyPool,
+        fingerprint: KVFingerprint | None,
+        check: Callable[[], object],
+    ) -> None:
+        self._leases = leases
+        self._pool = pool
+        self._fingerprint = fingerprint
+        self._check = check
+
+    async def take(self, query: Query, targets: Mapping[str, torch.Tensor]) -> KVEntry:
+        """Do what awaiting a ``drop_select`` does."""
+        holder = self._select(query, streams=False)
+        try:
+            while True:
+                lease = await holder.whole_lease()
+                entry = await hand_over(lease, self._pool, targets)
+                if lease.is_valid:
+                    self._leases.acknowledge(lease)
+                    return entry
+        except BaseException:
+            holder.forget()
+            raise
+
+    @asynccontextmanager
+    async def borrow(
+        self, query: Query, targets: Mapping[str, torch.Tensor]
+    ) -> AsyncIterator[KVEntry]:
+        """Do what entering a ``drop_select`` does."""
+        async with self._holding(query, streams=False) as holder:
+            lease, entry = await self._lend(holder, targets)
+            yield entry
+        self._leases.acknowledge(lease)
+
+    @asynccontextmanager
+    async def stream(
+        self, query: Query, targets: Mapping[str, torch.Tensor]
+    ) -> AsyncIterator[SelectStream]:
+        """Do what entering an ``open_drop_select`` does."""
+        async with self._holding(query, streams=True) as holder:
+            lease = await holder.shown_lease()
+            stream = LocalStream(holder, lease, self._pool, targets)
+            self._leases.reach(lease)
+            yield stream
+        self._leases.acknowledge(lease)
+        stream.close()
+
+    @asynccontextmanager
+    async def _holding(
+        self, query: Query, *, streams: bool
+    ) -> AsyncIterator[LocalHolder]:
+        holder = self._select(query, streams=streams)
+        try:
+            yield holder
+        except Exception:
+            holder.give_back_failed()
+            raise
+        except BaseException:
+            holder.forget()
+            raise
+
+    def _select(self, query: Query, *, streams: bool) -> LocalHolder:
+        self._check()
+        if self._leases.is_closed:
+            raise BufferClosed("the buffer is closed")
+        holder = LocalHolder(self._leases, streams=streams)
+        holder.select(query, self._fingerprint)
+        return holder
+
+    async def _lend(
+        self, holder: LocalHolder, targets: Mapping[str, torch.Tensor]
+    ) -> tuple[Lease, KVEntry]:
+        while True:
+            lease = await holder.whole_lease()
+            entry = await lend(lease, self._pool, targets)
+            if lease.is_valid:
+                self._leases.reach(lease)
+                return lease, entry
