@@ -41,7 +41,11 @@ async def wait_shielded(
             except asyncio.CancelledError as exc:
                 held_back = exc
     if held_back is not None:
-        raise held_back
+        try:
+            raise held_back
+        finally:
+            # Its traceback holds this frame, and the frames hold memory.
+            held_back = None
 
 
 async def wait_or_stop(future: asyncio.Future[None], stop: Callable[[], None]) -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
+import weakref
 
 import anyio
 import pytest
@@ -26,6 +28,29 @@ async def test_a_shielded_wait_outlasts_repeated_cancellation() -> None:
     future.set_result(None)
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_cancelled_wait_holds_nothing_once_its_task_is_gone() -> None:
+    class Memory:
+        """What a caller has in its frame."""
+
+    async def call() -> None:
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        await wait_shielded(future)
+
+    held: list[weakref.ref[Memory]] = []
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(call())
+    await _ticks(2)
+    task.cancel()
+    future.set_result(None)
+    await asyncio.wait({task})
+    gc.disable()
+    del task
+    await _ticks(2)
+    gc.enable()
+    assert held[0]() is None
 
 
 async def test_a_shielded_wait_outlasts_a_cancelled_scope() -> None:

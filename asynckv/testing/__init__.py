@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from asynckv.testing.pipe_pairs import open_group, open_pipe_pair
     from asynckv.testing.store_conformance import STORE_CHECKS, check_store_buffer
     from asynckv.testing.tasks import use_across_tasks
+    from asynckv.testing.transport_conformance import TRANSPORT_CHECKS, check_transport
+    from asynckv.testing.transport_pairs import open_transport_pair
 
 __all__ = (
     "LOOKUP_CHECKS",
     "PIPE_CHECKS",
     "STORE_CHECKS",
+    "TRANSPORT_CHECKS",
     "Authority",
     "CancelMode",
     "KVFaults",
@@ -44,6 +47,7 @@ __all__ = (
     "check_lookup_buffer",
     "check_pipe",
     "check_store_buffer",
+    "check_transport",
     "faults",
     "open_group",
     "open_kv_faults",
@@ -51,6 +55,7 @@ __all__ = (
     "open_lookup_pair",
     "open_pipe_pair",
     "open_store_pair",
+    "open_transport_pair",
     "sweep_cancellation",
     "until",
     "until_blocked",
@@ -61,6 +66,7 @@ _HOME: Final = {
     "LOOKUP_CHECKS": "asynckv.testing.lookup_conformance",
     "PIPE_CHECKS": "asynckv.testing.pipe_conformance",
     "STORE_CHECKS": "asynckv.testing.store_conformance",
+    "TRANSPORT_CHECKS": "asynckv.testing.transport_conformance",
     "Authority": "asynckv.testing.certificates",
     "CancelMode": "asynckv.testing.cancellation",
     "KVFaults": "asynckv.testing.kv_pairs",
@@ -70,12 +76,14 @@ _HOME: Final = {
     "check_lookup_buffer": "asynckv.testing.lookup_conformance",
     "check_pipe": "asynckv.testing.pipe_conformance",
     "check_store_buffer": "asynckv.testing.store_conformance",
+    "check_transport": "asynckv.testing.transport_conformance",
     "open_group": "asynckv.testing.pipe_pairs",
     "open_kv_faults": "asynckv.testing.kv_pairs",
     "open_kv_pair": "asynckv.testing.kv_pairs",
     "open_lookup_pair": "asynckv.testing.pairs",
     "open_pipe_pair": "asynckv.testing.pipe_pairs",
     "open_store_pair": "asynckv.testing.pairs",
+    "open_transport_pair": "asynckv.testing.transport_pairs",
     "sweep_cancellation": "asynckv.testing.cancellation",
     "until": "asynckv.testing.blocked",
     "until_blocked": "asynckv.testing.blocked",

@@ -51,11 +51,12 @@ class InlineTransport(PayloadTransport):
         self._lane_count = lanes
         self._digest = digest
         self._table = PartTable()
-        self._pending = PendingParts(loop)
-        self._completions = Completions(loop, self._pending.tell)
+        self._leaving = PendingParts(loop)
+        self._arriving = PendingParts(loop)
+        self._completions = Completions(loop, self._tell)
         self._lanes = Lanes(
             loop,
-            self._pending,
+            self._leaving,
             self._table,
             max_chunk_bytes,
             moved=self._completions.add,
@@ -97,7 +98,7 @@ class InlineTransport(PayloadTransport):
         digest: bytes | None = None,
     ) -> None:
         outgoing = self._part(transfer, part, source, done, digest)
-        self._pending.add(outgoing)
+        self._leaving.add(outgoing)
         if self._ending.error is not None:
             self._ending.settle_soon()
         elif outgoing.left_bytes:
@@ -114,15 +115,16 @@ class InlineTransport(PayloadTransport):
             transport is not open yet
         """
         incoming = self._part(transfer, part, target, done, None)
-        if self._ending.error is not None:
+        if incoming.left_bytes:
             self._table.add(incoming)
-            self._ending.settle_soon()
-        elif incoming.left_bytes:
-            self._table.add(incoming)
-            self._lanes.receive()
         else:
             self._table.announce(transfer)
-            self._pending.add(incoming)
+        self._arriving.add(incoming)
+        if self._ending.error is not None:
+            self._ending.settle_soon()
+        elif incoming.left_bytes:
+            self._lanes.receive()
+        else:
             self._completions.add(incoming)
 
     def announce(self, transfer: int) -> None:
@@ -134,7 +136,8 @@ class InlineTransport(PayloadTransport):
     def stop(self, transfer: int) -> None:
         self._table.stop(transfer)
         self._lanes.stop(transfer)
-        self._pending.stop(transfer)
+        self._leaving.stop(transfer)
+        self._arriving.stop(transfer)
 
     async def quiesce(self, transfer: int) -> None:
         self.stop(transfer)
@@ -149,7 +152,7 @@ class InlineTransport(PayloadTransport):
         """As the contract says: at most 1 s for queued parts, 1 s for threads."""
         try:
             if self._ending.error is None:
-                await self._pending.wait_until_none(_CLOSE_S)
+                await self._leaving.wait_until_none(_CLOSE_S)
         finally:
             self.abort()
             await self._ending.wait(_CLOSE_S)
@@ -170,6 +173,12 @@ class InlineTransport(PayloadTransport):
             raise LocalProtocolError("the payload lanes are not open yet")
         return Part(transfer, number, memory, done, digest if self._digest else b"")
 
+    def _tell(self, part: Part) -> None:
+        if part in self._leaving:
+            self._leaving.tell(part)
+        else:
+            self._arriving.tell(part)
+
     def _let_go(self) -> None:
         self._quiet.settle()
         self._ending.settle()
@@ -185,4 +194,5 @@ class InlineTransport(PayloadTransport):
     def _take_left(self) -> list[Part]:
         """What has moved is told that first; the rest never will."""
         self._completions.deliver_all()
-        return [*self._pending.take_all(), *self._table.take_all()]
+        self._table.take_all()
+        return [*self._leaving.take_all(), *self._arriving.take_all()]

@@ -18,6 +18,7 @@ from asynckv.tensors.views import tensor_over
 from asynckv.transports.ending import Ending
 from asynckv.transports.inline import DEFAULT_CHUNK_BYTES
 from asynckv.transports.parts import DoneCallback, Part, PartTable
+from asynckv.transports.pending import PendingParts
 from asynckv.types import TensorSpec
 
 __all__ = ("MemTransport",)
@@ -50,13 +51,14 @@ class MemTransport(PayloadTransport):
         self._peer_left = False
         self._pool = CopyPool(threads=1)
         self._table = PartTable()
+        self._arriving = PendingParts(loop)
         self._moves: dict[asyncio.Task[None], Part] = {}
         self._ending = Ending(
             loop,
             on_lost,
             hang_up=self._hang_up,
             is_touching=lambda: bool(self._tasks_of(None)),
-            take_left=self._table.take_all,
+            take_left=self._take_left,
         )
 
     def describe(self) -> bytes:
@@ -102,6 +104,7 @@ class MemTransport(PayloadTransport):
             self._start(self._digest_only(incoming), incoming)
             return
         self._table.add(incoming)
+        self._arriving.add(incoming)
         if self._ending.error is not None:
             self._ending.settle_soon()
         elif self._peer_left:
@@ -112,6 +115,7 @@ class MemTransport(PayloadTransport):
 
     def stop(self, transfer: int) -> None:
         self._table.stop(transfer)
+        self._arriving.stop(transfer)
         for part in self._moves.values():
             if part.transfer == transfer:
                 part.stopped = True
@@ -179,11 +183,15 @@ class MemTransport(PayloadTransport):
             raise
         finally:
             landed = peer._table.leave(target, task)
+            # A cancelled task holds this frame, which must not hold the task.
+            del task
+            if not landed:
+                target.let_go()
             if peer._ending.error is not None:
                 peer._ending.settle_soon()
         part.tell()
         if landed:
-            target.tell()
+            peer._arriving.tell(target)
 
     async def _copy(self, part: Part, target: Part) -> None:
         found = await self._pool.copy(
@@ -220,6 +228,10 @@ class MemTransport(PayloadTransport):
         elif self._ending.error is not None:
             part.tell(self._ending.error)
         self._ending.settle()
+
+    def _take_left(self) -> list[Part]:
+        self._table.take_all()
+        return self._arriving.take_all()
 
     def _hang_up(self) -> None:
         for task in self._tasks_of(None):

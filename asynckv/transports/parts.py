@@ -69,8 +69,9 @@ class Part:
             self._digester.update(piece)
 
     def let_go(self) -> None:
-        """Keep the memory alive no longer."""
+        """Keep the memory alive no longer, nor whoever moved it."""
         self.memory = _NOTHING
+        self.carrier = None
 
     def tell(self, error: BaseException | None = None) -> None:
         """Call ``done``, unless the part was stopped. On the loop, once."""

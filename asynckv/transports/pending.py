@@ -1,4 +1,4 @@
-"""The parts that a side was asked to send and has told nobody of yet."""
+"""The parts that a side was given and has told nobody of yet."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ class PendingParts:
 
     def __bool__(self) -> bool:
         return bool(self._parts)
+
+    def __contains__(self, part: Part) -> bool:
+        return part in self._parts.get(part.transfer, ())
 
     def add(self, part: Part) -> None:
         """Somebody waits to be told of ``part``."""

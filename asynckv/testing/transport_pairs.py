@@ -1,0 +1,60 @@
+"""Both ends of a payload transport, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Final, Literal, TypeAlias
+
+from asynckv.abc import PayloadTransport
+from asynckv.transports.inline import InlineTransport
+from asynckv.transports.mem import MemTransport
+
+__all__ = ("TRANSPORT_KINDS", "TransportKind", "open_transport_pair")
+
+TransportKind: TypeAlias = Literal["tcp", "unix", "mem"]
+
+TRANSPORT_KINDS: Final[tuple[TransportKind, ...]] = ("tcp", "unix", "mem")
+"""Lanes over two kinds of sockets, and memory of one process."""
+
+
+@contextlib.asynccontextmanager
+async def open_transport_pair(
+    kind: TransportKind,
+    near_lost: Callable[[Exception], None],
+    far_lost: Callable[[Exception], None],
+    *,
+    digest: bool = True,
+    lanes: int = 2,
+) -> AsyncIterator[tuple[PayloadTransport, PayloadTransport]]:
+    """Open both ends; they are closed when it is left, whatever was done to them."""
+    loop = asyncio.get_running_loop()
+    if kind == "mem":
+        near: PayloadTransport = MemTransport(lanes, digest, loop, near_lost)
+        far: PayloadTransport = MemTransport(lanes, digest, loop, far_lost)
+        channels: tuple[object, object] = (far, near)
+    else:
+        near = InlineTransport(lanes, digest, loop, near_lost)
+        far = InlineTransport(lanes, digest, loop, far_lost)
+        pairs = [await _connected(kind) for _ in range(lanes)]
+        channels = ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    await near.open(far.describe(), channels[0])
+    await far.open(near.describe(), channels[1])
+    try:
+        yield near, far
+    finally:
+        await near.aclose()
+        await far.aclose()
+
+
+async def _connected(kind: TransportKind) -> tuple[socket.socket, socket.socket]:
+    if kind == "unix":
+        return socket.socketpair()
+    loop, near = asyncio.get_running_loop(), socket.socket()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for sock in (near, listener):
+            sock.setblocking(False)
+        await loop.sock_connect(near, listener.getsockname())
+        return near, (await loop.sock_accept(listener))[0]

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from asynckv.testing.transport_checks.sides import TransportCheck
+from asynckv.testing.transport_checks.stopping import STOPPING_CHECKS
+from asynckv.testing.transport_pairs import (
+    TRANSPORT_KINDS,
+    TransportKind,
+    open_transport_pair,
+)
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("kind", TRANSPORT_KINDS)
+@pytest.mark.parametrize("check", STOPPING_CHECKS, ids=lambda check: check.__name__)
+async def test_a_transport_keeps(check: TransportCheck, kind: TransportKind) -> None:
+    await check(partial(open_transport_pair, kind))
