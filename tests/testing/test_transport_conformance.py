@@ -1,17 +1,27 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
 
 from asynckv.abc import PayloadTransport
+from asynckv.security.tls import TlsKeys, read_tls
+from asynckv.security.tls_socket import TlsSocket
 from asynckv.testing import transport_conformance
+from asynckv.testing.certificates import Authority
 from asynckv.testing.transport_checks.moving import MOVING_CHECKS
-from asynckv.testing.transport_checks.sides import LostCallback, MakeTransportPair
+from asynckv.testing.transport_checks.sides import (
+    LostCallback,
+    MakeTransportPair,
+    TransportCheck,
+)
 from asynckv.testing.transport_conformance import TRANSPORT_CHECKS, check_transport
 from asynckv.testing.transport_pairs import open_transport_pair
+from asynckv.transports.inline import InlineTransport
 from asynckv.transports.mem import MemTransport
 from asynckv.transports.parts import DoneCallback
 
@@ -39,6 +49,46 @@ async def broken_pair(
     async with opening as (near, far):
         near.__class__ = Forgetful
         yield near, far
+
+
+def shaken(keys: TlsKeys) -> tuple[TlsSocket, TlsSocket]:
+    one, other = socket.socketpair()
+    ends = TlsSocket.over(one, keys, dials="localhost"), TlsSocket.over(other, keys)
+    waiting = list(ends)
+    while waiting:
+        for end in list(waiting):
+            with contextlib.suppress(BlockingIOError):
+                end.shake_hands()
+                waiting.remove(end)
+    return ends
+
+
+@pytest.fixture
+def open_tls_pair(authority: Authority) -> MakeTransportPair:
+    @contextlib.asynccontextmanager
+    async def open_pair(
+        near_lost: LostCallback, far_lost: LostCallback, *, digest: bool
+    ) -> AsyncIterator[tuple[PayloadTransport, PayloadTransport]]:
+        loop, lanes = asyncio.get_running_loop(), [shaken(keys) for _ in range(2)]
+        near = InlineTransport(2, digest, loop, near_lost)
+        far = InlineTransport(2, digest, loop, far_lost)
+        await near.open(b"", [lane[0] for lane in lanes])
+        await far.open(b"", [lane[1] for lane in lanes])
+        try:
+            yield near, far
+        finally:
+            await near.aclose()
+            await far.aclose()
+
+    keys = read_tls(authority.issue())
+    return open_pair
+
+
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
+async def test_lanes_over_tls_keep(
+    check: TransportCheck, open_tls_pair: MakeTransportPair
+) -> None:
+    await check(open_tls_pair)
 
 
 async def test_all_checks_run_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
