@@ -45,6 +45,21 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def trust(session: nox.Session) -> None:
+    """Test the promises: fuzzing, faults, kills, seeds; six minutes, figures at the end."""
+    install(session, ".[test]")
+    session.run("pytest", "-m", "trust", *session.posargs)
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """The trust tests for an hour or more, with the numbers of a release."""
+    install(session, ".[test]")
+    more = {"ASYNCKV_SCALE": "chaos"}
+    session.run("pytest", "-m", "trust", *session.posargs, env=more)
+
+
+@nox.session
 def examples(session: nox.Session) -> None:
     """Run every example as its reader would: without arguments, one by one."""
     install(session, ".[cli,fastapi,transformers]", "httpx", "uvicorn")

@@ -89,6 +89,11 @@ def nothing_blocks_the_loop() -> Iterator[None]:
         blockbuster.functions["os.unlink"].can_block_in(
             "asynckv/links/sockets.py", {"_remove_stale", "remove_place"}
         )
+        # What the kernel keeps in memory, while nothing else is to do.
+        for name in ("io.TextIOWrapper.read", "io.BufferedReader.read", "os.listdir"):
+            blockbuster.functions[name].can_block_in(
+                "asynckv/testing/crashes/footprint.py", "now"
+            )
         # A worker that is about to be killed says each step before it takes it.
         blockbuster.functions["os.write"].can_block_in(
             "asynckv/testing/crashes/workers.py", "_tell"

@@ -20,6 +20,7 @@ Word = Literal[
     "done",  # ... and its use was acknowledged
     "late",  # ... but the entry had been taken back before
     "wrong",  # ... but its bytes are not those of the entry
+    "left",  # the server has gone
 ]
 
 

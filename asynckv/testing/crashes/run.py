@@ -1,4 +1,4 @@
-"""Kill producers and consumers in mid-transfer, and judge what is left.
+"""Runs of real processes under load, and the verdict on what they leave.
 
 The buffer lives in this process and outlives them all.
 """
@@ -6,22 +6,27 @@ The buffer lives in this process and outlives them all.
 from __future__ import annotations
 
 import asyncio
-import random
-import signal
+import contextlib
+import time
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve import serve
+from asynckv.buffers.serve import Server, serve
 from asynckv.testing.blocked import until
 from asynckv.testing.crashes.account import Account, Findings
 from asynckv.testing.crashes.contents import is_right
-from asynckv.testing.crashes.orders import Order, Role
-from asynckv.testing.crashes.workshop import Workshop, open_workshop
+from asynckv.testing.crashes.crew import Crew
+from asynckv.testing.crashes.footprint import Footprint
+from asynckv.testing.crashes.workshop import open_workshop
 
-__all__ = ("kill_workers",)
+__all__ = ("kill_workers", "leave_under_load", "soak")
 
 _BUFFER_BYTES: Final = 8 * 2**20
-_LONGEST_PAUSE_S: Final = 0.02
+_CALM_PAUSE_S: Final = 1.0
+_QUIET_S: Final = 10.0
+
+Options = dict[str, Any]
 
 
 async def kill_workers(
@@ -30,8 +35,8 @@ async def kill_workers(
     seed: int = 0,
     *,
     couples: int = 2,
-    serve_options: dict[str, Any] | None = None,
-    connect_options: dict[str, Any] | None = None,
+    serve_options: Options | None = None,
+    connect_options: Options | None = None,
 ) -> Findings:
     """Let producers and consumers work at a buffer here, and kill them one by one.
 
@@ -40,76 +45,94 @@ async def kill_workers(
     and when, follows from ``seed``; what the machine does meanwhile does not.
     """
     account = Account()
-    buffer = LookupBuffer(_BUFFER_BYTES, max_deliver=10**9, drain_s=0)
     async with (
-        buffer,
+        _new_buffer() as buffer,
         serve(url, lookup=buffer, **(serve_options or {})) as server,
-        open_workshop(account.hear) as workshop,
+        _crew_at(server, account, seed, connect_options) as crew,
     ):
-        crew = _Crew(workshop, account, server.url, seed, connect_options or {})
-        for number in range(couples):
-            await crew.hire("producer", f"producer_{number}")
-            await crew.hire("consumer", f"consumer_{number}")
+        await crew.hire_couples(couples)
         while account.kills < kills:
             await crew.kill_one()
         await crew.dismiss()
-        await until(lambda: _is_quiet(buffer), timeout_s=10)
-        before_drain = buffer.statistics()
-        return account.close(await _drain(buffer, account), before_drain)
+        return await _judge(buffer, account)
 
 
-class _Crew:
-    def __init__(
-        self,
-        workshop: Workshop,
-        account: Account,
-        url: str,
-        seed: int,
-        options: dict[str, Any],
-    ) -> None:
-        self._workshop = workshop
-        self._account = account
-        self._url = url
-        self._options = options
-        self._chance = random.Random(seed)
-        self._workers: dict[str, tuple[Role, int]] = {}
-
-    async def hire(self, role: Role, name: str) -> None:
-        order = Order(
-            role=role,
-            name=name,
-            url=self._url,
-            seed=self._chance.getrandbits(32),
-            first=self._account.next_number(name),
-            options=self._options,
-        )
-        self._workers[name] = (role, await self._workshop.start(order))
-
-    async def kill_one(self) -> None:
-        name = self._chance.choice(sorted(self._workers))
-        role, pid = self._workers[name]
-        await self._workshop.steps(pid, self._chance.randint(1, 6))
-        await asyncio.sleep(self._chance.uniform(0, _LONGEST_PAUSE_S))
-        await self._workshop.signal(pid, signal.SIGKILL)
-        await self.hire(role, name)
-
-    async def dismiss(self) -> None:
-        for _, pid in self._workers.values():
-            await self._workshop.signal(pid, signal.SIGKILL)
+async def leave_under_load(
+    url: str, seed: int = 0, *, couples: int = 2, steps: int = 30
+) -> Findings:
+    """Let a server leave while producers and consumers work at it."""
+    account = Account(server_leaves=True)
+    async with _new_buffer() as buffer:
+        server = serve(url, lookup=buffer)
+        await server.__aenter__()
+        try:
+            async with _crew_at(server, account, seed, None) as crew:
+                await crew.hire_couples(couples)
+                await crew.steps(steps)
+                await server.aclose()
+                await crew.dismiss()
+                return await _judge(buffer, account)
+        finally:
+            await server.aclose()
 
 
-def _is_quiet(buffer: LookupBuffer) -> bool:
-    now = buffer.statistics()
-    return not (now.leased or now.waiting_inserts or now.waiting_selects)
+async def soak(
+    url: str, seconds: float, seed: int = 0, *, couples: int = 2
+) -> tuple[Findings, Footprint, Footprint]:
+    """Work for so long, with a death now and then: findings, and what was in use.
+
+    The footprints were taken while nobody worked: after a tenth of the time,
+    and at the end.
+    """
+    account = Account()
+    async with (
+        _new_buffer() as buffer,
+        serve(url, lookup=buffer) as server,
+        _crew_at(server, account, seed, None) as crew,
+    ):
+        early = await _work_for(seconds / 10, crew, couples, buffer)
+        late = await _work_for(seconds * 9 / 10, crew, couples, buffer)
+        return await _judge(buffer, account), early, late
 
 
-async def _drain(buffer: LookupBuffer, account: Account) -> list[str]:
+async def _work_for(
+    seconds: float, crew: Crew, couples: int, buffer: LookupBuffer
+) -> Footprint:
+    await crew.hire_couples(couples)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        await crew.kill_one(_CALM_PAUSE_S)
+    await crew.dismiss()
+    await until(lambda: _is_quiet(buffer), timeout_s=_QUIET_S)
+    return Footprint.now(buffer)
+
+
+def _new_buffer() -> LookupBuffer:
+    return LookupBuffer(_BUFFER_BYTES, max_deliver=10**9, drain_s=0)
+
+
+@contextlib.asynccontextmanager
+async def _crew_at(
+    server: Server, account: Account, seed: int, options: Options | None
+) -> AsyncIterator[Crew]:
+    async with open_workshop(account.hear) as workshop:
+        yield Crew(workshop, account, server.url, seed, options or {})
+
+
+async def _judge(buffer: LookupBuffer, account: Account) -> Findings:
+    await until(lambda: _is_quiet(buffer), timeout_s=_QUIET_S)
+    before_drain = buffer.statistics()
     left = []
     while buffer.statistics().entries:
-        entry = await asyncio.wait_for(buffer.drop_select(), 5)
+        entry = await asyncio.wait_for(buffer.drop_select(), _QUIET_S)
         if not is_right(entry.entry_id, entry):
             account.find(f"wrong bytes in {entry.entry_id}, left in the buffer")
         left.append(entry.entry_id)
     if now := buffer.statistics().used_bytes:
         account.find(f"{now} bytes in use by nothing")
-    return left
+    return account.close(left, before_drain)
+
+
+def _is_quiet(buffer: LookupBuffer) -> bool:
+    now = buffer.statistics()
+    return not (now.leased or now.waiting_inserts or now.waiting_selects)

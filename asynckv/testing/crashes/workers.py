@@ -16,7 +16,14 @@ import torch
 
 from asynckv.abc import KVEntry, KVLookupBuffer
 from asynckv.buffers.remote import connect
-from asynckv.errors import EntryAborted, EntryConflict, LeaseLost
+from asynckv.errors import (
+    BufferClosed,
+    EntryAborted,
+    EntryConflict,
+    LeaseLost,
+    PeerLost,
+)
+from asynckv.security.tls import TLS
 from asynckv.tensors.views import spec_of
 from asynckv.testing.crashes.contents import is_right, named_tensors, tokens_of
 from asynckv.testing.crashes.orders import Order, Report, Word
@@ -28,25 +35,35 @@ _PLAIN_NBYTES: Final = 64 * 1024
 
 
 class Worker:
-    """One producer or one consumer: does what ``order`` says, for ever."""
+    """One producer or one consumer: does what ``order`` says.
+
+    ``options`` are those of :func:`connect`; ``tls`` as a mapping of its fields."""
 
     def __init__(self, order: Order, options: dict[str, Any]) -> None:
         self._order = order
-        self._options = options
+        self._options = dict(options)
+        if "tls" in options:
+            self._options["tls"] = TLS(**options["tls"])
         self._chance = random.Random(order.seed)
         self._encode: Callable[[Report], bytes] = msgspec.json.Encoder().encode
 
     async def work(self) -> None:
-        """Connect, and work until somebody kills this process."""
+        """Connect, and work until this process is killed or the server leaves."""
         order = self._order
         async with connect(order.url, identity=order.name, **self._options) as peer:
-            number = order.first
-            while True:
-                if order.role == "producer":
-                    await self._produce(peer.lookup, number)
-                    number += 1
-                else:
-                    await self._consume(peer.lookup)
+            try:
+                await self._work_at(peer.lookup)
+            except (PeerLost, BufferClosed):
+                self._tell("left")
+
+    async def _work_at(self, lookup: KVLookupBuffer) -> None:
+        number = self._order.first
+        while True:
+            if self._order.role == "producer":
+                await self._produce(lookup, number)
+                number += 1
+            else:
+                await self._consume(lookup)
 
     def _tell(self, word: Word, entry_id: str = "", number: int = 0) -> None:
         line = self._encode(Report(os.getpid(), word, entry_id, number))

@@ -39,7 +39,7 @@ def test_what_is_still_there_is_not_lost() -> None:
     ("told", "left", "wrong"),
     [
         (IN, (), "lost"),
-        ((*IN, *USED, *USED), (), "acknowledged 2 times"),
+        ((*IN, *USED, *USED), (), "more than once"),
         ((*IN, *USED), ("p-0",), "had been used"),
         ((*IN,), ("p-0", "p-0"), "drained 2 times"),
         ((*IN, *USED, Report(2, "wrong", "p-0")), (), "wrong bytes"),

@@ -1,0 +1,43 @@
+"""What this process has in use: what must not grow however long it works."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import os
+import threading
+from pathlib import Path
+
+from asynckv.buffers.lookup import LookupBuffer
+
+__all__ = ("Footprint",)
+
+_PAGES = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Counts at one moment, of this process and of one buffer."""
+
+    tasks: int
+    threads: int
+    descriptors: int
+    resident_bytes: int
+    leased: int
+    waiting: int
+
+    @classmethod
+    def now(cls, buffer: LookupBuffer) -> Footprint:
+        """Look. Blocks for the garbage collector."""
+        gc.collect()
+        state = buffer.statistics()
+        pages = int(Path("/proc/self/statm").read_text().split()[_PAGES])
+        return cls(
+            tasks=len(asyncio.all_tasks()),
+            threads=sum(t.name.startswith("asynckv") for t in threading.enumerate()),
+            descriptors=len(os.listdir("/proc/self/fd")),
+            resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            leased=state.leased,
+            waiting=state.waiting_inserts + state.waiting_selects,
+        )

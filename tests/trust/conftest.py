@@ -1,0 +1,81 @@
+"""How much the trust tests do, in one table, and where their figures are printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Numbers of a run: those of ``nox -s trust``, or of ``nox -s chaos``."""
+
+    fuzz_inputs: int
+    simulation_seeds: int
+    kills_each_scheme: int
+    frozen_cases: int
+    hostile_connections: int
+    drains: int
+    soak_s: float
+    waiters: int
+
+
+_SCALES = {
+    "trust": Scale(
+        fuzz_inputs=2_000_000,
+        simulation_seeds=100,
+        kills_each_scheme=67,
+        frozen_cases=20,
+        hostile_connections=100,
+        drains=4,
+        soak_s=10,
+        waiters=10_000,
+    ),
+    "chaos": Scale(
+        fuzz_inputs=20_000_000,
+        simulation_seeds=3_000,
+        kills_each_scheme=500,
+        frozen_cases=100,
+        hostile_connections=1_000,
+        drains=100,
+        soak_s=1_200,
+        waiters=10_000,
+    ),
+}
+_figures = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_figures] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    figures = terminalreporter.config.stash.get(_figures, [])
+    if figures:
+        terminalreporter.section("figures")
+        for line in figures:
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def scale() -> Scale:
+    """How much is to be done: ``ASYNCKV_SCALE`` is ``trust`` or ``chaos``."""
+    return _SCALES[os.environ.get("ASYNCKV_SCALE", "trust")]
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Print a line of what was measured at the end of the run."""
+    began = time.monotonic()
+
+    def tell(line: str) -> None:
+        seconds = time.monotonic() - began
+        request.config.stash[_figures].append(
+            f"{request.node.name}: {line} ({seconds:.0f} s)"
+        )
+
+    return tell

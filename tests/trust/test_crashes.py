@@ -1,0 +1,79 @@
+"""Processes that die or hang in the middle of what they do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynckv.security.tls import TLS
+from asynckv.testing.certificates import Authority
+from asynckv.testing.crashes.run import kill_workers, leave_under_load, soak
+from asynckv.testing.pairs import Scheme, new_url
+
+pytestmark = [
+    pytest.mark.trust,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(1800),
+]
+_GROWTH_BYTES = 32 * 2**20
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> TLS:
+    return Authority(tmp_path).issue()
+
+
+def files_of(tls: TLS) -> dict[str, str]:
+    return {
+        name: os.fspath(getattr(tls, name)) for name in ("certificate", "key", "ca")
+    }
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "unix", "tls"])
+async def test_nothing_is_lost_or_used_twice_however_many_are_killed(
+    scheme: Scheme, scale: Any, figures: Callable[[str], None], tls: TLS
+) -> None:
+    found = await kill_workers(
+        new_url(scheme),
+        scale.kills_each_scheme,
+        seed=len(scheme),
+        serve_options={"tls": tls} if scheme == "tls" else {},
+        connect_options={"tls": files_of(tls)} if scheme == "tls" else {},
+    )
+    figures(
+        f"{found.kills} kills, {found.inserted} entries, {found.redelivered} "
+        f"redelivered, {found.unseen} taken by the dead, {len(found.wrongs)} wrongs"
+    )
+    assert found.wrongs == ()
+
+
+async def test_a_server_that_leaves_under_load_loses_nothing(
+    scale: Any, figures: Callable[[str], None]
+) -> None:
+    inserted = 0
+    for seed in range(scale.drains):
+        url = new_url("unix" if seed % 2 else "tcp")
+        found = await leave_under_load(url, seed)
+        assert found.wrongs == (), f"seed {seed}"
+        inserted += found.inserted
+    figures(f"{scale.drains} drains under load, {inserted} entries, 0 lost")
+
+
+async def test_nothing_grows_however_long_it_works(
+    scale: Any, figures: Callable[[str], None]
+) -> None:
+    found, early, late = await soak(new_url("unix"), scale.soak_s)
+    growth = late.resident_bytes - early.resident_bytes
+    figures(
+        f"{scale.soak_s:g} s, {found.inserted} entries, {found.kills} kills, "
+        f"{growth / 2**20:+.1f} MiB resident, {late}"
+    )
+    assert found.wrongs == ()
+    same = {"resident_bytes": 0}
+    assert dataclasses.replace(late, **same) == dataclasses.replace(early, **same)
+    assert growth < _GROWTH_BYTES
