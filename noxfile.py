@@ -46,7 +46,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def trust(session: nox.Session) -> None:
-    """Test the promises: fuzzing, faults, kills, seeds; six minutes, figures at the end."""
+    """Test the promises by fuzzing, faults, kills and seeds; figures at the end."""
     install(session, ".[test]")
     session.run("pytest", "-m", "trust", *session.posargs)
 
