@@ -61,9 +61,9 @@ class ReceiveBudget:
     def _advance(self) -> None:
         while self._line:
             nbytes, turn = self._line[0]
-            if self.used_bytes + nbytes > self.max_bytes:
+            # One that is cancelled leaves the line by itself, and calls again.
+            if turn.cancelled() or self.used_bytes + nbytes > self.max_bytes:
                 break
             self._line.popleft()
-            if not turn.done():
-                self.used_bytes += nbytes
-                turn.set_result(None)
+            self.used_bytes += nbytes
+            turn.set_result(None)

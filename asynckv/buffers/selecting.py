@@ -152,10 +152,8 @@ class Selecting:
         self._is_acknowledged = True
         self._stream.send(Ack(delivery.offer.token))
         async with asyncio.timeout(ANSWER_S):
-            while not self._is_answered:
+            while not self._is_accepted:
                 await self.changed()
-        if not self._is_accepted:
-            raise self._error or LeaseLost("the peer gave the delivery up")
 
     def give_back(self, delivery: Delivery, *, reached: bool) -> None:
         """Give the delivery back. Never waits."""

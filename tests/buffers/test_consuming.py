@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server
 from asynckv.errors import LeaseLost, PeerLost
 from asynckv.links.link import Link
+from asynckv.links.listen import listen
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer
-from asynckv.protocol.frames import Accepted, Ack, Frame, Noted, Reached, Took
+from asynckv.protocol.frames import Accepted, Ack, Failure, Frame, Noted, Reached, Took
 from asynckv.testing.blocked import until
+from asynckv.testing.link_pairs import ScriptedService, name_of
 from asynckv.testing.pairs import Peers
 
 FarLink = Callable[[Server, Peer], Link]
@@ -68,26 +70,46 @@ async def test_an_acceptance_lost_with_the_link_is_a_lost_lease(
             pass
 
 
-async def test_a_peer_that_leaves_while_it_acknowledges_gives_the_entry_back(
-    peers: Peers, local: LookupBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+async def noted(local: LookupBuffer, monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
+    """Those that the server never sends, of an entry that is there."""
     await local.insert([1], None, torch.ones(MIB), None, None)
-    noted: list[object] = []
-    send = LinkStream.send
+    send, kept = LinkStream.send, list[Noted]()
 
-    def send_all_but_noted(
-        stream: LinkStream, frame: Frame, body: Buffer = b""
-    ) -> None:
+    def send_or_keep(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
         if isinstance(frame, Noted):
-            noted.append(frame)
+            kept.append(frame)
         else:
             send(stream, frame, body)
 
-    monkeypatch.setattr(LinkStream, "send", send_all_but_noted)
-    call = asyncio.create_task(peers.consumer.lookup.drop_select([1]))
+    monkeypatch.setattr(LinkStream, "send", send_or_keep)
+    return kept
+
+
+@pytest.mark.parametrize("way", ["leaves", "cancels"])
+async def test_an_acknowledgement_that_is_broken_off_gives_the_entry_back(
+    peers: Peers, local: LookupBuffer, noted: list[Noted], way: str
+) -> None:
+    call = asyncio.ensure_future(peers.consumer.lookup.drop_select([1]))
     await until(lambda: bool(noted))
-    await peers.consumer.aclose()
-    with pytest.raises(PeerLost):
-        await call
+    if way == "leaves":
+        await peers.consumer.aclose()
+    else:
+        call.cancel()
+    await asyncio.wait({call})
+    assert call.cancelled() or isinstance(call.exception(), PeerLost)
     await until(lambda: not local.statistics().leased)
     assert local.statistics().entries == 1
+
+
+async def test_a_loss_that_the_peer_tells_of_is_raised() -> None:
+    lost = Failure("PeerLost", "another peer")
+    service = ScriptedService(lambda stream, *_: stream.send(lost))
+    listener = await listen(
+        "mem://", identity=name_of("far"), service_for=lambda _: service
+    )
+    async with connect(listener.url) as peer:
+        with pytest.raises(PeerLost, match="another"):
+            await peer.lookup.drop_select([1])
+        assert peer.is_connected and len(service.asked) == 1
+    await listener.aclose()

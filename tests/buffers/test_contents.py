@@ -49,6 +49,11 @@ def test_names_that_no_entry_has_are_refused(name: str) -> None:
         check_names([name])
 
 
+def test_an_entry_has_only_so_many_tensors() -> None:
+    with pytest.raises(ValueError, match="at most 16384"):
+        check_names(f"{layer}.key" for layer in range(16385))
+
+
 def test_a_field_is_whole_or_one_a_layer() -> None:
     with pytest.raises(ValueError, match="not both"):
         check_names(["key", "0.key"])

@@ -93,6 +93,14 @@ async def test_closed_unused_it_stays_unused() -> None:
     assert uses.seen == []
 
 
+async def test_closed_while_it_runs_it_ends() -> None:
+    uses = Uses()
+    uses.pending.send(None)
+    uses.pending.close()
+    with pytest.raises(RuntimeError, match="cannot reuse"):
+        uses.pending.send(None)
+
+
 async def test_leaving_what_was_never_entered_is_refused() -> None:
     with pytest.raises(RuntimeError, match="never entered"):
         await Uses().pending.__aexit__(None, None, None)

@@ -10,6 +10,7 @@ from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.errors import EntryConflict, EntryTooLarge
 from asynckv.links.link import Link
+from asynckv.links.options import Digest
 from asynckv.protocol.frames import Accepted, Grant
 from asynckv.testing.pairs import Peers
 
@@ -69,13 +70,14 @@ async def test_other_contents_under_one_id_conflict(peers: Peers) -> None:
         await insert([1], None, key + 1, None, None, entry_id="it")
 
 
+@pytest.mark.parametrize("digest", ["off", "full"])
 @pytest.mark.parametrize("nbytes", [0, 10, LARGE])
 async def test_without_digests_the_same_entry_is_still_the_same(
-    local: LookupBuffer, nbytes: int
+    local: LookupBuffer, nbytes: int, digest: Digest
 ) -> None:
     key = torch.ones(nbytes)
     async with (
-        serve("tcp://127.0.0.1:0", lookup=local) as server,
+        serve("tcp://127.0.0.1:0", lookup=local, digest=digest) as server,
         connect(server.url, digest="off") as peer,
         connect(server.url) as consumer,
     ):

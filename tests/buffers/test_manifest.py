@@ -106,13 +106,20 @@ def test_the_digest_of_an_entry_does_not_depend_on_the_order_of_its_tensors() ->
     assert content_digest(both, TOKENS, ROI) == content_digest(both[::-1], TOKENS, ROI)
 
 
+@pytest.mark.parametrize("missing", ["bfloat16", "int32", "float8_e8m0fnu"])
 def test_a_dtype_that_this_torch_lacks_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unknown(name: str) -> torch.dtype:
-        raise ValueError(f"{name} is unknown")
+    def known(name: str) -> torch.dtype:
+        if name == missing:
+            raise ValueError(f"{name} is unknown")
+        return torch.int8
 
-    monkeypatch.setattr(manifest_module, "MISSING_DTYPES", {"bfloat16"})
-    monkeypatch.setattr(manifest_module, "dtype_of", unknown)
+    monkeypatch.setattr(manifest_module, "MISSING_DTYPES", {missing})
+    monkeypatch.setattr(manifest_module, "dtype_of", known)
+    body = pack([record()], TOKENS, None)
+    if missing == "float8_e8m0fnu":
+        assert unpack(body, inline=False).records == (record(),)
+        return
     with pytest.raises(RemoteProtocolError, match="unknown"):
-        unpack(pack([record()], None, None), inline=False)
+        unpack(body, inline=False)

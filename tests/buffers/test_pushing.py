@@ -5,12 +5,15 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.pushing import dense
+from asynckv.buffers.lookup import LookupBuffer, make_draft
+from asynckv.buffers.pushing import RemoteWriter, dense
 from asynckv.errors import EntryAborted, PeerLost
+from asynckv.links.link import Link
+from asynckv.protocol.frames import Cancelled, Grant, Push
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.link_pairs import linked
 from asynckv.testing.pairs import Peers
 from asynckv.types import TensorSpec
 
@@ -97,6 +100,42 @@ async def test_a_streaming_insert_does_not_survive_its_link(
             (await peers.producer.link()).abort()
             await writer.put("key", ONES)
     await until(lambda: local.statistics().used_bytes == 0)
+
+
+async def test_a_writer_that_was_left_puts_nothing(peers: Peers) -> None:
+    async with peers.producer.lookup.open_insert([1], None, SPECS) as writer:
+        await writer.put("key", ONES)
+    with pytest.raises(RuntimeError, match="left already"):
+        await writer.put("key", ONES)
+
+
+def writer_on(link: Link) -> RemoteWriter:
+    draft = make_draft(
+        [1], None, SPECS, entry_id="it", fingerprint=None, ttl_s=1, deliveries=1
+    )
+    return RemoteWriter(link, draft, CopyPool())
+
+
+async def test_an_insert_that_the_peer_gives_up_is_aborted() -> None:
+    async with linked("mem://", lambda stream, *_: stream.send(Cancelled())) as pair:
+        with pytest.raises(EntryAborted, match="producer"):
+            await writer_on(pair.near).granted()
+
+
+async def test_a_put_that_a_lane_could_not_send_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
+        monkeypatch.setattr(
+            pair.near.payload, "send", lambda *a: a[-1](b"", OSError("full"))
+        )
+        await until(lambda: bool(pair.service.hearers))
+        push, _ = await pair.service.hearers[0].next()
+        assert isinstance(push, Push)
+        pair.service.asked[0][0].send(Grant(push.transfer))
+        with pytest.raises(PeerLost, match="not sent: full"):
+            await put
 
 
 async def test_small_tensors_wait_while_the_peer_has_much_to_read(

@@ -60,3 +60,13 @@ async def test_a_wait_is_logged_with_its_bytes_and_the_bound(
     assert "receive bound of 10 bytes" in caplog.text
     budget.release(8)
     await waiting
+
+
+async def test_room_passes_the_first_in_line_if_it_is_cancelled_then() -> None:
+    budget = ReceiveBudget(10)
+    await budget.reserve(10)
+    first, second = await started(budget, 4), await started(budget, 7)
+    first.cancel()
+    budget.release(10)  # in the same tick: nobody in the line has run since
+    await asyncio.wait({first, second})
+    assert first.cancelled() and budget.used_bytes == 7

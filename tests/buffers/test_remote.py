@@ -199,6 +199,28 @@ async def test_an_insert_that_a_server_without_its_memory_may_have_had_is_told(
             assert not new.statistics().inserted
 
 
+async def test_a_server_that_came_back_as_another_refuses(local: LookupBuffer) -> None:
+    async with LookupBuffer(fingerprint="b", drain_s=0) as other:
+        async with (
+            serve("mem://", lookup=local) as first,
+            connect(first.url, fingerprint="a") as peer,
+        ):
+            call = asyncio.create_task(peer.lookup.drop_select([1]))
+            await until(lambda: local.statistics().waiting_selects == 1)
+            first.abort()
+            async with serve(first.url, lookup=other):
+                with pytest.raises(PeerLost, match="refuses this peer now"):
+                    await call
+
+
+async def test_a_peer_that_was_never_entered_can_be_closed() -> None:
+    peer = connect("mem://nowhere")
+    await peer.aclose()
+    with pytest.raises(RuntimeError, match="entered before"):
+        await peer.__aenter__()
+    peer.lookup.abort()
+
+
 async def test_leaving_ends_what_waits(peers: Peers, local: LookupBuffer) -> None:
     call = asyncio.create_task(peers.consumer.lookup.drop_select([1]))
     await until(lambda: local.statistics().waiting_selects == 1)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import torch
@@ -8,7 +8,11 @@ import torch
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import EntryTooLarge
+from asynckv.errors import EntryTooLarge, PeerLost
+from asynckv.links.link import Link
+from asynckv.links.listen import listen
+from asynckv.protocol.frames import Failure
+from asynckv.testing.link_pairs import ScriptedService, name_of
 
 MIB = 2**20
 
@@ -54,6 +58,30 @@ async def test_without_digests_on_one_link_others_still_verify(
         assert await careless.store.get("key") is not None
     value = await peer.store.get("key")
     assert value is not None and bool(value.all())
+
+
+async def test_a_get_is_made_again_on_the_next_link(
+    served: Served, cut_when: Callable[[Link, type], None]
+) -> None:
+    server, peer, local = served
+    await local.put("key", torch.ones(MIB))
+    (services,) = server._services
+    cut_when(services.link, object)
+    value = await peer.store.get("key")
+    assert value is not None and bool(value.all()) and not peer.budget.used_bytes
+
+
+async def test_a_loss_that_the_peer_tells_of_is_raised() -> None:
+    lost = Failure("PeerLost", "another peer")
+    service = ScriptedService(lambda stream, *_: stream.send(lost))
+    listener = await listen(
+        "mem://", identity=name_of("far"), service_for=lambda _: service
+    )
+    async with connect(listener.url) as peer:
+        with pytest.raises(PeerLost, match="another"):
+            await peer.store.get("key")
+        assert peer.is_connected and len(service.asked) == 1
+    await listener.aclose()
 
 
 async def test_statistics_tell_what_is_under_way(served: Served) -> None:

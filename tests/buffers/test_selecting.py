@@ -19,7 +19,10 @@ from asynckv.protocol.frames import (
     Accepted,
     Cancel,
     Cancelled,
+    Complete,
+    Done,
     Frame,
+    Grant,
     Offer,
     OpeningFrame,
     Result,
@@ -175,3 +178,34 @@ async def test_an_offer_retracted_while_lent_memory_falls_quiet_is_not_charged(
         delivered.cancel()
         await asyncio.wait({delivered})
     assert budget.used_bytes == 0
+
+
+async def test_what_belongs_to_no_standing_offer_is_ignored() -> None:
+    budget = ReceiveBudget(MIB)
+    async with linked("mem://", lambda *_: None) as pair:
+        selecting = selecting_on(pair, budget)
+        delivered = asyncio.create_task(selecting.delivered())
+        await until(lambda: bool(pair.service.asked))
+        stream = pair.service.asked[0][0]
+        for late in (Done(1, 0, b""), Complete(1), Retract(1)):
+            stream.send(late)
+        offer(stream, 2, MIB, inline=False)
+        for late in (Done(1, 0, b""), Complete(1), Retract(1)):
+            stream.send(late)
+        assert await frames_of(pair, 1) == [Grant(2)]
+        assert selecting.delivery is not None and not delivered.done()
+        delivered.cancel()
+
+
+async def test_bytes_that_changed_on_a_lane_are_refused() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        selecting = selecting_on(pair, ReceiveBudget(MIB))
+        delivered = asyncio.create_task(selecting.delivered())
+        await until(lambda: bool(pair.service.asked))
+        stream = pair.service.asked[0][0]
+        offer(stream, 2, MIB, inline=False)
+        await frames_of(pair, 1)
+        pair.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
+        stream.send(Done(2, 0, b"wrong"))
+        with pytest.raises(ChecksumError):
+            await delivered

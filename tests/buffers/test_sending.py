@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,26 @@ async def test_a_lost_link_is_no_error_of_the_request() -> None:
         await asked(pair)
         pair.far.abort()
         assert await task is False
+
+
+async def test_what_a_lane_could_not_send_is_not_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        sending = sending_on(pair.near, torch.ones(LARGE))
+
+        def fail(*arguments: Any, digest: bytes | None) -> None:
+            arguments[-1](b"", OSError("cut"))
+            sending.on_lost(PeerLost("cut"))
+
+        monkeypatch.setattr(pair.near.payload, "send", fail)
+        await asked(pair)
+        stream, frame, _ = pair.service.asked[0]
+        assert isinstance(frame, Insert)
+        stream.send(Grant(frame.transfer))
+        with pytest.raises(PeerLost, match="cut"):
+            await sending.accepted()
+        assert not pair.service.hearers[0].frames
 
 
 async def test_a_loss_of_something_else_that_the_peer_tells_of_is_raised() -> None:

@@ -74,3 +74,14 @@ async def test_of_waits_of_one_kind_only_the_long_ones_warn(
     assert len(many) == 1
     assert {r.levelno for r in caplog.records} == {logging.WARNING}
     assert [m.partition(" has")[0] for m in caplog.messages] == ["query 2", "query 3"]
+
+
+async def test_one_that_has_not_waited_long_enough_is_looked_at_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "LONG_WAIT_S", 0.001)
+    many = LoggedWaits("query {}".format, "a match", "an insert")
+    many.begin(1)
+    monkeypatch.setattr(waits, "LONG_WAIT_S", 0.02)
+    await until(lambda: bool(caplog.records))
+    assert caplog.messages[0].startswith("query 1 has waited") and len(many) == 1
