@@ -53,22 +53,15 @@ class Getting:
         (record,) = manifest.records
         if self._into is not None:
             check_into(self._into, record.spec, self._key)
-        if offer.inline:
-            verify_inline(manifest)
-            target = empty_tensor(record.spec) if self._into is None else self._into
-            bytes_of(target)[:] = manifest.inline[0]  # at most 64 KiB
-            return target
-        if self._into is None:
+        elif not offer.inline:
             await self._budget.reserve(record.spec.nbytes)
             self._charged_bytes = record.spec.nbytes
         target = empty_tensor(record.spec) if self._into is None else self._into
-        self._reception = Reception(
-            self._link, offer.transfer, [bytes_of(target)], self
-        )
-        self._reception.begin()
-        self._stream.send(Grant(offer.transfer))
-        await self._landed
-        self._stream.send(Took(b""))
+        if offer.inline:
+            verify_inline(manifest)
+            bytes_of(target)[:] = manifest.inline[0]  # at most 64 KiB
+        else:
+            await self._receive(offer.transfer, target)
         return target
 
     def release(self) -> None:
@@ -111,6 +104,13 @@ class Getting:
 
     def on_lost(self, error: PeerLost) -> None:
         self._fail(error)
+
+    async def _receive(self, transfer: int, target: torch.Tensor) -> None:
+        self._reception = Reception(self._link, transfer, [bytes_of(target)], self)
+        self._reception.begin()
+        self._stream.send(Grant(transfer))
+        await self._landed
+        self._stream.send(Took(b""))
 
     def _fail(self, error: Exception) -> None:
         self._offer.fail(error)

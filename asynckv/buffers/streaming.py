@@ -9,7 +9,7 @@ import torch
 
 from asynckv.abc import InsertWriter, SelectStream
 from asynckv.buffers.declared import Declared
-from asynckv.buffers.entries import EntryState, Lease, StoredEntry
+from asynckv.buffers.entries import Lease, StoredEntry
 from asynckv.buffers.handover import match_targets, tensors_of
 from asynckv.buffers.holders import LocalHolder
 from asynckv.buffers.ledger import Ledger
@@ -37,11 +37,7 @@ class LocalWriter(InsertWriter):
         if self._is_closed:
             raise RuntimeError("the writer was left already")
         with self._declared.putting(name, tensor):
-            if self._entry.state is not EntryState.GONE:
-                await self._copy(self._indexes[name], tensor)
-            elif self._entry.left_by:
-                raise EntryAborted(reason=self._entry.left_by)
-            # else it was acknowledged early: nobody needs the rest
+            await self._copy(self._indexes[name], tensor)
 
     def check_whole(self) -> None:
         """Refuse to commit what is not whole.
@@ -55,11 +51,13 @@ class LocalWriter(InsertWriter):
         self._is_closed = True
 
     async def _copy(self, index: int, tensor: torch.Tensor) -> None:
-        part = self._entry.parts[index]
-        if part.region is None:
-            raise EntryAborted(reason="producer")
-        (digest,) = await self._pool.copy([tensor], [part.region.tensor(part.spec)])
-        self._ledger.landed(self._entry, index, digest)
+        entry, part = self._entry, self._entry.parts[index]
+        if part.region is not None:
+            (digest,) = await self._pool.copy([tensor], [part.region.tensor(part.spec)])
+            self._ledger.landed(entry, index, digest)
+        elif entry.left_by:
+            raise EntryAborted(reason=entry.left_by)
+        # else it left by being acknowledged early: nobody needs the rest
 
 
 class LocalStream(SelectStream):

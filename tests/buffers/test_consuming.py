@@ -71,14 +71,16 @@ async def test_an_acceptance_lost_with_the_link_is_a_lost_lease(
 
 
 @pytest.fixture
-async def noted(local: LookupBuffer, monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
-    """Those that the server never sends, of an entry that is there."""
+async def noted(
+    local: LookupBuffer, monkeypatch: pytest.MonkeyPatch
+) -> list[LinkStream]:
+    """The stream on which the server does not send its first Noted."""
     await local.insert([1], None, torch.ones(MIB), None, None)
-    send, kept = LinkStream.send, list[Noted]()
+    send, kept = LinkStream.send, list[LinkStream]()
 
     def send_or_keep(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
-        if isinstance(frame, Noted):
-            kept.append(frame)
+        if isinstance(frame, Noted) and not kept:
+            kept.append(stream)
         else:
             send(stream, frame, body)
 
@@ -88,7 +90,7 @@ async def noted(local: LookupBuffer, monkeypatch: pytest.MonkeyPatch) -> list[No
 
 @pytest.mark.parametrize("way", ["leaves", "cancels"])
 async def test_an_acknowledgement_that_is_broken_off_gives_the_entry_back(
-    peers: Peers, local: LookupBuffer, noted: list[Noted], way: str
+    peers: Peers, local: LookupBuffer, noted: list[LinkStream], way: str
 ) -> None:
     call = asyncio.ensure_future(peers.consumer.lookup.drop_select([1]))
     await until(lambda: bool(noted))
@@ -100,6 +102,17 @@ async def test_an_acknowledgement_that_is_broken_off_gives_the_entry_back(
     assert call.cancelled() or isinstance(call.exception(), PeerLost)
     await until(lambda: not local.statistics().leased)
     assert local.statistics().entries == 1
+
+
+async def test_an_acknowledgement_that_comes_too_late_selects_again(
+    peers: Peers, local: LookupBuffer, noted: list[LinkStream]
+) -> None:
+    call = asyncio.ensure_future(peers.consumer.lookup.drop_select([1]))
+    await until(lambda: bool(noted))
+    noted[0].send(Failure("LeaseLost", "taken back"))
+    await local.insert([1], None, torch.ones(MIB), None, None, entry_id="other")
+    assert (await call).entry_id == "other"
+    assert peers.consumer.budget.used_bytes == 0
 
 
 async def test_a_loss_that_the_peer_tells_of_is_raised() -> None:

@@ -22,6 +22,16 @@ def test_fields_come_back_from_their_names() -> None:
     assert list(fields[3]) == ["x.key"]
 
 
+def test_a_layered_value_comes_back_too() -> None:
+    values = {"0": torch.zeros(1), "1": ONE}
+    assert unflatten(flatten(ONE, values, None, None).items()) == (
+        ONE,
+        values,
+        None,
+        {},
+    )
+
+
 def test_nothing_is_an_entry_too() -> None:
     assert flatten(None, None, None, None) == {}
     assert unflatten([]) == (None, None, None, {})

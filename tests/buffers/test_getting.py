@@ -11,8 +11,10 @@ from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import AsyncKVError, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
+from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
+    Cancel,
     Cancelled,
     Done,
     Frame,
@@ -22,6 +24,7 @@ from asynckv.protocol.frames import (
     TensorRecord,
     Took,
 )
+from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import LinkPair, linked
 from asynckv.types import TensorSpec
@@ -47,6 +50,37 @@ async def granted(pair: LinkPair) -> LinkStream:
 async def test_what_is_not_there_is_none() -> None:
     async with linked("mem://", lambda stream, *_: stream.send(Result())) as pair:
         assert await getting_on(pair.near).value() is None
+
+
+@pytest.mark.parametrize("lent", [False, True])
+async def test_few_bytes_ride_with_the_offer(*, lent: bool) -> None:
+    source, into = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    record = TensorRecord("value", spec_of(source), digest_of(bytes_of(source)))
+    body = pack([record], None, None, [bytes_of(source)])
+
+    def answer(stream: LinkStream, *_: object) -> None:
+        stream.send(Offer(transfer=2, inline=True), body)
+        stream.send(Result(1))
+
+    async with linked("mem://", answer) as pair:
+        tensor = await getting_on(pair.near, into if lent else None).value()
+        assert tensor is not None and tensor.tolist() == [0, 1, 2]
+        assert lent == (tensor is into)
+
+
+@pytest.mark.parametrize("lent", [False, True])
+async def test_a_value_that_is_given_up_lands_no_more(*, lent: bool) -> None:
+    into = torch.zeros(MIB, dtype=torch.uint8) if lent else None
+    async with linked("mem://", lambda stream, *_: offer(stream, "value")) as pair:
+        getting = getting_on(pair.near, into)
+        value = asyncio.create_task(getting.value())
+        await granted(pair)
+        value.cancel()
+        getting.cancel()
+        await getting.quiesce()
+        pair.far.payload.send(2, 0, memoryview(bytearray(b"1" * MIB)), lambda *_: None)
+        assert await pair.service.hearers[0].next() == (Cancel(), b"")
+        assert into is None or not into.any()
 
 
 @pytest.mark.parametrize("lent", [False, True])

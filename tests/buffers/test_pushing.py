@@ -5,11 +5,12 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.lookup import LookupBuffer, make_draft
+from asynckv.buffers.drafts import make_draft
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.pushing import RemoteWriter, dense
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Cancelled, Grant, Push
+from asynckv.protocol.frames import Accepted, Cancelled, Grant, Push
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
@@ -120,6 +121,16 @@ async def test_an_insert_that_the_peer_gives_up_is_aborted() -> None:
     async with linked("mem://", lambda stream, *_: stream.send(Cancelled())) as pair:
         with pytest.raises(EntryAborted, match="producer"):
             await writer_on(pair.near).granted()
+
+
+async def test_a_put_that_nobody_needs_any_more_sends_nothing() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
+        await until(lambda: bool(pair.service.hearers))
+        await pair.service.hearers[0].next()
+        pair.service.asked[0][0].send(Accepted())
+        await put
+        assert len(pair.service.hearers[0].frames) == 1
 
 
 async def test_a_put_that_a_lane_could_not_send_fails(

@@ -22,6 +22,13 @@ def test_ids_of_every_integer_dtype_give_the_same_key(name: str) -> None:
     assert key_of(tokens, mask) == packed(1, 100)
 
 
+def test_without_a_mask_every_id_counts() -> None:
+    for dtype in (torch.int64, torch.int32):
+        assert key_of(as_tokens(torch.tensor([1, 2], dtype=dtype)), None) == packed(
+            1, 2
+        )
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_may_be_of_any_dtype(name: str) -> None:
     tokens = as_tokens([5, 6, 7])

@@ -65,6 +65,14 @@ async def test_a_stream_that_was_left_gives_nothing() -> None:
             await anext(stream)
 
 
+async def test_a_tensor_that_the_entry_does_not_have_is_a_key_error() -> None:
+    async with LookupBuffer(1000, drain_s=0) as buffer:
+        await buffer.insert([1], None, noise(8), None, None)
+        async with buffer.open_drop_select([1]) as stream:
+            with pytest.raises(KeyError, match="hidden"):
+                await stream.wait_for("hidden")
+
+
 async def test_leaving_wakes_who_still_waits_for_a_tensor() -> None:
     async with LookupBuffer(1000, drain_s=0) as buffer:
         async with buffer.open_insert([1], None, SPECS) as writer:
