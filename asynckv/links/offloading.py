@@ -1,12 +1,12 @@
-"""Work that would block the loop for a moment, done in a thread of its own."""
+"""Work that would block the loop for a moment, done in a thread."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+import anyio.to_thread
 
 from asynckv.shielding import wait_shielded
 
@@ -21,21 +21,16 @@ async def in_thread(work: Callable[[], T]) -> T:
     ``work`` is sure to return within bounded time: a cancellation is delivered
     after that, so that nothing is closed under its feet.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-    values: list[T] = []
-    errors: list[Exception] = []
+    # A limiter of its own: an application that keeps all of anyio's threads
+    # busy does not keep links from being opened.
+    running = anyio.to_thread.run_sync(work, limiter=anyio.CapacityLimiter(1))
+    task = asyncio.create_task(running, name="asynckv: work in a thread")
+    task.add_done_callback(_see)
+    await wait_shielded(task)
+    return task.result()
 
-    def run() -> None:
-        try:
-            values.append(work())
-        except Exception as exc:  # noqa: BLE001 - raised where it is waited for
-            errors.append(exc)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(done.set_result, None)
 
-    threading.Thread(target=run, name="asynckv-handshake", daemon=True).start()
-    await wait_shielded(done)
-    if errors:
-        raise errors.pop()
-    return values[0]
+def _see(task: asyncio.Task[T]) -> None:
+    """Look at the error of work that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()

@@ -7,6 +7,7 @@ take turns; none of them waits for the peer.
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 import threading
@@ -106,29 +107,37 @@ class TlsSocket:
     def send(self, data: bytes | memoryview) -> int:
         """Send all of ``data``, or nothing yet: then call again with the same.
 
+        Never in plaintext, which is what a socket's own ``send`` falls back to.
+
         :raises BlockingIOError: it has not left, though a part may have
         """
         with self._lock:
             try:
-                return self._sock.send(data)
+                return self._sock.write(data)
             except _WANTS as exc:
                 raise _blocked(exc) from exc
+            except ValueError as exc:
+                raise _closed() from exc
 
     def recv(self, nbytes: int) -> bytes:
         """Receive at most ``nbytes``; nothing at all if the peer has hung up."""
         with self._lock:
             try:
-                return self._sock.recv(nbytes)
+                return self._sock.read(nbytes)
             except _WANTS as exc:
                 raise _blocked(exc) from exc
+            except ValueError as exc:
+                raise _closed() from exc
 
     def recv_into(self, buffer: bytearray | memoryview) -> int:
         """Receive into ``buffer``; 0 if the peer has hung up."""
         with self._lock:
             try:
-                return self._sock.recv_into(buffer)
+                return self._sock.read(len(buffer), buffer)  # type: ignore[return-value]
             except _WANTS as exc:
                 raise _blocked(exc) from exc
+            except ValueError as exc:
+                raise _closed() from exc
 
     def pending(self) -> int:
         """Return how many bytes can be received though the socket has none."""
@@ -159,6 +168,10 @@ def discard(sock: Connection) -> int:
     if isinstance(sock, TlsSocket):
         return sock.discard()
     return len(sock.recv(_DISCARD_BYTES))
+
+
+def _closed() -> OSError:
+    return OSError(errno.EBADF, "the TLS connection is closed")
 
 
 def _blocked(exc: ssl.SSLError) -> BlockingIOError:

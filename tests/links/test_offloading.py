@@ -24,6 +24,22 @@ async def test_what_it_raises_is_raised() -> None:
         await in_thread(work)
 
 
+async def test_an_error_that_comes_after_a_cancellation_is_dropped() -> None:
+    may_end = threading.Event()
+
+    def work() -> None:
+        may_end.wait()
+        raise ValueError("too late")
+
+    task = asyncio.create_task(in_thread(work))
+    await until_blocked(task)
+    task.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    await asyncio.wait({task})
+    assert task.cancelled()
+
+
 @pytest.mark.parametrize("by_scope", [False, True])
 async def test_a_cancellation_is_delivered_once_the_work_is_done(
     by_scope: bool,

@@ -101,6 +101,19 @@ def test_after_a_shutdown_nothing_is_taken_for_what_the_peer_said(
         far.send(b"plaintext")
 
 
+def test_what_is_closed_stays_closed(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    near, _ = pair
+    near.close()
+    for use in (
+        lambda: near.send(b"x"),
+        lambda: near.recv(1),
+        lambda: near.recv_into(bytearray(1)),
+        lambda: near.shutdown(socket.SHUT_RDWR),
+    ):
+        with pytest.raises(OSError, match=r"closed|Bad file"):
+            use()
+
+
 def test_a_changed_byte_is_an_error(authority: Authority) -> None:
     keys = read_tls(authority.issue())
     (one, wire), (back, two) = socket.socketpair(), socket.socketpair()
