@@ -6,9 +6,10 @@ an application.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from asynckv.errors import (
     AsyncKVError,
@@ -24,6 +25,7 @@ from asynckv.links.requests import LinkStream, Service, StreamHandler
 from asynckv.links.streams import ControlStream
 from asynckv.protocol.events import Came, Event, Farewell, Opened, Refused
 from asynckv.protocol.failures import to_failure
+from asynckv.protocol.rates import Rate
 from asynckv.protocol.session import Session
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ("Incoming",)
 
 logger = logging.getLogger(__name__)
+
+_JUDGED_AT_ONCE: Final = 1024
+"""So many requests, or as many as may be open, cost one look at the clock."""
 
 
 class Incoming:
@@ -53,6 +58,12 @@ class Incoming:
         self._outgoing = outgoing
         self._ending = ending
         self._heartbeat = heartbeat
+        limits, now_s = link.limits, asyncio.get_running_loop().time()
+        self._requests = Rate(limits.max_requests_per_s, limits.max_streams, now_s)
+        self._cancels = Rate(limits.max_cancels_per_s, limits.max_streams, now_s)
+        self._judged = (0, 0)
+        self._judged_at_once = max(1, min(limits.max_streams, _JUDGED_AT_ONCE))
+        self._judge_at = self._judged_at_once
         # What was received; not empty only while reading is paused.
         self._events: Iterator[Event[StreamHandler]] = iter(())
 
@@ -62,6 +73,8 @@ class Incoming:
             self._heartbeat.was_heard = True
             self._events = self._session.receive(data)
             self._handle_events()
+            if self._session.opened_count >= self._judge_at:
+                self._judge_rates()
 
     def on_writable(self) -> None:
         """All that was written has left."""
@@ -86,6 +99,19 @@ class Incoming:
             self._handle_events()
         if ending.error is None and not outgoing.is_reading_paused:
             self._stream.resume_reading()
+
+    def _judge_rates(self) -> None:
+        """Now and then: whether the peer asks, or changes its mind, too often."""
+        now_s = asyncio.get_running_loop().time()
+        opened, cancelled = self._session.opened_count, self._session.cancelled_count
+        for what, rate, count in (
+            ("requests", self._requests, opened - self._judged[0]),
+            ("cancelled requests", self._cancels, cancelled - self._judged[1]),
+        ):
+            if not rate.spend(count, now_s) and self._ending.error is None:
+                self._ending.refuse(RemoteProtocolError(f"a flood of {what}"))
+        self._judged = (opened, cancelled)
+        self._judge_at = opened + self._judged_at_once
 
     def _handle_events(self) -> None:
         outgoing, outbox, ending = self._outgoing, self._session.outbox, self._ending

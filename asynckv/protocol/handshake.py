@@ -67,6 +67,8 @@ _LEAST: Final = {
     "max_chunk_bytes": 4096,
     "max_streams": 1,
     "heartbeat_ms": 10,
+    "max_requests_per_s": 1,
+    "max_cancels_per_s": 1,
 }
 
 

@@ -15,6 +15,7 @@ from asynckv.protocol.codec import Buffer, FrameDecoder
 from asynckv.protocol.events import Came, Event, Farewell, Opened, Refused
 from asynckv.protocol.failures import from_refuse, to_refuse
 from asynckv.protocol.frames import (
+    Cancelled,
     Failure,
     Frame,
     Goodbye,
@@ -54,6 +55,8 @@ class Session(Generic[T]):
     on both sides; one that was opened by ``OpenPipe`` with a Failure, or when its
     owner closes it. A requester that closes a stream early no longer hears of it,
     but it counts towards ``max_streams`` until the final frame has come.
+
+    ``opened_count`` and ``cancelled_count`` are of the peer's requests, ever.
     """
 
     def __init__(self, limits: Limits, *, dialled: bool) -> None:
@@ -69,6 +72,8 @@ class Session(Generic[T]):
         self._streams: dict[int, T | _Over] = {}
         self._lost: dict[int, T | _Over] = {}
         self._pipes: set[int] = set()
+        self.opened_count = 0
+        self.cancelled_count = 0
         self._own_count = 0
         self._their_count = 0
         self._ended = False
@@ -130,6 +135,7 @@ class Session(Generic[T]):
             last = _ASKS_LAST if stream & 1 == self._parity else _ANSWERS_LAST
             if role is last:
                 self._finish(stream, frame)
+                self.cancelled_count += type(frame) is Cancelled
         return True
 
     def close(self, stream: int) -> None:
@@ -242,6 +248,7 @@ class Session(Generic[T]):
         else:
             self._number_in_disorder(stream, frame)
         self._their_count += 1
+        self.opened_count += 1
         self._streams[stream] = _FORGOTTEN
         if type(frame) is OpenPipe:
             self._pipes.add(stream)

@@ -62,7 +62,11 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one side accepts. Checked on the claimed length, before buffering."""
+    """What one side accepts. Checked on the claimed length, before buffering.
+
+    Of requests and of cancelled ones ``max_streams`` may come at once, and then
+    as many a second; a peer that floods us with more loses its link.
+    """
 
     max_control_bytes: Count = 64 * 1024
     max_body_bytes: Count = 16 * 2**20
@@ -70,6 +74,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_streams: Count = 65536
     max_receive_bytes: Count = 2**30
     heartbeat_ms: Count = 2000
+    max_requests_per_s: Count = 200_000
+    max_cancels_per_s: Count = 20_000
 
 
 class PeerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

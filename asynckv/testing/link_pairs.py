@@ -102,9 +102,13 @@ async def linked(
     *,
     near: dict[str, Any] | None = None,
     far: dict[str, Any] | None = None,
+    service: ScriptedService | None = None,
 ) -> AsyncIterator[LinkPair]:
-    """Open a link through ``url``; ``near`` and ``far`` are options of the sides."""
-    service = ScriptedService(answer)
+    """Open a link through ``url``; ``near`` and ``far`` are options of the sides.
+
+    ``service`` answers instead of one that does as ``answer`` says.
+    """
+    service = service or ScriptedService(answer)
     arrived: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
     listener = await listen(
         url,

@@ -8,13 +8,18 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
 from asynckv.protocol.failures import from_failure
 from asynckv.protocol.frames import (
+    Cancel,
+    Cancelled,
     Failure,
     Frame,
+    Limits,
+    OpeningFrame,
     Peek,
 )
-from asynckv.testing.link_pairs import Hearer, linked
+from asynckv.testing.link_pairs import Hearer, ScriptedService, linked
 
 pytestmark = pytest.mark.both_loops
 
@@ -78,3 +83,51 @@ async def test_a_service_that_sees_a_broken_rule_breaks_the_link() -> None:
     async with linked(answer=answer) as pair:
         with pytest.raises(PeerLost, match="no such contents"):
             await ask(pair.near)
+
+
+class _Cancelling(ScriptedService):
+    """Answers each cancellation at once, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None)
+
+    def open(self, stream: LinkStream, frame: OpeningFrame, body: bytes) -> Hearer:
+        hearer = super().open(stream, frame, body)
+        hearer.on_frame = lambda *_: stream.send(Cancelled())  # type: ignore[method-assign]
+        return hearer
+
+
+async def flood(link: Link, count: int, *, cancel: bool) -> None:
+    """Ask and take it back, as fast as that goes."""
+    for number in range(count):
+        hearer = Hearer()
+        stream = link.open_stream(hearer, ASK)
+        if cancel:
+            stream.send(Cancel())
+        if number % 10 == 9:
+            await hearer.next()
+
+
+@pytest.mark.parametrize("what", ["requests", "cancelled requests"])
+async def test_a_flood_ends_the_link_and_says_why(what: str) -> None:
+    rates = {"max_requests_per_s": 50, "max_cancels_per_s": 10_000}
+    if what == "cancelled requests":
+        rates = {"max_requests_per_s": 10_000, "max_cancels_per_s": 50}
+    far = {"limits": Limits(max_streams=20, **rates)}
+    async with linked(far=far, service=_Cancelling()) as pair:
+        with pytest.raises(PeerLost, match=f"a flood of {what}"):
+            await flood(pair.near, 5000, cancel=True)
+        assert "flood" in str(pair.far.error)
+
+
+async def test_taking_back_all_that_is_open_is_no_flood() -> None:
+    limits = Limits(max_streams=2000, max_requests_per_s=10, max_cancels_per_s=10)
+    async with linked(far={"limits": limits}, service=_Cancelling()) as pair:
+        await flood(pair.near, 1500, cancel=True)
+        assert pair.far.is_open
+
+
+async def test_the_defaults_are_beyond_what_one_side_can_ask() -> None:
+    async with linked() as pair:
+        await flood(pair.near, 5000, cancel=False)
+        assert pair.far.is_open

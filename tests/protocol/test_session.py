@@ -358,3 +358,15 @@ def test_shuffled_frames_give_a_documented_error_or_events() -> None:
             replay(*frames)
         except RemoteProtocolError as exc:
             assert str(exc)
+
+
+def test_what_the_peer_asks_and_takes_back_is_counted() -> None:
+    a, b = near(), far()
+    for answer in (Cancelled(), Cancelled(committed=True), Result(1)):
+        stream = ask(a)
+        a.send(stream, Cancel())
+        pump(a, b)
+        b.send(stream, answer)
+        pump(b, a)
+    assert (b.opened_count, b.cancelled_count) == (3, 2)
+    assert (a.opened_count, a.cancelled_count) == (0, 0)
