@@ -7,7 +7,7 @@ import random
 from typing import Final, Literal
 
 from asynckv.errors import ConfigError, PeerLost
-from asynckv.links.address import Address
+from asynckv.links.address import Address, parse_url
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
@@ -185,6 +185,9 @@ class Joining:
 
     async def _dial(self, rank: int, members: Members) -> PipeEnd:
         url = members.urls[rank] if rank else str(self._address)
+        if parse_url(url).scheme != self._scheme:
+            # A rank chooses where it is, but not what is done there.
+            raise ConfigError(f"rank {rank} is at {url}, not at a {self._scheme} URL")
         try:
             link = await dial(url, identity=new_identity(), keyring=self._keyring)
         except PeerLost as exc:

@@ -145,6 +145,31 @@ async def test_many_silent_strangers_keep_nobody_out() -> None:
         sock.close()
 
 
+async def test_there_are_never_more_strangers_than_places() -> None:
+    listener = await door()
+    strangers = listener._door._strangers  # type: ignore[union-attr]
+    sockets = []
+    for _ in range(3 * reception.MAX_STRANGERS):
+        sockets.append(await knock(listener, b"AKV1"))
+        assert len(strangers) <= reception.MAX_STRANGERS
+    await until(lambda: len(strangers) == reception.MAX_STRANGERS)
+    assert await is_hung_up(sockets[0])
+    await listener.aclose()
+    for sock in sockets:
+        sock.close()
+
+
+async def test_a_refusal_arrives_though_the_stranger_goes_on_talking() -> None:
+    listener = await door()
+    for _ in range(10):
+        with await knock(
+            listener, pack_header(TYPE_CONTROL, 4097, 0) + bytes(9000)
+        ) as s:
+            answer = await read_first_frame(s)
+            assert isinstance(answer, Refuse)
+    await listener.aclose()
+
+
 async def test_closing_ends_greetings_under_way() -> None:
     listener = await door()
     silent = await knock(listener, b"AKV1")

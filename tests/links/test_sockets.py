@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from asynckv.errors import AuthError, ConfigError, PeerLost, RemoteProtocolError
+from asynckv.links import sockets
 from asynckv.links.address import Address, parse_url
 from asynckv.links.sockets import (
     bind,
     check_peer,
     connect,
+    hang_up,
     own_host,
     prepare,
     read_first_frame,
@@ -23,6 +25,7 @@ from asynckv.links.sockets import (
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Get, Hello, Limits, PeerIdentity
 from asynckv.protocol.header import TYPE_CONTROL, pack_header
+from asynckv.testing.blocked import until_blocked
 
 pytestmark = pytest.mark.both_loops
 
@@ -163,6 +166,39 @@ async def test_a_hang_up_while_sending_is_a_lost_peer() -> None:
         two.close()
         with pytest.raises(PeerLost, match="broke in the handshake"):
             await send_first_frame(one, b"x")
+
+
+async def test_hanging_up_waits_a_moment_for_one_that_still_talks() -> None:
+    one, two = pair()
+    with one, two:
+        two.send(b"still talking")
+        task = asyncio.create_task(hang_up(one))
+        await until_blocked(task)
+        assert two.recv(1) == b""
+        two.close()
+        await task
+        assert one.fileno() >= 0
+
+
+async def test_hanging_up_does_not_wait_for_one_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sockets, "_LINGER_S", 0.05)
+    one, two = pair()
+    with one, two:
+        await hang_up(one)
+        one.close()
+        await hang_up(one)
+
+
+async def test_hanging_up_takes_no_more_than_64_kib(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sockets, "_LINGER_BYTES", 10)
+    one, two = pair()
+    with one, two:
+        two.send(bytes(20))
+        await hang_up(one)
 
 
 async def test_a_cancelled_connect_leaves_no_socket() -> None:

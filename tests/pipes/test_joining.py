@@ -138,3 +138,19 @@ async def test_a_port_that_is_taken_is_told_at_once() -> None:
         await joining(0, 2, port).join()
     task.cancel()
     await asyncio.wait({task})
+
+
+@pytest.mark.parametrize("url", ["unix:///run/docker.sock", "mem://x", "tls://h:1"])
+async def test_a_rank_cannot_send_the_others_elsewhere(url: str) -> None:
+    """A group of TCP is one of TCP, whatever a rank says of where it is."""
+    port = free_port()
+    leader, last = joining(0, 3, port), joining(2, 3, port)
+    ranks = [asyncio.create_task(each.join()) for each in (leader, last)]
+    await until_blocked(*ranks)
+    link = await dial(f"tcp://127.0.0.1:{port}", identity=new_identity(), lanes=1)
+    link.open_stream(Hearer(), JoinGroup(1, 3, url))
+    with pytest.raises(ConfigError, match="rank 1 is at"):
+        await ranks[1]
+    ranks[0].cancel()
+    await asyncio.wait({ranks[0]})
+    await link.aclose()
