@@ -19,6 +19,7 @@ class RawConnection:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = prepared(sock)
         self._loop = asyncio.get_running_loop()
+        self._sending = asyncio.Lock()
 
     @classmethod
     async def dial(cls, url: str) -> Self:
@@ -29,11 +30,12 @@ class RawConnection:
         return cls(await place_of(url).connect())
 
     async def send(self, data: bytes) -> None:
-        """Send all of ``data``.
+        """Send all of ``data``, with nothing of others in between.
 
         :raises OSError: the connection has ended
         """
-        await self._loop.sock_sendall(self._sock, data)
+        async with self._sending:
+            await self._loop.sock_sendall(self._sock, data)
 
     def send_nowait(self, data: bytes) -> int:
         """Send what the kernel takes now; return how many bytes that is.

@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import asynckv
 from asynckv.testing.faults.processes import frozen_peer
+from asynckv.testing.faults.proxy import Proxy
 
 pytestmark = pytest.mark.multiprocess
 
@@ -20,11 +23,37 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+SERVER = """
+import asyncio, asynckv, torch
+async def main():
+    async with (
+        asynckv.LookupBuffer("4MiB", drain_s=0) as lookup,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=lookup) as server,
+    ):
+        await lookup.insert([1], None, torch.ones(3), None, None)
+        print(server.url, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+CONSUMER = """
+import asyncio, asynckv, sys
+async def main():
+    async with asynckv.connect(sys.argv[1]) as peer:
+        async with peer.lookup.drop_select([1]) as entry:
+            print("has it", flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
+try:
+    asyncio.run(main())
+except asynckv.LeaseLost:
+    print("LeaseLost", flush=True)
+"""
+
+
 @contextlib.asynccontextmanager
-async def echo() -> AsyncIterator[asyncio.subprocess.Process]:
+async def running(code: str, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", ECHO, stdin=pipe, stdout=pipe
+        sys.executable, "-c", code, *args, stdin=pipe, stdout=pipe
     )
     try:
         yield process
@@ -34,8 +63,13 @@ async def echo() -> AsyncIterator[asyncio.subprocess.Process]:
         await process.communicate()
 
 
+async def line_of(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await process.stdout.readline()).decode().strip()
+
+
 async def test_a_frozen_process_goes_on_where_it_was() -> None:
-    async with echo() as process:
+    async with running(ECHO) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         async with frozen_peer(process.pid):
@@ -45,7 +79,7 @@ async def test_a_frozen_process_goes_on_where_it_was() -> None:
 
 
 async def test_one_that_dies_meanwhile_is_no_error() -> None:
-    async with echo() as process, frozen_peer(process.pid):
+    async with running(ECHO) as process, frozen_peer(process.pid):
         process.kill()
         assert await process.wait() == -9
 
@@ -58,9 +92,45 @@ async def test_only_a_child_can_be_frozen() -> None:
 
 
 async def test_one_that_has_ended_cannot_be_frozen() -> None:
-    async with echo() as process:
+    async with running(ECHO) as process:
         process.kill()
         await process.wait()
         with pytest.raises(ValueError, match="has ended"):
             async with frozen_peer(process.pid):
                 raise AssertionError
+
+
+@pytest.mark.slow
+async def test_a_frozen_server_is_noticed_and_found_again() -> None:
+    async with running(SERVER) as process:
+        async with (
+            Proxy(await line_of(process), heartbeat_ms=100) as proxy,
+            asynckv.connect(proxy.url, reconnect_s=0) as once,
+            asynckv.connect(proxy.url, reconnect_s=20) as patient,
+            asyncio.timeout(20),
+        ):
+            async with frozen_peer(process.pid):
+                waiting = asyncio.create_task(patient.lookup.drop_select([1]))
+                with pytest.raises(asynckv.PeerLost, match="3 heartbeats"):
+                    await once.lookup.drop_select([2])
+                assert not waiting.done()
+            assert (await waiting).nbytes == 20
+
+
+@pytest.mark.slow
+async def test_a_frozen_consumer_loses_its_entry_and_learns_of_it() -> None:
+    async with (
+        asynckv.LookupBuffer("4MiB", drain_s=0) as lookup,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=lookup) as server,
+        Proxy(server.url, heartbeat_ms=100) as proxy,
+        running(CONSUMER, proxy.url) as process,
+        asyncio.timeout(30),
+    ):
+        await lookup.insert([1], None, torch.ones(3), None, None)
+        assert await line_of(process) == "has it"
+        async with frozen_peer(process.pid):
+            assert (await lookup.drop_select([1])).attempt == 2
+        assert process.stdin is not None
+        process.stdin.write(b"go on\n")
+        assert await line_of(process) == "LeaseLost"
+        assert lookup.statistics().acknowledged == 1
