@@ -69,10 +69,11 @@ def make_keyring(
             f"tls is a {type(tls).__name__}",
             hint="pass asynckv.TLS(certificate=..., key=..., ca=...)",
         )
-    environ = os.environ if environ is None else environ
     secrets: tuple[Secret, ...] = ()
     if secret_file is None:
-        secret_file, secrets = secret_file_from(environ), secrets_from(environ)
+        # Not kept in a variable: a traceback could show it.
+        secret_file = secret_file_from(os.environ if environ is None else environ)
+        secrets = secrets_from(os.environ if environ is None else environ)
     return Keyring(
         secret_file=None if secret_file is None else os.fspath(secret_file),
         secrets=secrets,

@@ -49,6 +49,7 @@ _LANES_S: Final = 5.0
 _ACCEPTS_A_TICK: Final = 8
 _NO_FILES_PAUSE_S: Final = 0.1
 _TOKEN_BYTES: Final = 16
+_WARNING_PAUSE_S: Final = 1.0
 
 
 class _Newcomer:
@@ -114,6 +115,7 @@ class Reception:
         self._newcomers: dict[bytes, _Newcomer] = {}
         self._pause: asyncio.TimerHandle | None = None
         self._closed = False
+        self._warns_at_s = 0.0
         self._loop.add_reader(sock, self._accept)
 
     def close(self) -> list[asyncio.Task[bool]]:
@@ -198,13 +200,21 @@ class Reception:
             logger.debug("a connection at %s went away: %s", self._url, exc)
             return False
         except AsyncKVError as exc:
-            logger.warning("a connection at %s is refused: %s", self._url, exc)
+            self._note_refusal(exc)
             await _refuse(sock, exc)
             return False
         except OSError as exc:
             logger.debug("a connection at %s broke: %s", self._url, exc)
             return False
         return True
+
+    def _note_refusal(self, error: AsyncKVError) -> None:
+        """Warn, but not of each of many: strangers do not fill our log."""
+        now_s = self._loop.time()
+        level = logging.DEBUG
+        if now_s >= self._warns_at_s:
+            level, self._warns_at_s = logging.WARNING, now_s + _WARNING_PAUSE_S
+        logger.log(level, "a connection at %s is refused: %s", self._url, error)
 
     def _over_tls(self, plain: socket.socket, keys: TlsKeys) -> TlsSocket:
         sock = TlsSocket.over(plain, keys)

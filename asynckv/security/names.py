@@ -18,6 +18,7 @@ __all__ = ("CertifiedNames", "names_in")
 
 _AT: Final = "@"
 _WILDCARD: Final = "*"
+_INVALID: Final = "<invalid>"  # what ssl says of an IP address that is none
 
 
 def names_in(certificate: Mapping[str, object]) -> tuple[str, ...]:
@@ -34,12 +35,15 @@ def names_in(certificate: Mapping[str, object]) -> tuple[str, ...]:
 def _written(kind: str, name: str) -> str:
     if kind not in ("DNS", "URI", "IP Address") or _AT in name or _WILDCARD in name:
         return ""
-    if kind == "IP Address":
-        try:
-            return str(ipaddress.ip_address(name.strip()))
-        except ValueError:
-            return ""
-    return name.lower() if kind == "DNS" else name
+    return "" if name == _INVALID else _canonical(name)
+
+
+def _canonical(name: str) -> str:
+    """Return the one way to write ``name``, of a host or an address."""
+    try:
+        return str(ipaddress.ip_address(name.strip()))
+    except ValueError:
+        return name if "://" in name else name.lower()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +62,7 @@ class CertifiedNames:
                 "the certificate names nobody",
                 hint="it needs a subject alternative name: DNS, URI or IP",
             )
-        if allowed and not set(self.names) & set(allowed):
+        if allowed and not set(self.names) & set(map(_canonical, allowed)):
             raise AuthError(
                 "the certificate is not that of an allowed peer",
                 hint="TLS(allowed_peers=...) lists their names",

@@ -78,9 +78,10 @@ def secrets_from(environ: Mapping[str, str]) -> tuple[Secret, ...]:
 
     :raises ConfigError: it holds no secret that is long enough
     """
-    if SECRET_VARIABLE not in environ:
-        return ()
-    return _checked(_parse(environ[SECRET_VARIABLE].encode()), SECRET_VARIABLE)
+    is_set = SECRET_VARIABLE in environ
+    found = _parse(environ[SECRET_VARIABLE].encode()) if is_set else ()
+    del environ  # a traceback that shows variables would show it
+    return _checked(found, SECRET_VARIABLE)
 
 
 def secret_file_from(environ: Mapping[str, str]) -> str | None:
@@ -88,8 +89,9 @@ def secret_file_from(environ: Mapping[str, str]) -> str | None:
 
     :raises ConfigError: ``ASYNCKV_SECRET`` is set too
     """
-    path = environ.get(SECRET_FILE_VARIABLE)
-    if path is not None and SECRET_VARIABLE in environ:
+    path, is_double = environ.get(SECRET_FILE_VARIABLE), SECRET_VARIABLE in environ
+    del environ
+    if path is not None and is_double:
         raise ConfigError(
             f"both {SECRET_FILE_VARIABLE} and {SECRET_VARIABLE} are set",
             hint="unset one of them",

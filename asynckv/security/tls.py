@@ -41,6 +41,8 @@ class TLS:
     ``allowed_peers`` are the names of those that are let in, or dialled; without
     it, everyone whom ``ca`` has certified. A server is also checked for the
     host that was dialled, or for ``server_name``.
+
+    :raises ConfigError: ``allowed_peers`` is no tuple of names
     """
 
     certificate: _Path
@@ -48,6 +50,13 @@ class TLS:
     ca: _Path
     allowed_peers: tuple[str, ...] = ()
     server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.allowed_peers, str):
+            raise ConfigError(
+                "allowed_peers is a single text",
+                hint=f"write ({self.allowed_peers!r},)",
+            )
 
     @property
     def paths(self) -> tuple[str, str, str]:

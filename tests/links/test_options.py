@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,23 @@ def test_the_process_s_own_environment_is_asked(
     monkeypatch.setenv("ASYNCKV_SECRET", "short")
     with pytest.raises(ConfigError, match="ASYNCKV_SECRET holds a secret of less"):
         make_keyring(None, None, False)
+
+
+@pytest.mark.parametrize("also_a_file", [False, True])
+def test_no_traceback_shows_the_environment(
+    monkeypatch: pytest.MonkeyPatch, also_a_file: bool
+) -> None:
+    text = "correct-horse-battery-staple"
+    monkeypatch.setenv("ASYNCKV_SECRET", text)
+    if also_a_file:
+        monkeypatch.setenv("ASYNCKV_SECRET_FILE", "/run/secret")
+    with pytest.raises(ConfigError) as caught:
+        make_keyring(None, None, False)
+    shown = traceback.TracebackException.from_exception(
+        caught.value, capture_locals=True
+    )
+    shown.stack.pop(0)  # this test
+    assert text not in "".join(shown.format())
 
 
 def test_certificates_are_given_by_their_files(authority: Authority) -> None:

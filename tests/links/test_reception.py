@@ -170,6 +170,17 @@ async def test_a_refusal_arrives_though_the_stranger_goes_on_talking() -> None:
     await listener.aclose()
 
 
+async def test_many_refusals_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener = await door()
+    for _ in range(5):
+        with await knock(listener, Ping(1)) as sock:
+            assert isinstance(await read_first_frame(sock), Refuse)
+    await listener.aclose()
+    assert sum("is refused" in r.message for r in caplog.records) == 1
+
+
 async def test_closing_ends_greetings_under_way() -> None:
     listener = await door()
     silent = await knock(listener, b"AKV1")

@@ -35,9 +35,12 @@ def test_a_certificate_may_name_nobody(certificate: dict[str, Any]) -> None:
 
 
 def test_a_peer_is_allowed_by_any_of_its_names() -> None:
-    names = CertifiedNames(("a", "b"))
+    names = CertifiedNames(("a", "b", "::1", "spiffe://kv/A"))
     names.check_allowed(())
-    names.check_allowed(("x", "b"))
+    for allowed in ("b", "B", "0:0::1", "spiffe://kv/A"):
+        names.check_allowed(("x", allowed))
+    with pytest.raises(AuthError, match="allowed peer"):
+        names.check_allowed(("spiffe://kv/a",))
     with pytest.raises(AuthError, match="allowed peer"):
         names.check_allowed(("x", "ab", "a.b"))
 

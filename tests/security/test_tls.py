@@ -39,6 +39,11 @@ def test_what_is_allowed_is_kept(authority: Authority) -> None:
     assert "PRIVATE" not in repr(keys) + repr(tls)
 
 
+def test_allowed_peers_are_several(authority: Authority) -> None:
+    with pytest.raises(ConfigError, match=r"write \('worker-1',\)"):
+        changed(authority.issue(), allowed_peers="worker-1")
+
+
 def test_the_first_certificate_of_a_chain_is_ones_own(
     authority: Authority, tmp_path: Path
 ) -> None:

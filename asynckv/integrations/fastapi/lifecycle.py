@@ -9,13 +9,14 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     asynccontextmanager,
 )
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,10 +25,11 @@ from starlette.requests import HTTPConnection
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect as connect_to
-from asynckv.buffers.serve import serve as serve_at
+from asynckv.buffers.serve import Server, serve as serve_at
 from asynckv.config import KVTransferConfig
 from asynckv.errors import PeerLost
 from asynckv.node import open as open_node
+from asynckv.security.tls import TLS
 from asynckv.shielding import wait_shielded
 from asynckv.types import KVFingerprint
 
@@ -55,6 +57,9 @@ def lifespan(
     lookup: LookupBuffer | None = None,
     max_bytes: int | float | str = "1GiB",
     fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
+    secret_file: str | os.PathLike[str] | None = None,
+    tls: TLS | None = None,
+    allow_plaintext: bool = False,
     drain_s: float = 30.0,
     wait_s: float = 5.0,
 ) -> AppLifespan:
@@ -64,7 +69,9 @@ def lifespan(
     a lifespan of your own. It does one of three: what ``config`` says
     (:func:`asynckv.open`); ``connect`` to a server's URL; or ``serve`` at a URL,
     the buffer ``lookup`` if given (which stays yours to close), else a new one.
-    ``max_bytes`` and ``fingerprint`` are the new buffer's or the connection's.
+    ``max_bytes`` and ``fingerprint`` are the new buffer's or the connection's;
+    ``secret_file``, ``tls`` and ``allow_plaintext`` protect what ``connect`` and
+    ``serve`` open (a config has its own).
 
     A peer that is not there is waited for, in starting at most ``wait_s``
     seconds; then the app starts and ``/readyz`` says that it is not ready. One
@@ -82,15 +89,21 @@ def lifespan(
         raise ValueError(_ONE)
     if lookup is not None and serve is None:
         raise ValueError("lookup= is what serve= serves")
+    protection: dict[str, Any] = {
+        "secret_file": secret_file,
+        "tls": tls,
+        "allow_plaintext": allow_plaintext,
+    }
+    known: dict[str, Any] = {"max_bytes": max_bytes, "fingerprint": fingerprint}
     if config is not None:
         opens = functools.partial(_configured, config, drain_s)
     elif connect is not None:
-        opens = functools.partial(_connected, connect, max_bytes, fingerprint)
+        connects = functools.partial(connect_to, connect, **known, **protection)
+        opens = functools.partial(_connected, connects)
     elif serve is not None:
-        make = functools.partial(
-            LookupBuffer, max_bytes, fingerprint=fingerprint, drain_s=drain_s
-        )
-        opens = functools.partial(_served, serve, lookup, make)
+        make = functools.partial(LookupBuffer, drain_s=drain_s, **known)
+        serves = functools.partial(serve_at, serve, **protection)
+        opens = functools.partial(_served, serves, lookup, make)
     else:
         raise ValueError(_ONE)
 
@@ -249,22 +262,20 @@ async def _configured(
 
 
 @asynccontextmanager
-async def _connected(
-    url: str,
-    max_bytes: int | float | str,
-    fingerprint: KVFingerprint | Mapping[str, str] | str | None,
-) -> AsyncIterator[_Opened]:
-    async with connect_to(url, max_bytes=max_bytes, fingerprint=fingerprint) as peer:
+async def _connected(connects: Callable[[], Peer]) -> AsyncIterator[_Opened]:
+    async with connects() as peer:
         yield _Opened(peer.lookup, peer)
 
 
 @asynccontextmanager
 async def _served(
-    url: str, given: LookupBuffer | None, make: Callable[[], LookupBuffer]
+    serves: Callable[..., Server],
+    given: LookupBuffer | None,
+    make: Callable[[], LookupBuffer],
 ) -> AsyncIterator[_Opened]:
     async with AsyncExitStack() as stack:
         buffer = make() if given is None else given
-        server = await stack.enter_async_context(serve_at(url, lookup=buffer))
+        server = await stack.enter_async_context(serves(lookup=buffer))
         if given is None:
             # Entered after the server: what is left in it is served while it drains.
             await stack.enter_async_context(buffer)

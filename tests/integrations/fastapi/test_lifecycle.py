@@ -5,7 +5,8 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Annotated, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ import asynckv
 from asynckv.abc import KVLookupBuffer
 from asynckv.integrations.fastapi import lifespan, lookup
 from asynckv.integrations.fastapi.lifecycle import AppLifespan, status_of
-from asynckv.testing import until, use_across_tasks
+from asynckv.testing import Authority, until, use_across_tasks
 
 TOKENS = [1, 2, 3]
 
@@ -72,6 +73,24 @@ async def served(
 def free_url() -> str:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["secret", "tls"])
+async def test_what_an_app_opens_can_be_protected(
+    kind: str, tmp_path: Path, authority: Authority
+) -> None:
+    options: dict[str, Any] = {"tls": authority.issue()}
+    if kind == "secret":
+        secret = tmp_path / "secret"
+        secret.touch(0o600)
+        secret.write_text("correct-horse-battery-staple-0123")
+        options = {"secret_file": secret}
+    url = "tls://127.0.0.1:0" if kind == "tls" else "tcp://127.0.0.1:0"
+    serving = fastapi_app(lifespan(serve=url, **options))
+    async with started(serving):
+        where = serving.state.asynckv.opened.url
+        async with started(app := fastapi_app(lifespan(connect=where, **options))):
+            assert (await peek(app)).json() == 0
 
 
 @BOTH
