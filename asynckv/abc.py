@@ -9,7 +9,6 @@ used it (:exc:`~asynckv.errors.WrongLoop`).
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -21,6 +20,8 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+
+import msgspec
 
 from asynckv.types import TensorSpec
 
@@ -51,8 +52,7 @@ TokenIds: TypeAlias = "torch.Tensor | Sequence[int]"
 Match: TypeAlias = Literal["prefix", "exact"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class KVEntry:
+class KVEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """One entry of a lookup buffer. Unpacks as the original's five fields.
 
     ``key`` and ``value`` are a tensor, a mapping of layer name to tensor, or
@@ -67,7 +67,7 @@ class KVEntry:
     key: KVTensors
     value: KVTensors
     hidden: torch.Tensor | None
-    extras: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    extras: Mapping[str, torch.Tensor] = msgspec.field(default_factory=dict)
     entry_id: str = ""
     matched_tokens: int = 0
     attempt: int = 1

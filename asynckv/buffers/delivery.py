@@ -103,12 +103,12 @@ class Delivery:
         offer, manifest = self.offer, self.manifest
         key, value, hidden, extras = unflatten(self.tensors.items())
         return KVEntry(
-            input_tokens=tensor_of(manifest.input_tokens),
-            roi=tensor_of(manifest.roi),
-            key=key,
-            value=value,
-            hidden=hidden,
-            extras=extras,
+            tensor_of(manifest.input_tokens),
+            tensor_of(manifest.roi),
+            key,
+            value,
+            hidden,
+            extras,
             entry_id=offer.entry_id,
             matched_tokens=offer.matched_tokens,
             attempt=offer.attempt,

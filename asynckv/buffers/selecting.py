@@ -63,8 +63,8 @@ class Selecting:
         self._budget = budget
         self._streams = streams
         self._lent: list[Reception] = []
-        self._landed: list[str] = []
-        self._names: list[str] = []
+        self._landed: list[str]
+        self._names: list[str]
         self._error: Exception | None = None
         self._is_acknowledged = False
         self._is_noted = False

@@ -26,9 +26,16 @@ __all__ = (
 )
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
-_DTYPES: Final[dict[str, torch.dtype]] = {
-    name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)
-}
+
+
+class _Dtypes(dict[str, torch.dtype]):
+    def __missing__(self, name: str) -> torch.dtype:
+        raise ValueError(f"dtype {name!r} cannot be sent by this version of torch")
+
+
+_DTYPES: Final = _Dtypes(
+    {name: getattr(torch, name) for name in DTYPE_NBYTES if hasattr(torch, name)}
+)
 MISSING_DTYPES: Final = frozenset(DTYPE_NBYTES) - frozenset(_DTYPES)
 """What a peer may send and this version of torch does not know."""
 
@@ -57,10 +64,7 @@ def dtype_of(name: str) -> torch.dtype:
 
     :raises ValueError: if it cannot be sent, or this torch does not have it
     """
-    dtype = _DTYPES.get(name)
-    if dtype is None:
-        raise ValueError(f"dtype {name!r} cannot be sent by this version of torch")
-    return dtype
+    return _DTYPES[name]
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -149,7 +153,7 @@ def tensor_from(piece: bytes | memoryview, spec: TensorSpec) -> torch.Tensor:
         tensor = empty_tensor(spec)
         bytes_of(tensor)[:] = piece
         return tensor
-    flat = torch.frombuffer(bytearray(piece), dtype=dtype_of(spec.dtype))
+    flat = torch.frombuffer(bytearray(piece), dtype=_DTYPES[spec.dtype])
     return flat if len(spec.shape) == 1 else flat.view(spec.shape)
 
 

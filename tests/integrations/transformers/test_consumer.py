@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
@@ -27,7 +27,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
 async def insert(lookup: KVLookupBuffer, entry: KVEntry, **changes: Any) -> None:
-    entry = dataclasses.replace(entry, **changes)
+    entry = msgspec.structs.replace(entry, **changes)
     await lookup.insert(*entry, extras=entry.extras)
 
 
