@@ -434,8 +434,6 @@ class PayloadTransport(abc.ABC):
     error)`` is called once for each part, on the loop: with the xxh3-128 digest
     of the bytes (empty where digests are off), or with what went wrong. It may
     call anything here, and memory is quiet before it is told of an error.
-
-    Let ``asynckv.testing.check_transport`` loose on one of your own.
     """
 
     name: ClassVar[str]

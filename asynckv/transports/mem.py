@@ -49,7 +49,7 @@ class MemTransport(PayloadTransport):
         self._loop = loop
         self._peer: MemTransport | None = None
         self._peer_left = False
-        self._pool = CopyPool(threads=1)
+        self._copies = _Copies(digest)
         self._table = PartTable()
         self._arriving = PendingParts(loop)
         self._moves: dict[asyncio.Task[None], Part] = {}
@@ -101,7 +101,7 @@ class MemTransport(PayloadTransport):
         incoming = Part(transfer, part, target, done, b"")
         self._table.announce(transfer)
         if not incoming.left_bytes:
-            self._start(self._digest_only(incoming), incoming)
+            self._start(self._copies.leave(incoming), incoming)
             return
         self._table.add(incoming)
         self._arriving.add(incoming)
@@ -170,16 +170,16 @@ class MemTransport(PayloadTransport):
             place = Chunk(part.transfer, part.number, 0, part.left_bytes)
             target = peer._enter(place, task)
         if target is None:
-            await self._digest_only(part)
+            await self._copies.leave(part)
             return
         landed = False
         try:
-            await self._copy(part, target)
+            await self._copies.move(part, target)
         except asyncio.CancelledError:
             is_receivers = target.stopped or peer._ending.error is not None
             if is_receivers and not part.stopped and self._ending.error is None:
                 # Only the receiver has stopped: to the sender it has left.
-                self._start(self._digest_only(part), part)
+                self._start(self._copies.leave(part), part)
             raise
         finally:
             landed = peer._table.leave(target, task)
@@ -192,19 +192,6 @@ class MemTransport(PayloadTransport):
         part.tell()
         if landed:
             peer._arriving.tell(target)
-
-    async def _copy(self, part: Part, target: Part) -> None:
-        found = await self._pool.copy(
-            [_tensor(part)], [_tensor(target)], digest=self._digest
-        )
-        target.moved_bytes = part.moved_bytes = part.memory.nbytes
-        target.known_digest = found[0]
-        part.known_digest = part.known_digest or found[0]
-
-    async def _digest_only(self, part: Part) -> None:
-        if self._digest and not part.known_digest:
-            (part.known_digest,) = await self._pool.digest([_tensor(part)])
-        part.tell()
 
     def _enter(self, place: Chunk, carrier: object) -> Part | None:
         try:
@@ -236,7 +223,7 @@ class MemTransport(PayloadTransport):
     def _hang_up(self) -> None:
         for task in self._tasks_of(None):
             task.cancel()
-        self._pool.close()
+        self._copies.close()
         if self._peer is not None and not self._loop.is_closed():
             self._loop.call_soon(self._peer._after_peer)
 
@@ -244,6 +231,30 @@ class MemTransport(PayloadTransport):
         self._peer_left = True
         if self._moves or self._table.is_waiting:
             self._ending.lose(PeerLost("the peer closed its side"))
+
+
+class _Copies:
+    """Copies and digests of whole parts, in a thread where they are large."""
+
+    def __init__(self, digest: bool) -> None:
+        self._digest = digest
+        self._pool = CopyPool(threads=1)
+        self.close = self._pool.close
+
+    async def move(self, part: Part, target: Part) -> None:
+        """Copy ``part`` into the memory of ``target``, and tell nobody yet."""
+        found = await self._pool.copy(
+            [_tensor(part)], [_tensor(target)], digest=self._digest
+        )
+        target.moved_bytes = part.moved_bytes = part.memory.nbytes
+        target.known_digest = found[0]
+        part.known_digest = part.known_digest or found[0]
+
+    async def leave(self, part: Part) -> None:
+        """Tell of ``part`` with its digest; its bytes go nowhere."""
+        if self._digest and not part.known_digest:
+            (part.known_digest,) = await self._pool.digest([_tensor(part)])
+        part.tell()
 
 
 def _tensor(part: Part) -> torch.Tensor:

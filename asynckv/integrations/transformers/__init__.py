@@ -25,12 +25,9 @@ from asynckv.integrations.transformers.layouts import (
     swap_heads_and_tokens,
     to_blocks,
 )
-from asynckv.integrations.transformers.producer import (
-    Prefilled,
-    StreamingCache,
-    prefill,
-)
+from asynckv.integrations.transformers.producer import Prefilled, prefill
 from asynckv.integrations.transformers.prompts import Prompt
+from asynckv.integrations.transformers.streaming import StreamingCache
 
 __all__ = (
     "Carried",

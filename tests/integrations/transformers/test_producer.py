@@ -13,12 +13,9 @@ from asynckv.abc import KVLookupBuffer
 from asynckv.errors import ConfigError, EntryAborted, EntryTooLarge
 from asynckv.integrations.transformers import (
     LayerEvent,
-    LayerPlan,
     Prefilled,
-    StreamingCache,
     prefill,
 )
-from asynckv.integrations.transformers.forward import ForwardStopped
 from asynckv.testing import sweep_cancellation
 
 Model = Callable[..., PreTrainedModel]
@@ -209,18 +206,3 @@ async def test_a_prefill_cancelled_anywhere_leaves_nothing(
 
     counts = await sweep_cancellation(run, check)
     assert counts.cancelled > 10
-
-
-def test_a_stopped_cache_ends_the_forward(model: Any, prompt: torch.Tensor) -> None:
-    cache = StreamingCache(model, lambda plan, keys, values: cache.stop())
-    with pytest.raises(ForwardStopped):
-        model(prompt, past_key_values=cache)
-
-
-def test_a_layer_is_handed_over_once(model: Any, prompt: torch.Tensor) -> None:
-    plans: list[LayerPlan] = []
-    cache = StreamingCache(model, lambda plan, keys, values: plans.append(plan))
-    with torch.no_grad():
-        model(prompt, past_key_values=cache)
-        model(prompt[:, :1], past_key_values=cache)
-    assert [plan.index for plan in plans] == [0, 1, 2]
