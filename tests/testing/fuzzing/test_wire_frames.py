@@ -7,7 +7,7 @@ from asynckv.protocol.chunks import decode_chunk_header, encode_chunk_header
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Get, Select
 from asynckv.protocol.header import TYPE_CONTROL, unpack_header
-from asynckv.testing.fuzzing.wire_frames import seal, split
+from asynckv.testing.fuzzing.wire_frames import resealed, seal, split
 
 SAID = b"".join(
     [*encode_frame(1, Select(has_key=True), bytes(70_000)), *encode_frame(3, Get("k"))]
@@ -47,3 +47,14 @@ def test_half_a_frame_is_not_split() -> None:
         list(split(SAID[:-1]))
     with pytest.raises(RemoteProtocolError, match="cut short"):
         list(split(seal(TYPE_CONTROL, b"", b"")[:-1]))
+
+
+def test_changed_bytes_are_sealed_again_as_far_as_they_are_frames() -> None:
+    assert resealed(SAID + b"AKV1, and so on") == SAID + b"AKV1, and so on"
+    changed = bytearray(SAID)
+    changed[40] ^= 1
+    changed[-1] ^= 1
+    again = resealed(bytes(changed))
+    assert b"".join(frame.sealed() for frame in split(again)) == again
+    last = list(split(again))[-1]
+    assert list(FrameDecoder().feed(last.sealed())) == [(3, Get("j"), b"")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import queue
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -98,7 +98,10 @@ def test_a_lane_cut_at_any_byte_delivers_whole_tensors_only() -> None:
         assert error is None or isinstance(error, EOFError)
 
 
-def test_no_flipped_bit_of_a_lane_is_in_a_verified_tensor() -> None:
+def test_no_flipped_bit_of_a_lane_is_in_a_verified_tensor(
+    figures: Callable[[str], None],
+) -> None:
+    figures(f"{len(recorded()) * 8:,} flips")
     for changed in flips(recorded()):
         verified, error = land(changed)
         assert verified < {0, 1}

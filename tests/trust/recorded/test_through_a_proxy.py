@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -76,7 +77,7 @@ async def meet_badly(
 
 @pytest.mark.parametrize("fault", ["flip", "cut"])
 async def test_what_comes_back_through_a_bad_connection_is_right_or_an_error(
-    fault: Fault, caplog: pytest.LogCaptureFixture
+    fault: Fault, caplog: pytest.LogCaptureFixture, figures: Callable[[str], None]
 ) -> None:
     rng = random.Random(fault)
     async with (
@@ -91,6 +92,7 @@ async def test_what_comes_back_through_a_bad_connection_is_right_or_an_error(
         assert await meet(server.url, EACH, 0) == ""
         told = lookup.statistics()
     assert (told.leased, told.waiting_selects, told.waiting_inserts) == (0, 0, 0)
+    figures(f"{EACH} links, of which {sum(map(bool, ends))} ended by an error")
     assert EACH // 8 < sum(map(bool, ends))
     assert not [r for r in caplog.records if r.levelname in ("ERROR", "CRITICAL")]
 
