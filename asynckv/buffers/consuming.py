@@ -14,7 +14,7 @@ from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.remote_stream import RemoteStream
 from asynckv.buffers.selecting import Selecting
-from asynckv.errors import EntryAborted, LeaseLost, PeerLost
+from asynckv.errors import EntryAborted, LeaseLost, PeerLost, PeerRestarted
 from asynckv.observability.waits import LoggedWaits
 from asynckv.protocol.frames import Settle
 
@@ -104,9 +104,7 @@ class RemoteConsumer:
         except PeerLost:
             selecting.close()
             await selecting.quiesce()
-            question = Settle(delivery.offer.entry_id, delivery.offer.token)
-            answer = await ask(self._peer, question, incarnation=selecting.incarnation)
-            return bool(answer.value)
+            return await self._counted(selecting, delivery)
         except LeaseLost:
             selecting.cancel()
             return False
@@ -115,6 +113,21 @@ class RemoteConsumer:
             raise
         selecting.release()
         return True
+
+    async def _counted(self, selecting: Selecting, delivery: Delivery) -> bool:
+        """The link was cut around the acknowledgement: ask on the next one."""
+        question = Settle(delivery.offer.entry_id, delivery.offer.token)
+        answer = await ask(self._peer, question, incarnation=selecting.incarnation)
+        return bool(answer.value)
+
+    async def _has_counted(self, selecting: Selecting, delivery: Delivery) -> bool:
+        """As :meth:`_counted`; ``False`` if there is nobody left to ask."""
+        try:
+            return selecting.may_have_counted and await self._counted(
+                selecting, delivery
+            )
+        except (PeerLost, PeerRestarted):
+            return False
 
     @asynccontextmanager
     async def _held(
@@ -138,10 +151,11 @@ class RemoteConsumer:
         try:
             await selecting.acknowledge(delivery)
         except PeerLost as exc:
-            raise LeaseLost(
-                f"the link was lost before entry {delivery.offer.entry_id!r} was "
-                "acknowledged; it was given back",
-            ) from exc
+            if not await self._has_counted(selecting, delivery):
+                raise LeaseLost(
+                    f"the link was lost before entry {delivery.offer.entry_id!r} was "
+                    "acknowledged; it was given back",
+                ) from exc
         except EntryAborted as exc:
             raise LeaseLost(
                 f"entry {delivery.offer.entry_id!r} left before it was acknowledged"

@@ -151,14 +151,18 @@ class Leases:
         self.void(entry, "max_deliver")
 
     def reach(self, lease: Lease) -> None:
-        """The application has the delivery from now on: ``max_hold_s`` begins."""
+        """The application has the delivery from now on: ``max_hold_s`` begins anew."""
         if lease.reached:
             return
         lease.reached = True
         if self._max_hold_s is not None and lease.is_valid:
-            lease.lapse = asyncio.get_running_loop().call_later(
-                self._max_hold_s, self._lapse, lease
-            )
+            self._begin_hold(lease, self._max_hold_s)
+
+    def _begin_hold(self, lease: Lease, max_hold_s: float) -> None:
+        if lease.lapse is not None:
+            lease.lapse.cancel()
+        loop = asyncio.get_running_loop()
+        lease.lapse = loop.call_later(max_hold_s, self._lapse, lease)
 
     def leave_to_consumers(self, entry: StoredEntry) -> None:
         """Nobody else gets the entry any more."""
@@ -205,6 +209,8 @@ class Leases:
         if entry.consumers is not None:
             entry.consumers.add(waiter.holder.consumer)
         waiter.lease = lease
+        if self._max_hold_s is not None:
+            self._begin_hold(lease, self._max_hold_s)
         self._counters.delivered += 1
         if entry.state is EntryState.WAITING:
             lease.charge()
@@ -261,6 +267,9 @@ class Leases:
         self.give_back(lease, reached=lease.reached)
         if lease.holder.streams:
             lease.holder.aborted(lease, "lapsed")
+        elif not lease.reached:
+            lease.holder.retracted(lease)
+            self.serve_again(lease.waiter)
 
 
 def _random_tokens() -> list[bytes]:

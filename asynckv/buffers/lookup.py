@@ -49,7 +49,8 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
 
     ``max_bytes`` is a hard bound on the bytes held, tokens included. An entry
     that fails in ``max_deliver`` consumers is dropped. ``max_hold_s`` bounds
-    how long a consumer may stay inside ``async with drop_select(...)``.
+    how long an entry may be on its way to a consumer, and then how long it may
+    stay inside ``async with drop_select(...)``.
     ``fingerprint`` says what model the entries belong to: only consumers with
     an equal one find them.
 

@@ -58,6 +58,7 @@ class Selecting:
         self.query = query
         self.delivery: Delivery | None = None
         self.incarnation = link.peer.incarnation
+        self.may_have_counted = False
         self._link = link
         self._targets = targets
         self._budget = budget
@@ -150,7 +151,9 @@ class Selecting:
         :raises LeaseLost: the entry was taken back meanwhile
         """
         self._is_acknowledged = True
-        self._stream.send(Ack(delivery.offer.token))
+        if self._error is None:
+            self.may_have_counted = True
+            self._stream.send(Ack(delivery.offer.token))
         async with asyncio.timeout(ANSWER_S):
             while not self._is_accepted:
                 await self.changed()
@@ -197,6 +200,8 @@ class Selecting:
             case Complete(transfer=transfer):
                 if delivery is not None and delivery.offer.transfer == transfer:
                     delivery.is_complete = True
+                    if delivery.reception is not None:
+                        delivery.reception.expect()
             case Retract(transfer=transfer):
                 if delivery is not None and delivery.offer.transfer == transfer:
                     self._on_retract(delivery)
@@ -256,7 +261,7 @@ class Selecting:
         self._names, self._landed = [*delivery.tensors], delivery.landed
         if self._targets:
             self._lent.append(reception)
-        reception.begin()
+        reception.begin(whole=delivery.is_complete)
         self._stream.send(Grant(transfer))
 
 

@@ -142,7 +142,9 @@ class Incoming:
             self._ending.hear_goodbye(event.reason)
         elif isinstance(event, Refused):
             why = f"{self._link.peer.id} closed the link: {event.error.message}"
-            self._ending.at_once(PeerLost(why))
+            lost = PeerLost(why)
+            lost.__cause__ = event.error  # who tries again would hear it again
+            self._ending.at_once(lost)
 
     def _open(self, event: Opened) -> None:
         session = self._session

@@ -20,6 +20,7 @@ from asynckv.links.heartbeat import Heartbeat
 from asynckv.links.incoming import Incoming
 from asynckv.links.outgoing import Outgoing
 from asynckv.links.payloads import make_payload
+from asynckv.links.progress import Progress
 from asynckv.links.requests import LinkStream, Service, StreamHandler
 from asynckv.links.streams import ControlStream
 from asynckv.protocol.codec import Buffer
@@ -34,7 +35,7 @@ class Link:
     """A connection that is up. Made by :func:`dial` and by a listener.
 
     ``limits`` is what both sides keep to, ``peer_limits`` what the peer said
-    of itself.
+    of itself. ``progress`` watches payload that is to come.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Link:
         self._outgoing = Outgoing(stream, self._session.outbox, loop, self._read_on)
         shared = stream, self._session, self._outgoing
         self._ending = Ending(self.peer.id, *shared, self.payload, self._heartbeat)
+        self.progress = Progress(self.payload, self._ending.refuse)
+        self._ending.call(lambda _: self.progress.stop())
         self._incoming = Incoming(self, *shared, self._ending, self._heartbeat)
 
     def __repr__(self) -> str:

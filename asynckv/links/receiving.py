@@ -40,12 +40,22 @@ class Reception:
         self._sent: dict[int, bytes] = {}
         self._is_stopped = False
 
-    def begin(self) -> None:
-        """Let bytes land. To be called before the peer is granted the transfer."""
+    def begin(self, *, whole: bool = True) -> None:
+        """Let bytes land. To be called before the peer is granted the transfer.
+
+        If ``whole``, all of them are there to be sent: see :meth:`expect`.
+        """
         for index, target in enumerate(self._targets):
             self._link.payload.receive(
                 self.transfer, index, target, self._done_with(index)
             )
+        if whole:
+            self.expect()
+
+    def expect(self) -> None:
+        """From here on bytes that do not come end the link (``STALL_S``)."""
+        if not self._is_stopped and len(self._landed) < len(self._targets):
+            self._link.progress.expect(self.transfer)
 
     def on_done(self, frame: Done) -> None:
         """The peer says that it has sent a part.
@@ -62,17 +72,21 @@ class Reception:
     def stop(self) -> None:
         """Let nothing more land. The memory is quiet after :meth:`quiesce`."""
         self._is_stopped = True
+        self._link.progress.forget(self.transfer)
         self._link.payload.stop(self.transfer)
 
     async def quiesce(self) -> None:
         """Stop, and wait until no thread touches the memory (at most 1 s)."""
         self._is_stopped = True
+        self._link.progress.forget(self.transfer)
         await self._link.payload.quiesce(self.transfer)
 
     def _done_with(self, index: int) -> Callable[[bytes, BaseException | None], None]:
         def done(digest: bytes, error: BaseException | None) -> None:
             if error is None and not self._is_stopped:
                 self._landed[index] = digest
+                if len(self._landed) == len(self._targets):
+                    self._link.progress.forget(self.transfer)
                 self._compare(index)
 
         return done  # an error ends the link too, and is told by on_lost

@@ -29,17 +29,44 @@ class Sink:
 
     def __init__(self) -> None:
         self.payload = Payload()
+        self.progress = self
+        self.expected: set[int] = set()
         self.verified: list[tuple[int, bytes]] = []
         self.errors: list[Exception] = []
         targets = [memoryview(bytearray(8)), memoryview(bytearray(8))]
         self.reception = Reception(self, 7, targets, self)  # type: ignore[arg-type]
         self.reception.begin()
 
+    def expect(self, transfer: int) -> None:
+        self.expected.add(transfer)
+
+    def forget(self, transfer: int) -> None:
+        self.expected.discard(transfer)
+
     def part_verified(self, index: int, digest: bytes) -> None:
         self.verified.append((index, digest))
 
     def reception_failed(self, error: Exception) -> None:
         self.errors.append(error)
+
+
+def test_its_bytes_are_expected_until_all_have_landed_or_nobody_wants_them() -> None:
+    sink, stopped = Sink(), Sink()
+    assert sink.expected == {7}
+    sink.payload.done[1](b"digest", None)
+    assert sink.expected == {7}
+    sink.payload.done[0](b"digest", None)
+    sink.reception.expect()
+    stopped.reception.stop()
+    stopped.reception.expect()
+    assert not sink.expected and not stopped.expected
+
+
+def test_what_is_not_whole_yet_is_not_expected() -> None:
+    sink = Sink()
+    sink.expected.clear()
+    sink.reception.begin(whole=False)
+    assert not sink.expected
 
 
 def test_a_part_counts_when_it_has_landed_and_its_digest_agrees() -> None:

@@ -1,0 +1,80 @@
+"""Payload that was promised and stands still: found, and told, in bounded time.
+
+A link's heartbeat says that its control connection lives; its lanes may be cut
+all the same, or the peer may never send what it was granted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from asynckv.abc import PayloadTransport
+from asynckv.errors import RemoteProtocolError
+
+__all__ = ("STALL_S", "Progress")
+
+STALL_S: Final = 30.0
+_LATE_S: Final = 1.0
+
+
+class Progress:
+    """The transfers of one link whose bytes are expected now.
+
+    ``stalled(error)`` is called once when for 30 s no byte of any of them has
+    landed. A loop that was stalled itself does not judge for that time.
+    """
+
+    def __init__(
+        self, payload: PayloadTransport, stalled: Callable[[RemoteProtocolError], None]
+    ) -> None:
+        self._payload = payload
+        self._stalled = stalled
+        self._loop = asyncio.get_running_loop()
+        self._transfers: set[int] = set()
+        self._seen: dict[int, int] = {}
+        self._due_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def expect(self, transfer: int) -> None:
+        """All bytes of ``transfer`` are on their way, or should be."""
+        self._transfers.add(transfer)
+        if self._timer is None:
+            self._look_later()
+
+    def forget(self, transfer: int) -> None:
+        """It has landed, or nobody wants it any more."""
+        self._transfers.discard(transfer)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._transfers.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_later(self) -> None:
+        self._seen = self._landed()
+        self._due_s = self._loop.time() + STALL_S
+        self._timer = self._loop.call_later(STALL_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._transfers:
+            return
+        was_late = self._loop.time() > self._due_s + _LATE_S
+        # One that came or went, or grew, is progress of them all.
+        if was_late or self._landed() != self._seen:
+            self._look_later()
+            return
+        self.stop()
+        self._stalled(
+            RemoteProtocolError(
+                f"payload that was to come has stood still for {STALL_S:g} s",
+                hint="is something between the peers that drops bulk data?",
+            )
+        )
+
+    def _landed(self) -> dict[int, int]:
+        return {x: self._payload.landed_bytes(x) for x in self._transfers}
