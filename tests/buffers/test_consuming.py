@@ -60,14 +60,24 @@ async def test_a_link_lost_inside_the_block_is_told_at_its_end(
     assert (await lookup.drop_select([1])).attempt == 2
 
 
-async def test_an_acceptance_lost_with_the_link_is_a_lost_lease(
+async def test_an_acceptance_lost_with_the_link_is_asked_for_on_the_next(
+    peers: Peers, local: LookupBuffer, far_link: FarLink, cut_when: CutWhen
+) -> None:
+    await local.insert([1], None, torch.ones(10), None, None)
+    cut_when(far_link(peers.server, peers.consumer), Accepted)
+    async with peers.consumer.lookup.drop_select([1]):
+        pass
+    assert local.statistics().entries == 0
+
+
+async def test_an_acceptance_that_nobody_can_tell_of_is_a_lost_lease(
     peers: Peers, local: LookupBuffer, far_link: FarLink, cut_when: CutWhen
 ) -> None:
     await local.insert([1], None, torch.ones(10), None, None)
     cut_when(far_link(peers.server, peers.consumer), Accepted)
     with pytest.raises(LeaseLost):
         async with peers.consumer.lookup.drop_select([1]):
-            pass
+            peers.consumer._reconnect_s = 0
 
 
 @pytest.fixture

@@ -32,6 +32,11 @@ class FakeLink:
         self.stopped: list[int] = []
         self.landing: dict[int, Callable[[bytes, BaseException | None], None]] = {}
         self.payload = self
+        self.progress = self
+
+    def expect(self, transfer: int) -> None: ...
+
+    def forget(self, transfer: int) -> None: ...
 
     def announce(self, transfer: int) -> None:
         self.announced.append(transfer)
