@@ -26,7 +26,7 @@ _BUFFER_BYTES: Final = 8 * 2**20
 _CALM_PAUSE_S: Final = 1.0
 _QUIET_S: Final = 10.0
 
-Options = dict[str, Any]
+_Options = dict[str, Any]
 
 
 async def kill_workers(
@@ -35,8 +35,8 @@ async def kill_workers(
     seed: int = 0,
     *,
     couples: int = 2,
-    serve_options: Options | None = None,
-    connect_options: Options | None = None,
+    serve_options: _Options | None = None,
+    connect_options: _Options | None = None,
 ) -> Findings:
     """Let producers and consumers work at a buffer here, and kill them one by one.
 
@@ -113,7 +113,7 @@ def _new_buffer() -> LookupBuffer:
 
 @contextlib.asynccontextmanager
 async def _crew_at(
-    server: Server, account: Account, seed: int, options: Options | None
+    server: Server, account: Account, seed: int, options: _Options | None
 ) -> AsyncIterator[Crew]:
     async with open_workshop(account.hear) as workshop:
         yield Crew(workshop, account, server.url, seed, options or {})
