@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from asynckv.buffers.matching import Place, PrefixIndex
+from asynckv.buffers.matching import PrefixIndex
+from asynckv.buffers.places import Place
 
 __all__ = ("main",)
 

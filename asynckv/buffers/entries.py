@@ -20,7 +20,7 @@ from asynckv.buffers.manifest import INLINE_NBYTES, content_digest, pack
 from asynckv.buffers.places import Place
 from asynckv.buffers.queries import Query, key_of
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import TensorRecord
+from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.arena import Region
 from asynckv.types import KVFingerprint, TensorSpec
 

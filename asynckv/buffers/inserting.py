@@ -11,7 +11,8 @@ from asynckv.buffers.manifest import INLINE_NBYTES, check_body, content_digest, 
 from asynckv.buffers.sending import Sending
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Insert, TensorRecord
+from asynckv.protocol.frames import Insert
+from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import bytes_of
 
 __all__ = ("begin_insert",)

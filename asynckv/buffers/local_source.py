@@ -12,7 +12,7 @@ from asynckv.buffers.drafts import Draft
 from asynckv.buffers.entries import StoredEntry
 from asynckv.buffers.manifest import content_digest
 from asynckv.errors import LeaseLost
-from asynckv.protocol.frames import TensorRecord
+from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.copying import CopyPool
 
 __all__ = ("LocalSource",)

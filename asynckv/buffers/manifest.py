@@ -11,7 +11,7 @@ import msgspec
 from asynckv.buffers.queries import Tokens
 from asynckv.errors import ChecksumError, EntryTooLarge, RemoteProtocolError
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Contents, TensorRecord
+from asynckv.protocol.values import Contents, TensorRecord
 from asynckv.tensors.views import MISSING_DTYPES, dtype_of
 from asynckv.types import TensorSpec
 

@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 from asynckv.buffers.places import Frontier, Place, ascending, put, take
 from asynckv.buffers.prefix_tree import TOKEN_NBYTES, Node, PrefixTree
 
-__all__ = ("Place", "PrefixIndex")
+__all__ = ("PrefixIndex",)
 
 T = TypeVar("T")
 

@@ -28,8 +28,8 @@ from asynckv.protocol.frames import (
     Insert,
     Push,
     Retract,
-    TensorRecord,
 )
+from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, empty_tensor, spec_of
 

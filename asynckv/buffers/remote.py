@@ -28,7 +28,7 @@ from asynckv.links.options import (
     payload_digest,
 )
 from asynckv.loops import LoopBound
-from asynckv.protocol.frames import Limits, PeerIdentity
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
 from asynckv.tensors.copying import CopyPool

@@ -24,7 +24,8 @@ from asynckv.links.options import (
 )
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.loops import LoopBound
-from asynckv.protocol.frames import OpeningFrame, PeerIdentity
+from asynckv.protocol.frames import OpeningFrame
+from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
 

@@ -29,9 +29,9 @@ from asynckv.protocol.frames import (
     OpeningFrame,
     Put,
     Result,
-    TensorRecord,
     Took,
 )
+from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import dtype_of
 
 __all__ = ("StoreService",)

@@ -23,9 +23,9 @@ from asynckv.links.sockets import (
     send_first_frame,
 )
 from asynckv.links.streams import SocketStream
-from asynckv.protocol.frames import Limits, PeerIdentity
 from asynckv.protocol.greeting import DialSide, Outcome
 from asynckv.protocol.handshake import MAX_LANES, DigestMode, Terms
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring, Keys
 from asynckv.security.proofs import new_nonce
 from asynckv.security.tls_socket import Connection, TlsSocket

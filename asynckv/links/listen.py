@@ -22,8 +22,8 @@ from asynckv.links.reception import Reception
 from asynckv.links.requests import Service
 from asynckv.links.sockets import bind, remove_place
 from asynckv.processes import ProcessBound
-from asynckv.protocol.frames import Limits, PeerIdentity
 from asynckv.protocol.handshake import DigestMode, Terms
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.types import KVFingerprint
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from asynckv.errors import ConfigError
-from asynckv.protocol.frames import PeerIdentity
+from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import Keyring
 from asynckv.security.shared_secret import Secret, secret_file_from, secrets_from
 from asynckv.security.tls import TLS

@@ -21,8 +21,9 @@ from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
 from asynckv.links.address import Address
 from asynckv.links.securing import wait_readable, wait_writable
 from asynckv.protocol.codec import FrameDecoder
-from asynckv.protocol.frames import Frame, Limits
+from asynckv.protocol.frames import Frame
 from asynckv.protocol.handshake import GREETING_LIMITS
+from asynckv.protocol.values import Limits
 from asynckv.security.tls import tls_failure
 from asynckv.security.tls_socket import Connection, WantsToWrite, discard
 

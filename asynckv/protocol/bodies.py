@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Final
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.frames import Frame, Limits
+from asynckv.protocol.frames import Frame
 from asynckv.protocol.header import TYPE_CHUNK, TYPE_CONTROL, Header
+from asynckv.protocol.values import Limits
 
 __all__ = ("BODY_PART_BYTES", "Bodies", "max_unfinished_bytes")
 

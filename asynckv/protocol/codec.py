@@ -14,7 +14,7 @@ import msgspec
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.bodies import BODY_PART_BYTES, Bodies
-from asynckv.protocol.frames import Frame, Limits
+from asynckv.protocol.frames import Frame
 from asynckv.protocol.header import (
     CRC32_OFFSET,
     HEADER_BYTES,
@@ -28,6 +28,7 @@ from asynckv.protocol.header import (
     unpack_fields,
     unpack_header,
 )
+from asynckv.protocol.values import Limits
 
 __all__ = (
     "Buffer",

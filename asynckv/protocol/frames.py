@@ -12,7 +12,6 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 
 from asynckv.protocol.values import (
-    Contents,
     Count,
     Digest,
     Id,
@@ -20,7 +19,6 @@ from asynckv.protocol.values import (
     Mac,
     Name,
     PeerIdentity,
-    TensorRecord,
     Text,
     Token,
 )
@@ -40,7 +38,6 @@ __all__ = (
     "Commit",
     "Complete",
     "Contains",
-    "Contents",
     "Delete",
     "Done",
     "Failure",
@@ -52,7 +49,6 @@ __all__ = (
     "Hello",
     "Insert",
     "JoinGroup",
-    "Limits",
     "Members",
     "Missing",
     "Nack",
@@ -61,7 +57,6 @@ __all__ = (
     "OpenPipe",
     "OpeningFrame",
     "Peek",
-    "PeerIdentity",
     "Ping",
     "Pong",
     "Proof",
@@ -75,7 +70,6 @@ __all__ = (
     "Select",
     "Settle",
     "Taken",
-    "TensorRecord",
     "Took",
     "Welcome",
     "Withdraw",

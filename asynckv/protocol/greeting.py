@@ -22,7 +22,6 @@ from asynckv.protocol.frames import (
     Challenge,
     Frame,
     Hello,
-    Limits,
     Proof,
     Refuse,
     Welcome,
@@ -40,6 +39,7 @@ from asynckv.protocol.handshake import (
     refusal,
     welcome_to,
 )
+from asynckv.protocol.values import Limits
 from asynckv.security.assurance import NO_ASSURANCE, Assurance
 from asynckv.security.names import CertifiedNames
 from asynckv.security.proofs import NONCE_BYTES, LaneProofs, Transcript, who_proved

@@ -23,11 +23,10 @@ from asynckv.protocol.frames import (
     PROTOCOL_MINOR,
     Frame,
     Hello,
-    Limits,
-    PeerIdentity,
     Refuse,
     Welcome,
 )
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.types import KVFingerprint
 
 __all__ = (

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from asynckv.protocol.bodies import BODY_PART_BYTES, max_unfinished_bytes
 from asynckv.protocol.codec import Buffer, encode_parts
-from asynckv.protocol.frames import Frame, Limits
+from asynckv.protocol.frames import Frame
 from asynckv.protocol.header import stream_of
+from asynckv.protocol.values import Limits
 
 __all__ = ("Outbox",)
 

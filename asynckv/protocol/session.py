@@ -19,7 +19,6 @@ from asynckv.protocol.frames import (
     Failure,
     Frame,
     Goodbye,
-    Limits,
     OpeningFrame,
     OpenPipe,
     Ping,
@@ -28,6 +27,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.outbox import Outbox
 from asynckv.protocol.roles import ROLES, Role
+from asynckv.protocol.values import Limits
 
 __all__ = ("Session",)
 

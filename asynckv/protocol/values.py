@@ -1,6 +1,6 @@
 """What frames are made of: bounded fields, limits, identities, an entry's contents.
 
-Values only, for :mod:`asynckv.protocol.frames`, which offers the public ones too.
+Values only, for :mod:`asynckv.protocol.frames`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.frames import Frame, OpeningFrame, PeerIdentity, Result
+from asynckv.protocol.frames import Frame, OpeningFrame, Result
+from asynckv.protocol.values import PeerIdentity
 
 __all__ = ("Answer", "Hearer", "LinkPair", "ScriptedService", "linked", "name_of")
 

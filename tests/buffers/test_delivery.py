@@ -8,7 +8,8 @@ from asynckv.buffers.manifest import INLINE_NBYTES, pack, unpack
 from asynckv.buffers.queries import as_tokens
 from asynckv.errors import ChecksumError
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Offer, TensorRecord
+from asynckv.protocol.frames import Offer
+from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.types import TensorSpec
 

@@ -21,9 +21,9 @@ from asynckv.protocol.frames import (
     Grant,
     Offer,
     Result,
-    TensorRecord,
     Took,
 )
+from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import LinkPair, linked

@@ -14,7 +14,7 @@ from asynckv.buffers.manifest import (
 from asynckv.buffers.queries import as_mask, as_tokens
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import TensorRecord
+from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import bytes_of, spec_of
 
 TOKENS = as_tokens(torch.arange(5, dtype=torch.int32))

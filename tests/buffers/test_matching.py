@@ -19,7 +19,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from asynckv.buffers.matching import Place, PrefixIndex
+from asynckv.buffers.matching import PrefixIndex
+from asynckv.buffers.places import Place
 
 # Ids that share their low bytes: an edge may branch inside a token.
 ALPHABET = (0, 1, 256, 1 << 40)

@@ -27,8 +27,8 @@ from asynckv.protocol.frames import (
     OpeningFrame,
     Result,
     Retract,
-    TensorRecord,
 )
+from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import LinkPair, linked

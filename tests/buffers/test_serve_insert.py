@@ -27,8 +27,8 @@ from asynckv.protocol.frames import (
     Insert,
     Push,
     Retract,
-    TensorRecord,
 )
+from asynckv.protocol.values import TensorRecord
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.pairs import Peers

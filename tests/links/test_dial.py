@@ -22,7 +22,8 @@ from asynckv.links.listen import LinkListener, listen
 from asynckv.links.sockets import bind
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
-from asynckv.protocol.frames import Frame, Limits, Peek, PeerIdentity, Welcome
+from asynckv.protocol.frames import Frame, Peek, Welcome
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import Hearer, ScriptedService, linked, name_of
 from asynckv.types import KVFingerprint

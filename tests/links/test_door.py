@@ -7,7 +7,7 @@ import pytest
 from asynckv.errors import PeerLost, WrongLoop
 from asynckv.links.dial import dial
 from asynckv.links.listen import listen
-from asynckv.protocol.frames import PeerIdentity
+from asynckv.protocol.values import PeerIdentity
 from asynckv.testing.link_pairs import ScriptedService, linked
 
 ME = PeerIdentity("me", "1")

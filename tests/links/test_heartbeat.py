@@ -10,7 +10,8 @@ import pytest
 
 from asynckv.links.dial import dial
 from asynckv.links.heartbeat import MISSED_BEATS, Heartbeat
-from asynckv.protocol.frames import Limits, OpenPipe
+from asynckv.protocol.frames import OpenPipe
+from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import Hearer, name_of
 

@@ -15,10 +15,10 @@ from asynckv.protocol.frames import (
     Cancelled,
     Failure,
     Frame,
-    Limits,
     OpeningFrame,
     Peek,
 )
+from asynckv.protocol.values import Limits
 from asynckv.testing.link_pairs import Hearer, ScriptedService, linked
 
 pytestmark = pytest.mark.both_loops

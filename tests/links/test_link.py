@@ -13,15 +13,8 @@ from asynckv.errors import (
 )
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.frames import (
-    Frame,
-    Grant,
-    Limits,
-    OpenPipe,
-    Peek,
-    Push,
-    Result,
-)
+from asynckv.protocol.frames import Frame, Grant, OpenPipe, Peek, Push, Result
+from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import Hearer, LinkPair, ScriptedService, linked
 

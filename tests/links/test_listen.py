@@ -9,7 +9,8 @@ from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
-from asynckv.protocol.frames import Peek, PeerIdentity, Result
+from asynckv.protocol.frames import Peek, Result
+from asynckv.protocol.values import PeerIdentity
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import Hearer, ScriptedService, linked
 

@@ -6,8 +6,9 @@ import pytest
 
 from asynckv.links.outgoing import LOW_BYTES, MAX_ANSWER_BYTES, Outgoing
 from asynckv.links.streams import ControlStream, StreamOwner
-from asynckv.protocol.frames import Get, Limits
+from asynckv.protocol.frames import Get
 from asynckv.protocol.outbox import Outbox
+from asynckv.protocol.values import Limits
 
 
 class Narrow(ControlStream):

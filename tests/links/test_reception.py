@@ -16,13 +16,12 @@ from asynckv.protocol.frames import (
     Attached,
     Frame,
     Hello,
-    Limits,
-    PeerIdentity,
     Ping,
     Refuse,
     Welcome,
 )
 from asynckv.protocol.header import TYPE_CONTROL, pack_header
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import ScriptedService
 

@@ -23,8 +23,9 @@ from asynckv.links.sockets import (
     send_first_frame,
 )
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.frames import Get, Hello, Limits, PeerIdentity
+from asynckv.protocol.frames import Get, Hello
 from asynckv.protocol.header import TYPE_CONTROL, pack_header
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.blocked import until_blocked
 
 pytestmark = pytest.mark.both_loops

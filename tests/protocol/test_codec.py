@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
-from asynckv.protocol import frames
+from asynckv.protocol import frames, values
 from asynckv.protocol.bodies import BODY_PART_BYTES, max_unfinished_bytes
 from asynckv.protocol.codec import FrameDecoder, encode_frame
-from asynckv.protocol.frames import Accepted, Frame, Get, Grant, Limits, Offer, Select
+from asynckv.protocol.frames import Accepted, Frame, Get, Grant, Offer, Select
 from asynckv.protocol.header import (
     HEADER_BYTES,
     TYPE_CHUNK,
@@ -20,6 +20,7 @@ from asynckv.protocol.header import (
     checksum_of,
     pack_header,
 )
+from asynckv.protocol.values import Limits
 
 Event = tuple[int, Frame, bytes]
 
@@ -232,7 +233,7 @@ def test_what_is_too_long_to_send_is_our_own_error() -> None:
 
 
 def test_frames_with_nested_values_survive_the_wire() -> None:
-    identity = frames.PeerIdentity("a", "b")
+    identity = values.PeerIdentity("a", "b")
     examples: list[Frame] = [
         frames.Hello(1, 0, identity, Limits(), ("inline",), 2),
         frames.Contains(("a", "b")),

@@ -7,19 +7,16 @@ import pytest
 
 from asynckv.protocol import frames
 from asynckv.protocol.frames import (
-    Contents,
     Done,
     Frame,
     Hello,
     Insert,
-    Limits,
     OpeningFrame,
-    PeerIdentity,
     Result,
     Select,
-    TensorRecord,
     Welcome,
 )
+from asynckv.protocol.values import Contents, Limits, PeerIdentity, TensorRecord
 from asynckv.types import KVFingerprint, TensorSpec
 
 FRAMES: tuple[type[msgspec.Struct], ...] = get_args(Frame)

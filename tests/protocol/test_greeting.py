@@ -16,8 +16,6 @@ from asynckv.protocol.frames import (
     Challenge,
     Frame,
     Hello,
-    Limits,
-    PeerIdentity,
     Ping,
     Proof,
     Welcome,
@@ -25,6 +23,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Terms, encode_hello, hello_from
 from asynckv.protocol.header import HEADER_BYTES, TYPE_CONTROL, checksum_of, pack_header
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.assurance import Assurance
 from asynckv.security.shared_secret import Secret
 from asynckv.types import KVFingerprint

@@ -14,7 +14,7 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.protocol.failures import to_refuse
-from asynckv.protocol.frames import Attached, Limits, PeerIdentity
+from asynckv.protocol.frames import Attached
 from asynckv.protocol.handshake import (
     DigestMode,
     Terms,
@@ -25,6 +25,7 @@ from asynckv.protocol.handshake import (
     strictest,
     welcome_to,
 )
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.types import KVFingerprint
 
 

@@ -6,8 +6,9 @@ from hypothesis import given, strategies as st
 from asynckv.errors import LocalProtocolError
 from asynckv.protocol.bodies import BODY_PART_BYTES
 from asynckv.protocol.codec import FrameDecoder, encode_frame
-from asynckv.protocol.frames import Cancel, Frame, Get, Goodbye, Limits, Ping
+from asynckv.protocol.frames import Cancel, Frame, Get, Goodbye, Ping
 from asynckv.protocol.outbox import Outbox
+from asynckv.protocol.values import Limits
 
 LONG = 3 * BODY_PART_BYTES + 5
 

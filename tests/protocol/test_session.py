@@ -21,9 +21,7 @@ from asynckv.protocol.frames import (
     Grant,
     Hello,
     Insert,
-    Limits,
     OpenPipe,
-    PeerIdentity,
     Ping,
     Pong,
     Refuse,
@@ -32,6 +30,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.session import Session
+from asynckv.protocol.values import Limits, PeerIdentity
 
 
 def near(limits: Limits | None = None) -> Session[str]:

@@ -3,12 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from asynckv.protocol import frames, values
-
-
-@pytest.mark.parametrize("name", ["Contents", "Limits", "PeerIdentity", "TensorRecord"])
-def test_frames_offers_what_it_is_made_of(name: str) -> None:
-    assert getattr(frames, name) is getattr(values, name)
+from asynckv.protocol import values
 
 
 def test_a_bounded_field_refuses_more() -> None:

@@ -29,9 +29,10 @@ from asynckv.links.sockets import (
 )
 from asynckv.node import open as open_node
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.frames import Attach, Attached, Limits, PeerIdentity, Refuse
+from asynckv.protocol.frames import Attach, Attached, Refuse
 from asynckv.protocol.greeting import DialSide
 from asynckv.protocol.handshake import Terms
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.proofs import new_nonce
 from asynckv.testing.blocked import until

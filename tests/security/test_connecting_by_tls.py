@@ -32,9 +32,10 @@ from asynckv.links.sockets import (
     read_first_frame,
     send_first_frame,
 )
-from asynckv.protocol.frames import PeerIdentity, Refuse
+from asynckv.protocol.frames import Refuse
 from asynckv.protocol.greeting import DialSide
 from asynckv.protocol.handshake import Terms
+from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import Keyring
 from asynckv.security.proofs import new_nonce
 from asynckv.security.tls import ALPN, TLS

@@ -26,14 +26,12 @@ from asynckv.protocol.frames import (
     Attached,
     Frame,
     Hello,
-    Limits,
-    PeerIdentity,
     Ping,
     Pong,
     Refuse,
-    TensorRecord,
     Welcome,
 )
+from asynckv.protocol.values import Limits, PeerIdentity, TensorRecord
 from asynckv.testing.faults.raw import RawConnection, RawListener
 from asynckv.types import TensorSpec
 

@@ -10,8 +10,9 @@ import msgspec
 
 from asynckv.buffers.manifest import pack
 from asynckv.buffers.queries import Tokens
-from asynckv.protocol.frames import Contents, OpeningFrame
+from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.header import TYPE_CONTROL
+from asynckv.protocol.values import Contents
 from asynckv.testing.fuzzing.mutations import Item, change_bytes, change_items, join
 from asynckv.testing.fuzzing.samples import frame_makers, sample_contents
 from asynckv.testing.fuzzing.wire_frames import split

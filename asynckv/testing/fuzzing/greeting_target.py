@@ -14,9 +14,9 @@ from typing import Final, NamedTuple, Protocol
 
 from asynckv.errors import AsyncKVError
 from asynckv.protocol.codec import FrameDecoder
-from asynckv.protocol.frames import Limits, PeerIdentity
 from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Agreement, Terms
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.proofs import NONCE_BYTES
 from asynckv.security.shared_secret import Secret
 from asynckv.testing.fuzzing.corpus import Corpus

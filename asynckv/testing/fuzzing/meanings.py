@@ -10,7 +10,8 @@ import msgspec
 
 from asynckv.buffers.manifest import Manifest, unpack, verify_inline
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.protocol.frames import Frame, Insert, Offer, TensorRecord
+from asynckv.protocol.frames import Frame, Insert, Offer
+from asynckv.protocol.values import TensorRecord
 from asynckv.testing.fuzzing.recording import Connection
 from asynckv.testing.fuzzing.wire_frames import WireFrame
 

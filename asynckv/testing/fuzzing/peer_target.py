@@ -15,8 +15,8 @@ from typing import Any, Final
 from asynckv.errors import AsyncKVError
 from asynckv.links.link import Link
 from asynckv.links.streams import ControlStream, StreamOwner
-from asynckv.protocol.frames import Limits, PeerIdentity
 from asynckv.protocol.handshake import Agreement
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.fuzzing.corpus import Corpus
 from asynckv.testing.fuzzing.mutations import change_items, join
 from asynckv.testing.fuzzing.oracle import Target, expect, pieces_of

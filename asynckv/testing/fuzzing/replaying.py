@@ -20,7 +20,6 @@ from asynckv.protocol.frames import (
     Challenge,
     Frame,
     Hello,
-    Limits,
     OpeningFrame,
     Proof,
     Refuse,
@@ -28,6 +27,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.header import TYPE_CHUNK
 from asynckv.protocol.session import Session
+from asynckv.protocol.values import Limits
 from asynckv.testing.fuzzing.oracle import expect
 from asynckv.testing.fuzzing.recording import Connection
 from asynckv.testing.fuzzing.wire_frames import WireFrame

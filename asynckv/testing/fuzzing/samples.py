@@ -12,7 +12,8 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import msgspec.inspect as inspect
 
-from asynckv.protocol.frames import Contents, Frame, TensorRecord
+from asynckv.protocol.frames import Frame
+from asynckv.protocol.values import Contents, TensorRecord
 from asynckv.types import DTYPE_NBYTES, MAX_TENSOR_DIMENSIONS, TensorSpec
 
 __all__ = ("Maker", "frame_makers", "make_spec", "maker_of", "sample_contents")

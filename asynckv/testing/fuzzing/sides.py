@@ -24,7 +24,8 @@ from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader
-from asynckv.protocol.frames import JoinGroup, OpeningFrame, OpenPipe, PeerIdentity
+from asynckv.protocol.frames import JoinGroup, OpeningFrame, OpenPipe
+from asynckv.protocol.values import PeerIdentity
 from asynckv.testing.fuzzing.oracle import expect
 from asynckv.types import TensorSpec
 

@@ -21,7 +21,6 @@ from asynckv.protocol.frames import (
     Frame,
     Get,
     Insert,
-    Limits,
     Offer,
     OpeningFrame,
     OpenPipe,
@@ -30,6 +29,7 @@ from asynckv.protocol.frames import (
     Select,
 )
 from asynckv.protocol.session import Session
+from asynckv.protocol.values import Limits
 from asynckv.testing.fuzzing.corpus import Corpus
 from asynckv.testing.fuzzing.oracle import Target, expect, pieces_of
 

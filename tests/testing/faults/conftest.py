@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.frames import Attach, Hello, Limits, PeerIdentity
+from asynckv.protocol.frames import Attach, Hello
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.faults.raw import RawConnection, RawListener

@@ -3,15 +3,8 @@ from __future__ import annotations
 import pytest
 
 from asynckv.protocol.codec import FrameDecoder, encode_frame
-from asynckv.protocol.frames import (
-    Attach,
-    Frame,
-    Hello,
-    Limits,
-    PeerIdentity,
-    Ping,
-    Welcome,
-)
+from asynckv.protocol.frames import Attach, Frame, Hello, Ping, Welcome
+from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.faults.greetings import Greeting
 
 ME = PeerIdentity("me", "1")

@@ -27,7 +27,6 @@ from asynckv.protocol.frames import (
     Insert,
     Offer,
     Peek,
-    PeerIdentity,
     Ping,
     Put,
     Reached,
@@ -35,6 +34,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.header import TYPE_CONTROL, pack_header
+from asynckv.protocol.values import PeerIdentity
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.hostile import (
     QUICK,

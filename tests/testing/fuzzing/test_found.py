@@ -6,15 +6,9 @@ import msgspec
 import pytest
 
 from asynckv.buffers.manifest import pack
-from asynckv.protocol.frames import (
-    Accepted,
-    Cancelled,
-    Frame,
-    Offer,
-    Result,
-    TensorRecord,
-)
+from asynckv.protocol.frames import Accepted, Cancelled, Frame, Offer, Result
 from asynckv.protocol.header import TYPE_CONTROL
+from asynckv.protocol.values import TensorRecord
 from asynckv.testing.fuzzing.fuzzer import TARGETS
 from asynckv.testing.fuzzing.mutations import Item, join
 from asynckv.testing.fuzzing.sides import SIDES

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from asynckv.protocol import handshake
-from asynckv.protocol.frames import Limits
 from asynckv.protocol.greeting import ListenSide
+from asynckv.protocol.values import Limits
 from asynckv.security.shared_secret import Secret
 from asynckv.testing.fuzzing.corpus import Corpus
 from asynckv.testing.fuzzing.greeting_target import GREETING

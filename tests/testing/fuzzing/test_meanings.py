@@ -6,7 +6,8 @@ from asynckv.buffers.manifest import pack
 from asynckv.buffers.queries import as_tokens
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Frame, Get, Insert, Select, TensorRecord
+from asynckv.protocol.frames import Frame, Get, Insert, Select
+from asynckv.protocol.values import TensorRecord
 from asynckv.testing.fuzzing.meanings import changed_meanings, meaning_of
 from asynckv.testing.fuzzing.recording import Connection, Segment
 from asynckv.testing.fuzzing.wire_frames import WireFrame, split

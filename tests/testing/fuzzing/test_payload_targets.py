@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from asynckv.buffers import manifest
-from asynckv.protocol.frames import Contents
+from asynckv.protocol.values import Contents
 from asynckv.testing.fuzzing import payload_targets
 from asynckv.testing.fuzzing.corpus import Corpus
 from asynckv.testing.fuzzing.oracle import Finding, Target
