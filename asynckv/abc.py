@@ -58,8 +58,7 @@ class KVEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
     ``key`` and ``value`` are a tensor, a mapping of layer name to tensor, or
     ``None``; ``extras`` holds further named tensors. ``matched_tokens`` counts
     the selected tokens on which query and entry agree (0 if it was selected
-    without tokens). ``attempt`` is 1 for a first delivery; with ``entry_id`` an
-    application can tell a repeated one.
+    without tokens). ``attempt`` is above 1 for a delivery that is repeated.
     """
 
     input_tokens: torch.Tensor | None
@@ -82,8 +81,7 @@ class KVEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor it holds."""
-        parts: list[KVTensors] = [*self, self.extras]
-        for part in parts:
+        for part in (*self, self.extras):
             if isinstance(part, Mapping):
                 yield from part.values()
             elif part is not None:
@@ -95,10 +93,7 @@ class _Closable(abc.ABC):
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """Close cleanly, within bounded time, even while being cancelled.
-
-        May be called again, and from any task of the loop.
-        """
+        """Close cleanly, in bounded time, also while being cancelled, also again."""
 
     @abc.abstractmethod
     def abort(self) -> None:
