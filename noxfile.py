@@ -62,7 +62,7 @@ def chaos(session: nox.Session) -> None:
 @nox.session
 def examples(session: nox.Session) -> None:
     """Run every example as its reader would: without arguments, one by one."""
-    install(session, ".[cli,fastapi,transformers]", "httpx", "uvicorn")
+    install(session, ".[test]")
     for example in sorted((ROOT / "examples").glob("*.py")):
         session.run("timeout", "120", "python", str(example), external=True)
 

@@ -11,6 +11,7 @@ SHOWN = {
     "consumer": "consumer: 15 MiB for 'Prompt 7",
     "fastapi_service": "120 MiB came; meanwhile /healthz took",
     "paged_engine": "KV equal",
+    "testing_a_scheduler": " 6 passed",
     "producer": "'Prompt 7: why is the sky blue?' is in",
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.testing import use_across_tasks
+from asynckv.testing import Authority, use_across_tasks
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.faults.raw import RawConnection, RawListener
@@ -119,3 +119,28 @@ async def test_a_quick_heartbeat_is_agreed_on() -> None:
                     await far.recv_tensor()
     assert fault.counts.nbytes
     await until(lambda: not proxy.open_connections)
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> asynckv.TLS:
+    return Authority(tmp_path).issue()
+
+
+async def test_a_tls_link_works_through_a_proxy_that_cannot_look_into_it(
+    tls: asynckv.TLS,
+) -> None:
+    tensor = torch.arange(2**18, dtype=torch.uint8)
+    async with (
+        asyncio.timeout(20),
+        asynckv.listen_pipe("tls://127.0.0.1:0", tls=tls, lanes=2) as listener,
+        Proxy(listener.url, heartbeat_ms=10) as proxy,
+        asynckv.open_pipe(proxy.url, tls=tls, lanes=2) as near,
+        await listener.accept() as far,
+    ):
+        with proxy.tiny_slices(1000) as fault, proxy.reset(kind="control"):
+            await near.send_tensor(tensor)
+            came = await far.recv_tensor()
+            assert came is not None
+            assert torch.equal(came, tensor)
+        assert fault.counts.nbytes > tensor.nbytes
+    assert (proxy.counts.control, proxy.counts.lanes) == (0, 0)
