@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from asynckv.errors import PeerLost, WrongLoop
 from asynckv.links.dial import dial
+from asynckv.links.keys import keys_of
 from asynckv.links.listen import listen
 from asynckv.protocol.values import PeerIdentity
+from asynckv.security.keyring import Keyring
 from asynckv.testing.link_pairs import ScriptedService, linked
 
 ME = PeerIdentity("me", "1")
@@ -41,3 +44,26 @@ async def test_a_listener_that_was_dropped_is_not_found() -> None:
     listener.abort()
     with pytest.raises(PeerLost, match="of this process only"):
         await dial("mem://dropped", identity=ME)
+
+
+async def test_a_door_that_closes_while_its_keys_are_read_lets_nobody_in(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_text("correct-horse-battery-staple-0123")
+    keyring = Keyring(secret_file=str(path))
+    listener = await listen(
+        "mem://closing",
+        identity=ME,
+        service_for=lambda link: ScriptedService(),
+        keyring=keyring,
+    )
+    keyring._checked_at = 0.0
+    secrets = Keyring(secrets=(await keys_of(keyring)).secrets)
+    keyring._checked_at = 0.0
+    task = asyncio.create_task(dial("mem://closing", identity=ME, keyring=secrets))
+    await asyncio.sleep(0)
+    listener.abort()
+    with pytest.raises(PeerLost, match="nobody listens"):
+        await task

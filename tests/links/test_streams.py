@@ -7,8 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from asynckv.links.memory import MemoryStream
+from asynckv.links.offloading import in_thread
+from asynckv.links.securing import secure
 from asynckv.links.streams import ControlStream, SocketStream
+from asynckv.security.tls import read_tls
+from asynckv.security.tls_socket import TlsSocket
 from asynckv.testing.blocked import until
+from asynckv.testing.certificates import Authority
 
 pytestmark = pytest.mark.both_loops
 
@@ -143,3 +148,37 @@ async def test_a_broken_socket_is_told_on_a_later_tick() -> None:
     await until(lambda: len(owner.ends) == 1)
     assert isinstance(owner.ends[0], BrokenPipeError)
     near.abort()
+
+
+async def test_what_came_with_the_end_of_the_greeting_is_read(
+    authority: Authority,
+) -> None:
+    keys = await in_thread(lambda: read_tls(authority.issue()))
+    one, two = socket.socketpair()
+    near = TlsSocket.over(one, keys, dials="localhost")
+    with near, TlsSocket.over(two, keys) as far:
+        await asyncio.gather(secure(near, keys), secure(far, keys))
+        far.send(b"greeting, and more")
+        assert near.recv(8) == b"greeting"
+        stream = SocketStream(near, asyncio.get_running_loop())
+        owner = Owner(stream)
+        await until(lambda: owner.data == b", and more")
+        stream.abort()
+
+
+async def test_a_stream_that_is_aborted_at_once_hears_nothing(
+    authority: Authority,
+) -> None:
+    keys = await in_thread(lambda: read_tls(authority.issue()))
+    one, two = socket.socketpair()
+    near = TlsSocket.over(one, keys, dials="localhost")
+    with near, TlsSocket.over(two, keys) as far:
+        await asyncio.gather(secure(near, keys), secure(far, keys))
+        far.send(b"greeting, and more")
+        near.recv(8)
+        stream = SocketStream(near, asyncio.get_running_loop())
+        owner = Owner(stream)
+        stream.abort()
+        await asyncio.sleep(0)
+        assert not owner.data
+        assert not owner.ends

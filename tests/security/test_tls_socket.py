@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynckv.security.tls import ALPN, read_tls
+from asynckv.security.assurance import Assurance
+from asynckv.security.tls import ALPN, TlsKeys, read_tls
 from asynckv.security.tls_socket import TlsSocket, WantsToWrite, discard
 from asynckv.testing.certificates import Authority
 
@@ -165,3 +166,58 @@ def test_a_socket_whose_peer_is_gone_is_left_to_its_owner(authority: Authority) 
         with pytest.raises(OSError, match="not connected"):
             TlsSocket.over(far, keys)
         assert far.fileno() >= 0
+
+
+def talk(
+    keys: TlsKeys, flight: int = -1, place: int = 0
+) -> tuple[list[int], Assurance | None]:
+    """Shake hands, with a bit of one byte changed on the way.
+
+    Returns how many bytes each flight had, and what both sides know in the end
+    of each other, if it came to that.
+    """
+    (one, wire), (other, two) = socket.socketpair(), socket.socketpair()
+    lengths: list[int] = []
+    with (
+        TlsSocket.over(one, keys, dials="localhost") as near,
+        TlsSocket.over(two, keys) as far,
+        wire,
+        other,
+    ):
+        wire.setblocking(False)
+        other.setblocking(False)
+        sides = [(near, wire, other), (far, other, wire)]
+        waiting, idle = [near, far], 0
+        while waiting and idle < 4:
+            idle += 1
+            for side, source, target in sides:
+                try:
+                    if side in waiting:
+                        with contextlib.suppress(BlockingIOError):
+                            side.shake_hands()
+                            waiting.remove(side)
+                    data = bytearray(source.recv(65536))
+                    # A signature is a byte longer or shorter each time.
+                    if len(lengths) == flight and place < len(data):
+                        data[place] ^= 1 << place % 8
+                    target.send(data)
+                    idle = 0
+                    lengths.append(len(data))
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    return lengths, None
+        return lengths, None if waiting else near.assurance()
+
+
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.trust)])
+def test_a_handshake_with_any_byte_changed_fails_or_changes_nothing(
+    authority: Authority, every: int
+) -> None:
+    keys = read_tls(authority.issue())
+    lengths, expected = talk(keys)
+    assert expected is not None
+    for flight, length in enumerate(lengths):
+        for place in range(flight % every, length, every):
+            _, known = talk(keys, flight, place)
+            assert known in (None, expected)
