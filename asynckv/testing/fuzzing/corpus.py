@@ -13,7 +13,13 @@ from asynckv.buffers.queries import Tokens
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.header import TYPE_CONTROL
 from asynckv.protocol.values import Contents
-from asynckv.testing.fuzzing.mutations import Item, change_bytes, change_items, join
+from asynckv.testing.fuzzing.mutations import (
+    Item,
+    change_bytes,
+    change_items,
+    join,
+    one_of,
+)
 from asynckv.testing.fuzzing.samples import frame_makers, sample_contents
 from asynckv.testing.fuzzing.wire_frames import split
 from asynckv.types import TensorSpec
@@ -79,12 +85,12 @@ class Corpus:
         ``opener`` is the lowest stream that the peer may open.
         """
         if self.sequences and rng.random() < 0.4:
-            sequence = rng.choice(self.sequences)
+            sequence = one_of(self.sequences, rng)
             start = rng.randrange(len(sequence))
             return sequence[start : start + rng.randrange(1, 5)]
         next_stream, items = opener, []
-        for _ in range(rng.choice((1, 1, 2, 3, 4))):
-            name, item = rng.choice(self.frames)
+        for _ in range(one_of((1, 1, 2, 3, 4), rng)):
+            name, item = one_of(self.frames, rng)
             if name in OPENING:
                 items.append(item._replace(stream=next_stream))
                 next_stream += 2
@@ -99,10 +105,10 @@ class Corpus:
         if rng.random() < 0.02:
             return rng.randbytes(rng.randrange(200))
         items = self.pick(rng, opener=opener)
-        for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
+        for _ in range(one_of((0, 1, 1, 1, 2, 3), rng)):
             if items:
                 change_items(items, rng)
         data = join(items)
-        for _ in range(rng.choice((0, 0, 0, 1, 2))):
+        for _ in range(one_of((0, 0, 0, 1, 2), rng)):
             data = change_bytes(data, rng)
         return data

@@ -77,6 +77,7 @@ def test_what_was_found_is_replayed_from_its_file(
 
 
 def test_an_input_that_takes_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzzer, "_SLOW_S", 0)
     monkeypatch.setattr(fuzzer, "_MAX_S", 1e-9)
     report = run(Target("slow", _make, lambda data: None), 20)
     assert any("takes 0.0" in f.error for f in report.failing.values())

@@ -31,7 +31,7 @@ def test_a_proof_that_is_not_looked_at_is_found(
 ) -> None:
     monkeypatch.setattr(Secret, "has_signed", lambda *_: True)
     with pytest.raises(Finding, match="a proof of what was not said"):
-        run()
+        run(50_000)
 
 
 def test_more_than_was_offered_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +40,13 @@ def test_more_than_was_offered_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(handshake, "_smaller", theirs)
     with pytest.raises(Finding, match="more than we offered"):
-        run()
+        run(50_000)
 
 
 def test_another_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "_check_fingerprints", lambda *_: None)
     with pytest.raises(Finding, match="agreed on another model"):
-        run()
+        run(50_000)
 
 
 def test_an_undocumented_exception_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,4 +55,4 @@ def test_an_undocumented_exception_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ListenSide, "_on_first", careless)
     with pytest.raises(KeyError):
-        run()
+        run(50_000)

@@ -32,7 +32,7 @@ def test_nothing_is_found_in_the_real_ones(target: Target) -> None:
 def test_a_chunk_that_lands_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_check_place", lambda *_: None)
     with pytest.raises(Finding, match="not the next bytes|beyond its memory"):
-        run(CHUNKS)
+        run(CHUNKS, 50_000)
 
 
 def test_a_lane_that_falls_over_a_header_is_found(
@@ -43,7 +43,7 @@ def test_a_lane_that_falls_over_a_header_is_found(
 
     monkeypatch.setattr(payload_targets, "decode_chunk_header", careless)
     with pytest.raises(IndexError):
-        run(CHUNKS)
+        run(CHUNKS, 50_000)
 
 
 def test_a_manifest_read_from_too_few_bytes_is_found(
@@ -58,7 +58,7 @@ def test_a_manifest_read_from_too_few_bytes_is_found(
 
     monkeypatch.setattr(payload_targets, "unpack", generous)
     with pytest.raises(Finding, match="cut short|not the same"):
-        run(MANIFEST)
+        run(MANIFEST, 50_000)
 
 
 def test_an_undocumented_exception_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,4 +68,4 @@ def test_an_undocumented_exception_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         lambda body, inline: msgspec.msgpack.decode(body[4:], type=Contents),
     )
     with pytest.raises((msgspec.MsgspecError, UnicodeError)):
-        run(MANIFEST)
+        run(MANIFEST, 50_000)

@@ -38,7 +38,7 @@ def test_an_address_that_reads_back_as_another_is_found(
 
     monkeypatch.setattr(text_targets, "parse_url", lossy)
     with pytest.raises(Finding, match="reads back as another"):
-        run(URLS)
+        run(URLS, 50_000)
 
 
 def test_an_undocumented_exception_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_an_undocumented_exception_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(text_targets, "parse_url", careless)
     with pytest.raises(ValueError):
-        run(URLS)
+        run(URLS, 50_000)
 
 
 def test_a_field_that_is_not_looked_at_is_found(
@@ -55,10 +55,10 @@ def test_a_field_that_is_not_looked_at_is_found(
 ) -> None:
     monkeypatch.setattr(KVTransferConfig, "max_bytes", -1)
     with pytest.raises(Finding, match="no room at all"):
-        run(CONFIG)
+        run(CONFIG, 50_000)
 
 
 def test_a_size_that_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_targets, "parse_bytes", lambda text: -1)
     with pytest.raises(Finding, match="no number of bytes"):
-        run(SIZES)
+        run(SIZES, 50_000)

@@ -39,7 +39,7 @@ def test_an_undocumented_exception_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(codec, "_decode", careless)
     with pytest.raises(Exception) as caught:
-        run()
+        run(50_000)
     assert not isinstance(caught.value, RemoteProtocolError | Finding)
 
 
@@ -53,7 +53,7 @@ def test_a_decoder_that_minds_how_bytes_are_cut_is_found(
 
     monkeypatch.setattr(FrameDecoder, "feed", forgetful)
     with pytest.raises(Finding, match="another split"):
-        run()
+        run(50_000)
 
 
 def test_a_frame_that_changes_when_it_is_sent_on_is_found(
@@ -65,7 +65,7 @@ def test_a_frame_that_changes_when_it_is_sent_on_is_found(
 
     monkeypatch.setattr(FrameDecoder, "feed", once)
     with pytest.raises(Finding, match="not the same when sent on"):
-        run()
+        run(50_000)
 
 
 def test_memory_for_what_is_merely_claimed_is_seen(
