@@ -31,6 +31,9 @@ OF_THE_LINK: Final = frozenset(
     ("Hello", "Welcome", "Refuse", "Attach", "Attached", "Ping", "Pong", "Goodbye")
 )
 _EACH: Final = 24
+_TALK: Final = 30
+_GREETING: Final = 3
+"""At most as many frames come before the link is open."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -99,6 +102,15 @@ class Corpus:
             else:
                 items.append(item._replace(stream=rng.randrange(1, next_stream + 4)))
         return items
+
+    def conversation(self, rng: random.Random) -> list[Item]:
+        """Return much of what one side has said on a link, if that was recorded."""
+        talks = [items for items in self.sequences if len(items) > _TALK]
+        if not talks:
+            return []
+        items = one_of(talks, rng)
+        start = max(_GREETING, rng.randrange(len(items)))
+        return items[start : start + rng.randrange(1, _TALK)]
 
     def hostile(self, rng: random.Random, *, opener: int) -> bytes:
         """Return bytes that begin as those of a peer, and go wrong somewhere."""

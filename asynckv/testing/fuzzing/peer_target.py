@@ -46,8 +46,8 @@ END_S: Final = 5.0
 def _make(rng: random.Random, corpus: Corpus) -> bytes:
     choice = rng.getrandbits(8)
     opener = 2 if SIDES[choice % len(SIDES)].dials else 1
-    items = []
-    for _ in range(rng.choice((1, 2, 4))):
+    items = corpus.conversation(rng) if rng.random() < 0.4 else []
+    for _ in range(0 if items else rng.choice((1, 2, 4))):
         items += corpus.pick(rng, opener=opener)
         opener += 2
     for _ in range(rng.choice((0, 1, 1, 2))):
@@ -87,7 +87,8 @@ async def _meet(data: bytes, faults: _Faults) -> None:
         await _ticks()
         if tasks:
             _, hanging = await asyncio.wait(tasks, timeout=END_S)
-            expect(not hanging, "hangs on a link that is over", *hanging)
+            where = map(_where, hanging)
+            expect(not hanging, "hangs on a link that is over", *where)
     await _nothing_is_left()
 
 
@@ -97,6 +98,18 @@ async def _settled(request: Awaitable[Any]) -> None:
         await request
     except (AsyncKVError, KeyError, ValueError, TimeoutError):
         pass
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    """Return where it waits, from the outermost coroutine to the innermost."""
+    places: list[str] = []
+    coroutine: Any = task.get_coro()
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None)
+        if frame is not None:
+            places.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        coroutine = getattr(coroutine, "cr_await", None)
+    return " > ".join(places)
 
 
 async def _ticks() -> None:

@@ -30,6 +30,17 @@ def test_recorded_frames_are_picked_too() -> None:
     assert said in picked
 
 
+def test_long_talks_are_gone_on_with_after_their_greeting() -> None:
+    pings = [encode_frame(0, Ping(n))[0] for n in range(40)]
+    said, few = b"".join(pings), b"".join(pings[:5])
+    corpus, rng = Corpus(1, [said, few]), random.Random(1)
+    talks = [join(corpus.conversation(rng)) for _ in range(100)]
+    assert all(talk in said and talk for talk in talks)
+    assert not any(said.startswith(talk) for talk in talks)
+    assert max(map(len, talks)) > len(said) // 2
+    assert Corpus(1, [few]).conversation(rng) == []
+
+
 def test_the_same_seed_makes_the_same_inputs() -> None:
     one, two = (
         [corpus.hostile(random.Random(n), opener=1) for n in range(50)]

@@ -37,6 +37,11 @@ FOUND: dict[str, tuple[str, bytes]] = {
         "peer",
         said_to("asking", (1, Offer(2, inline=False), LARGE), (1, Cancelled(), b"")),
     ),
+    # The next put waited 30 s for the grant of a stream that was over.
+    "a writer that is done before it has put all": (
+        "peer",
+        said_to("asking", (13, Accepted(), b"")),
+    ),
     # A rank waited for ever for its group.
     "a rank whose place is cancelled": (
         "peer",
