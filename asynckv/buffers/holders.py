@@ -155,8 +155,7 @@ class LocalHolder:
             self.wake()
             return
         self.retracted(lease)
-        if self._waiter is not None:
-            self._leases.serve_again(self._waiter)
+        self._leases.serve_again(lease.waiter)
 
     def closed(self) -> None:
         self._is_closed = True

@@ -89,9 +89,9 @@ class Leases:
         if waiter.lease is not None:
             self.give_back(waiter.lease, reached=False)
 
-    def peek(self, query: Query, fingerprint: KVFingerprint | None) -> int:
+    def peek(self, key: bytes, fingerprint: KVFingerprint | None) -> int:
         """Return the longest match among entries that could be selected now."""
-        return self._matchmaker.peek(query, fingerprint)
+        return self._matchmaker.peek(key, fingerprint)
 
     def offer(self, entry: StoredEntry) -> None:
         """Lease the entry to as many waiting queries as may have it."""
@@ -122,10 +122,8 @@ class Leases:
         self._counters.acknowledged += 1
         if entry.deliveries_left == 0:
             self._book.leave(entry, "")
-            return
-        if entry.consumers is not None:
-            entry.consumers.add(lease.holder.consumer)
-        self._go_on(entry, left_by="")
+        else:
+            self._go_on(entry, left_by="")
 
     def give_back(self, lease: Lease, *, reached: bool) -> None:
         """End a delivery without an acknowledgement; a stale one is ignored.
@@ -137,6 +135,8 @@ class Leases:
         if not lease.is_valid:
             return
         self._end(lease)
+        if entry.consumers is not None:
+            entry.consumers.discard(lease.holder.consumer)
         self._counters.given_back += 1
         entry.failures += reached
         if entry.failures < self._max_deliver:
@@ -222,12 +222,9 @@ class Leases:
         waiter.holder.leased(lease)
 
     def _end(self, lease: Lease) -> None:
-        entry, waiter = lease.entry, lease.waiter
         lease.is_valid = False
-        del entry.leases[lease.token]
-        if entry.consumers is not None:
-            entry.consumers.discard(waiter.holder.consumer)
-        waiter.lease = None
+        del lease.entry.leases[lease.token]
+        lease.waiter.lease = None
         if lease.lapse is not None:
             lease.lapse.cancel()
         if lease.charged_bytes:

@@ -72,8 +72,7 @@ class Ledger:
         entry.parts[index].digest = digest
         entry.landed.append(index)
         for lease in list(entry.leases.values()):
-            if lease.is_valid:
-                lease.holder.part_landed(lease, index)
+            lease.holder.part_landed(lease, index)
 
     def commit(self, entry: StoredEntry) -> None:
         """Every part has landed: the entry is in, or with its direct consumer."""
@@ -85,8 +84,7 @@ class Ledger:
         elif not entry.leases:
             self.book.wait_again(entry)
         for lease in list(entry.leases.values()):
-            if lease.is_valid:
-                lease.holder.completed(lease)
+            lease.holder.completed(lease)
         self.leases.offer(entry)
 
     def forsake(self, entry: StoredEntry) -> None:

@@ -26,7 +26,6 @@ from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.local_consumer import LocalConsumer
 from asynckv.buffers.local_source import LocalSource
 from asynckv.buffers.queries import (
-    Query,
     as_mask,
     as_tokens,
     key_of,
@@ -156,7 +155,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         self._check_loop()
         tokens = as_tokens(input_tokens)
         key = key_of(tokens, as_mask(roi, tokens))
-        return self.ledger.leases.peek(Query(key), self.fingerprint) if key else 0
+        return self.ledger.leases.peek(key, self.fingerprint)
 
     async def taken(self, entry_id: str) -> None:
         self._check_loop()

@@ -10,7 +10,6 @@ import collections
 
 from asynckv.buffers.entries import EntryState, StoredEntry, Waiter
 from asynckv.buffers.matching import PrefixIndex
-from asynckv.buffers.queries import Query
 from asynckv.buffers.waiters import WaitingQueries, matched_by_id
 from asynckv.types import KVFingerprint
 
@@ -73,11 +72,9 @@ class Matchmaker:
             self.dequeue(found[0])
         return found
 
-    def peek(self, query: Query, fingerprint: KVFingerprint | None) -> int:
+    def peek(self, key: bytes, fingerprint: KVFingerprint | None) -> int:
         """Return the longest match among entries that could be selected now."""
-        if query.key is None:
-            return 0
-        found = self._indexes[fingerprint].best(query.key)
+        found = self._indexes[fingerprint].best(key)
         return 0 if found is None else found[1]
 
     def enqueue(self, waiter: Waiter) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 from asynckv.buffers.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.queries import TOKEN_NBYTES, Query
-from asynckv.buffers.serve_insert import ServedInsert, ServedWriter
+from asynckv.buffers.queries import TOKEN_NBYTES
+from asynckv.buffers.serve_insert import ServedInsert
 from asynckv.buffers.serve_select import ServedSelect, query_of
+from asynckv.buffers.serve_writer import ServedWriter
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
@@ -36,10 +37,10 @@ class Answered:
     """The handler of a request that was answered at once."""
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
-        pass  # a Cancel that crossed the answer
+        """A Cancel may have crossed the answer."""
 
     def on_lost(self, error: PeerLost) -> None:
-        pass
+        """Nothing is left to do."""
 
 
 class _ServedTaken:
@@ -208,8 +209,7 @@ class LookupService:
     def _peek(self, key: bytes) -> int:
         if len(key) % TOKEN_NBYTES:
             raise RemoteProtocolError(f"a key of {len(key)} bytes is no list of tokens")
-        query = Query(bytes(key) or None)
-        return self.leases.peek(query, self.link.fingerprint)
+        return self.leases.peek(key, self.link.fingerprint)
 
     def _check_open(self) -> None:
         if self.is_leaving:

@@ -85,3 +85,12 @@ async def test_which_deliveries_counted_is_remembered() -> None:
     bench.leases.acknowledge(lease)
     assert bench.book.was_acknowledged("a", lease.token)
     assert not bench.book.was_acknowledged("a", b"another")
+
+
+async def test_who_waits_for_the_end_learns_of_an_acknowledgement() -> None:
+    bench = SteppedLedger()
+    bench.insert("a")
+    gone, cancelled = bench.book.when_gone("a"), bench.book.when_gone("a")
+    cancelled.cancel()
+    bench.leases.acknowledge(bench.select()[0].held())
+    assert gone.result() is None

@@ -155,3 +155,9 @@ async def test_a_query_for_anything_is_logged_as_such(
     await until_blocked(waiting)
     assert "any tokens) waits for a match" in caplog.text
     waiting.cancel()
+
+
+async def test_a_query_that_was_never_made_has_nothing_to_forget() -> None:
+    holder = LocalHolder(Bench().ledger.leases, streams=False)
+    holder.forget()
+    holder.give_back_failed()

@@ -4,10 +4,15 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
+from asynckv.buffers.local_consumer import LocalConsumer
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.queries import Query
 from asynckv.errors import BufferClosed, LeaseLost
+from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
+from asynckv.testing.ledgers import SteppedLedger
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
 
@@ -106,3 +111,35 @@ async def test_nothing_is_taken_from_a_closed_buffer() -> None:
         with pytest.raises(BufferClosed):
             async with kind([1]):
                 pass
+
+
+class Voiding(CopyPool):
+    """Voids the entry the first time that something is copied."""
+
+    def __init__(self, bench: SteppedLedger) -> None:
+        super().__init__()
+        self.bench: SteppedLedger | None = bench
+
+    async def copy(self, *args: Any, **options: Any) -> list[bytes]:
+        bench, self.bench = self.bench, None
+        if bench is not None:
+            bench.leases.void(bench.book.entries["first"], "max_deliver")
+        return await super().copy(*args, **options)
+
+
+@pytest.mark.parametrize("way", ["take", "borrow"])
+async def test_an_entry_taken_back_while_it_is_copied_is_not_handed_out(
+    way: str,
+) -> None:
+    bench = SteppedLedger(1000)
+    for name in ("first", "second"):
+        bench.insert(name, nbytes=64)
+    consumer = LocalConsumer(bench.leases, Voiding(bench), None, lambda: None)
+    targets = {"key": torch.zeros(64, dtype=torch.uint8)}
+    if way == "take":
+        entry = await consumer.take(Query(None), targets)
+    else:
+        async with consumer.borrow(Query(None), targets) as entry:
+            pass
+    assert entry.entry_id == "second"
+    assert not bench.book.entries

@@ -6,6 +6,8 @@ from asynckv.buffers.queries import Query, make_query
 from asynckv.testing.holders import RecordingHolder, draft_of
 from asynckv.types import KVFingerprint
 
+ONE_TOKEN = (1).to_bytes(8, "little")
+
 
 def ready(name: str, tokens: tuple[int, ...] = (1,), seq: int = 1) -> StoredEntry:
     entry = StoredEntry(draft_of(name, tokens), seq)
@@ -33,8 +35,9 @@ def test_only_equal_fingerprints_match() -> None:
     maker.show(ready("a"))
     other = KVFingerprint(model="m")
     assert maker.find(waiting(make_query([1], None), 1, other)) is None
-    assert maker.peek(make_query([1], None), other) == 0
-    assert maker.peek(make_query([1], None), None) == 1
+    assert maker.peek(ONE_TOKEN, other) == 0
+    assert maker.peek(ONE_TOKEN, None) == 1
+    assert maker.peek(b"", None) == 0
 
 
 def test_the_query_that_has_waited_longest_is_next() -> None:

@@ -117,3 +117,16 @@ async def test_two_fingerprints_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="different fingerprints"):
             await serve("mem://", lookup=lookup, store=store).__aenter__()
+
+
+async def test_who_comes_while_it_leaves_is_told_so(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, torch.ones(MIB), None, None)
+    async with peers.consumer.lookup.drop_select([1]):
+        leaving = asyncio.create_task(peers.server.aclose())
+        await until_blocked(leaving)
+        async with connect(peers.server.url) as late:
+            with pytest.raises(BufferClosed, match="leaving"):
+                await late.lookup.drop_select([1])
+    await leaving

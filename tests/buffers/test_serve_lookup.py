@@ -8,12 +8,22 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
-from asynckv.errors import BufferClosed, EntryAborted
+from asynckv.errors import BufferClosed, EntryAborted, PeerLost
 from asynckv.links.dial import dial
-from asynckv.protocol.frames import Cancel, Cancelled, Peek, Result, Settle, Taken
+from asynckv.protocol.frames import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Commit,
+    Peek,
+    Result,
+    Settle,
+    Taken,
+)
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.pairs import Peers
+from asynckv.testing.raw_inserts import RawInsert
 
 MIB = 2**20
 
@@ -101,3 +111,53 @@ async def test_a_closed_buffer_is_told_to_peers(
         await peers.consumer.lookup.drop_select([1])
     with pytest.raises(BufferClosed):
         await peers.producer.lookup.insert([1], None, None, None, None)
+
+
+async def test_a_word_that_belongs_to_no_question_breaks_the_link(
+    local: LookupBuffer,
+) -> None:
+    await local.insert([1], None, None, None, None, entry_id="it")
+    async with serve("mem://", lookup=local) as server:
+        link = await dial(server.url, identity=name_of("peer"))
+        link.open_stream(Hearer(), Taken("it")).send(Commit())
+        await until(lambda: not link.is_open)
+        assert "no Commit belongs here" in str(link.error)
+        await link.aclose()
+
+
+async def test_who_waits_for_an_entrys_end_and_is_lost_is_forgotten(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, None, None, None, entry_id="it")
+    for peer in (peers.producer, peers.consumer):
+        taken = asyncio.create_task(peer.lookup.taken("it"))
+        await until(lambda: bool(local.ledger.book.entries["it"].gone))
+        peer.abort()
+        await until(lambda: not local.ledger.book.entries["it"].gone)
+        with pytest.raises(PeerLost):
+            await taken
+
+
+async def test_taken_returns_at_the_acknowledgement(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, None, None, None, entry_id="it")
+    taken = asyncio.create_task(peers.producer.lookup.taken("it"))
+    await until_blocked(taken)
+    await local.drop_select([1])
+    await taken
+
+
+async def test_what_is_sent_again_waits_for_the_end_of_the_link_before(
+    local: LookupBuffer,
+) -> None:
+    await local.insert([9], None, torch.ones(2 * MIB - 8), None, None)
+    async with serve("mem://", lookup=local) as server:
+        name = name_of("producer")
+        old = await dial(server.url, identity=name)
+        RawInsert(old, MIB)
+        await until(lambda: local.statistics().waiting_inserts == 1)
+        new = await dial(server.url, identity=name)  # the old one is cut
+        again = RawInsert(new, inline=b"abc")
+        assert await again.last() == Accepted()
+        await new.aclose()

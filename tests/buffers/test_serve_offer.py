@@ -132,3 +132,16 @@ def test_only_a_writers_own_entry_is_shown_to_a_stream_early() -> None:
     assert not may_begin(large, streams=True)
     written = StoredEntry(draft_of("it", streaming=True), 1)
     assert may_begin(written, streams=True)
+
+
+async def test_a_part_that_broke_with_its_link_is_not_said_to_be_sent(
+    ends: Ends,
+) -> None:
+    stream, hearer, _ = ends
+    offering = make_offer(stream.link, stream, leased(LARGE, complete=False))
+    ends.receive(offering.transfer)
+    offering.grant(offering.transfer)
+    offering.part_landed(0)
+    stream.link.abort()
+    await stream.link.payload.aclose()
+    assert not any(isinstance(frame, Done) for frame, _ in hearer.frames)

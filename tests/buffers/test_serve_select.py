@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from asynckv.buffers import serve_select
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
@@ -18,6 +19,7 @@ from asynckv.protocol.frames import (
     Ack,
     Cancel,
     Cancelled,
+    Commit,
     Failure,
     Grant,
     Nack,
@@ -28,6 +30,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.testing.blocked import until
+from asynckv.testing.holders import draft_of
 from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.pairs import Peers
 from asynckv.types import TensorSpec
@@ -236,3 +239,70 @@ async def test_a_late_exit_after_a_lapse_is_a_lost_lease() -> None:
 def test_a_key_that_is_no_list_of_tokens_breaks_the_link(body: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="no list of tokens"):
         query_of(Select(has_key=True), body)
+
+
+async def test_what_was_not_offered_yet_is_retracted_without_a_word(
+    local: LookupBuffer, link: Link
+) -> None:
+    hearer = Hearer()
+    link.open_stream(hearer, ANY)
+    await until(lambda: local.statistics().waiting_selects == 1)
+    entry = local.ledger.book.admit(draft_of("it"))
+    local.ledger.give_room(entry)
+    assert local.statistics().leased == 1
+    local.ledger.forsake(entry)
+    assert local.statistics().waiting_selects == 1
+    await insert(local)
+    assert isinstance((await hearer.next())[0], Offer)
+
+
+async def test_a_closed_buffer_is_the_answer(local: LookupBuffer, link: Link) -> None:
+    hearer = Hearer()
+    link.open_stream(hearer, ANY)
+    await until(lambda: local.statistics().waiting_selects == 1)
+    local.abort()
+    last, _ = await hearer.next()
+    assert isinstance(last, Failure) and last.code == "BufferClosed"
+
+
+async def test_a_grant_of_nothing_is_ignored(local: LookupBuffer, link: Link) -> None:
+    hearer = Hearer()
+    stream = link.open_stream(hearer, ANY)
+    stream.send(Grant(1))
+    stream.send(Reached(b"token"))
+    stream.send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+    assert link.is_open
+
+
+async def test_a_word_that_belongs_to_no_query_breaks_the_link(link: Link) -> None:
+    link.open_stream(Hearer(), ANY).send(Commit())
+    await until(lambda: not link.is_open)
+    assert "no Commit belongs here" in str(link.error)
+
+
+async def test_a_delivery_waits_while_much_is_unwritten(
+    local: LookupBuffer, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await insert(local)
+    monkeypatch.setattr(serve_select, "_BUSY_BYTES", -1)
+    hearer, given_up = Hearer(), Hearer()
+    link.open_stream(given_up, ANY).send(Cancel())
+    assert await given_up.next() == (Cancelled(), b"")
+    link.open_stream(hearer, ANY)
+    await until(lambda: local.statistics().leased == 1)
+    assert hearer.frames == []
+    monkeypatch.undo()
+    assert isinstance((await hearer.next())[0], Offer)
+
+
+async def test_what_is_cancelled_before_it_is_refused_is_cancelled(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert(range(1000), None, None, None, None)
+    for services in peers.server._services:
+        services.link.limits = type(services.link.limits)(max_body_bytes=1000)
+    hearer, link = Hearer(), await peers.consumer.link()
+    link.open_stream(hearer, ANY).send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+    assert local.statistics().entries == 1

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from asynckv.buffers import serve_pushes
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve import serve
+from asynckv.links.dial import dial
+from asynckv.links.link import Link
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Commit,
+    Done,
+    Failure,
+    Push,
+    Retract,
+)
+from asynckv.testing.blocked import until
+from asynckv.testing.link_pairs import name_of
+from asynckv.testing.raw_inserts import RawInsert
+from asynckv.transports.mem import MemTransport
+
+MIB = 2**20
+
+
+@pytest.fixture
+async def link(local: LookupBuffer) -> AsyncIterator[Link]:
+    """A producer that says what it likes."""
+    async with serve("mem://", lookup=local) as server:
+        link = await dial(server.url, identity=name_of("producer"))
+        try:
+            yield link
+        finally:
+            await link.aclose()
+
+
+async def test_a_put_made_again_with_other_bytes_is_what_is_committed(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, MIB, streaming=True)
+    await raw.granted()
+    for _ in range(3):
+        first = await raw.push()
+        link.payload.send(first, 0, memoryview(bytes(MIB)), lambda *_: None)
+        raw.stream.send(Retract(first))
+        raw.stream.send(Push(again := link.new_transfer(), 0, inline=False))
+        raw.stream.send(Retract(again))
+        link.payload.stop(first)
+    last = await raw.push()
+    good = memoryview(b"x" * MIB)
+    link.payload.send(last, 0, good, lambda *_: None)
+    raw.stream.send(Done(last, 0, digest_of(good)))
+    raw.stream.send(Commit())
+    assert await raw.last() == Accepted()
+    entry = await local.drop_select()
+    assert bool((entry.key["0"] == ord("x")).all())  # type: ignore[index]
+
+
+async def test_a_tensor_pushed_twice_breaks_the_link(link: Link) -> None:
+    raw = RawInsert(link, MIB, streaming=True)
+    await raw.granted()
+    await raw.push()
+    raw.stream.send(Push(link.new_transfer(), 0, inline=False))
+    await until(lambda: not link.is_open)
+    assert "pushed twice" in str(link.error)
+
+
+@pytest.mark.parametrize(
+    ("part", "body", "why"),
+    [(7, b"abc", "never declared"), (0, b"four", "declared size")],
+)
+async def test_a_tensor_that_was_not_declared_so_breaks_the_link(
+    link: Link, part: int, body: bytes, why: str
+) -> None:
+    raw = RawInsert(link, 3, streaming=True)
+    await raw.granted()
+    raw.push_inline(body, part)
+    await until(lambda: not link.is_open)
+    assert why in str(link.error)
+
+
+async def test_the_last_byte_of_what_was_retracted_does_not_matter(link: Link) -> None:
+    raw = RawInsert(link, MIB, 3, streaming=True)
+    await raw.granted()
+    raw.stream.send(Retract(first := await raw.push()))
+    raw.stream.send(Retract(first))
+    raw.stream.send(Done(first, 0, b"digest"))
+    await raw.push()
+    assert link.is_open
+
+
+async def test_a_writer_that_falls_silent_has_failed(
+    local: LookupBuffer, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_pushes, "SILENCE_S", 0.02)
+    last = await RawInsert(link, MIB, streaming=True).last()
+    assert isinstance(last, Failure) and last.reason == "producer"
+    assert local.statistics().aborted == 1
+
+
+async def test_a_writer_whose_tensor_comes_slowly_has_not_failed(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    landed = [1, 2, 3, 3]
+    monkeypatch.setattr(
+        MemTransport, "landed_bytes", lambda self, transfer: landed.pop(0)
+    )
+    raw = RawInsert(link, MIB, streaming=True)
+    await raw.granted()
+    transfer = await raw.push()
+    monkeypatch.setattr(serve_pushes, "SILENCE_S", 0.02)
+    raw.stream.send(Retract(transfer + 2))  # heard: from now on it is short
+    last = await raw.last()
+    assert isinstance(last, Failure) and last.reason == "producer"
+    assert landed == []
+
+
+async def test_memory_of_retracted_tensors_is_quiet_at_the_end(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, MIB, streaming=True)
+    await raw.granted()
+    raw.stream.send(Retract(await raw.push()))
+    raw.stream.send(Cancel())
+    assert await raw.last() == Cancelled()
+    assert local.statistics().entries == 0

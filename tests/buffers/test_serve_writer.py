@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve import serve
+from asynckv.errors import EntryAborted
+from asynckv.links.dial import dial
+from asynckv.links.link import Link
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import (
+    Accepted,
+    Commit,
+    Done,
+    Failure,
+    Push,
+    Retract,
+    Took,
+)
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.link_pairs import name_of
+from asynckv.testing.pairs import Peers
+from asynckv.testing.raw_inserts import RawInsert
+from asynckv.types import TensorSpec
+
+MIB = 2**20
+
+
+@pytest.fixture
+async def link(local: LookupBuffer) -> AsyncIterator[Link]:
+    """A producer that says what it likes."""
+    async with serve("mem://", lookup=local) as server:
+        link = await dial(server.url, identity=name_of("producer"))
+        try:
+            yield link
+        finally:
+            await link.aclose()
+
+
+@pytest.mark.parametrize("frame", [Push(1, 0, inline=False), Commit()])
+async def test_a_word_before_there_is_room_breaks_the_link(
+    link: Link, frame: Push | Commit
+) -> None:
+    raw = RawInsert(link, MIB, streaming=True)
+    raw.stream.send(frame)
+    await until(lambda: not link.is_open)
+    assert "never granted" in str(link.error)
+
+
+async def test_a_word_that_belongs_to_no_writer_breaks_the_link(link: Link) -> None:
+    raw = RawInsert(link, MIB, streaming=True)
+    await raw.granted()
+    raw.stream.send(Took(b"token"))
+    await until(lambda: not link.is_open)
+    assert "no Took belongs here" in str(link.error)
+
+
+async def test_what_comes_after_the_end_changes_nothing(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, 3, 3, 3, streaming=True)
+    await raw.granted()
+    for part, digest in enumerate((b"wrong", b"wrong", b"")):
+        raw.push_inline(b"abc", part, digest)
+    raw.stream.send(Commit())
+    last = await raw.last()
+    assert isinstance(last, Failure) and last.code == "ChecksumError"
+    assert local.statistics().aborted == 1
+
+
+async def test_an_entry_acknowledged_early_needs_no_more_tensors(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, 3, 3, 3, streaming=True)
+    await raw.granted()
+    async with local.open_drop_select() as stream:
+        raw.push_inline(b"abc")
+        await stream.wait_for("0.key")
+    raw.push_inline(b"abc", 1)
+    raw.stream.send(Commit())
+    assert await raw.last() == Accepted()
+
+
+async def test_a_writer_learns_with_its_next_tensor_how_its_entry_left(
+    local: LookupBuffer, link: Link
+) -> None:
+    raw = RawInsert(link, 3, 3, streaming=True)
+    await raw.granted()
+    local.ledger.leases.void(local.ledger.book.entries["it"], "max_deliver")
+    raw.push_inline(b"abc")
+    last = await raw.last()
+    assert isinstance(last, Failure) and last.reason == "max_deliver"
+
+
+async def test_consumers_of_a_lost_producer_learn_or_wait_again(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    specs = {name: TensorSpec((MIB,), "uint8") for name in ("0.key", "1.key")}
+    with pytest.raises(ValueError, match="not put"):
+        async with peers.producer.lookup.open_insert(
+            [1], None, specs, deliveries=2
+        ) as writer:
+            await writer.put("0.key", torch.ones(MIB, dtype=torch.uint8))
+            plain = asyncio.create_task(local.drop_select([1]))
+            await until_blocked(plain)
+            async with peers.consumer.lookup.open_drop_select([1]) as stream:
+                await stream.wait_for("0.key")
+                peers.producer.abort()
+                with pytest.raises(EntryAborted, match="producer"):
+                    await stream.wait_for("1.key")
+                raise ValueError("not put")
+    await local.insert([1], None, None, None, None, entry_id="next")
+    assert (await plain).entry_id == "next"
+
+
+async def test_what_is_said_while_a_writer_waits_for_room_hurts_nobody(
+    local: LookupBuffer, link: Link
+) -> None:
+    full = await local.insert([9], None, torch.ones(2 * MIB - 8), None, None)
+    raw = RawInsert(link, MIB, streaming=True)
+    await until(lambda: local.statistics().waiting_inserts == 1)
+    with pytest.raises(LookupError):
+        async with local.open_drop_select(entry_id="it"):
+            await raw.granted()
+            transfer = await raw.push()
+            link.payload.send(transfer, 0, memoryview(bytes(MIB)), lambda *_: None)
+            raw.stream.send(Done(transfer, 0, digest_of(bytes(MIB))))
+            raw.stream.send(Commit())
+            await until(lambda: local.statistics().inserted == 2)
+            raise LookupError
+    raw.stream.send(Retract(transfer + 2))
+    raw.stream.send(Commit())
+    await local.withdraw(full)
+    assert await raw.last() == Accepted()
