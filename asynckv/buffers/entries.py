@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -249,6 +249,13 @@ class Lease(msgspec.Struct, eq=False):
     @property
     def holder(self) -> Holder:
         return self.waiter.holder
+
+    def hold(self, max_hold_s: float, lapsed: Callable[[Lease], None]) -> None:
+        """Call ``lapsed`` if it is still held after so long, counted anew."""
+        if self.lapse is not None:
+            self.lapse.cancel()
+        loop = asyncio.get_running_loop()
+        self.lapse = loop.call_later(max_hold_s, lapsed, self)
 
     def charge(self) -> None:
         """Let the consumer pay for bytes that have no room here."""

@@ -6,7 +6,6 @@ Rule of this file: every function is plain. Who waits is called back as
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import os
@@ -156,13 +155,7 @@ class Leases:
             return
         lease.reached = True
         if self._max_hold_s is not None and lease.is_valid:
-            self._begin_hold(lease, self._max_hold_s)
-
-    def _begin_hold(self, lease: Lease, max_hold_s: float) -> None:
-        if lease.lapse is not None:
-            lease.lapse.cancel()
-        loop = asyncio.get_running_loop()
-        lease.lapse = loop.call_later(max_hold_s, self._lapse, lease)
+            lease.hold(self._max_hold_s, self._lapse)
 
     def leave_to_consumers(self, entry: StoredEntry) -> None:
         """Nobody else gets the entry any more."""
@@ -210,7 +203,7 @@ class Leases:
             entry.consumers.add(waiter.holder.consumer)
         waiter.lease = lease
         if self._max_hold_s is not None:
-            self._begin_hold(lease, self._max_hold_s)
+            lease.hold(self._max_hold_s, self._lapse)
         self._counters.delivered += 1
         if entry.state is EntryState.WAITING:
             lease.charge()
