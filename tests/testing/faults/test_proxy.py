@@ -13,6 +13,7 @@ from asynckv.testing import Authority, use_across_tasks
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.faults.raw import RawConnection, RawListener
+from asynckv.testing.kv_pairs import open_kv_faults
 from asynckv.testing.pairs import Scheme, new_url
 
 Join = Callable[..., Awaitable[tuple[RawConnection, RawConnection]]]
@@ -144,3 +145,21 @@ async def test_a_tls_link_works_through_a_proxy_that_cannot_look_into_it(
             assert torch.equal(came, tensor)
         assert fault.counts.nbytes > tensor.nbytes
     assert (proxy.counts.control, proxy.counts.lanes) == (0, 0)
+
+
+async def test_a_peer_that_dials_again_finds_the_next_server() -> None:
+    async with (
+        asyncio.timeout(20),
+        open_kv_faults() as old,
+        asynckv.LookupBuffer("1MiB", drain_s=0) as lookup,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=lookup) as new,
+    ):
+        incarnation = old.peer.incarnation
+        waiting = asyncio.create_task(old.peer.lookup.drop_select([1]))
+        await until(lambda: old.lookup.statistics().waiting_selects == 1)
+        old.proxy.target = new.url
+        with old.reset() as fault:
+            await fault.acted()
+        await lookup.insert([1], None, torch.ones(3), None, None)
+        assert (await waiting).nbytes == 20
+        assert old.peer.incarnation != incarnation
