@@ -60,6 +60,13 @@ def chaos(session: nox.Session) -> None:
 
 
 @nox.session
+def sim(session: nox.Session) -> None:
+    """Run asynckv's code on virtual machines: ``-- --seed N`` tells a seed's story."""
+    install(session, ".")
+    session.run("python", "-m", "asynckv.testing.simulation", *session.posargs)
+
+
+@nox.session
 def examples(session: nox.Session) -> None:
     """Run every example as its reader would: without arguments, one by one."""
     install(session, ".[test]")

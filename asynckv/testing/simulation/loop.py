@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import random
 import selectors
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 __all__ = ("Pollable", "VirtualLoop", "VirtualSelector")
+
+_T = TypeVar("_T")
 
 
 class Pollable(Protocol):
@@ -140,6 +143,25 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def step(self) -> None:
         """Run what is ready now, once."""
+        with self._running():
+            self._run_once()
+
+    def finish(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Return what a coroutine returns that never waits.
+
+        :raises RuntimeError: it does wait
+        """
+        with self._running():
+            try:
+                coroutine.send(None)
+            except StopIteration as stop:
+                value: _T = stop.value
+                return value
+        coroutine.close()
+        raise RuntimeError("it waits")
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
         before, hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
         asyncio._set_running_loop(None)
         asyncio._set_running_loop(self)
@@ -147,7 +169,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._asyncgen_firstiter_hook, self._asyncgen_finalizer_hook
         )
         try:
-            self._run_once()
+            yield
         finally:
             sys.set_asyncgen_hooks(*hooks)
             asyncio._set_running_loop(before)

@@ -37,6 +37,12 @@ class Machines:
             for fault in process.faults
         ]
 
+    def bury(self) -> None:
+        """Let go of every process there ever was."""
+        for node in self.nodes.values():
+            for process in node.processes:
+                process.bury()
+
 
 @contextlib.contextmanager
 def open_machines(seed: int) -> Iterator[Machines]:
@@ -50,10 +56,10 @@ def open_machines(seed: int) -> Iterator[Machines]:
     gc.disable()
     try:
         with surround(machines.world):
-            yield machines
-            for node in machines.nodes.values():
-                for process in node.processes:
-                    process.bury()
+            try:
+                yield machines
+            finally:
+                machines.bury()
     finally:
         if was_collecting:
             gc.enable()

@@ -43,7 +43,7 @@ class Connection:
     def is_up(self) -> bool:
         """Whether both ends still use it."""
         ends = (self.dialler, self.acceptor)
-        return all(end is not None and end.fileno() >= 0 for end in ends)
+        return all(end is not None and end.is_in_use for end in ends)
 
     def cut(self, *, dialler: bool = True, acceptor: bool = True) -> None:
         """End it; a side that is not told goes on and never hears again."""

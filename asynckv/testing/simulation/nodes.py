@@ -18,7 +18,7 @@ from typing import Any, Final
 from asynckv.testing.simulation.loop import VirtualLoop, VirtualSelector
 from asynckv.testing.simulation.network import Network
 from asynckv.testing.simulation.sockets import SimulatedSocket
-from asynckv.testing.simulation.threads import Killed, Thread
+from asynckv.testing.simulation.threads import RESOLUTION_S, Killed, Thread
 from asynckv.testing.simulation.world import World
 
 __all__ = ("Node", "Process")
@@ -44,13 +44,16 @@ class Process:
         self.faults: list[str] = []
         """What went wrong where nobody saw it."""
         self.is_gone = False
+        self.is_server = False
         self._chance = node.world.chance(f"process {number} of {node.name}")
         self._sockets: list[SimulatedSocket] = []
         self._free: list[int] = []
         self._descriptors = itertools.count(_FIRST_DESCRIPTOR)
         self._after_end_s = 0.0
+        self._sleeps_until = -_FOREVER
         self.loop = VirtualLoop(self.time, VirtualSelector(self.files, self._chance))
         self.loop.set_exception_handler(self._on_fault)
+        node.processes.append(self)
 
     def time(self) -> float:
         """Its machine's monotonic clock, which is nobody else's."""
@@ -119,9 +122,20 @@ class Process:
 
     # Its turns.
 
+    def poke(self) -> None:
+        """Something of its surroundings has changed: look again."""
+        self._sleeps_until = -_FOREVER
+
     @property
     def is_runnable(self) -> bool:
-        return self.loop.has_work or any(t.is_runnable for t in self.threads)
+        if self.time() + RESOLUTION_S < self._sleeps_until:
+            return False
+        if self.loop.has_work or any(t.is_runnable for t in self.threads):
+            return True
+        # Nothing changes before that, unless somebody pokes.
+        at = self.wakes_at
+        self._sleeps_until = _FOREVER if at is None else at
+        return False
 
     @property
     def wakes_at(self) -> float | None:
@@ -133,6 +147,7 @@ class Process:
 
     def turn(self) -> None:
         """Let the loop take a step, or a thread run until it waits."""
+        self.poke()
         able: list[Thread | None] = [t for t in self.threads if t.is_runnable]
         if self.loop.has_work:
             able.append(None)
@@ -148,7 +163,7 @@ class Process:
         """Stop between two steps, for ever. Its kernel hangs up, or cannot."""
         self.is_gone = True
         for sock in self._sockets:
-            if sock.fileno() >= 0:
+            if sock.is_in_use:
                 sock.vanish(silently=silently)
         self.files.clear()
 
@@ -238,9 +253,11 @@ class Node:
         return None if at is None else at - self.clock_s
 
     def turn(self) -> None:
-        if self.process is not None:
-            with self.inside():
-                self.process.turn()
+        world, process = self.world, self.process
+        if process is not None:
+            world.current = process
+            process.turn()
+            world.current = None
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[Process]:
@@ -252,6 +269,7 @@ class Node:
             yield self.process
         finally:
             self.world.current = before
+            self.process.poke()
 
     def start(self, main: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
         """Start a process that runs ``main``."""
@@ -259,7 +277,6 @@ class Node:
         for older in self.processes:
             older.regain_power()
         process = Process(self, len(self.processes) + 1)
-        self.processes.append(process)
         self.process = process
         with self.inside():
             task = process.loop.create_task(main(process), name=f"main of {self.name}")

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from asynckv.testing.simulation.threads import ThreadHost, park_until
 from asynckv.testing.simulation.wires import Wire
@@ -20,6 +20,7 @@ from asynckv.testing.simulation.wires import Wire
 __all__ = ("SimulatedSocket", "SocketHost")
 
 _Address = tuple[str, int]
+_USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 
 class SocketHost(ThreadHost, Protocol):
@@ -27,6 +28,9 @@ class SocketHost(ThreadHost, Protocol):
 
     host: str
     files: dict[int, SimulatedSocket]
+
+    def poke(self) -> None:
+        """Something has arrived, or there is room again."""
 
     def open_file(self, sock: SimulatedSocket) -> int:
         """Return the lowest free descriptor, which is ``sock`` from now on."""
@@ -70,6 +74,7 @@ class SimulatedSocket:
         self.peer_address: _Address = ("", 0)
         self._node = node
         self._timeout: float | None = None
+        self._give_up_s: float | None = None
         self._inbox = bytearray()
         self._has_ended = False
         self._sends_no_more = False
@@ -77,6 +82,11 @@ class SimulatedSocket:
         self._is_connecting = False
         self._is_closed = False
         self._fd = -1 if is_accepted else node.open_file(self)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether an application has it open."""
+        return not self._is_closed and self._fd >= 0
 
     # What a selector asks.
 
@@ -97,6 +107,7 @@ class SimulatedSocket:
     # What arrives.
 
     def receive_open(self) -> None:
+        self._node.poke()
         if self._is_closed:
             self._answer_with_reset()
         else:
@@ -109,12 +120,15 @@ class SimulatedSocket:
             self._answer_with_reset()
             return False
         self._inbox += data
+        self._node.poke()
         return True
 
     def receive_end(self) -> None:
+        self._node.poke()
         self._has_ended = True
 
     def receive_reset(self) -> None:
+        self._node.poke()
         if self._is_closed:
             return
         refused = self._is_connecting
@@ -124,6 +138,10 @@ class SimulatedSocket:
 
     def plug(self, outgoing: Wire, incoming: Wire, peer: _Address) -> None:
         """These are its two wires."""
+        outgoing.on_given_up = self._give_up
+        outgoing.on_room = self._node.poke
+        if self._give_up_s is not None:
+            outgoing.give_up_s = self._give_up_s
         self.outgoing, self.incoming, self.peer_address = outgoing, incoming, peer
         incoming.receiver = self
 
@@ -136,6 +154,7 @@ class SimulatedSocket:
         """Return the listener's end of a new connection."""
         sock = SimulatedSocket(self._node, is_accepted=True)
         sock.own_address = self.own_address
+        self._node.poke()
         return sock
 
     # The API of a socket.
@@ -152,8 +171,11 @@ class SimulatedSocket:
     def gettimeout(self) -> float | None:
         return self._timeout
 
-    def setsockopt(self, *option: Any) -> None:
-        pass
+    def setsockopt(self, level: int, option: int, value: Any) -> None:
+        if (level, option) == (socket.IPPROTO_TCP, _USER_TIMEOUT):
+            self._give_up_s = value / 1000
+            if self.outgoing is not None:
+                self.outgoing.give_up_s = self._give_up_s
 
     def getsockopt(self, level: int, option: int, size: int = 0) -> int:
         if (level, option) != (socket.SOL_SOCKET, socket.SO_ERROR):
@@ -264,7 +286,6 @@ class SimulatedSocket:
         """Its process is gone; ``silently``: and its machine with it."""
         self.is_vanished = silently
         self._is_closed = True
-        self._fd = -1
         self._node.unbind(self)
         for sock in self.backlog:
             sock.vanish(silently=silently)
@@ -296,6 +317,12 @@ class SimulatedSocket:
     def _check_open(self) -> None:
         if self._is_closed:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def _give_up(self) -> None:
+        self._node.poke()
+        self._error = self._error or errno.ETIMEDOUT
+        self._is_connecting = False
+        self._has_ended = True
 
     def _answer_with_reset(self) -> None:
         if self.outgoing is not None and not self.is_vanished:

@@ -12,11 +12,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-__all__ = ("Condition", "Killed", "Lock", "Thread", "ThreadHost", "park_until")
+__all__ = (
+    "RESOLUTION_S",
+    "Condition",
+    "Killed",
+    "Lock",
+    "Thread",
+    "ThreadHost",
+    "park_until",
+)
 
 _RealLock: Final = threading.Lock
 
 _FOREVER: Final = float("inf")
+RESOLUTION_S: Final = 1e-9
+"""Clocks of machines differ, and sums of floats are not exact."""
 
 
 class Killed(BaseException):
@@ -94,7 +104,7 @@ class Thread:
             return False
         if self._ready is None or self._ready():
             return True
-        return self._until <= self._host.time()
+        return self._until <= self._host.time() + RESOLUTION_S
 
     @property
     def wakes_at(self) -> float:

@@ -20,7 +20,11 @@ from asynckv.testing.simulation.world import World
 __all__ = ("Conditions", "Receiver", "Wire")
 
 _TINY: Final = 24
+_SLOW_S: Final = 0.01
 _TINY_SHARE: Final = 0.03
+_LONGEST_DELAY_S: Final = 3.0
+_GIVE_UP_S: Final = 924.6
+"""As Linux does, unless ``TCP_USER_TIMEOUT`` says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +43,14 @@ class Conditions:
         return cls(
             latency_s=latency_s,
             jitter_s=latency_s * chance.choice((0.1, 1.0, 5.0)),
-            slice_bytes=chance.choice((1460, 4096, 9000, 16384)),
+            slice_bytes=chance.choice((4096, 9000, 16384, 65536)),
             buffer_bytes=chance.choice((8192, 32768, 131072, 524288)),
         )
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether a round trip is over in a moment."""
+        return self.latency_s < _SLOW_S
 
     def delay_s(self, chance: random.Random) -> float:
         """Draw how long a slice is under way."""
@@ -95,6 +104,11 @@ class Wire:
         self.on_cut: Callable[[], None] | None = None
         self.is_dead = False
         """Whatever enters is never seen again."""
+        self.give_up_s = _GIVE_UP_S
+        """How long the sender's kernel sends again what nobody acknowledges."""
+        self.on_given_up: Callable[[], None] | None = None
+        self.on_room: Callable[[], None] | None = None
+        self._delivered = 0
         self._world = world
         self._conditions = conditions
         self._is_blocked = is_blocked
@@ -133,6 +147,8 @@ class Wire:
     def was_read(self, nbytes: int) -> None:
         """The receiving application took bytes: there is room for as many."""
         self.unread_bytes -= nbytes
+        if self.on_room is not None:
+            self.on_room()
 
     def unblock(self) -> None:
         """What was held back arrives."""
@@ -146,20 +162,34 @@ class Wire:
 
     def _enter(self, item: _Item) -> None:
         if self.is_dead:
+            self._doubt()
             return
         delay_s = self._conditions.delay_s(self._chance) * self.slowness
-        self._last_arrival = max(self._last_arrival, self._world.now + delay_s)
+        arrival = self._world.now + min(delay_s, _LONGEST_DELAY_S)
+        self._last_arrival = max(self._last_arrival, arrival)
         self._world.call_at(self._last_arrival, self._arrive, item)
 
     def _arrive(self, item: _Item) -> None:
         if self.is_dead:
-            return
-        if self._held or self._is_blocked():
+            self._doubt()
+        elif self._held or self._is_blocked():
             self._held.append(item)
+            self._doubt()
         else:
             self._deliver(item)
 
+    def _doubt(self) -> None:
+        """The sender's kernel begins to wait for an acknowledgement."""
+        self._world.call_later(self.give_up_s, self._give_up, self._delivered)
+
+    def _give_up(self, delivered: int) -> None:
+        lost = self.is_dead or bool(self._held)
+        if lost and self._delivered == delivered and self.on_given_up is not None:
+            self.is_dead = True
+            self.on_given_up()
+
     def _deliver(self, item: _Item) -> None:
+        self._delivered += 1
         receiver = self.receiver
         if receiver is None:
             return
@@ -176,7 +206,7 @@ class Wire:
         text = f"{self.name}: {len(data)} bytes {zlib.crc32(data):08x}"
         self._world.tell("bytes", "", text)
         if not receiver.receive_bytes(data):
-            self.unread_bytes -= len(data)
+            self.was_read(len(data))
         if self.cut_after is not None:
             self._count(len(data))
 

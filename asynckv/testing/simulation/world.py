@@ -8,6 +8,7 @@ nobody can, time jumps to whatever comes next.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import random
@@ -27,6 +28,9 @@ _STEP_S: Final = 5e-6
 
 _MAX_IDLE_TURNS: Final = 300_000
 """So many turns without a jump of time, and somebody spins."""
+
+
+_TURNS_A_LOOK: Final = 16
 
 
 class Spinning(Exception):
@@ -110,14 +114,21 @@ class World:
     def run(self, until: Callable[[], bool], deadline: float) -> bool:
         """Let things happen until ``until()``; ``False`` if not by ``deadline``.
 
-        Also ``False`` if nothing will ever happen again.
+        Also ``False`` if nothing will ever happen again. Some more may happen
+        before that is noticed.
 
         :raises Spinning: somebody is busy for ever
         """
-        while not until():
-            if self.now >= deadline or not self._advance(deadline):
-                return False
-        return True
+        outer = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
+        try:
+            while not until():
+                for _ in range(_TURNS_A_LOOK):
+                    if self.now >= deadline or not self._advance(deadline):
+                        return until()
+            return True
+        finally:
+            asyncio._set_running_loop(outer)
 
     def _advance(self, deadline: float) -> bool:
         """Let one thing happen, or time pass; ``False`` at the end of all things."""

@@ -84,7 +84,7 @@ def test_a_side_that_is_not_told_of_the_cut_hears_nothing(echo: Echo) -> None:
 def test_a_slow_stretch_answers_more_rarely(echo: Echo) -> None:
     network = echo.machines.network
     network.slow(echo.server.host, echo.client.host, 1e6)
-    assert echo.run(10) <= 1
+    assert echo.run(10) <= 3
 
 
 def test_no_two_listen_at_one_address(machines: Machines) -> None:

@@ -1,0 +1,46 @@
+"""Which queries wait in a buffer. The one place here that looks inside of one."""
+
+from __future__ import annotations
+
+from asynckv.buffers.entries import Holder, Waiter
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.matchmaker import find_by_id
+from asynckv.buffers.queries import Query
+from asynckv.types import KVFingerprint
+
+__all__ = ("WaitingSelects",)
+
+
+class WaitingSelects:
+    """The queries that were made of one buffer, from its first moment on."""
+
+    def __init__(self, buffer: LookupBuffer) -> None:
+        self._book = buffer.ledger.book
+        self._leases = buffer.ledger.leases
+        self._waiters: list[Waiter] = []
+        select = self._leases.select
+
+        def select_and_note(
+            query: Query, holder: Holder, fingerprint: KVFingerprint | None
+        ) -> Waiter:
+            waiter = select(query, holder, fingerprint)
+            self._waiters.append(waiter)
+            return waiter
+
+        vars(self._leases)["select"] = select_and_note
+
+    def beside_their_match(self) -> dict[str, str]:
+        """Return the queries that wait although an entry is there, and its id."""
+        self._waiters = [w for w in self._waiters if not w.is_forgotten]
+        found = {}
+        for waiter in self._waiters:
+            if waiter.is_waiting and (entry_id := self._match(waiter)):
+                found[f"query {waiter.seq} of {waiter.holder.consumer}"] = entry_id
+        return found
+
+    def _match(self, waiter: Waiter) -> str:
+        if waiter.query.entry_id is not None:
+            match = find_by_id(self._book.entries, waiter)
+        else:
+            match = self._leases._matchmaker.find(waiter)
+        return "" if match is None else match[0].entry_id

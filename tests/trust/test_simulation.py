@@ -1,0 +1,35 @@
+"""Many seeds of the simulation, and every promise kept on each of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asynckv.testing.simulation.command import Totals
+
+pytestmark = [pytest.mark.trust, pytest.mark.multiprocess, pytest.mark.timeout(7200)]
+
+MIN_EVENTS = 2000
+
+
+def test_every_seed_keeps_the_promises(
+    scale: Any, figures: Callable[[str], None]
+) -> None:
+    command = (
+        *(sys.executable, "-m", "asynckv.testing.simulation"),
+        *("--seeds", f"0:{scale.simulation_seeds}"),
+        *("--events", str(MIN_EVENTS)),
+        *("--processes", str(os.cpu_count() or 1)),
+    )
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    totals = Totals()
+    totals.add(ran.stdout.splitlines()[-1])
+    figures(str(totals))
+    assert totals.seeds == scale.simulation_seeds
+    assert totals.events >= totals.seeds * MIN_EVENTS
