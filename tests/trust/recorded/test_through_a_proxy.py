@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,17 +18,29 @@ from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import AsyncKVError
 from asynckv.pipes.opening import PipeListener, listen_pipe, open_pipe
+from asynckv.protocol import codec
+from asynckv.security.tls import TLS
+from asynckv.testing.blocked import until
+from asynckv.testing.certificates import Authority
 from asynckv.testing.faults.cutting import CutAfter
 from asynckv.testing.faults.damaging import BitFlip
 from asynckv.testing.faults.proxy import Proxy
+from asynckv.testing.pairs import Scheme, new_url
 
 pytestmark = [pytest.mark.trust, pytest.mark.timeout(240)]
 
 Fault = Literal["flip", "cut"]
+Kind = Literal["control", "lanes", "both"]
+Way = Literal["to_listener", "to_dialler"]
 HANGS_S = 10.0
-EACH = 500
+PIPES = 300
 SMALL = torch.arange(48, dtype=torch.int16).view(3, 16)
 LARGE = torch.arange(20_000, dtype=torch.float32)
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> TLS:
+    return Authority(tmp_path).issue()
 
 
 async def use(peer: Peer, salt: int) -> None:
@@ -47,12 +61,12 @@ async def use(peer: Peer, salt: int) -> None:
     assert torch.equal(got, SMALL - salt)
 
 
-async def meet(url: str, salt: int, reconnect_s: float) -> str:
+async def meet(url: str, salt: int, **options: Any) -> str:
     """Use a server, and return by which documented error that ended, if by one."""
     try:
         async with (
             asyncio.timeout(HANGS_S),
-            connect(url, lanes=1, reconnect_s=reconnect_s) as peer,
+            connect(url, lanes=1, **options) as peer,
         ):
             await use(peer, salt)
     except AsyncKVError as exc:
@@ -61,40 +75,79 @@ async def meet(url: str, salt: int, reconnect_s: float) -> str:
 
 
 async def meet_badly(
-    server: Server, fault: Fault, rng: random.Random, salt: int, nbytes: int
+    server: Server, fault: Fault, rng: random.Random, salt: int, **options: Any
 ) -> str:
-    kind: Literal["control", "lanes"] = rng.choice(("control", "lanes"))
-    way: Literal["to_listener", "to_dialler"] = rng.choice(
-        ("to_listener", "to_dialler")
-    )
-    at = rng.randrange(nbytes if kind == "lanes" else 1600)
+    kind: Kind = rng.choice(("control", "lanes"))
+    way: Way = rng.choice(("to_listener", "to_dialler"))
+    at = rng.randrange(LARGE.nbytes if kind == "lanes" else 1600)
+    if server.url.startswith("tls"):
+        kind = "both"  # nobody in the middle can tell
     flip = BitFlip(at, bit=rng.randrange(8), direction=way, kind=kind)
     cut = CutAfter(at, direction=way, kind=kind)
     async with Proxy(server.url) as proxy:
         with proxy.add(flip if fault == "flip" else cut):
-            return await meet(proxy.url, salt, rng.choice((0, 5)))
+            return await meet(
+                proxy.url, salt, reconnect_s=rng.choice((0, 5)), **options
+            )
 
 
-@pytest.mark.parametrize("fault", ["flip", "cut"])
-async def test_what_comes_back_through_a_bad_connection_is_right_or_an_error(
-    fault: Fault, caplog: pytest.LogCaptureFixture, figures: Callable[[str], None]
-) -> None:
-    rng = random.Random(fault)
+@contextlib.asynccontextmanager
+async def serving(scheme: Scheme, **options: Any) -> AsyncIterator[Server]:
+    """Serve buffers that must hold nothing of anybody in the end."""
     async with (
         LookupBuffer("128MiB", drain_s=0) as lookup,
         StoreBuffer("8MiB") as store,
-        serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
+        serve(new_url(scheme), lookup=lookup, store=store, **options) as server,
     ):
-        ends = [
-            await meet_badly(server, fault, rng, salt, LARGE.nbytes)
-            for salt in range(EACH)
-        ]
-        assert await meet(server.url, EACH, 0) == ""
+        yield server
+        await until(lambda: not server.peers)
         told = lookup.statistics()
     assert (told.leased, told.waiting_selects, told.waiting_inserts) == (0, 0, 0)
-    figures(f"{EACH} links, of which {sum(map(bool, ends))} ended by an error")
-    assert EACH // 8 < sum(map(bool, ends))
+
+
+@pytest.mark.parametrize("fault", ["flip", "cut"])
+@pytest.mark.parametrize(
+    ("scheme", "count"), [("tcp", 400), ("unix", 200), ("tls", 80)]
+)
+async def test_what_comes_back_through_a_bad_connection_is_right_or_an_error(
+    scheme: Scheme,
+    count: int,
+    fault: Fault,
+    tls: TLS,
+    caplog: pytest.LogCaptureFixture,
+    figures: Callable[[str], None],
+) -> None:
+    rng = random.Random(f"{scheme} {fault}")
+    options = {"tls": tls} if scheme == "tls" else {}
+    async with serving(scheme, **options) as server:
+        ends = [
+            await meet_badly(server, fault, rng, salt, **options)
+            for salt in range(count)
+        ]
+        assert await meet(server.url, count, **options) == ""
+    figures(f"{count} links, of which {sum(map(bool, ends))} ended by an error")
+    assert count // 8 < sum(map(bool, ends))
     assert not [r for r in caplog.records if r.levelname in ("ERROR", "CRITICAL")]
+
+
+class Anything(int):
+    """A checksum that fits everything."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+async def test_without_checksums_wrong_bytes_would_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "HANGS_S", 1.0)
+    monkeypatch.setattr(codec, "checksum_of", lambda *_: Anything())
+    rng = random.Random(1)
+    with pytest.raises(AssertionError):
+        async with serving("tcp") as server:
+            for salt in range(2000):
+                with contextlib.suppress(TimeoutError, ValueError, KeyError):
+                    await meet_badly(server, "flip", rng, salt)
 
 
 async def carry(
@@ -137,7 +190,7 @@ async def test_a_pipe_over_a_bad_connection_gives_the_first_tensors_or_an_error(
     rng, sent = random.Random(5), [SMALL, LARGE, None, SMALL + 1]
     ends = []
     async with listen_pipe("tcp://127.0.0.1:0", lanes=1) as listener:
-        for _ in range(EACH):
+        for _ in range(PIPES):
             got: list[torch.Tensor | None] = []
             async with Proxy(listener.url) as proxy:
                 at = rng.randrange(LARGE.nbytes if rng.random() < 0.5 else 1000)
@@ -149,4 +202,4 @@ async def test_a_pipe_over_a_bad_connection_gives_the_first_tensors_or_an_error(
                 else:
                     assert torch.equal(tensor, expected)
             assert ends[-1] or len(got) == len(sent)
-    assert EACH // 8 < sum(map(bool, ends))
+    assert PIPES // 8 < sum(map(bool, ends))
