@@ -91,6 +91,7 @@ def _sum(reports: list[Report]) -> Report:
             whole.inputs[name] = whole.inputs.get(name, 0) + count
         for failing in report.failing.values():
             whole.add(failing)
+        whole.processor_s += report.processor_s
         whole.slowest_s = max(whole.slowest_s, report.slowest_s)
         whole.most_held_bytes = max(whole.most_held_bytes, report.most_held_bytes)
     return whole
@@ -102,8 +103,9 @@ def _tell(report: Report, findings: Path) -> None:
         say(f"{name:10} {count:12,} inputs\n")
     say(
         f"{report.total:,} inputs in {report.seconds:.1f} s, "
-        f"{report.total / report.seconds:,.0f} a second; "
-        f"the slowest took {1000 * report.slowest_s:.1f} ms of CPU, "
+        f"{report.total / report.seconds:,.0f} a second "
+        f"({report.total / report.processor_s:,.0f} a second of one processor); "
+        f"the slowest took {1000 * report.slowest_s:.1f} ms, "
         f"the most that was held were {report.most_held_bytes:,} bytes\n"
     )
     for failing in report.failing.values():
