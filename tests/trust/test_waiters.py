@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.protocol.frames import Limits, Select
+from asynckv.protocol.frames import Select
+from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.hostile import open_hostile_peer
 
