@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from asynckv.buffers.answers import Answer
 from asynckv.buffers.manifest import INLINE_NBYTES, pack
 from asynckv.buffers.serve_insert import answer
+from asynckv.buffers.serve_lookup import Answered
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.store_ledger import PendingPut, PinnedValue
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
@@ -59,10 +61,9 @@ class StoreService:
         if self.is_leaving:
             raise BufferClosed("the server is leaving; it takes no new requests")
         match frame:
-            case Put(spec=None, key=key):
-                return self._answer(
-                    stream, Result(int(self.buffer.remove(key, fingerprint)))
-                )
+            case Put(spec=None, key=key) | Delete(key=key):
+                was_there = self.buffer.remove(key, fingerprint)
+                return self._answer(stream, Result(int(was_there)))
             case Put():
                 return _ServedPut(self, stream, frame, body)
             case Get(key=key):
@@ -70,12 +71,8 @@ class StoreService:
                 if pinned is None:
                     return self._answer(stream, Result(0))
                 return _ServedGet(self, stream, pinned)
-            case Delete(key=key):
-                return self._answer(
-                    stream, Result(int(self.buffer.remove(key, fingerprint)))
-                )
-            case Contains(keys=keys):
-                flags = self.buffer.has(keys, fingerprint)
+            case _:
+                flags = self.buffer.has(frame.keys, fingerprint)
                 return self._answer(stream, Result(sum(flags), flags))
 
     def run(
@@ -123,17 +120,7 @@ class StoreService:
     def _answer(self, stream: LinkStream, last: Result) -> StreamHandler:
         stream.send(last)
         stream.close()
-        return _Answered()
-
-
-class _Answered:
-    """The handler of a request that was answered at once."""
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        pass  # a Cancel that crossed the answer
-
-    def on_lost(self, error: PeerLost) -> None:
-        pass
+        return Answered()
 
 
 class _ServedPut:
@@ -155,18 +142,15 @@ class _ServedPut:
         self._body = body
         service.link.payload.announce(frame.transfer)
         self._reception: Reception | None = None
-        self._digest: asyncio.Future[bytes] = service.loop.create_future()
+        self._digest: Answer[bytes] = Answer()
         self._task = service.run(self._run(), f"put of {frame.key}")
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     def part_verified(self, index: int, digest: bytes) -> None:
-        if not self._digest.done():
-            self._digest.set_result(digest)
+        self._digest.give(digest)
 
     def reception_failed(self, error: Exception) -> None:
-        if not self._digest.done():
-            self._digest.set_exception(error)
-            self._digest.exception()  # the put may have been cancelled meanwhile
+        self._digest.fail(error)
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
@@ -186,9 +170,11 @@ class _ServedPut:
         try:
             store.commit(pending, await self._receive(pending))
         finally:
-            if self._reception is not None:
-                await self._reception.quiesce()
-            store.discard(pending)
+            try:
+                if self._reception is not None:
+                    await self._reception.quiesce()
+            finally:  # also if it was cancelled again meanwhile
+                store.discard(pending)
 
     async def _receive(self, pending: PendingPut) -> bytes:
         if self._frame.inline:
@@ -261,12 +247,10 @@ class _ServedGet:
         )
 
     def _sent(self, digest: bytes, error: BaseException | None) -> None:
-        if error is None and self in self._service.under_way:
+        if error is None:  # or else the link ends
             self._stream.send(Done(self._transfer, 0, digest))
 
     def _end(self, last: Frame | None) -> None:
-        if self not in self._service.under_way:
-            return
         if self._is_sending:
             self._service.link.payload.stop(self._transfer)
         if last is not None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import torch
@@ -10,23 +10,32 @@ from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
+    Commit,
     Delete,
     Done,
     Failure,
     Get,
     Grant,
     Offer,
+    OpeningFrame,
+    Peek,
     Put,
+    Result,
     Took,
 )
+from asynckv.shielding import wait_shielded
+from asynckv.tensors import views
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.types import TensorSpec
 
 MIB = 2**20
+SPEC = TensorSpec((MIB,), "uint8")
+"""Of the value that is stored as ``key``."""
 
 
 @pytest.fixture
@@ -49,13 +58,33 @@ async def link(server: Server) -> AsyncIterator[Link]:
     await link.aclose()
 
 
+@pytest.fixture
+def far_link(server: Server, link: Link) -> Link:
+    (services,) = server._services
+    return services.link
+
+
+async def begin_put(link: Link) -> tuple[LinkStream, Hearer, int]:
+    """Replace what is stored as ``key``: room was found, the bytes may come."""
+    hearer, transfer = Hearer(), link.new_transfer()
+    stream = link.open_stream(hearer, Put("key", transfer, inline=False, spec=SPEC))
+    assert await hearer.next() == (Grant(transfer), b"")
+    return stream, hearer, transfer
+
+
+async def answer_to(link: Link, frame: OpeningFrame) -> Result:
+    """Return what a question is answered at once."""
+    hearer = Hearer()
+    link.open_stream(hearer, frame)
+    last, _ = await hearer.next()
+    assert isinstance(last, Result)
+    return last
+
+
 async def test_bytes_that_changed_on_their_way_are_not_stored(
     store: StoreBuffer, link: Link
 ) -> None:
-    hearer, transfer = Hearer(), link.new_transfer()
-    spec = TensorSpec((MIB,), "uint8")
-    stream = link.open_stream(hearer, Put("key", transfer, inline=False, spec=spec))
-    assert await hearer.next() == (Grant(transfer), b"")
+    stream, hearer, transfer = await begin_put(link)
     link.payload.send(transfer, 0, memoryview(bytes(MIB)), lambda *_: None)
     stream.send(Done(transfer, 0, b"of other bytes.."))
     last, _ = await hearer.next()
@@ -134,3 +163,169 @@ async def test_leaving_finishes_what_is_read(server: Server, link: Link) -> None
     assert not leaving.done()
     stream.send(Cancel())
     await leaving
+
+
+async def test_a_store_alone_answers_no_question_about_entries(link: Link) -> None:
+    hearer = Hearer()
+    link.open_stream(hearer, Peek(has_key=False))
+    last, _ = await hearer.next()
+    assert isinstance(last, Failure) and "answers a Peek" in last.message
+
+
+@pytest.mark.parametrize("gone", [Delete("key"), Put("key", 1, inline=True)])
+async def test_a_value_is_deleted_by_name_or_by_putting_nothing(
+    store: StoreBuffer, link: Link, gone: OpeningFrame
+) -> None:
+    assert await answer_to(link, gone) == Result(1)
+    assert await store.contains(["key"]) == (False,)
+    assert await answer_to(link, gone) == Result(0)
+
+
+async def test_what_is_not_stored_is_said_not_to_be_there(link: Link) -> None:
+    assert await answer_to(link, Get("other")) == Result(0)
+
+
+async def test_a_small_value_rides_with_its_offer(
+    store: StoreBuffer, server: Server, link: Link
+) -> None:
+    await store.put("small", torch.tensor([7, 8, 9], dtype=torch.uint8))
+    hearer = Hearer()
+    link.open_stream(hearer, Get("small"))
+    offer, body = await hearer.next()
+    assert isinstance(offer, Offer) and offer.inline and body.endswith(b"\7\10\11")
+    assert await hearer.next() == (Result(1), b"")
+    (services,) = server._services
+    assert services.store is not None and not services.store.under_way
+
+
+async def test_a_put_of_a_dtype_that_an_older_torch_does_not_have_breaks_the_link(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(views._DTYPES, "uint16")
+    put = Put("new", 1, inline=False, spec=TensorSpec((MIB,), "uint16"))
+    link.open_stream(Hearer(), put)
+    await until(lambda: not link.is_open)
+    assert "'uint16' cannot be sent by this version of torch" in str(link.error)
+
+
+async def test_a_put_that_is_given_up_when_its_bytes_are_in_stores_nothing(
+    store: StoreBuffer, link: Link
+) -> None:
+    stream, hearer, transfer = await begin_put(link)
+    sent: list[bytes] = []
+    data = memoryview(bytes(MIB))
+    link.payload.send(transfer, 0, data, lambda digest, error: sent.append(digest))
+    await until(lambda: bool(sent))
+    stream.send(Cancel())
+    stream.send(Done(transfer, 0, sent[0]))  # handled in the same tick as the Cancel
+    assert await hearer.next() == (Cancelled(), b"")
+    value = await store.get("key")
+    assert value is not None and bool(value.all())
+    assert store.statistics().used_bytes == MIB
+
+
+async def test_a_put_hears_of_nothing_but_its_bytes(link: Link) -> None:
+    stream, _, _ = await begin_put(link)
+    stream.send(Commit())
+    await until(lambda: not link.is_open)
+    assert "no Commit belongs here" in str(link.error)
+
+
+async def test_a_value_is_not_granted_twice(link: Link) -> None:
+    hearer = Hearer()
+    stream = link.open_stream(hearer, Get("key"))
+    offer, _ = await hearer.next()
+    assert isinstance(offer, Offer)
+    for _ in range(2):
+        stream.send(Grant(offer.transfer))
+    await until(lambda: not link.is_open)
+    assert "no Grant belongs here" in str(link.error)
+
+
+async def test_a_get_that_is_given_up_while_it_is_sent_unpins_and_ends(
+    store: StoreBuffer, link: Link
+) -> None:
+    hearer = Hearer()
+    stream = link.open_stream(hearer, Get("key"))
+    offer, _ = await hearer.next()
+    assert isinstance(offer, Offer)
+    stream.send(Grant(offer.transfer))
+    stream.send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+    await store.put("other", torch.zeros(8 * MIB, dtype=torch.uint8))
+    assert await answer_to(link, Get("key")) == Result(0)
+    assert len(hearer.frames) == 2
+
+
+async def test_a_value_is_offered_when_the_peer_has_read_what_came_before(
+    far_link: Link, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[Callable[[], None]] = []
+    monkeypatch.setattr(type(far_link), "outgoing_bytes", 5 * MIB)
+    monkeypatch.setattr(far_link, "call_when_drained", waiting.append)
+    hearer = Hearer()
+    link.open_stream(hearer, Get("key"))
+    await until(lambda: bool(waiting))
+    assert not hearer.frames
+    monkeypatch.undo()
+    waiting[0]()
+    assert isinstance((await hearer.next())[0], Offer)
+
+
+async def test_a_value_is_not_offered_to_who_left_before_it_could_be(
+    far_link: Link, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[Callable[[], None]] = []
+    monkeypatch.setattr(type(far_link), "outgoing_bytes", 5 * MIB)
+    monkeypatch.setattr(far_link, "call_when_drained", waiting.append)
+    hearer = Hearer()
+    link.open_stream(hearer, Get("key")).send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+    monkeypatch.undo()
+    waiting[0]()
+    assert await answer_to(link, Get("other")) == Result(0)
+    assert len(hearer.frames) == 1
+
+
+async def test_bytes_that_a_lane_could_not_send_are_not_said_to_be_sent(
+    far_link: Link, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hearer = Hearer()
+    stream = link.open_stream(hearer, Get("key"))
+    offer, _ = await hearer.next()
+    assert isinstance(offer, Offer)
+    monkeypatch.setattr(
+        far_link.payload, "send", lambda *a, **_: a[-1](b"", OSError("full"))
+    )
+    stream.send(Grant(offer.transfer))
+    stream.send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+
+
+async def test_aborting_the_server_ends_a_put_under_way(
+    store: StoreBuffer, server: Server, link: Link
+) -> None:
+    _, hearer, _ = await begin_put(link)
+    server.abort()
+    assert not (await hearer.loss()).goodbye
+    await until(lambda: store.statistics().used_bytes == MIB)
+
+
+async def test_leaving_in_a_hurry_waits_for_threads_that_touch_the_memory_of_a_put(
+    store: StoreBuffer,
+    server: Server,
+    far_link: Link,
+    link: Link,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quiet = asyncio.get_running_loop().create_future()
+    await begin_put(link)
+    monkeypatch.setattr(far_link.payload, "quiesce", lambda _: wait_shielded(quiet))
+    link.abort()
+    await until(lambda: not far_link.is_open)
+    leaving = asyncio.create_task(server._close(drain_s=0))
+    await until_blocked(leaving)
+    assert not leaving.done() and store.statistics().used_bytes == 2 * MIB
+    quiet.set_result(None)
+    await leaving
+    assert store.statistics().used_bytes == MIB
