@@ -57,6 +57,8 @@ class Admission:
         if digest is not None and digest == self._book.known_digest(draft.entry_id):
             return
         entry = self._book.admit(draft)
+        if digest is not None:
+            self._book.resume(entry, digest)
         try:
             while not await self._attempt(entry, source):
                 pass

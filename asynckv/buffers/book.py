@@ -67,6 +67,17 @@ class EntryBook:
         self.entries[entry.entry_id] = entry
         return entry
 
+    def resume(self, entry: StoredEntry, digest: bytes) -> None:
+        """Let a new entry go on where an insert of the same contents broke off."""
+        stone = self._tombstones.find(entry.entry_id, _now())
+        if stone is None or not stone.attempts or stone.digest != digest:
+            return
+        entry.attempts, entry.failures = stone.attempts, stone.failures
+        entry.acknowledged_tokens.extend(stone.tokens)
+        entry.deliveries_left = max(1, entry.deliveries_left - len(stone.tokens))
+        if entry.consumers is not None:
+            entry.consumers.update(stone.consumers)
+
     def known_digest(self, entry_id: str) -> bytes | None:
         """Return the digest of a committed or acknowledged entry of that id."""
         entry = self.entries.get(entry_id)
@@ -142,6 +153,7 @@ class EntryBook:
     def wait_again(self, entry: StoredEntry) -> None:
         """A direct delivery ended but the entry stays: back to its old place."""
         self.outside_bytes -= entry.nbytes
+        entry.delivered_digest = entry.digest()
         entry.drop_regions()
         entry.begin_again()
         entry.state = EntryState.WAITING
@@ -177,7 +189,8 @@ class EntryBook:
             self.outside_bytes -= entry.nbytes
         entry.drop_regions()
         del self.entries[entry.entry_id]
-        if entry.complete or entry.draft.streaming or reason != "producer":
+        was_seen = entry.complete or entry.draft.streaming or entry.delivered_digest
+        if was_seen or reason != "producer":
             self._bury(entry)  # others leave without a trace
         if entry.gone:
             _tell_gone(entry)
@@ -188,9 +201,16 @@ class EntryBook:
         self._expiry.stop()
 
     def _bury(self, entry: StoredEntry) -> None:
-        digest = entry.digest() if entry.complete else b""
-        tokens = tuple(entry.acknowledged_tokens)
-        stone = Tombstone(entry.left_by, digest, tokens, _now())
+        broke_off = entry.left_by == "producer" and not entry.draft.streaming
+        stone = Tombstone(
+            entry.left_by,
+            entry.digest() if entry.complete else entry.delivered_digest,
+            tuple(entry.acknowledged_tokens),
+            _now(),
+            entry.attempts if broke_off else 0,
+            entry.failures,
+            frozenset(entry.consumers or ()),
+        )
         self._tombstones.bury(entry.entry_id, stone)
 
     def _expire_id(self, entry_id: str) -> None:

@@ -68,6 +68,7 @@ class StoredEntry:
         "attempts",
         "complete",
         "consumers",
+        "delivered_digest",
         "deliveries_left",
         "draft",
         "entry_id",
@@ -110,6 +111,8 @@ class StoredEntry:
         self.consumers: set[str] | None = set() if draft.deliveries > 1 else None
         """Who holds it or has acknowledged it, if that is more than one."""
         self.deliveries_left = draft.deliveries
+        self.delivered_digest = b""
+        """Of what consumers had whole while it had no room; its bytes are gone."""
         self.attempts = 0
         self.failures = 0
         self.expires_at: float | None = None

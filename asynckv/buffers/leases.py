@@ -122,7 +122,7 @@ class Leases:
         if entry.deliveries_left == 0:
             self._book.leave(entry, "")
         else:
-            self._go_on(entry, left_by="")
+            self._go_on(entry)
 
     def give_back(self, lease: Lease, *, reached: bool) -> None:
         """End a delivery without an acknowledgement; a stale one is ignored.
@@ -139,7 +139,7 @@ class Leases:
         self._counters.given_back += 1
         entry.failures += reached
         if entry.failures < self._max_deliver:
-            self._go_on(entry, left_by="producer")
+            self._go_on(entry)
             return
         self._counters.undeliverable += 1
         logger.warning(
@@ -223,14 +223,11 @@ class Leases:
         if lease.charged_bytes:
             lease.uncharge()
 
-    def _go_on(self, entry: StoredEntry, *, left_by: str) -> None:
-        """A delivery ended and others are left.
-
-        ``left_by`` says why the entry leaves if it is nobody's any more.
-        """
+    def _go_on(self, entry: StoredEntry) -> None:
+        """A delivery ended and others are left."""
         if entry.owner_gone:
             if not entry.leases:
-                self._book.leave(entry, "closed" if self.is_closed else left_by)
+                self._book.leave(entry, "closed" if self.is_closed else "producer")
         elif entry.state is EntryState.DIRECT:
             if entry.complete:
                 self._book.wait_again(entry)

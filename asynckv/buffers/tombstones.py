@@ -15,13 +15,17 @@ MAX_AGE_S = 600.0
 class Tombstone(msgspec.Struct, frozen=True, gc=False):
     """How an entry left. ``reason`` is empty if by its last acknowledgement.
 
-    ``tokens`` are those of the deliveries that counted.
+    ``tokens`` are those of the deliveries that counted. ``attempts`` is not 0 if
+    its insert broke off when it had been delivered: sent again it goes on there.
     """
 
     reason: str
     digest: bytes
     tokens: tuple[bytes, ...]
     left_at: float
+    attempts: int = 0
+    failures: int = 0
+    consumers: frozenset[str] = frozenset()
 
 
 class Tombstones:

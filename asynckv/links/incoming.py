@@ -128,10 +128,12 @@ class Incoming:
                     if not outgoing.make_room():
                         break
         except ProtocolError as exc:
+            self._session.keep_ending()
             ending.refuse(exc)
         except Exception as exc:
             # A fault of ours: whoever waits on this link learns of it by its end.
             logger.exception("a request handler of the link to %s", self._link.peer.id)
+            self._session.keep_ending()
             ending.at_once(exc)
         outgoing.end_handling()
 

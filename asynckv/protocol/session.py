@@ -71,6 +71,8 @@ class Session(Generic[T]):
         self._skipped: set[int] = set()
         self._streams: dict[int, T | _Over] = {}
         self._lost: dict[int, T | _Over] = {}
+        # Whose last frame is being heard.
+        self._ending: tuple[int, T] | None = None
         self._pipes: set[int] = set()
         self.opened_count = 0
         self.cancelled_count = 0
@@ -87,6 +89,12 @@ class Session(Generic[T]):
         """End all streams on this side; nothing is sent on them any more."""
         self._lost = dict(self._streams)
         self._streams.clear()
+
+    def keep_ending(self) -> None:
+        """The last frame of a stream was not taken: let its owner hear of the end."""
+        if self._ending is not None:
+            stream, owner = self._ending
+            self._streams[stream] = owner
 
     def take_lost(self) -> Iterator[T]:
         """Yield who was attached at the end and has not closed its stream since."""
@@ -142,6 +150,8 @@ class Session(Generic[T]):
         """Forget the owner of ``stream``; later frames for it are ignored."""
         if stream not in self._streams:
             self._lost.pop(stream, None)
+            if self._ending is not None and self._ending[0] == stream:
+                self._ending = None
         elif stream & 1 == self._parity and stream not in self._pipes:
             self._streams[stream] = _FORGOTTEN
         else:
@@ -179,6 +189,7 @@ class Session(Generic[T]):
             event = self._judge(stream, role, frame, body)
             if event is not None:
                 yield event
+                self._ending = None
             if self._ended:
                 return
 
@@ -198,6 +209,8 @@ class Session(Generic[T]):
         if role is not _GOES_ON:
             self._check_side(stream, role, frame)
             self._finish(stream, frame)
+            if owner is not _FORGOTTEN and stream not in self._streams:
+                self._ending = (stream, owner)
         return None if owner is _FORGOTTEN else Came(owner, frame, body)
 
     def _check_was_open(self, stream: int, frame: Frame) -> None:

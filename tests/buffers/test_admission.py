@@ -39,16 +39,19 @@ class Bench:
         await self.may_fill.wait()
         landed(0, b"d")
 
-    async def insert(self, name: str, nbytes: int = 80, **draft: Any) -> None:
-        await self.admission.insert(draft_of(name, nbytes=nbytes, **draft), self)
+    async def insert(
+        self, name: str, nbytes: int = 80, digest: bytes | None = None, **draft: Any
+    ) -> None:
+        drawn = draft_of(name, nbytes=nbytes, **draft)
+        await self.admission.insert(drawn, self, digest)
 
     async def started(self, name: str, **draft: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(self.insert(name, **draft))
         await until_blocked(task)
         return task
 
-    def select(self) -> RecordingHolder:
-        holder = RecordingHolder()
+    def select(self, consumer: str = "consumer") -> RecordingHolder:
+        holder = RecordingHolder(consumer)
         self.ledger.leases.select(ONE, holder, None)
         return holder
 
@@ -115,6 +118,69 @@ async def test_cancelled_with_a_consumer_it_is_that_consumers_alone() -> None:
     await asyncio.wait({insert})
     bench.ledger.leases.acknowledge(holder.held())
     assert bench.ledger.book.outside_bytes == 0
+
+
+async def broken_off(bench: Bench, *, counts: bool) -> bytes:
+    """Let an insert for two break off after its first delivery; return its digest."""
+    await bench.insert("full", tokens=(9,))
+    insert = await bench.started("a", deliveries=2)
+    holder = bench.select("one")
+    await until_blocked(insert)
+    lease, digest = holder.held(), holder.held().entry.digest()
+    if counts:
+        bench.ledger.leases.acknowledge(lease)
+    else:
+        bench.ledger.leases.give_back(lease, reached=True)
+    insert.cancel()
+    await asyncio.wait({insert})
+    return digest
+
+
+async def test_sent_again_an_insert_goes_on_after_what_was_delivered() -> None:
+    bench = Bench()
+    digest = await broken_off(bench, counts=True)
+    again = await bench.started("a", deliveries=2, digest=digest)
+    assert bench.select("one").entry_id is None
+    holder = bench.select("two")
+    await until_blocked(again)
+    assert holder.held().attempt == 2
+    bench.ledger.leases.acknowledge(holder.held())
+    await again
+    assert "a" not in bench.ledger.book.entries
+
+
+async def test_sent_again_its_failures_still_count() -> None:
+    bench = Bench()
+    digest = await broken_off(bench, counts=False)
+    again = await bench.started("a", deliveries=2, digest=digest)
+    lease = bench.select("one").held()
+    assert (lease.attempt, lease.entry.failures) == (2, 1)
+    again.cancel()
+
+
+async def test_other_contents_under_its_id_begin_anew() -> None:
+    bench = Bench()
+    await broken_off(bench, counts=True)
+    again = await bench.started("a", deliveries=2, digest=b"other")
+    assert bench.select("one").held().attempt == 1
+    again.cancel()
+
+
+async def test_what_its_consumer_has_alone_does_not_stand_for_other_deliveries() -> (
+    None
+):
+    bench = Bench()
+    await bench.insert("full", tokens=(9,))
+    insert = await bench.started("a", deliveries=2)
+    holder = bench.select("one")
+    await until_blocked(insert)
+    insert.cancel()
+    await asyncio.wait({insert})
+    digest = holder.held().entry.digest()
+    bench.ledger.leases.acknowledge(holder.held())
+    again = await bench.started("a", deliveries=2, digest=digest)
+    assert bench.select("two").held().attempt == 2
+    again.cancel()
 
 
 async def test_an_insert_that_was_withdrawn_says_so() -> None:

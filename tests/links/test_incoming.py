@@ -66,6 +66,22 @@ async def test_a_fault_of_a_handler_is_logged_and_aborts_the_link(
     assert "on purpose" in caplog.text
 
 
+class _Strict(Hearer):
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        raise RemoteProtocolError("not like that")
+
+
+@pytest.mark.parametrize("kind", [_Faulty, _Strict])
+async def test_who_is_broken_by_its_own_last_frame_is_told_of_the_end(
+    kind: type[Hearer],
+) -> None:
+    hearer = kind()
+    async with linked() as pair:  # which answers by one last frame
+        pair.near.open_stream(hearer, ASK)
+        assert isinstance(await hearer.loss(), PeerLost)
+    assert len(hearer.losses) == 1
+
+
 async def test_a_fault_of_the_service_aborts_the_link() -> None:
     def answer(*_: object) -> None:
         raise ZeroDivisionError("on purpose")

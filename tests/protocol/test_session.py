@@ -124,6 +124,29 @@ def test_who_closes_its_stream_after_the_end_hears_nothing_of_it() -> None:
     assert list(a.take_lost()) == ["second"]
 
 
+def test_who_cannot_take_the_last_frame_hears_of_the_end() -> None:
+    a = near()
+    hearing = a.receive(encode_frame(ask(a, "first"), Accepted())[0])
+    next(hearing)
+    a.keep_ending()
+    a.end_streams()
+    assert list(a.take_lost()) == ["first"]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_who_took_the_last_frame_hears_no_more(closes: bool) -> None:
+    a = near()
+    stream = ask(a, "first")
+    hearing = a.receive(encode_frame(stream, Accepted())[0])
+    next(hearing)
+    if closes:
+        a.close(stream)
+    else:
+        assert list(hearing) == []
+    a.keep_ending()
+    assert owners(a) == []
+
+
 def test_a_forgotten_owner_hears_nothing_of_the_end() -> None:
     a = near()
     a.close(ask(a))

@@ -61,10 +61,21 @@ def _check(data: bytes) -> None:
     logger = logging.getLogger("asynckv")
     logger.addHandler(faults)
     try:
-        asyncio.run(_meet(data, faults))
+        asyncio.run(_meet_in_time(data, faults))
     finally:
         logger.removeHandler(faults)
     expect(not faults.told, "a fault of ours", *faults.told)
+
+
+async def _meet_in_time(data: bytes, faults: _Faults) -> None:
+    meeting = asyncio.create_task(_meet(data, faults))
+    _, hanging = await asyncio.wait({meeting}, timeout=3 * END_S)
+    where = [_where(task) for task in asyncio.all_tasks() if hanging]
+    meeting.cancel()
+    await asyncio.wait({meeting}, timeout=END_S)
+    expect(not hanging, "something does not end", *where)
+    meeting.result()
+    await _nothing_is_left()
 
 
 async def _meet(data: bytes, faults: _Faults) -> None:
@@ -89,7 +100,6 @@ async def _meet(data: bytes, faults: _Faults) -> None:
             _, hanging = await asyncio.wait(tasks, timeout=END_S)
             where = map(_where, hanging)
             expect(not hanging, "hangs on a link that is over", *where)
-    await _nothing_is_left()
 
 
 async def _settled(request: Awaitable[Any]) -> None:

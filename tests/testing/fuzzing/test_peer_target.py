@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -11,6 +14,7 @@ import pytest
 from asynckv.buffers import selecting
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.buffers.serve_select import ServedSelect
+from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Frame, Get, Result, Select
 from asynckv.protocol.header import TYPE_CONTROL
 from asynckv.testing.fuzzing import peer_target
@@ -18,7 +22,7 @@ from asynckv.testing.fuzzing.corpus import Corpus
 from asynckv.testing.fuzzing.mutations import Item, join
 from asynckv.testing.fuzzing.oracle import Finding
 from asynckv.testing.fuzzing.peer_target import PEER
-from asynckv.testing.fuzzing.sides import SIDES
+from asynckv.testing.fuzzing.sides import SIDES, Side
 
 NAMES = [side.name for side in SIDES]
 
@@ -60,6 +64,19 @@ def test_a_request_that_waits_for_ever_is_found(
     monkeypatch.setattr(selecting, "fail_by", lambda *_: None)
     with pytest.raises(Finding, match="hangs on a link that is over"):
         PEER.check(said_to("asking", (1, Result(1))))
+
+
+@asynccontextmanager
+async def never_closed(link: Link) -> AsyncIterator[tuple[()]]:
+    yield ()
+    await asyncio.get_running_loop().create_future()
+
+
+def test_a_side_that_cannot_be_closed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_target, "END_S", 0.05)
+    monkeypatch.setattr(peer_target, "SIDES", [Side("stuck", True, never_closed)])
+    with pytest.raises(Finding, match="something does not end: .*_meet"):
+        PEER.check(b"")
 
 
 def test_what_stays_of_a_peer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def a_give_back_forgets(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leases, "_go_on", lambda self, entry, *, left_by: None)
+    patch.setattr(Leases, "_go_on", lambda self, entry: None)
 
 
 def an_acknowledgement_leaves_the_entry(patch: pytest.MonkeyPatch) -> None:
