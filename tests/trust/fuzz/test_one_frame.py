@@ -1,0 +1,42 @@
+"""Every frame there is, after every other that opens or offers, to every side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from asynckv.testing.fuzzing.corpus import OPENING, Corpus
+from asynckv.testing.fuzzing.mutations import Item, join
+from asynckv.testing.fuzzing.peer_target import PEER
+from asynckv.testing.fuzzing.sides import SIDES
+
+pytestmark = [pytest.mark.trust, pytest.mark.timeout(900)]
+
+NUMBERS = {side.name: number for number, side in enumerate(SIDES)}
+OFFERING = ("Offer", "Grant", "Push", "Noted")
+STREAMS = {"asking": range(1, 21, 2), "dialled": (1,), "following": (1,)}
+
+
+def frames() -> dict[str, Item]:
+    """One sample of each frame."""
+    samples: dict[str, Item] = {}
+    for kind, item in Corpus(1).frames:
+        samples.setdefault(kind, item)
+    return samples
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+def test_no_frame_after_any_other_breaks_a_promise(
+    name: str, figures: Callable[[str], None]
+) -> None:
+    samples, count = frames(), 0
+    before = OPENING if name in ("serving", "listening") else OFFERING
+    for stream in STREAMS.get(name, (1,)):
+        for first in sorted(before):
+            for last in samples.values():
+                said = [samples[first]._replace(stream=stream)]
+                said.append(last._replace(stream=stream))
+                PEER.check(bytes((NUMBERS[name],)) + join(said))
+                count += 1
+    figures(f"{count:,} meetings")
