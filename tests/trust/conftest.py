@@ -15,6 +15,7 @@ class Scale:
     """Numbers of a run: those of ``nox -s trust``, or of ``nox -s chaos``."""
 
     fuzz_inputs: int
+    one_meeting_in: int
     simulation_seeds: int
     kills_each_scheme: int
     frozen_cases: int
@@ -27,6 +28,7 @@ class Scale:
 _SCALES = {
     "trust": Scale(
         fuzz_inputs=2_000_000,
+        one_meeting_in=8,
         simulation_seeds=100,
         kills_each_scheme=67,
         frozen_cases=20,
@@ -37,6 +39,7 @@ _SCALES = {
     ),
     "chaos": Scale(
         fuzz_inputs=20_000_000,
+        one_meeting_in=1,
         simulation_seeds=3_000,
         kills_each_scheme=500,
         frozen_cases=100,
