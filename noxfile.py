@@ -13,6 +13,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
 ROOT = Path(__file__).parent
+A_PROCESS_A_CORE = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
 
 
@@ -39,9 +40,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Test the installed package. Arguments after ``--`` go to pytest."""
+    """Test the installed package, a process a core. Arguments go to pytest."""
     install(session, ".[test]")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *A_PROCESS_A_CORE, *session.posargs)
 
 
 @nox.session

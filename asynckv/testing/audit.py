@@ -1,6 +1,7 @@
 """A pytest plugin that fails a run in which asynckv turned data into code.
 
-``pytest -p asynckv.testing.audit``. It watches the interpreter's own audit events.
+``pytest -p asynckv.testing.audit``, with pytest-xdist or without. It watches the
+interpreter's own audit events.
 Counted is each class that a pickle names, each code object that is unmarshalled
 and each shell command, if asynckv is anywhere in the stack, also where others do it
 for asynckv; and what asynckv itself compiles or runs. Importing does not count.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -22,6 +23,7 @@ _BY_ANYBODY: Final = frozenset(
 )
 _BY_OURSELVES: Final = frozenset(("compile", "exec"))
 _PACKAGE: Final = str(Path(__file__).resolve().parents[1]) + "/"
+_FOUND: Final = "asynckv.testing.audit"
 _IMPORTING: Final = "<frozen importlib._bootstrap>"
 
 
@@ -70,9 +72,18 @@ class Audit:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail the run if there was anything."""
+        """Fail the run if there was anything; a worker of pytest-xdist tells it."""
         if self.found:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput[_FOUND] = self.found
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Hear what a worker of pytest-xdist has found."""
+        told = getattr(node, "workeroutput", {}).get(_FOUND, {})
+        for where, count in told.items():
+            self.found[where] = self.found.get(where, 0) + count
 
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter

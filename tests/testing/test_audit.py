@@ -85,9 +85,10 @@ def test_nothing_is_heard_after_the_end(audit: Audit) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("argument", ["'1'", "1"])
 def test_a_run_in_which_data_became_code_fails(
-    pytester: pytest.Pytester, argument: str
+    pytester: pytest.Pytester, argument: str, workers: str
 ) -> None:
     path = str(Path(asynckv.__file__).parent / "made_up.py")
     pytester.makepyfile(
@@ -100,7 +101,7 @@ def test_a_run_in_which_data_became_code_fails(
             assert names["call"]({argument}) == 1
         """
     )
-    result = pytester.runpytest_subprocess("-p", "asynckv.testing.audit")
+    result = pytester.runpytest_subprocess("-p", "asynckv.testing.audit", "-n", workers)
     result.assert_outcomes(passed=1)
     assert result.ret == (argument == "'1'")
     if result.ret:
