@@ -103,6 +103,21 @@ async def test_who_holds_too_long_loses_the_entry(
     assert caplog.records[0].levelno == logging.WARNING
 
 
+async def test_a_delivery_that_takes_too_long_goes_to_another_and_waits_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = SteppedLedger(max_hold_s=0.001)
+    bench.insert("a")
+    slow, waiter = bench.select(consumer="slow")
+    quick, _ = bench.select(consumer="quick")
+    await until(lambda: quick.entry_id == "a")
+    assert slow.heard == ["leased a", "retracted"]
+    assert waiter.is_waiting and bench.leases.waiting_count == 1
+    bench.leases.acknowledge(quick.held())
+    bench.insert("b")
+    assert slow.entry_id == "b"
+
+
 async def test_tokens_of_deliveries_are_never_the_same() -> None:
     bench = SteppedLedger()
     bench.insert("a", deliveries=200)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -131,6 +132,23 @@ async def test_a_put_that_nobody_needs_any_more_sends_nothing() -> None:
         pair.service.asked[0][0].send(Accepted())
         await put
         assert len(pair.service.hearers[0].frames) == 1
+
+
+async def test_a_put_that_nobody_needs_when_it_may_be_sent_sends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        waiting: list[Callable[[], None]] = []
+        monkeypatch.setattr(type(pair.near), "outgoing_bytes", 5 * MIB)
+        monkeypatch.setattr(pair.near, "call_when_drained", waiting.append)
+        put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
+        await until(lambda: bool(waiting and pair.service.asked))
+        pair.service.asked[0][0].send(Accepted())
+        await until_blocked()
+        monkeypatch.undo()
+        waiting[0]()
+        await put
+        assert not pair.service.hearers[0].frames
 
 
 async def test_a_put_that_a_lane_could_not_send_fails(

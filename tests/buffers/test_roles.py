@@ -97,5 +97,19 @@ async def test_closing_closes_both(
         await others.drop_select()
 
 
+@pytest.mark.parametrize("inserts", [True, False])
+@pytest.mark.parametrize("close", ["aclose", "abort"])
+async def test_closing_closes_the_only_buffer(
+    own: LookupBuffer, close: str, *, inserts: bool
+) -> None:
+    lookup = LookupByRole(own, None) if inserts else LookupByRole(None, own)
+    if close == "aclose":
+        await lookup.aclose()
+    else:
+        lookup.abort()
+    with pytest.raises(BufferClosed):
+        await own.insert([1], None, KEY, None, None)
+
+
 async def test_statistics_are_those_of_the_only_buffer(others: LookupBuffer) -> None:
     assert LookupByRole(None, others).statistics() == others.statistics()

@@ -180,6 +180,29 @@ async def test_an_offer_retracted_while_lent_memory_falls_quiet_is_not_charged(
     assert budget.used_bytes == 0
 
 
+async def test_an_entry_may_be_complete_before_there_is_room_for_it() -> None:
+    budget = ReceiveBudget(MIB)
+    await budget.reserve(10)
+    async with linked("mem://", lambda *_: None) as pair:
+        selecting = selecting_on(pair, budget)
+        delivered = asyncio.create_task(selecting.delivered())
+        await until(lambda: bool(pair.service.asked))
+        stream, data = pair.service.asked[0][0], memoryview(bytearray(MIB))
+        records = [TensorRecord("key", TensorSpec((MIB,), "uint8"))]
+        body = pack(records, None, None, [])
+        stream.send(Offer(2, inline=False, token=b"t", complete=False), body)
+        stream.send(Complete(2))
+        await until(lambda: selecting.delivery is not None)
+        await until_blocked(delivered)
+        budget.release(10)
+        assert await frames_of(pair, 1) == [Grant(2)]
+        pair.far.payload.send(
+            2, 0, data, lambda digest, error: stream.send(Done(2, 0, digest))
+        )
+        assert (await delivered).is_whole
+        selecting.cancel()
+
+
 async def test_what_belongs_to_no_standing_offer_is_ignored() -> None:
     budget = ReceiveBudget(MIB)
     async with linked("mem://", lambda *_: None) as pair:

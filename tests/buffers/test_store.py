@@ -215,6 +215,41 @@ async def test_a_value_is_a_tensor(store: StoreBuffer) -> None:
         await store.put("a", b"abc")  # type: ignore[arg-type]
 
 
+async def test_putting_nothing_deletes(store: StoreBuffer) -> None:
+    await store.put("a", value_of(1))
+    await store.put("a", None)
+    await store.put("a", None)
+    assert await store.get("a") is None
+    assert (store.statistics().deletes, store.statistics().used_bytes) == (1, 0)
+
+
+async def test_a_value_is_read_into_the_callers_memory(store: StoreBuffer) -> None:
+    await store.put("a", value_of(1))
+    into = value_of(0)
+    assert await store.get("a", into) is into
+    assert torch.equal(into, value_of(1))
+
+
+async def test_memory_that_nothing_can_land_in_is_refused_also_on_a_miss(
+    store: StoreBuffer,
+) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        await store.get("nothing", value_of(0)[::2])
+
+
+async def test_a_closed_buffer_says_so(store: StoreBuffer) -> None:
+    await store.aclose()
+    for call in (
+        store.put("a", value_of(1, 8)),
+        store.put("a", None),
+        store.get("a"),
+        store.delete("a"),
+        store.contains(["a"]),
+    ):
+        with pytest.raises(BufferClosed):
+            await call
+
+
 async def test_it_may_be_closed_twice(store: StoreBuffer) -> None:
     await store.aclose()
     await store.aclose()

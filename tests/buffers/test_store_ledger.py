@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import settings
@@ -14,7 +14,7 @@ from asynckv.buffers.store_ledger import (
     StoreName,
 )
 from asynckv.errors import BufferClosed
-from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.arena import HeapArena, Region
 from asynckv.types import KVFingerprint, TensorSpec
 
 _MAX_BYTES = 100
@@ -77,6 +77,24 @@ def test_what_is_read_is_never_dropped() -> None:
     pin(ledger, "a")
     assert ledger.reserve(name_of("c"), TensorSpec((50,), "uint8")) is None
     assert keys_in(ledger) == "ab", "nothing is dropped in vain"
+
+
+class ArenaInPieces(HeapArena):
+    """One that has free bytes, but not in one piece, while anything is charged."""
+
+    def allocate(self, sizes: Sequence[int]) -> list[Region] | None:
+        return None if self.used_bytes else super().allocate(sizes)
+
+
+def test_nothing_is_reserved_where_free_bytes_are_not_in_one_piece() -> None:
+    arena = ArenaInPieces(_MAX_BYTES)
+    ledger = StoreLedger(arena, lambda: None)
+    store(ledger, "a", 60)
+    pinned = pin(ledger, "a")
+    assert ledger.reserve(name_of("b"), TensorSpec((40,), "uint8")) is None
+    ledger.release(pinned)
+    store(ledger, "b", 40)
+    assert keys_in(ledger) == "b"
 
 
 def test_the_replaced_value_is_dropped_last() -> None:

@@ -25,6 +25,7 @@ from asynckv.protocol.handshake import Terms, encode_hello, hello_from
 from asynckv.protocol.header import HEADER_BYTES, TYPE_CONTROL, checksum_of, pack_header
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.assurance import Assurance
+from asynckv.security.names import CertifiedNames
 from asynckv.security.shared_secret import Secret
 from asynckv.types import KVFingerprint
 
@@ -373,6 +374,23 @@ def test_a_lane_that_is_refused_or_answered_wrongly_says_so() -> None:
         near.outcome().check_attached(0, to_refuse(AuthError("no")))
     with pytest.raises(ProtocolError, match="Ping in answer to an Attach"):
         near.outcome().check_attached(0, Ping(1))
+
+
+def test_each_side_is_called_what_its_certificate_proves() -> None:
+    near_names, far_names = CertifiedNames(("worker-1",)), CertifiedNames(("far",))
+    near = dialling(assurance=Assurance(names=far_names))
+    far = listening(OURS, assurance=Assurance(names=near_names))
+    greet(near, far)
+    assert near.outcome().agreement.peer == PeerIdentity("far", "1")
+    assert far.agreement is not None
+    assert far.agreement.peer == PeerIdentity("near@worker-1", "1")
+
+
+def test_a_name_that_a_certificate_does_not_prove_is_refused() -> None:
+    names = Assurance(names=CertifiedNames(("worker-1",)))
+    with pytest.raises(AuthError, match="not in its certificate"):
+        near = dialling(None, terms=terms("near@worker-2"))
+        listening(assurance=names).receive(near.hello)
 
 
 def test_there_is_no_outcome_before_the_end() -> None:

@@ -320,6 +320,18 @@ def test_what_is_too_long_opens_nothing() -> None:
     assert ask(a) == 1
 
 
+def test_a_link_ends_when_it_has_used_up_its_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asynckv.protocol.session._MAX_STREAM", 4)
+    a = near()
+    assert [ask(a), ask(a)] == [1, 3]
+    said = a.outbox.nbytes
+    with pytest.raises(LocalProtocolError, match="reconnect"):
+        ask(a)
+    assert a.outbox.nbytes == said
+
+
 def _recording() -> bytes:
     frames: list[tuple[int, Frame, bytes]] = [
         (1, Select(has_key=True), bytes(64)),
