@@ -8,22 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Sequence,
+)
+from types import CodeType
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import anyio
 
-__all__ = ("CancelMode", "Outcome", "SweepCounts", "sweep_cancellation")
+from asynckv.testing.suspended import frames_of, where
+
+__all__ = ("CancelMode", "Outcome", "Round", "SweepCounts", "sweep_cancellation")
 
 _T = TypeVar("_T")
 _GRACE_S: Final = 1.0
 
-CancelMode: TypeAlias = Literal["task", "scope", "completion"]
+CancelMode: TypeAlias = Literal["task", "scope", "timeout", "again", "completion"]
 """How a round is cancelled.
 
 ``"task"``: by ``task.cancel()``. ``"scope"``: by an :class:`anyio.CancelScope`
-that expires, which cancels every further ``await`` too. ``"completion"``: by
+that expires, which cancels every further ``await`` too. ``"timeout"``: by an
+:func:`asyncio.timeout` that expires, on the next tick. ``"again"``: by
+``task.cancel()``, and once more at each further suspension. ``"completion"``: by
 ``task.cancel()`` in the tick in which what it waits for is done, before it has
 woken up.
 """
@@ -79,7 +91,7 @@ async def sweep_cancellation(
     counts = SweepCounts()
     for mode in modes:
         for k in range(0 if mode == "task" else 1, max_suspensions + 1):
-            round_ = _Round(mode, k, round_timeout_s)
+            round_ = Round(mode, k, timeout_s=round_timeout_s)
             try:
                 outcome = await round_.run(factory, check, before)
             except BaseException as exc:
@@ -104,41 +116,58 @@ def _counted(
     )
 
 
-class _Round:
-    """One fresh coroutine, cancelled at suspension ``k``."""
+class Round:
+    """One fresh coroutine, cancelled at suspension ``k``, or ``ticks`` later.
 
-    def __init__(self, mode: CancelMode, k: int, timeout_s: float) -> None:
-        self._mode = mode
-        self._k = k
-        self._timeout_s = timeout_s
+    ``has_fired`` tells that it was cancelled, ``suspensions`` how often it has
+    suspended, and ``places`` the code it was in when it was cancelled.
+    """
+
+    def __init__(
+        self, mode: CancelMode, k: int, *, ticks: int = 0, timeout_s: float = 10.0
+    ) -> None:
+        self.mode: CancelMode = mode
+        self.k = k
+        self.ticks = ticks
         self.has_fired = False
+        self.suspensions = 0
+        self.places: tuple[CodeType, ...] = ()
+        self._timeout_s = timeout_s
+        self._is_over = False
 
     def __str__(self) -> str:
         verb = "cancelled" if self.has_fired else "to be cancelled"
-        return f"{verb} by {self._mode!r} at suspension {self._k}"
+        late = f" and {self.ticks} ticks" if self.ticks else ""
+        return f"{verb} by {self.mode!r} at suspension {self.k}{late}"
 
     async def run(
         self,
         factory: Callable[[], Coroutine[Any, Any, _T]],
         check: Callable[[int, CancelMode, Outcome[_T]], Awaitable[object]],
-        before: Callable[[], Awaitable[object]] | None,
+        before: Callable[[], Awaitable[object]] | None = None,
     ) -> Outcome[_T]:
+        """Do one round as :func:`sweep_cancellation` does them.
+
+        :raises TimeoutError: a step took longer than ``timeout_s``
+        """
         if before is not None:
             async with self._limit("before()"):
                 await before()
         outcome = await self._operate(factory())
         async with self._limit("check()"):
-            await check(self._k, self._mode, outcome)
+            await check(self.k, self.mode, outcome)
         return outcome
 
     async def _operate(self, coroutine: Coroutine[Any, Any, _T]) -> Outcome[_T]:
         """Run the coroutine in a task, cancel it at ``k``, and wait for its end."""
-        run = self._in_scope if self._mode == "scope" else self._in_task
-        task = asyncio.create_task(run(coroutine), name=f"round {self._k}")
+        run = {"scope": self._in_scope, "timeout": self._in_timeout}.get(
+            self.mode, self._in_task
+        )
+        task = asyncio.create_task(run(coroutine), name=f"round {self.k}")
         try:
             await asyncio.wait({task}, timeout=self._timeout_s)
             if not task.done():
-                raise TimeoutError(f"still waits in {_where(coroutine)}: {self}")
+                raise TimeoutError(f"still waits in {where(coroutine)}: {self}")
         finally:
             if not task.done():
                 task.cancel()
@@ -167,22 +196,49 @@ class _Round:
             return Outcome(cancelled=False, value=value)
         return Outcome(cancelled=True)
 
+    async def _in_timeout(self, coroutine: Coroutine[Any, Any, _T]) -> Outcome[_T]:
+        loop = asyncio.get_running_loop()
+        timeout = asyncio.timeout(None)
+        try:
+            async with timeout:
+                value = await _Driven(
+                    coroutine, self, lambda: timeout.reschedule(loop.time())
+                )
+                return Outcome(cancelled=False, value=value)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+        return Outcome(cancelled=True)
+
     def before_start(self) -> BaseException | None:
         """Return what the event loop throws into a task cancelled before it starts."""
-        self.has_fired = self._k == 0
+        self.has_fired = self.k == 0
         return asyncio.CancelledError() if self.has_fired else None
 
+    def over(self) -> None:
+        """The coroutine has ended: it is too late to cancel it."""
+        self._is_over = True
+
     def at_suspension(
-        self, count: int, awaited: object, cancel: Callable[[], object]
+        self, coroutine: object, awaited: object, cancel: Callable[[], object]
     ) -> None:
         """Cancel now, or when what is awaited is done, if this is suspension ``k``."""
-        if count != self._k:
+        self.suspensions += 1
+        if self.mode == "again" and self.has_fired:
+            cancel()
+        if self.suspensions != self.k:
             return
-        self.has_fired = True
-        if self._mode == "completion" and isinstance(awaited, asyncio.Future):
+        fire = functools.partial(self._fire, coroutine, cancel)
+        if self.mode == "completion" and isinstance(awaited, asyncio.Future):
             # First of its callbacks: the task itself has not added its own yet.
-            awaited.add_done_callback(lambda _: cancel())
+            awaited.add_done_callback(lambda _: fire())
         else:
+            _after(self.ticks, fire)
+
+    def _fire(self, coroutine: object, cancel: Callable[[], object]) -> None:
+        if not self._is_over:
+            self.has_fired = True
+            self.places = tuple(frame.f_code for frame in frames_of(coroutine))
             cancel()
 
     def _limit(self, what: str) -> _Limit:
@@ -215,7 +271,7 @@ class _Driven(Generic[_T]):
     def __init__(
         self,
         coroutine: Coroutine[Any, Any, _T],
-        round_: _Round,
+        round_: Round,
         cancel: Callable[[], object],
     ) -> None:
         self._coroutine = coroutine
@@ -223,7 +279,6 @@ class _Driven(Generic[_T]):
         self._cancel = cancel
 
     def __await__(self) -> Generator[Any, Any, _T]:
-        count = 0
         error = self._round.before_start()
         while True:
             try:
@@ -232,10 +287,13 @@ class _Driven(Generic[_T]):
                 else:
                     awaited = self._coroutine.throw(error)
             except StopIteration as stop:
+                self._round.over()
                 value: _T = stop.value
                 return value
-            count += 1
-            self._round.at_suspension(count, awaited, self._cancel)
+            except BaseException:
+                self._round.over()
+                raise
+            self._round.at_suspension(self._coroutine, awaited, self._cancel)
             error = None
             try:
                 yield awaited
@@ -246,13 +304,9 @@ class _Driven(Generic[_T]):
                 error = exc
 
 
-def _where(coroutine: object) -> str:
-    """Name the innermost place where ``coroutine`` is suspended, if it tells."""
-    place = "?"
-    inner: Any = coroutine
-    while inner is not None:
-        frame = getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None)
-        if frame is not None:
-            place = f"{frame.f_code.co_qualname} (line {frame.f_lineno})"
-        inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
-    return place
+def _after(ticks: int, fire: Callable[[], object]) -> None:
+    """Call ``fire`` so many ticks from now, 0 being at once."""
+    if ticks:
+        asyncio.get_running_loop().call_soon(_after, ticks - 1, fire)
+    else:
+        fire()

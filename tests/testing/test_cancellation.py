@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.cancellation import CancelMode, Outcome, Round, sweep_cancellation
 
 pytestmark = pytest.mark.both_loops
 
@@ -213,3 +213,44 @@ async def test_a_cancelled_sweep_scope_is_not_swallowed() -> None:
         scope.cancel()
         await sweep_cancellation(three_suspensions, look_away)
     assert scope.cancelled_caught
+
+
+async def test_a_timeout_cancels_one_tick_later() -> None:
+    modes: list[CancelMode] = ["timeout"]
+    counts = await sweep_cancellation(three_suspensions, look_away, modes=modes)
+    assert (counts.rounds, counts.cancelled, counts.suspensions) == (4, 3, 3)
+
+
+async def test_the_timeout_of_the_operation_is_not_the_sweeps() -> None:
+    async def operation() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        await sweep_cancellation(operation, look_away, modes=["timeout"])
+
+
+async def test_again_cancels_also_while_it_cleans_up() -> None:
+    cancelled: list[int] = []
+
+    async def operation() -> None:
+        for number in range(4):
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                cancelled.append(number)
+
+    await Round("again", 1).run(operation, look_away)
+    assert cancelled == [0, 1, 2, 3]
+
+
+async def test_a_round_may_cancel_some_ticks_later() -> None:
+    round_ = Round("task", 1, ticks=2)
+    assert (await round_.run(three_suspensions, look_away)).cancelled
+    assert (round_.has_fired, round_.suspensions) == (True, 2)
+    assert round_.places[0] is three_suspensions.__code__
+
+
+async def test_a_round_that_is_over_before_its_ticks_is_not_cancelled() -> None:
+    round_ = Round("task", 3, ticks=5)
+    outcome = await round_.run(three_suspensions, look_away)
+    assert (outcome.value, round_.has_fired) == ("done", False)

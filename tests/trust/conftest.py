@@ -23,6 +23,7 @@ class Scale:
     drains: int
     soak_s: float
     waiters: int
+    cancellations: int
 
 
 _SCALES = {
@@ -36,6 +37,7 @@ _SCALES = {
         drains=4,
         soak_s=10,
         waiters=10_000,
+        cancellations=20_000,
     ),
     "chaos": Scale(
         fuzz_inputs=20_000_000,
@@ -47,6 +49,7 @@ _SCALES = {
         drains=100,
         soak_s=1_200,
         waiters=10_000,
+        cancellations=100_000,
     ),
 }
 _figures = pytest.StashKey[list[str]]()

@@ -1,0 +1,60 @@
+"""All scenarios, and a run of them that cancels as often as it is told."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Final
+
+from asynckv.testing.cancellations.entries import LARGE
+from asynckv.testing.cancellations.grounds import Ground
+from asynckv.testing.cancellations.inserting import INSERTING
+from asynckv.testing.cancellations.scenario import Scenario
+from asynckv.testing.cancellations.selecting import SELECTING
+from asynckv.testing.cancellations.sweeper import Sweeper
+
+__all__ = ("SCENARIOS", "run_scenarios", "scenarios_on")
+
+SCENARIOS: Final[tuple[Scenario, ...]] = (*INSERTING, *SELECTING)
+
+_LARGE_EVERY: Final = 3
+"""So many passes have one with large tensors: those cost the most."""
+
+
+def scenarios_on(ground: Ground) -> Iterator[tuple[Scenario, int]]:
+    """Yield each scenario that makes sense there, with each of its sizes."""
+    for scenario in SCENARIOS:
+        if ground.kind in scenario.kinds:
+            for nbytes in scenario.sizes:
+                yield scenario, nbytes
+
+
+async def run_scenarios(
+    ground: Ground, sweeper: Sweeper, *, at_least: int = 0, seed: int = 0
+) -> None:
+    """Sweep each scenario; then again and again, at random, until it is enough.
+
+    :raises BaseException: a promise was broken; the notes name scenario and seed
+    """
+    for scenario, nbytes in scenarios_on(ground):
+        await _run(scenario, nbytes, ground, sweeper, "first pass")
+    for number in itertools.count():
+        if sweeper.cancelled >= at_least:
+            break
+        for scenario, nbytes in scenarios_on(ground):
+            if scenario.is_costly or (nbytes >= LARGE and number % _LARGE_EVERY):
+                continue
+            name = f"{seed} {number}"
+            sweeper.chance = random.Random(f"{name} {scenario.name} {nbytes}")
+            await _run(scenario, nbytes, ground, sweeper, name)
+
+
+async def _run(
+    scenario: Scenario, nbytes: int, ground: Ground, sweeper: Sweeper, name: str
+) -> None:
+    try:
+        await scenario.run(ground, sweeper, nbytes)
+    except BaseException as exc:
+        exc.add_note(f"{name} {scenario.name} {nbytes} on {ground.kind}")
+        raise

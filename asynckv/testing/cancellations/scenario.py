@@ -1,0 +1,32 @@
+"""One thing that is cancelled, and which public coroutines that is about."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+from asynckv.testing.cancellations.entries import LARGE, SMALL
+from asynckv.testing.cancellations.grounds import GROUNDS, Ground, Kind
+from asynckv.testing.cancellations.sweeper import Sweeper
+
+__all__ = ("Scenario",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """``run`` sweeps calls that ``covers`` names, with tensors of each of ``sizes``.
+
+    ``kinds`` are the grounds where it makes sense. What ``is_costly`` is cancelled
+    at each suspension once, and not again at random moments.
+    """
+
+    run: Callable[[Ground, Sweeper, int], Awaitable[None]]
+    covers: tuple[str, ...]
+    kinds: tuple[Kind, ...] = GROUNDS
+    sizes: tuple[int, ...] = (SMALL, LARGE)
+    is_costly: bool = False
+
+    @property
+    def name(self) -> str:
+        """What is to hold, as a name."""
+        return self.run.__name__

@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from asynckv.testing.cancellations.grounds import Ground
+from asynckv.testing.cancellations.scenario import Scenario
+from asynckv.testing.cancellations.sweeper import Sweeper
+
+
+async def a_call(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Does nothing."""
+
+
+def test_a_scenario_is_called_what_it_runs() -> None:
+    assert Scenario(a_call, ()).name == "a_call"
