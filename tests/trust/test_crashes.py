@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,6 @@ def tls(tmp_path: Path) -> TLS:
     return Authority(tmp_path).issue()
 
 
-def files_of(tls: TLS) -> dict[str, str]:
-    return {
-        name: os.fspath(getattr(tls, name)) for name in ("certificate", "key", "ca")
-    }
-
-
 @pytest.mark.parametrize("scheme", ["tcp", "unix", "tls"])
 async def test_nothing_is_lost_or_used_twice_however_many_are_killed(
     scheme: Scheme, scale: Any, figures: Callable[[str], None], tls: TLS
@@ -42,8 +35,7 @@ async def test_nothing_is_lost_or_used_twice_however_many_are_killed(
         new_url(scheme),
         scale.kills_each_scheme,
         seed=len(scheme),
-        serve_options={"tls": tls} if scheme == "tls" else {},
-        connect_options={"tls": files_of(tls)} if scheme == "tls" else {},
+        tls=tls if scheme == "tls" else None,
     )
     figures(
         f"{found.kills} kills, {found.inserted} entries, {found.redelivered} "

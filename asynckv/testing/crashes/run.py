@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
+from asynckv.security.tls import TLS
 from asynckv.testing.blocked import until
 from asynckv.testing.crashes.account import Account, Findings
 from asynckv.testing.crashes.contents import is_right
@@ -26,8 +27,6 @@ _BUFFER_BYTES: Final = 8 * 2**20
 _CALM_PAUSE_S: Final = 1.0
 _QUIET_S: Final = 10.0
 
-_Options = dict[str, Any]
-
 
 async def kill_workers(
     url: str,
@@ -35,8 +34,7 @@ async def kill_workers(
     seed: int = 0,
     *,
     couples: int = 2,
-    serve_options: _Options | None = None,
-    connect_options: _Options | None = None,
+    tls: TLS | None = None,
 ) -> Findings:
     """Let producers and consumers work at a buffer here, and kill them one by one.
 
@@ -47,8 +45,8 @@ async def kill_workers(
     account = Account()
     async with (
         _new_buffer() as buffer,
-        serve(url, lookup=buffer, **(serve_options or {})) as server,
-        _crew_at(server, account, seed, connect_options) as crew,
+        serve(url, lookup=buffer, tls=tls) as server,
+        _crew_at(server, account, seed, tls) as crew,
     ):
         await crew.hire_couples(couples)
         while account.kills < kills:
@@ -113,10 +111,14 @@ def _new_buffer() -> LookupBuffer:
 
 @contextlib.asynccontextmanager
 async def _crew_at(
-    server: Server, account: Account, seed: int, options: _Options | None
+    server: Server, account: Account, seed: int, tls: TLS | None
 ) -> AsyncIterator[Crew]:
+    options: dict[str, Any] = {}
+    if tls is not None:  # orders hold plain values
+        certificate, key, ca = tls.paths
+        options["tls"] = {"certificate": certificate, "key": key, "ca": ca}
     async with open_workshop(account.hear) as workshop:
-        yield Crew(workshop, account, server.url, seed, options or {})
+        yield Crew(workshop, account, server.url, seed, options)
 
 
 async def _judge(buffer: LookupBuffer, account: Account) -> Findings:
