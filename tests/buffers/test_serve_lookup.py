@@ -20,6 +20,7 @@ from asynckv.protocol.frames import (
     Settle,
     Taken,
 )
+from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.pairs import Peers
@@ -136,6 +137,30 @@ async def test_who_waits_for_an_entrys_end_and_is_lost_is_forgotten(
         await until(lambda: not local.ledger.book.entries["it"].gone)
         with pytest.raises(PeerLost):
             await taken
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_leaving_in_a_hurry_waits_for_threads_that_touch_the_memory_of_an_insert(
+    local: LookupBuffer, monkeypatch: pytest.MonkeyPatch, *, streaming: bool
+) -> None:
+    quiet = asyncio.get_running_loop().create_future()
+    async with serve("mem://", lookup=local) as server:
+        link = await dial(server.url, identity=name_of("peer"))
+        raw = RawInsert(link, MIB, streaming=streaming)
+        await raw.granted()
+        if streaming:
+            await raw.push()
+        (services,) = server._services
+        far_link = services.link
+        monkeypatch.setattr(far_link.payload, "quiesce", lambda _: wait_shielded(quiet))
+        link.abort()
+        await until(lambda: not far_link.is_open)
+        leaving = asyncio.create_task(server._close(drain_s=0))
+        await until_blocked(leaving)
+        assert not leaving.done()
+        quiet.set_result(None)
+        await leaving
+        assert local.statistics().used_bytes == 0
 
 
 async def test_taken_returns_at_the_acknowledgement(
