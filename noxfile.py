@@ -14,7 +14,6 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 ROOT = Path(__file__).parent
 A_PROCESS_A_CORE = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
-REWRITE_WARNING = "pytest.PytestAssertRewriteWarning"  # slipcover is a plugin too
 TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
 
 
@@ -52,7 +51,7 @@ def coverage(session: nox.Session) -> None:
     # Python 3.11 does not trace what follows an exception that is thrown into an
     # await, so coverage.py misses it; slipcover writes its marks into the bytecode.
     install(session, ".[test]", "slipcover")
-    pytest = ("pytest", "--assert=plain", "-W", f"ignore::{REWRITE_WARNING}")
+    pytest = ("pytest", "--assert=plain", "--hypothesis-profile=ci")
     what = session.posargs or ("tests/protocol", "tests/buffers")
     session.run("python", "-m", "slipcover", "-m", *pytest, *what)
 

@@ -119,7 +119,6 @@ class Outbox:
     def clear(self) -> None:
         """Drop everything. Only before the very last frame of a broken link."""
         self._urgent.clear()
-        self._taken_count += len(self._ready)
         self._ready.clear()
         self._long.clear()
         self._started.clear()
@@ -160,7 +159,6 @@ class Outbox:
 
     def _take_all_ready(self) -> bytes:
         data = b"".join(self._ready)
-        self._taken_count += len(self._ready)
         self._ready.clear()
         self.nbytes = self.answer_bytes = 0
         return data

@@ -232,6 +232,18 @@ def test_what_is_too_long_to_send_is_our_own_error() -> None:
         encode_frame(1, Get("abc"), limits=Limits(max_control_bytes=10))
 
 
+def test_what_is_just_short_enough_is_sent_and_taken() -> None:
+    longest = Limits(max_control_bytes=len(msgspec.msgpack.encode(Get("abc"))))
+    assert len(encode_frame(1, Get("abc"), limits=longest)) == 1
+    assert decode(encode_frame(1, Get("abc"))[0], limits=longest)
+    with pytest.raises(LocalProtocolError, match="Get takes 16 bytes of control"):
+        encode_frame(1, Get("abcd"), limits=longest)
+    with pytest.raises(RemoteProtocolError, match="16 bytes of control"):
+        decode(encode_frame(1, Get("abcd"))[0], limits=longest)
+    ten = Limits(max_body_bytes=10)
+    assert decode(encode_frame(1, Get("a"), bytes(10), limits=ten)[0], limits=ten)
+
+
 def test_frames_with_nested_values_survive_the_wire() -> None:
     identity = values.PeerIdentity("a", "b")
     examples: list[Frame] = [

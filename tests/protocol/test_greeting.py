@@ -22,7 +22,13 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Terms, encode_hello, hello_from
-from asynckv.protocol.header import HEADER_BYTES, TYPE_CONTROL, checksum_of, pack_header
+from asynckv.protocol.header import (
+    HEADER_BYTES,
+    TYPE_CONTROL,
+    checksum_of,
+    pack_header,
+    stream_of,
+)
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.assurance import Assurance
 from asynckv.security.names import CertifiedNames
@@ -304,7 +310,7 @@ def test_frames_of_a_stream_or_after_the_end_are_no_greeting() -> None:
     with pytest.raises(ProtocolError, match="stream 3"):
         listening().receive(hello)
     far = listening()
-    with pytest.raises(ProtocolError, match="after the greeting"):
+    with pytest.raises(ProtocolError, match="Ping after the greeting"):
         far.receive(dialling(None).hello + encode_frame(0, Ping(1))[0])
 
 
@@ -355,7 +361,9 @@ def test_lanes_are_attached_by_what_only_the_two_sides_know(
 ) -> None:
     near, far = dialling(secret), listening(*([secret] if secret else []))
     greet(near, far)
-    ((_, _, attach),) = frames_in(near.outcome().attach(1))
+    said = near.outcome().attach(1)
+    ((_, _, attach),) = frames_in(said)
+    assert stream_of(said) == 0
     assert isinstance(attach, Attach)
     assert far.lane_proofs().is_proved("dialling", 1, attach.proof)
     attached = Attached(far.lane_proofs().prove("listening", 1))

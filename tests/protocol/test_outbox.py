@@ -7,6 +7,7 @@ from asynckv.errors import LocalProtocolError
 from asynckv.protocol.bodies import BODY_PART_BYTES
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Cancel, Frame, Get, Goodbye, Ping
+from asynckv.protocol.header import stream_of
 from asynckv.protocol.outbox import Outbox
 from asynckv.protocol.values import Limits
 
@@ -46,6 +47,18 @@ def test_a_frame_waits_for_one_part_of_another_streams_body_at_most() -> None:
     assert [stream for stream, _, _ in decoder.feed(outbox.take(1))] == [3]
 
 
+def test_what_waits_is_counted_until_it_has_left() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    outbox.put(2, Get("long"), bytes(LONG))
+    left = [outbox.nbytes]
+    while outbox:
+        outbox.take(1)
+        left.append(outbox.nbytes)
+    headers = 200
+    parts_sent = [LONG - sent * BODY_PART_BYTES for sent in range(4)]
+    assert left == [*(pytest.approx(nbytes, abs=headers) for nbytes in parts_sent), 0]
+
+
 def test_frames_behind_a_long_body_keep_their_streams_order() -> None:
     outbox = Outbox(Limits(), own_parity=1)
     for body in (bytes(LONG), b"", bytes(LONG), b"x"):
@@ -83,6 +96,29 @@ def test_bodies_under_way_keep_to_what_the_peer_takes() -> None:
     while outbox:
         count += len(list(decoder.feed(outbox.take(1))))
     assert count == 20
+
+
+def test_a_body_that_left_makes_room_for_others() -> None:
+    limits = Limits(max_body_bytes=2 * BODY_PART_BYTES)
+    outbox = Outbox(limits, own_parity=1)
+    for stream in range(1, 13, 2):
+        outbox.put(stream, Get("a"), bytes(2 * BODY_PART_BYTES))
+    streams = []
+    while outbox:
+        streams.append(stream_of(outbox.take(1)))
+    assert streams == [1, 3, 1, 3, 5, 7, 5, 7, 9, 11, 9, 11]
+
+
+def test_frames_of_the_link_itself_keep_to_its_limits_and_count_as_answers() -> None:
+    outbox = Outbox(Limits(max_control_bytes=30), own_parity=1)
+    for put in (outbox.put_first, outbox.put_last):
+        with pytest.raises(LocalProtocolError, match="bytes of control"):
+            put(Goodbye("x" * 30))
+        before = outbox.answer_bytes
+        put(Goodbye("x"))
+        assert outbox.answer_bytes == outbox.nbytes > before
+    drain(outbox)
+    assert (outbox.nbytes, outbox.answer_bytes) == (0, 0)
 
 
 def test_a_body_is_copied_when_it_is_put() -> None:

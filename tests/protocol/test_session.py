@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, strategies as st
@@ -60,6 +61,17 @@ def owners(session: Session[str]) -> list[str]:
     return list(session.take_lost())
 
 
+def ask_twice(session: Session[str]) -> int:
+    """Open two streams, and return the second."""
+    ask(session, "other")
+    return ask(session)
+
+
+SIDES = pytest.mark.parametrize(("asking", "asked"), [(near, far), (far, near)])
+
+Side = Callable[..., Session[str]]
+
+
 def hear(session: Session[str], stream: int, frame: Frame, body: bytes = b"") -> None:
     list(session.receive(encode_frame(stream, frame, body)[0]))
 
@@ -81,37 +93,66 @@ def test_each_side_counts_its_own_streams() -> None:
     assert [ask(b), ask(b)] == [2, 4]
 
 
+@SIDES
 @pytest.mark.parametrize(
     "final", [Accepted(), Result(), Failure("KeyError", ""), Cancelled()]
 )
-def test_a_stream_is_over_with_its_final_frame_on_both_sides(final: Frame) -> None:
-    a, b = near(), far()
-    stream = ask(a)
+def test_a_stream_is_over_with_its_final_frame_on_both_sides(
+    final: Frame, asking: Side, asked: Side
+) -> None:
+    a, b = asking(), asked()
+    stream = ask_twice(a)
     pump(a, b)
     b.attach(stream, "answerer")
-    assert b.send(stream, final)
-    assert pump(b, a) == [Came("asker", final, b"")]
-    assert (owners(a), owners(b)) == ([], [])
+    assert b.send(stream, final, b"body")
+    assert pump(b, a) == [Came("asker", final, b"body")]
+    assert (owners(a), owners(b)) == (["other"], [])
     assert not a.send(stream, Cancel())
     assert not b.send(stream, Grant(1))
 
 
-def test_a_stream_is_over_when_its_requester_took_what_was_offered() -> None:
-    a, b = near(), far()
-    stream = ask(a)
+@SIDES
+def test_a_stream_is_over_when_its_requester_took_what_was_offered(
+    asking: Side, asked: Side
+) -> None:
+    a, b = asking(), asked()
+    stream = ask_twice(a)
     pump(a, b)
     b.attach(stream, "answerer")
     assert a.send(stream, Took(b"t"))
     assert pump(a, b) == [Came("answerer", Took(b"t"), b"")]
-    assert (owners(a), owners(b)) == ([], [])
+    assert (owners(a), owners(b)) == (["other"], [])
     assert not b.send(stream, Accepted())
 
 
-def test_only_the_side_that_asks_takes() -> None:
-    a = near()
-    stream = ask(a)
-    with pytest.raises(RemoteProtocolError, match="from the side that answers"):
+@SIDES
+def test_only_the_side_that_asks_takes(asking: Side, asked: Side) -> None:
+    a = asking()
+    stream = ask_twice(a)
+    with pytest.raises(RemoteProtocolError, match="Took from the side that answers"):
         hear(a, stream, Took(b"t"))
+
+
+def test_nothing_is_kept_of_streams_that_are_over() -> None:
+    a, b = near(), far()
+    for frame in (Get("k"), OpenPipe()):
+        stream = a.open("asker", frame)
+        pump(a, b)
+        b.send(stream, Failure("WrongRole", ""))
+        pump(b, a)
+    for side in (a, b):
+        assert not (side._streams or side._pipes or side._skipped)
+
+
+def test_who_closes_while_another_is_told_of_the_end_hears_nothing_of_it() -> None:
+    a = near()
+    ask(a, "first")
+    second = ask(a, "second")
+    a.end_streams()
+    lost = a.take_lost()
+    assert next(lost) == "first"
+    a.close(second)
+    assert list(lost) == []
 
 
 def test_who_closes_its_stream_after_the_end_hears_nothing_of_it() -> None:
@@ -153,9 +194,12 @@ def test_a_forgotten_owner_hears_nothing_of_the_end() -> None:
     assert owners(a) == []
 
 
-def test_frames_for_a_stream_that_is_over_are_ignored() -> None:
-    a, b = near(), far()
-    stream = ask(a)
+@SIDES
+def test_frames_for_a_stream_that_is_over_are_ignored(
+    asking: Side, asked: Side
+) -> None:
+    a, b = asking(), asked()
+    stream = ask_twice(a)
     pump(a, b)
     b.send(stream, Accepted())
     a.send(stream, Cancel())
@@ -164,17 +208,22 @@ def test_frames_for_a_stream_that_is_over_are_ignored() -> None:
     hear(a, stream, Grant(1))
 
 
-def test_a_forgotten_stream_is_ignored_and_counts_until_its_end() -> None:
-    a, b = near(Limits(max_streams=1)), far()
-    stream = ask(a)
+@SIDES
+def test_a_forgotten_stream_is_ignored_and_counts_until_its_end(
+    asking: Side, asked: Side
+) -> None:
+    a, b = asking(Limits(max_streams=2)), asked()
+    stream = ask_twice(a)
     pump(a, b)
     a.close(stream)
-    with pytest.raises(LocalProtocolError, match="1 requests are open"):
+    with pytest.raises(LocalProtocolError, match="2 requests are open"):
         ask(a)
     b.send(stream, Grant(1))
     b.send(stream, Accepted())
     assert pump(b, a) == []
-    assert ask(a) == 3
+    assert ask(a) == stream + 2
+    with pytest.raises(LocalProtocolError, match="2 requests are open"):
+        ask(a)
 
 
 def test_a_pipe_goes_on_after_what_ends_other_streams() -> None:
@@ -209,10 +258,10 @@ def test_an_opened_stream_that_nobody_attached_to_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("stream", "frame", "says"),
     [
-        (1, Grant(1), "never opened"),
-        (2, Grant(1), "never opened"),
-        (2, Get("k"), "opens stream 2, which it cannot"),
-        (2**32 - 1, Get("k"), "which it cannot"),
+        (1, Grant(1), "Grant for stream 1, never opened"),
+        (2, Grant(1), "Grant for stream 2, never opened"),
+        (2, Get("k"), "Get opens stream 2, which it cannot"),
+        (2**32 - 1, Get("k"), "Get opens stream 4294967295, which it cannot"),
         (1, Ping(1), "Ping on a stream"),
         (0, Get("k"), "Get on an open link"),
         (0, Hello(1, 0, PeerIdentity("a", "1"), Limits(), (), 1), "on an open link"),
@@ -230,8 +279,31 @@ def test_a_stream_cannot_be_opened_twice() -> None:
         b = far()
         for stream in (3, 5):
             hear(b, stream, Get("k"))
-        with pytest.raises(RemoteProtocolError, match="which it cannot"):
+        with pytest.raises(RemoteProtocolError, match=f"Get opens stream {again}, wh"):
             hear(b, again, Get("k"))
+
+
+def test_streams_that_were_passed_may_still_come_each_once() -> None:
+    b = far()
+    for stream in (7, 3, 1, 5):
+        hear(b, stream, Get("k"))
+    for stream in (1, 3, 5):
+        with pytest.raises(RemoteProtocolError, match="which it cannot"):
+            hear(b, stream, Get("k"))
+
+
+@pytest.mark.parametrize(
+    ("streams", "beyond"), [((5,), 9), ((3, 7), 11), ((5, 1), 11), ((), 7)]
+)
+def test_no_more_streams_may_be_passed_than_may_be_open(
+    streams: tuple[int, ...], beyond: int
+) -> None:
+    b = far(Limits(max_streams=2))
+    for stream in streams:
+        hear(b, stream, Get("k"))
+        b.send(stream, Accepted())
+    with pytest.raises(RemoteProtocolError, match="which it cannot"):
+        hear(b, beyond, Get("k"))
 
 
 def test_a_long_request_may_be_passed_by_later_ones() -> None:
@@ -252,7 +324,7 @@ def test_a_stream_that_was_passed_is_not_open_yet() -> None:
 def test_the_side_that_asks_cannot_end_its_stream() -> None:
     b = far()
     hear(b, 1, Get("k"))
-    with pytest.raises(RemoteProtocolError, match="from the side that asks"):
+    with pytest.raises(RemoteProtocolError, match="Accepted from the side that asks"):
         hear(b, 1, Accepted())
 
 
@@ -262,13 +334,13 @@ def test_a_link_frame_has_no_body() -> None:
 
 
 def test_too_many_streams_break_the_link() -> None:
-    b = far(Limits(max_streams=2))
-    hear(b, 1, Get("k"))
-    hear(b, 3, Get("k"))
+    b = far(Limits(max_streams=3))
+    for stream in (1, 3, 5):
+        hear(b, stream, Get("k"))
     b.send(1, Accepted())
-    hear(b, 5, Get("k"))
-    with pytest.raises(RemoteProtocolError, match="more than 2 streams"):
-        hear(b, 7, Get("k"))
+    hear(b, 7, Get("k"))
+    with pytest.raises(RemoteProtocolError, match="more than 3 streams"):
+        hear(b, 9, Get("k"))
 
 
 def test_a_ping_is_answered_and_its_answer_noticed() -> None:
@@ -293,6 +365,20 @@ def test_a_goodbye_comes_after_all_else_and_ends_the_hearing() -> None:
     ask(a)
     assert pump(a, b) == [Opened(1, Get("k"), b""), Farewell("done")]
     hear(b, 2, Goodbye())
+
+
+@pytest.mark.parametrize(("reason", "heard"), [("", ""), ("x" * 3000, "x" * 2048)])
+def test_a_goodbye_says_why_within_bounds(reason: str, heard: str) -> None:
+    a, b = near(), far()
+    a.say_goodbye(reason) if reason else a.say_goodbye()
+    assert pump(a, b) == [Farewell(heard)]
+
+
+def test_who_refused_hears_no_more() -> None:
+    b = far()
+    b.refuse(RemoteProtocolError("no"))
+    hear(b, 2, Grant(1))
+    assert list(b.receive(b"no frame")) == []
 
 
 def test_a_refusal_is_the_last_word() -> None:
@@ -323,7 +409,7 @@ def test_what_is_too_long_opens_nothing() -> None:
 def test_a_link_ends_when_it_has_used_up_its_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("asynckv.protocol.session._MAX_STREAM", 4)
+    monkeypatch.setattr("asynckv.protocol.session._MAX_STREAM", 3)
     a = near()
     assert [ask(a), ask(a)] == [1, 3]
     said = a.outbox.nbytes
