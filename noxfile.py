@@ -59,16 +59,13 @@ def coverage(session: nox.Session) -> None:
 @nox.session
 def trust(session: nox.Session) -> None:
     """Test the promises by fuzzing, faults, kills and seeds; figures at the end."""
-    install(session, ".[test]")
-    session.run("pytest", "-m", "trust", *session.posargs)
+    _test_promises(session, "trust")
 
 
 @nox.session
 def chaos(session: nox.Session) -> None:
     """The trust tests for an hour or more, with the numbers of a release."""
-    install(session, ".[test]")
-    more = {"ASYNCKV_SCALE": "chaos"}
-    session.run("pytest", "-m", "trust", *session.posargs, env=more)
+    _test_promises(session, "chaos")
 
 
 @nox.session
@@ -111,6 +108,17 @@ def bench(session: nox.Session) -> None:
     chosen = session.posargs or sorted(map(str, (ROOT / "benchmarks").glob("*.py")))
     for benchmark in chosen:
         session.run("python", benchmark)
+
+
+def _test_promises(session: nox.Session, scale: str) -> None:
+    install(session, ".[test]")
+    env = {"ASYNCKV_SCALE": scale}
+    if session.posargs:
+        session.run("pytest", "-m", "trust", *session.posargs, env=env)
+        return
+    together = ("-m", "trust and not alone", *A_PROCESS_A_CORE)
+    session.run("pytest", *together, env=env)
+    session.run("pytest", "-m", "trust and alone", env=env)
 
 
 def _has_python(path: str) -> bool:

@@ -52,19 +52,23 @@ _SCALES = {
         cancellations=100_000,
     ),
 }
-_figures = pytest.StashKey[list[str]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_figures] = []
+_FIGURE = "figure"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    figures = terminalreporter.config.stash.get(_figures, [])
+    # They come with the reports, so also from the processes of pytest-xdist.
+    figures = [
+        value
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "call"
+        for name, value in report.user_properties
+        if name == _FIGURE
+    ]
     if figures:
         terminalreporter.section("figures")
         for line in figures:
-            terminalreporter.write_line(line)
+            terminalreporter.write_line(str(line))
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +84,7 @@ def figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
     def tell(line: str) -> None:
         seconds = time.monotonic() - began
-        request.config.stash[_figures].append(
-            f"{request.node.name}: {line} ({seconds:.0f} s)"
-        )
+        line = f"{request.node.name}: {line} ({seconds:.0f} s)"
+        request.node.user_properties.append((_FIGURE, line))
 
     return tell
