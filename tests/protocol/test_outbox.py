@@ -38,6 +38,31 @@ def test_small_frames_leave_together_in_order() -> None:
     assert (outbox.nbytes, outbox.answer_bytes) == (0, 0)
 
 
+def test_no_more_small_frames_are_taken_than_fit() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    for stream in range(1, 11, 2):
+        outbox.put(stream, Get("a"))
+    small = len(encode_frame(1, Get("a"))[0])
+    sizes = [len(outbox.take(2 * small)) for _ in range(4)]
+    assert sizes == [2 * small, 2 * small, small, 0]
+
+
+def test_no_more_parts_are_taken_than_fit() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    outbox.put(3, Get("short"))
+    outbox.put(1, Get("long"), bytes(LONG))
+    short, first = encode_frame(3, Get("short"))[0], encode_frame(1, Get("long"))[0]
+    fits = len(short) + len(first) + BODY_PART_BYTES
+    assert len(outbox.take(fits)) == fits
+
+
+def test_bodies_take_turns() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    for stream in (1, 3, 5):
+        outbox.put(stream, Get("a"), bytes(LONG))
+    assert [stream_of(outbox.take(1)) for _ in range(12)] == [1, 3, 5] * 4
+
+
 def test_a_frame_waits_for_one_part_of_another_streams_body_at_most() -> None:
     outbox = Outbox(Limits(), own_parity=1)
     outbox.put(1, Get("long"), bytes(LONG))
@@ -76,6 +101,8 @@ def test_an_urgent_frame_passes_all_others_and_the_last_one_waits_for_all() -> N
     outbox.put_first(Ping(7))
     sent = [frame for _, frame, _ in drain(outbox)]
     assert sent == [Ping(7), Get("short"), Get("long"), Goodbye()]
+    outbox.put_first(Ping(8))
+    assert drain(outbox) == [(0, Ping(8), b"")]
 
 
 def test_only_frames_on_the_peers_streams_count_as_answers() -> None:
