@@ -36,20 +36,21 @@ def test_garbage_is_a_protocol_error(garbage: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "says"),
     [
-        encode_chunk_header(1, 2, 3, 4)[:-1],
-        encode_chunk_header(1, 2, 3, 4)[:35],
-        encode_chunk_header(1, 2, 3, 0),
-        pack_header(TYPE_CONTROL, 20, 4) + bytes(20),
-        pack_header(2, 19, 4) + bytes(20),
-        pack_header(2, 20, 4, stream=1) + bytes(20),
-        pack_header(2, 20, 4, more=True) + bytes(20),
+        (encode_chunk_header(1, 2, 3, 4)[:-1], "a chunk header was cut short"),
+        (encode_chunk_header(1, 2, 3, 4) + b"x", "a chunk header was cut short"),
+        (encode_chunk_header(1, 2, 3, 4)[:35], "a frame header was cut short"),
+        (encode_chunk_header(1, 2, 3, 0), "a chunk without bytes"),
+        (pack_header(TYPE_CONTROL, 20, 4) + bytes(20), "something else than a chunk"),
+        (pack_header(2, 19, 4) + bytes(20), "something else than a chunk"),
+        (pack_header(2, 20, 4, stream=1) + bytes(20), "something else than a chunk"),
+        (pack_header(2, 20, 4, more=True) + bytes(20), "something else than a chunk"),
+        (pack_header(2, 20, 4) + bytes(20), "a chunk header fails its checksum"),
     ],
-    ids=["short", "shorter", "empty", "control", "length", "stream", "more"],
 )
-def test_what_is_no_chunk_is_a_protocol_error(data: bytes) -> None:
-    with pytest.raises(RemoteProtocolError):
+def test_what_is_no_chunk_is_a_protocol_error(data: bytes, says: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=says):
         decode_chunk_header(data)
 
 

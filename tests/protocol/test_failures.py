@@ -79,6 +79,33 @@ def test_an_unknown_code_is_still_an_error() -> None:
     assert type(from_failure(Failure("__class__", ""))) is AsyncKVError
 
 
+def test_an_error_of_somebody_else_is_told_in_its_words() -> None:
+    class Another(AsyncKVError):
+        pass
+
+    assert to_failure(Another("words")) == Failure("AsyncKVError", "words")
+
+
+def test_a_key_error_without_a_word_is_still_one() -> None:
+    assert to_failure(KeyError()) == Failure("KeyError", "")
+
+
+def test_text_is_cut_where_a_frame_ends() -> None:
+    aborted = to_failure(EntryAborted("x" * 3000, reason="y" * 300))
+    assert (aborted.message, aborted.reason) == ("x" * 2048, "y" * 256)
+    other = to_failure(IncompatiblePeer("no", field="z" * 300))
+    assert other.reason == "z" * 256
+
+
+def test_what_an_error_says_arrives_whatever_else_it_knows() -> None:
+    for error in (
+        EntryTooLarge("words", nbytes=7, max_bytes=5),
+        EntryAborted("words", reason="ttl"),
+        IncompatiblePeer("words", field="dtype"),
+    ):
+        assert str(from_failure(to_failure(error))) == str(error)
+
+
 def test_any_text_fits_its_frame() -> None:
     failure = to_failure(EntryAborted("x" * 10_000, reason="y" * 10_000))
     assert encode_frame(1, failure)
@@ -88,8 +115,9 @@ def test_any_text_fits_its_frame() -> None:
 def test_a_refusal_names_the_field() -> None:
     refused = from_refuse(to_refuse(IncompatiblePeer("no", field="model")))
     assert isinstance(refused, IncompatiblePeer)
-    assert refused.field == "model"
+    assert (str(refused), refused.field) == ("no", "model")
 
 
 def test_a_refusal_is_always_one_of_ours() -> None:
-    assert type(from_refuse(Refuse("ValueError", "odd"))) is AsyncKVError
+    refused = from_refuse(Refuse("ValueError", "odd"))
+    assert type(refused) is AsyncKVError and str(refused) == "odd"

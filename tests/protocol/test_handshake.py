@@ -14,7 +14,7 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.protocol.failures import to_refuse
-from asynckv.protocol.frames import Attached
+from asynckv.protocol.frames import Attached, Hello, Welcome
 from asynckv.protocol.handshake import (
     DigestMode,
     Terms,
@@ -45,20 +45,63 @@ def test_both_sides_agree_on_the_same() -> None:
     assert here.peer_limits == theirs.limits
 
 
+def test_a_hello_and_its_welcome_say_all_of_a_sides_terms() -> None:
+    said: dict[str, Any] = {
+        "limits": Limits(max_streams=7),
+        "lanes": 3,
+        "digest": "edges",
+        "fingerprint": KVFingerprint("model"),
+    }
+    ours = terms(payload_paths=("map",), **said)
+    who = PeerIdentity("a", "1")
+    hello = Hello(1, 0, who, payload_paths=("map",), nonce=b"n" * 32, **said)
+    assert hello_from(ours, b"n" * 32) == hello
+    assert hello_from(ours).nonce == b""
+    agreement = agree(ours, msgspec.structs.replace(hello, payload_description=b"d"))
+    assert (agreement.fingerprint, agreement.payload_description) == (
+        KVFingerprint("model"),
+        b"d",
+    )
+    assert welcome_to(
+        ours, agreement, link_token=b"t", payload_description=b"w"
+    ) == Welcome(
+        1, 0, who, payload_path="map", link_token=b"t", payload_description=b"w", **said
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "agreed"), [(0, 0, 1), (0, 4, 1), (3, 4, 3), (99, 99, 16)]
+)
+def test_there_are_as_many_lanes_as_both_sides_can_have(
+    ours: int, theirs: int, agreed: int
+) -> None:
+    agreement = agree(terms(lanes=ours), hello_from(terms(lanes=theirs)))
+    assert agreement.lanes == agreed
+
+
+def test_the_path_is_the_first_of_ours_that_is_theirs_too() -> None:
+    theirs = hello_from(terms(payload_paths=("inline", "map")))
+    agreement = agree(terms(payload_paths=("ucx", "map", "inline")), theirs)
+    assert agreement.payload_path == "map"
+
+
 def test_another_major_version_is_refused_by_name() -> None:
     hello = msgspec.structs.replace(hello_from(terms()), major=2)
-    with pytest.raises(IncompatiblePeer, match=r"protocol 2\.0 there") as caught:
+    with pytest.raises(IncompatiblePeer, match=r"protocol 2\.0 there, 1\.0 here") as c:
         agree(terms(), hello)
-    assert caught.value.field == "major"
+    assert c.value.field == "major"
+    assert "same release" in c.value.hint
 
 
 @pytest.mark.parametrize("field", ["model", "dtype", "layout", "ranks", "details"])
 def test_different_fingerprints_are_refused_by_their_field(field: str) -> None:
     ours = KVFingerprint(**{field: "mine"})
     hello = hello_from(terms(fingerprint=KVFingerprint(**{field: "yours"})))
-    with pytest.raises(IncompatiblePeer, match="mine.*yours") as caught:
+    says = f"differ in '{field}': 'mine' and 'yours'"
+    with pytest.raises(IncompatiblePeer, match=says) as caught:
         agree(terms(fingerprint=ours), hello)
     assert caught.value.field == field
+    assert "equal models" in caught.value.hint
 
 
 def test_one_fingerprint_alone_is_let_in_with_a_warning(
@@ -67,7 +110,9 @@ def test_one_fingerprint_alone_is_let_in_with_a_warning(
     with caplog.at_level(logging.WARNING):
         agreement = agree(terms(fingerprint=KVFingerprint("m")), hello_from(terms()))
     assert agreement.fingerprint is None
-    assert "never matches" in caplog.text
+    assert caplog.messages == [
+        "only one side has a fingerprint: KV of peer a never matches ours"
+    ]
 
 
 def test_equal_fingerprints_and_none_say_nothing(
@@ -80,30 +125,40 @@ def test_equal_fingerprints_and_none_say_nothing(
 
 
 def test_no_payload_path_in_common_is_refused() -> None:
-    with pytest.raises(IncompatiblePeer) as caught:
-        agree(terms(payload_paths=("map",)), hello_from(terms(payload_paths=("x",))))
+    ours, theirs = terms(payload_paths=("map", "ucx")), terms(payload_paths=("x", "y"))
+    with pytest.raises(IncompatiblePeer, match="map, ucx here, x, y there") as caught:
+        agree(ours, hello_from(theirs))
     assert caught.value.field == "payload_paths"
 
 
 @pytest.mark.parametrize(
-    "limits",
+    ("field", "least"),
     [
-        Limits(heartbeat_ms=0),
-        Limits(max_control_bytes=0),
-        Limits(max_body_bytes=10),
-        Limits(max_streams=0),
-        Limits(max_chunk_bytes=1),
+        ("heartbeat_ms", 10),
+        ("max_control_bytes", 4096),
+        ("max_body_bytes", 65536),
+        ("max_streams", 1),
+        ("max_chunk_bytes", 4096),
+        ("max_requests_per_s", 1),
+        ("max_cancels_per_s", 1),
     ],
 )
-def test_limits_under_which_no_link_works_are_refused(limits: Limits) -> None:
-    with pytest.raises(IncompatiblePeer) as caught:
+def test_limits_under_which_no_link_works_are_refused(field: str, least: int) -> None:
+    limits = Limits(**{field: least})
+    assert agree(terms(), hello_from(terms(limits=limits))).limits == limits
+    limits = Limits(**{field: least - 1})
+    says = f"{field} is {least - 1}; no link works below {least}"
+    with pytest.raises(IncompatiblePeer, match=says) as caught:
         agree(terms(), hello_from(terms(limits=limits)))
-    assert caught.value.field.startswith("limits.")
+    assert caught.value.field == f"limits.{field}"
 
 
 def test_a_refusal_is_raised_as_what_it_tells() -> None:
-    with pytest.raises(AuthError, match="who"):
+    with pytest.raises(AuthError, match="the peer refuses us: who are you") as caught:
         accept_welcome(terms(), to_refuse(AuthError("who are you")))
+    assert "the same secret" in caught.value.hint
+    with pytest.raises(IncompatiblePeer, match="another model"):
+        accept_welcome(terms(), to_refuse(IncompatiblePeer("another model")))
     with pytest.raises(LocalProtocolError, match="the peer refuses us: bad"):
         accept_welcome(terms(), to_refuse(RemoteProtocolError("bad")))
 
@@ -122,8 +177,9 @@ def test_a_welcome_to_something_else_is_a_broken_rule(change: dict[str, Any]) ->
 
 def test_a_hello_that_is_too_long_is_refused_here() -> None:
     hello = hello_from(terms(fingerprint=KVFingerprint(details="x" * 5000)))
-    with pytest.raises(LocalProtocolError, match="shorten the fingerprint"):
+    with pytest.raises(LocalProtocolError, match="Hello takes") as caught:
         encode_hello(hello)
+    assert "shorten the fingerprint" in caught.value.hint
 
 
 _modes = st.sampled_from(["full", "edges", "off"])
@@ -135,3 +191,4 @@ def test_the_strictest_digest_wins_on_either_side(
 ) -> None:
     assert strictest(ours, theirs) == strictest(theirs, ours)
     assert strictest("full", theirs) == "full"
+    assert strictest("edges", "off") == "edges"
