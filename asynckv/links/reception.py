@@ -36,7 +36,7 @@ from asynckv.security.assurance import Assurance
 from asynckv.security.keyring import Keyring, Keys
 from asynckv.security.proofs import LaneProofs, new_nonce
 from asynckv.security.tls import TlsKeys
-from asynckv.security.tls_socket import Connection, TlsSocket
+from asynckv.security.tls_socket import Connection, TlsSocket, has_hung_up
 
 __all__ = ("MAX_STRANGERS", "Reception")
 
@@ -63,7 +63,8 @@ class _Newcomer:
         self._binding = assurance.binding
         self.lanes: list[Connection | None] = [None] * lanes
         self._missing = lanes
-        self.is_complete = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._is_complete: asyncio.Future[None] = self._loop.create_future()
 
     def knows(self, attach: Attach, sock: Connection) -> bool:
         """Whether a lane comes from the very peer that opened the link."""
@@ -79,8 +80,28 @@ class _Newcomer:
     def count(self) -> None:
         """One more lane is attached."""
         self._missing -= 1
-        if not self._missing and not self.is_complete.done():
-            self.is_complete.set_result(None)
+        if not self._missing and not self._is_complete.done():
+            self._is_complete.set_result(None)
+
+    async def wait_for_lanes(self, control: Connection) -> None:
+        """Wait until all lanes are attached.
+
+        :raises PeerLost: the peer hung up first, as one does that gives up dialling
+        """
+        self._loop.add_reader(control, self._look_at, control)
+        try:
+            await self._is_complete
+        finally:
+            self._loop.remove_reader(control)
+        if self._missing:
+            raise PeerLost("the peer hung up before its lanes came")
+
+    def _look_at(self, control: Connection) -> None:
+        if not has_hung_up(control):
+            # The lanes are attached, for the peer: this is read by the link.
+            self._loop.remove_reader(control)
+        elif not self._is_complete.done():
+            self._is_complete.set_result(None)
 
     def close(self) -> None:
         self.link.abort()
@@ -255,7 +276,7 @@ class Reception:
         try:
             async with asyncio.timeout(_LANES_S):
                 await send_first_frame(sock, welcome)
-                await newcomer.is_complete
+                await newcomer.wait_for_lanes(sock)
             await link.payload.open(agreement.payload_description, newcomer.lanes)
         except BaseException:
             newcomer.close()

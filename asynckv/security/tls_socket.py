@@ -18,7 +18,7 @@ from asynckv.security.assurance import Assurance
 from asynckv.security.names import CertifiedNames, names_in
 from asynckv.security.tls import TlsKeys, digest_of_certificate
 
-__all__ = ("Connection", "TlsSocket", "WantsToWrite", "discard")
+__all__ = ("Connection", "TlsSocket", "WantsToWrite", "discard", "has_hung_up")
 
 _DISCARD_BYTES: Final = 4096
 _WANTS: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -148,6 +148,10 @@ class TlsSocket:
         """Receive what comes, undeciphered, and drop it; 0 if the peer has hung up."""
         return len(socket.socket.recv(self._sock, _DISCARD_BYTES))
 
+    def has_hung_up(self) -> bool:
+        """As :func:`has_hung_up`."""
+        return not socket.socket.recv(self._sock, 1, socket.MSG_PEEK)
+
     def shutdown(self, how: int) -> None:
         """End one direction of the connection, or both. Never waits."""
         # Its own shutdown() would go on in plaintext: what still comes would
@@ -168,6 +172,18 @@ def discard(sock: Connection) -> int:
     if isinstance(sock, TlsSocket):
         return sock.discard()
     return len(sock.recv(_DISCARD_BYTES))
+
+
+def has_hung_up(sock: Connection) -> bool:
+    """Whether nothing more can come, as the peer has hung up. Takes nothing."""
+    try:
+        if isinstance(sock, TlsSocket):
+            return sock.has_hung_up()
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _closed() -> OSError:

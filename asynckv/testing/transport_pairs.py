@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Final, Literal, TypeAlias
 
 from asynckv.abc import PayloadTransport
+from asynckv.links.securing import wait_readable
 from asynckv.transports.inline import InlineTransport
 from asynckv.transports.mem import MemTransport
 
@@ -38,11 +39,17 @@ async def open_transport_pair(
     else:
         near = InlineTransport(lanes, digest, loop, near_lost)
         far = InlineTransport(lanes, digest, loop, far_lost)
-        pairs = [await _connected(kind) for _ in range(lanes)]
+        with contextlib.ExitStack() as stack:
+            pairs = []
+            for _ in range(lanes):
+                pairs.append(await _connected(kind))
+                for sock in pairs[-1]:
+                    stack.enter_context(sock)
+            stack.pop_all()
         channels = ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-    await near.open(far.describe(), channels[0])
-    await far.open(near.describe(), channels[1])
     try:
+        await near.open(far.describe(), channels[0])
+        await far.open(near.describe(), channels[1])
         yield near, far
     finally:
         await near.aclose()
@@ -52,9 +59,16 @@ async def open_transport_pair(
 async def _connected(kind: TransportKind) -> tuple[socket.socket, socket.socket]:
     if kind == "unix":
         return socket.socketpair()
-    loop, near = asyncio.get_running_loop(), socket.socket()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        for sock in (near, listener):
-            sock.setblocking(False)
-        await loop.sock_connect(near, listener.getsockname())
-        return near, (await loop.sock_accept(listener))[0]
+    near = socket.socket()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            for sock in (near, listener):
+                sock.setblocking(False)
+            # Plain calls: a cancellation could lose what is accepted.
+            with contextlib.suppress(BlockingIOError):
+                near.connect(listener.getsockname())
+            await wait_readable(listener)
+            return near, listener.accept()[0]
+    except BaseException:
+        near.close()
+        raise

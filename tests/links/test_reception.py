@@ -17,6 +17,7 @@ from asynckv.protocol.frames import (
     Frame,
     Hello,
     Ping,
+    Pong,
     Refuse,
     Welcome,
 )
@@ -121,6 +122,34 @@ async def test_a_link_whose_lanes_never_come_is_dropped(
         assert await is_hung_up(control)
         assert await is_hung_up(lane)
     await listener.aclose()
+
+
+async def test_who_hangs_up_before_its_lanes_came_is_not_waited_for() -> None:
+    listener = await door()
+    assert isinstance(listener._door, reception.Reception)
+    greetings = listener._door._greetings
+    control, welcome = await welcomed(listener)
+    with await knock(listener, Attach(welcome.link_token, 0)) as lane:
+        assert await read_first_frame(lane) == Attached()
+        assert len(greetings) == 1
+        control.close()
+        assert await is_hung_up(lane)
+        await until(lambda: not greetings, timeout_s=1)
+    await listener.aclose()
+
+
+async def test_what_is_sent_before_the_last_lane_is_left_to_the_link() -> None:
+    listener = await door()
+    control, welcome = await welcomed(listener)
+    await send_first_frame(control, encode_frame(0, Ping(7))[0])
+    lanes = [
+        await knock(listener, Attach(welcome.link_token, lane)) for lane in range(2)
+    ]
+    await until(lambda: len(listener.links) == 1)
+    assert await read_first_frame(control, Limits()) == Pong(7)
+    await listener.aclose()
+    for sock in (control, *lanes):
+        sock.close()
 
 
 async def test_one_that_never_greets_is_hung_up_on(

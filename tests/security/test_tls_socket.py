@@ -10,7 +10,7 @@ import pytest
 
 from asynckv.security.assurance import Assurance
 from asynckv.security.tls import ALPN, TlsKeys, read_tls
-from asynckv.security.tls_socket import TlsSocket, WantsToWrite, discard
+from asynckv.security.tls_socket import TlsSocket, WantsToWrite, discard, has_hung_up
 from asynckv.testing.certificates import Authority
 
 
@@ -153,6 +153,23 @@ def test_what_comes_after_a_failure_is_dropped_undeciphered(
     with one, two:
         one.send(b"xyz")
         assert discard(two) == 3
+
+
+def test_whether_the_peer_has_hung_up_is_told_without_taking_anything(
+    pair: tuple[TlsSocket, TlsSocket],
+) -> None:
+    one, two = socket.socketpair()
+    with one, two:
+        one.setblocking(False)
+        for near, far in (pair, (two, one)):
+            assert not has_hung_up(far)
+            near.send(b"x")
+            assert not has_hung_up(far)
+            assert far.recv(100) == b"x"
+            near.close()
+            assert has_hung_up(far)
+            far.close()
+            assert has_hung_up(far)
 
 
 def test_a_socket_whose_peer_is_gone_is_left_to_its_owner(authority: Authority) -> None:

@@ -9,17 +9,39 @@ from typing import Final
 
 from asynckv.testing.cancellations.entries import LARGE
 from asynckv.testing.cancellations.grounds import Ground
+from asynckv.testing.cancellations.grouping import GROUPING
 from asynckv.testing.cancellations.inserting import INSERTING
+from asynckv.testing.cancellations.leaving import LEAVING
+from asynckv.testing.cancellations.moving import MOVING
+from asynckv.testing.cancellations.nodes import NODES
+from asynckv.testing.cancellations.opening import OPENING
+from asynckv.testing.cancellations.pipe_ends import PIPE_ENDS
+from asynckv.testing.cancellations.piping import PIPING
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.selecting import SELECTING
+from asynckv.testing.cancellations.storing import STORING
+from asynckv.testing.cancellations.streaming import STREAMING
 from asynckv.testing.cancellations.sweeper import Sweeper
 
 __all__ = ("SCENARIOS", "run_scenarios", "scenarios_on")
 
-SCENARIOS: Final[tuple[Scenario, ...]] = (*INSERTING, *SELECTING)
+SCENARIOS: Final[tuple[Scenario, ...]] = (
+    *INSERTING,
+    *SELECTING,
+    *STREAMING,
+    *STORING,
+    *PIPING,
+    *OPENING,
+    *NODES,
+    *LEAVING,
+    *PIPE_ENDS,
+    *GROUPING,
+    *MOVING,
+)
 
 _LARGE_EVERY: Final = 3
-"""So many passes have one with large tensors: those cost the most."""
+_COSTLY_EVERY: Final = 10
+"""So many passes have one with large tensors, and one with all that is costly."""
 
 
 def scenarios_on(ground: Ground) -> Iterator[tuple[Scenario, int]]:
@@ -43,11 +65,18 @@ async def run_scenarios(
         if sweeper.cancelled >= at_least:
             break
         for scenario, nbytes in scenarios_on(ground):
-            if scenario.is_costly or (nbytes >= LARGE and number % _LARGE_EVERY):
+            if not _has_its_turn(scenario, nbytes, number):
                 continue
             name = f"{seed} {number}"
             sweeper.chance = random.Random(f"{name} {scenario.name} {nbytes}")
             await _run(scenario, nbytes, ground, sweeper, name)
+
+
+def _has_its_turn(scenario: Scenario, nbytes: int, number: int) -> bool:
+    is_late = (number + 1) % _COSTLY_EVERY
+    if scenario.is_costly and is_late:
+        return False
+    return nbytes < LARGE or number % _LARGE_EVERY == 0 or not is_late
 
 
 async def _run(

@@ -17,17 +17,28 @@ from asynckv.testing.cancellations.quiet import Watched, everything_is_quiet, ta
 from asynckv.testing.pairs import Scheme, open_peers
 from asynckv.testing.pipe_pairs import open_pipe_pair
 
-__all__ = ("BUFFER_BYTES", "GROUNDS", "Ground", "Kind", "open_ground")
+__all__ = (
+    "BUFFER_BYTES",
+    "GROUNDS",
+    "OVER_LINKS",
+    "PIPE_BYTES",
+    "Ground",
+    "Kind",
+    "open_ground",
+)
 
 Kind: TypeAlias = Literal["local", "mem", "tcp", "unix", "tls"]
 
-GROUNDS: Final[tuple[Kind, ...]] = ("local", "mem", "tcp", "unix", "tls")
-"""The buffers themselves, and every way to reach them."""
+OVER_LINKS: Final[tuple[Kind, ...]] = ("mem", "tcp", "unix", "tls")
+"""Every way to reach the buffers."""
+
+GROUNDS: Final[tuple[Kind, ...]] = ("local", *OVER_LINKS)
+"""The buffers themselves, too."""
 
 _Sides: TypeAlias = tuple[KVLookupBuffer, KVLookupBuffer, KVStoreBuffer]
 
 BUFFER_BYTES: Final = 512 * 1024
-_PIPE_BYTES: Final = 256 * 1024
+PIPE_BYTES: Final = 256 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +68,16 @@ class Ground:
         """By what others are reached here; in memory where all is local."""
         return "mem" if self.kind == "local" else self.kind
 
+    @property
+    def url(self) -> str:
+        """Where ``local`` and ``store`` are served.
+
+        :raises RuntimeError: they are not
+        """
+        if self.watched.server is None:
+            raise RuntimeError("nothing is served here")
+        return self.watched.server.url
+
     async def check_quiet(self) -> None:
         """Wait until nothing is under way.
 
@@ -81,7 +102,7 @@ async def open_ground(kind: Kind, **options: Any) -> AsyncIterator[Ground]:
             server, near, far = await stack.enter_async_context(opened)
             sides = near.lookup, far.lookup, far.store
             pipe = await stack.enter_async_context(
-                open_pipe_pair(kind, max_bytes=_PIPE_BYTES, **options)
+                open_pipe_pair(kind, max_bytes=PIPE_BYTES, **options)
             )
             watched = Watched(local, store, server, (near, far), pipe)
         for _ in range(2):  # the first call of all may make tasks that stay

@@ -12,7 +12,7 @@ from asynckv.testing.cancellations.grounds import BUFFER_BYTES
 from asynckv.testing.cancellations.sweeper import Sweeper
 from asynckv.types import TensorSpec
 
-__all__ = ("Filler", "Partner")
+__all__ = ("Closing", "Filler", "Partner")
 
 _SPECS: Final = {"key": TensorSpec((BUFFER_BYTES - 64,), "uint8")}
 
@@ -44,6 +44,20 @@ class Partner:
         await until(lambda: self.is_over or self._has_come())
         await self._sweeper.pause()
         return await self._act()
+
+
+class Closing:
+    """Closes; ``has_begun`` unless it was cancelled before its first step.
+
+    Once it has begun, what is closed is closed at its end, however it ends.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = False
+
+    async def run(self, close: Callable[[], Awaitable[None]]) -> None:
+        self.has_begun = True
+        await close()
 
 
 class Filler:

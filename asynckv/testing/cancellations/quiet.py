@@ -60,6 +60,7 @@ def _left(watched: Watched) -> Iterator[str]:
 def _counts(watched: Watched) -> Iterator[tuple[str, int]]:
     yield from _of_buffers(watched.local, watched.store)
     if watched.server is not None:
+        yield "links served", len(watched.server._services) - len(watched.peers)
         for services in watched.server._services:
             lookup = services.lookup
             if lookup is not None:
@@ -77,7 +78,8 @@ def _counts(watched: Watched) -> Iterator[tuple[str, int]]:
         yield "bytes held", now.held_bytes
         yield "senders", now.waiting_senders
     if watched.tasks is not None:
-        yield "tasks", len(tasks_now() - watched.tasks)
+        for task in tasks_now() - watched.tasks:
+            yield f"task {task.get_name()}", 1
 
 
 def _of_buffers(local: LookupBuffer, store: StoreBuffer) -> Iterator[tuple[str, int]]:

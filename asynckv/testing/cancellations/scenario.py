@@ -17,7 +17,7 @@ class Scenario:
     """``run`` sweeps calls that ``covers`` names, with tensors of each of ``sizes``.
 
     ``kinds`` are the grounds where it makes sense. What ``is_costly`` is cancelled
-    at each suspension once, and not again at random moments.
+    at random moments less often.
     """
 
     run: Callable[[Ground, Sweeper, int], Awaitable[None]]

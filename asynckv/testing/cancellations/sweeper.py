@@ -105,6 +105,7 @@ class Sweeper:
         self.rounds += 1
         self.cancelled += outcome.cancelled
         self.places.update(round_.places)
-        known = self._suspensions.get(name, 0)
-        self._suspensions[name] = max(known, round_.suspensions)
+        if round_.mode != "again":  # it may go round and round while it is cancelled
+            known = self._suspensions.get(name, 0)
+            self._suspensions[name] = max(known, round_.suspensions)
         return round_.k <= round_.suspensions

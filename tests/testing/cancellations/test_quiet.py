@@ -55,8 +55,8 @@ async def test_a_call_that_waits_is_told() -> None:
 
 async def test_a_task_is_told() -> None:
     async with open_ground("local") as ground:
-        task = asyncio.create_task(asyncio.Event().wait())
-        assert await left_in(ground) == "left behind: tasks: 1"
+        task = asyncio.create_task(asyncio.Event().wait(), name="idle")
+        assert await left_in(ground) == "left behind: task idle: 1"
         task.cancel()
         await asyncio.wait({task})
 

@@ -1,0 +1,113 @@
+"""What is to be cancelled: every public coroutine, found by looking for them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
+from typing import Any, Final
+
+import asynckv
+from asynckv import abc as contracts
+
+__all__ = ("ONE_STEP", "codes_of_coroutines", "public_coroutines", "uncovered")
+
+_ASYNCHRONOUS: Final = (
+    "AbstractAsyncContextManager[",
+    "AsyncIterator[",
+    "Awaitable[",
+    "Coroutine[",
+)
+_OF_OBJECTS: Final = ("__aenter__", "__aexit__", "__anext__")
+_NOT_THE_CORE: Final = ("asynckv.testing.", "asynckv.integrations.", "asynckv.cli.")
+
+ONE_STEP: Final = frozenset(
+    {
+        "KVLookupBuffer.__aenter__",
+        "KVStoreBuffer.__aenter__",
+        "KVPipe.__aenter__",
+        "Group.__aenter__",
+        "LookupBuffer.peek",
+        "LookupBuffer.withdraw",
+        "LookupByRole.withdraw",
+        "StoreBuffer.contains",
+        "StoreBuffer.delete",
+        "PayloadTransport.open",
+    }
+)
+"""Coroutines that never wait: they can only be cancelled before they begin."""
+
+
+def public_coroutines() -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Yield each with its name, the names it is covered by, and the function.
+
+    Those of :mod:`asynckv`, of the contracts, of every class of the core that
+    keeps one of them, and of the public classes in the modules of all these.
+    """
+    for name in asynckv.__all__:
+        function = getattr(asynckv, name)
+        if inspect.isfunction(function) and _is_asynchronous(function):
+            yield name, (name,), function
+    for cls in sorted(_classes(), key=lambda cls: cls.__qualname__):
+        for name, function in vars(cls).items():
+            is_public = not name.startswith("_") or name in _OF_OBJECTS
+            if is_public and callable(function) and _is_asynchronous(function):
+                names = tuple(f"{base.__name__}.{name}" for base in cls.__mro__)
+                yield names[0], names, function
+
+
+def uncovered(covers: Iterable[str]) -> list[str]:
+    """Name the public coroutines that nothing in ``covers`` is about."""
+    known = set(covers)
+    return [name for name, names, _ in public_coroutines() if known.isdisjoint(names)]
+
+
+def codes_of_coroutines() -> dict[str, CodeType]:
+    """Return what runs, and may be suspended, by name."""
+    found = {}
+    for name, names, function in public_coroutines():
+        inner = inspect.unwrap(function)
+        is_abstract = getattr(function, "__isabstractmethod__", False)
+        if not is_abstract and ONE_STEP.isdisjoint(names) and _suspends(inner):
+            found[name] = inner.__code__
+    return found
+
+
+def _classes() -> set[type[Any]]:
+    homes = {importlib.import_module(asynckv._HOME[name]) for name in asynckv.__all__}
+    found = {
+        value
+        for module in (contracts, *homes)
+        for value in (getattr(module, name) for name in module.__all__)
+        if inspect.isclass(value)
+    }
+    for contract in [cls for cls in found if inspect.isabstract(cls)]:
+        found |= set(_implementations(contract))
+    return found
+
+
+def _implementations(contract: type[Any]) -> Iterator[type[Any]]:
+    for cls in contract.__subclasses__():
+        if cls.__module__.startswith("asynckv.") and not cls.__module__.startswith(
+            _NOT_THE_CORE
+        ):
+            yield cls
+        yield from _implementations(cls)
+
+
+def _suspends(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
+def _is_asynchronous(function: Any) -> bool:
+    """Whether it, or what it returns, is awaited, entered or iterated."""
+    if _suspends(inspect.unwrap(function)):
+        return True
+    returned = getattr(function, "__annotations__", {}).get("return", "")
+    if returned.startswith(_ASYNCHRONOUS):
+        return True
+    cls = vars(sys.modules[function.__module__]).get(returned)
+    is_method = "." in function.__qualname__  # one that returns what is there
+    return hasattr(cls, "__await__") or (hasattr(cls, "__aenter__") and not is_method)

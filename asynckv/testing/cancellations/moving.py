@@ -1,0 +1,119 @@
+"""Payload transports: their waits, which a cancellation does not cut short."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import torch
+
+from asynckv.tensors.views import bytes_of
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import Outcome
+from asynckv.testing.cancellations.entries import OVERWRITE
+from asynckv.testing.cancellations.grounds import Ground
+from asynckv.testing.cancellations.scenario import Scenario
+from asynckv.testing.cancellations.sweeper import Sweeper, ticks
+from asynckv.testing.expectations import expect
+from asynckv.testing.transport_pairs import open_transport_pair
+
+__all__ = ("MOVING", "a_quiesce", "a_transports_end")
+
+_CHUNKS: Final = 6 * 2**20
+
+
+def _memory(value: int, nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+def _kind(ground: Ground) -> Literal["tcp", "unix", "mem"]:
+    if ground.kind in ("local", "tls"):
+        raise RuntimeError("no transport of its own")
+    kinds: dict[str, Literal["tcp", "unix", "mem"]]
+    kinds = {"tcp": "tcp", "unix": "unix", "mem": "mem"}
+    return kinds[ground.kind]
+
+
+def _ignore(digest: bytes, error: BaseException | None) -> None:
+    """Whoever is told does not care."""
+
+
+def _no_loss(error: Exception) -> None:
+    """A peer that hangs up in the middle is no surprise here."""
+
+
+async def a_quiesce(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """On its end, cancelled or not, nothing touches the memory any more."""
+    source, target = _memory(1, nbytes), _memory(0, nbytes)
+    number = 1
+
+    async with open_transport_pair(_kind(ground), _no_loss, _no_loss) as pair:
+        near, far = pair
+
+        async def before() -> None:
+            nonlocal number
+            number += 2
+            source.fill_(1)
+            far.announce(number)
+            far.receive(number, 0, bytes_of(target), _ignore)
+            near.send(number, 0, bytes_of(source), _ignore)
+            await ticks(3)
+            await sweeper.pause()
+            far.stop(number)
+
+        async def wait() -> None:
+            try:
+                await far.quiesce(number)
+            finally:
+                target.fill_(OVERWRITE)
+
+        async def check(outcome: Outcome[None]) -> None:
+            target.fill_(OVERWRITE)
+            near.stop(number)
+            await near.quiesce(number)
+            source.fill_(2)
+            await far.quiesce(number)
+            expect(bool((target == OVERWRITE).all()), "written to afterwards")
+
+        await sweeper.sweep("a quiesce", wait, check, before)
+    await ground.check_quiet()
+
+
+async def a_transports_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Opened, used and closed: everybody is told, and soon."""
+    told: list[BaseException | None] = []
+    expected = 0
+
+    def note(digest: bytes, error: BaseException | None) -> None:
+        told.append(error)
+
+    async def before() -> None:
+        nonlocal expected
+        expected = 0
+        told.clear()
+
+    async def use() -> None:
+        nonlocal expected
+        opened = open_transport_pair(_kind(ground), _no_loss, _no_loss)
+        async with opened as (near, far):
+            far.announce(1)
+            far.receive(1, 0, bytes_of(_memory(0, nbytes)), note)
+            near.send(1, 0, bytes_of(_memory(1, nbytes)), note)
+            near.receive(2, 0, bytes_of(_memory(0, nbytes)), note)  # never comes
+            expected = 3
+            await sweeper.pause()
+            await near.aclose()
+
+    async def check(outcome: Outcome[None]) -> None:
+        await until(lambda: len(told) == expected)
+        await ground.check_quiet()
+
+    await sweeper.sweep("a transport's end", use, check, before)
+
+
+MOVING: Final = tuple(
+    Scenario(run, covers, ("mem", "tcp", "unix"), sizes=(_CHUNKS,), is_costly=True)
+    for run, covers in (
+        (a_quiesce, ("PayloadTransport.quiesce",)),
+        (a_transports_end, ("PayloadTransport.open", "PayloadTransport.aclose")),
+    )
+)
