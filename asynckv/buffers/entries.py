@@ -134,6 +134,12 @@ class StoredEntry:
             for part in self.parts
         ]
 
+    def make_complete(self) -> None:
+        """Every part has landed: what an offer begins with will not change."""
+        self.complete = True
+        if self.nbytes <= _KEPT_NBYTES:
+            self.preamble()  # while nobody waits for the offer
+
     def preamble(self) -> bytes:
         """Return its body up to the tensors, with the digests known so far."""
         if self._preamble is not None:

@@ -78,7 +78,7 @@ class Ledger:
         """Every part has landed: the entry is in, or with its direct consumer."""
         if entry.state is EntryState.GONE:
             return
-        entry.complete = True
+        entry.make_complete()
         if entry.state is not EntryState.DIRECT:
             self.book.make_ready(entry)
         elif not entry.leases:

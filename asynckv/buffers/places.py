@@ -6,6 +6,7 @@ is good enough.
 
 from __future__ import annotations
 
+import collections
 import heapq
 from bisect import bisect_left, insort_right
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ __all__ = ("Frontier", "Place", "ascending", "put", "take")
 T = TypeVar("T")
 
 _WHOLE_SUBTREE: Final = -1
+_LIST_PLACES: Final = 64
+"""Of more places the first is dear to take from a list, which is the smaller."""
 
 _seq_of: Final = attrgetter("seq")
 
@@ -37,10 +40,15 @@ class Place(Generic[T]):
 
 def put(place: Place[T], node: Node[T]) -> None:
     """Let a place be found at ``node``; goes up only as far as it is the lowest."""
-    if node.places is None:
+    places = node.places
+    if places is None:
         node.places = [place]
+    elif places[-1].seq < place.seq:
+        places.append(place)
     else:
-        insort_right(node.places, place, key=_seq_of)
+        insort_right(places, place, key=_seq_of)
+    if places is not None and len(places) == _LIST_PLACES:
+        node.places = collections.deque(places)
     above: Node[T] | None = node
     while above is not None and (above.lowest is None or place.seq < above.lowest.seq):
         above.lowest = place

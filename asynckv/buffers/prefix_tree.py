@@ -5,6 +5,7 @@ Nothing here recurses: one key may extend another ten thousand times over.
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Node(Generic[T]):
         self.parent = parent
         self.edge = edge
         self.children: dict[int, Node[T]] | None = None
-        self.places: list[Place[T]] | None = None
+        self.places: list[Place[T]] | collections.deque[Place[T]] | None = None
         """Places of exactly this key, lowest seq first; never empty."""
         self.lowest: Place[T] | None = None
         """The place of lowest seq in the whole subtree."""

@@ -120,6 +120,8 @@ class Incoming:
             for event in self._events:
                 if type(event) is Came:
                     event.owner.on_frame(event.frame, event.body)
+                elif type(event) is Opened:
+                    self._open(event)
                 else:
                     self._handle(event)
                 if ending.error is not None:
@@ -138,9 +140,7 @@ class Incoming:
         outgoing.end_handling()
 
     def _handle(self, event: Event[StreamHandler]) -> None:
-        if isinstance(event, Opened):
-            self._open(event)
-        elif isinstance(event, Farewell):
+        if isinstance(event, Farewell):
             self._ending.hear_goodbye(event.reason)
         elif isinstance(event, Refused):
             why = f"{self._link.peer.id} closed the link: {event.error.message}"

@@ -17,7 +17,7 @@ from asynckv.security.tls_socket import Connection, TlsSocket
 
 __all__ = ("ControlStream", "SocketStream", "StreamOwner")
 
-_RECEIVE_BYTES: Final = 128 * 1024
+_RECEIVE_BYTES: Final = 64 * 1024
 
 
 class StreamOwner(Protocol):
@@ -77,8 +77,6 @@ class SocketStream(ControlStream):
         self._sock = sock
         self._loop = loop
         self._owner: StreamOwner | None = None
-        self._buffer = bytearray(_RECEIVE_BYTES)
-        self._view = memoryview(self._buffer)
         self._unsent = memoryview(b"")
         self._reads = False
         self._finishing = False
@@ -161,16 +159,16 @@ class SocketStream(ControlStream):
         if not self._reads:
             return
         try:
-            nbytes = self._sock.recv_into(self._buffer)
+            data = self._sock.recv(_RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as exc:
             self._end(exc)
             return
-        if not nbytes:
+        if not data:
             self._end(None)
         elif self._owner is not None:
-            self._owner.on_bytes(bytes(self._view[:nbytes]))
+            self._owner.on_bytes(data)
 
     def _end(self, error: OSError | None) -> None:
         self.pause_reading()

@@ -43,6 +43,9 @@ _DEFAULT_LIMITS: Final = Limits()
 _CHANGED: Final = "a frame fails its checksum"
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final[msgspec.msgpack.Decoder[Frame]] = msgspec.msgpack.Decoder(Frame)
+_decode: Final = _decoder.decode
+# Bad UTF-8 is a plain ValueError and deep nesting a RecursionError.
+_NO_FRAME: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def encode_parts(
@@ -212,10 +215,17 @@ class FrameDecoder:
             if self._pending:
                 check_magic(self._pending)  # what is no frame, at its first bytes
         except RemoteProtocolError as exc:
-            self._error = exc
-            self._pending.clear()
-            self._bodies.clear()
+            self._die(exc)
             raise
+        except _NO_FRAME as exc:
+            error = RemoteProtocolError(f"not a frame that we know: {exc}")
+            self._die(error)
+            raise error from exc
+
+    def _die(self, error: RemoteProtocolError) -> None:
+        self._error = error
+        self._pending.clear()
+        self._bodies.clear()
 
     def _read_part(
         self, data: bytes, start: int
@@ -242,11 +252,3 @@ class FrameDecoder:
         else:
             return end, self._bodies.finish(header.stream, part)
         return end, None
-
-
-def _decode(control: bytes) -> Frame:
-    # Bad UTF-8 is a plain ValueError and deep nesting a RecursionError.
-    try:
-        return _decoder.decode(control)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise RemoteProtocolError(f"not a frame that we know: {exc}") from exc

@@ -132,7 +132,11 @@ class Outbox:
         About ``max_bytes`` of them: at least one, and one part of a long body.
         """
         if not (self._urgent or self._long or self._last or self.nbytes > max_bytes):
-            return self._take_all_ready()
+            count = len(self._ready)
+            data = self._ready.popleft() if count == 1 else b"".join(self._ready)
+            self._ready.clear()
+            self.nbytes = self.answer_bytes = 0
+            return data
         taken: list[bytes] = []
         nbytes = 0
         while self._urgent:
@@ -156,12 +160,6 @@ class Outbox:
         self.nbytes += nbytes
         if not stream or stream & 1 != self._own_parity:
             self.answer_bytes += nbytes
-
-    def _take_all_ready(self) -> bytes:
-        data = b"".join(self._ready)
-        self._ready.clear()
-        self.nbytes = self.answer_bytes = 0
-        return data
 
     def _take_ready(self) -> bytes:
         data = self._ready.popleft()

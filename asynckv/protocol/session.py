@@ -186,6 +186,9 @@ class Session(Generic[T]):
             if role is _GOES_ON and owner is not None and owner is not _FORGOTTEN:
                 yield Came(owner, frame, body)
                 continue
+            if role is _OPENS and stream:
+                yield self._begin(stream, frame, body)
+                continue
             event = self._judge(stream, role, frame, body)
             if event is not None:
                 yield event
@@ -198,8 +201,6 @@ class Session(Generic[T]):
     ) -> Event[T] | None:
         if not stream:
             return self._hear(frame, body)
-        if role is _OPENS:
-            return self._begin(stream, frame, body)
         if role is Role.OF_THE_LINK:
             raise RemoteProtocolError(f"{type(frame).__name__} on a stream")
         owner = self._streams.get(stream)
@@ -207,7 +208,8 @@ class Session(Generic[T]):
             self._check_was_open(stream, frame)
             return None
         if role is not _GOES_ON:
-            self._check_side(stream, role, frame)
+            if (role is _ASKS_LAST) is (stream & 1 == self._parity):
+                self._check_side(stream, role, frame)
             self._finish(stream, frame)
             if owner is not _FORGOTTEN and stream not in self._streams:
                 self._ending = (stream, owner)
@@ -222,12 +224,11 @@ class Session(Generic[T]):
 
     def _check_side(self, stream: int, role: Role, frame: Frame) -> None:
         """Refuse a last frame from the side that cannot say it; a pipe has none."""
-        is_ours = stream & 1 == self._parity
-        if role is _ASKS_LAST and is_ours:
+        if role is _ASKS_LAST:
             raise RemoteProtocolError(
                 f"{type(frame).__name__} from the side that answers"
             )
-        if role is _ANSWERS_LAST and not is_ours and stream not in self._pipes:
+        if stream not in self._pipes:
             raise RemoteProtocolError(f"{type(frame).__name__} from the side that asks")
 
     def _hear(self, frame: Frame, body: bytes) -> Farewell | Refused | None:
@@ -281,7 +282,7 @@ class Session(Generic[T]):
         self._last_theirs = stream
 
     def _finish(self, stream: int, frame: Frame) -> None:
-        if stream not in self._pipes or type(frame) is Failure:
+        if type(frame) is Failure or stream not in self._pipes:
             self._remove(stream)
 
     def _remove(self, stream: int) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from asynckv.buffers.entries import EntryState, Lease, StoredEntry, Waiter
+from asynckv.buffers.entries import EntryState, Lease, Part, StoredEntry, Waiter
 from asynckv.buffers.manifest import content_digest
 from asynckv.buffers.queries import Query, as_tokens
 from asynckv.tensors.arena import HeapArena
@@ -57,6 +57,13 @@ def test_the_beginning_of_an_offer_is_kept_once_nothing_can_change() -> None:
     first = entry.preamble()
     entry.parts[0].digest = b"d"
     assert entry.preamble() != first
+
+
+def test_a_tiny_entry_has_the_beginning_of_its_offer_before_it_is_asked_for() -> None:
+    entry = placed(torch.tensor([1, 2]))
+    entry.make_complete()
+    entry.parts[0] = Part("other", entry.parts[0].spec)
+    assert b"other" not in entry.preamble()
 
 
 def test_the_digest_covers_tokens_and_tensors() -> None:

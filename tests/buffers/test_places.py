@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 from asynckv.buffers.places import Frontier, Place, ascending, put, take
 from asynckv.buffers.prefix_tree import Node, PrefixTree
 
@@ -30,6 +32,18 @@ def test_taking_the_lowest_leaves_the_next() -> None:
         take(tree.root.lowest, node)
         assert (tree.root.lowest and tree.root.lowest.seq) == expected
     assert node.places is None
+
+
+def test_of_many_places_any_is_taken_in_any_order() -> None:
+    tree: PrefixTree[str] = PrefixTree()
+    seqs = random.Random(1).sample(range(1000), 300)
+    node = placed(tree, ONE, *seqs)
+    places = {place.seq: place for place in ascending(node)}
+    assert list(places) == sorted(seqs)
+    for seq in seqs[:-1]:
+        take(places.pop(seq), node)
+        assert tree.root.lowest is places[min(places)]
+    assert [*ascending(tree.root)] == [*places.values()]
 
 
 def test_places_come_in_the_order_of_their_seq() -> None:
