@@ -77,7 +77,7 @@ def parse_bytes(size: int | float | str) -> int:
     return int(size)
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Shape and dtype of a tensor that is still to come.
 
     ``dtype`` is torch's name of it (``"bfloat16"``); ``torch.bfloat16`` itself
@@ -101,7 +101,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor's elements, densely packed."""
-        return _checked_nbytes(self.shape, self.dtype)
+        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -67,11 +67,11 @@ class Delivery:
             match_targets(manifest.specs, targets)
         for record, piece in zip(manifest.records, manifest.inline, strict=True):
             verify(record, digest_of(piece))
-            target = targets.get(record.name)
-            if target is None:
-                target = tensor_from(piece, record.spec)
-            else:
+            if record.name in targets:
+                target = targets[record.name]
                 bytes_of(target)[:] = piece  # at most 64 KiB
+            else:
+                target = tensor_from(piece, record.spec)
             self.tensors[record.name] = target
         self.landed = [*self.tensors]
 

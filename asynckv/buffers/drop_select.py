@@ -25,6 +25,10 @@ class PendingSelect(DropSelect):
     with ``query`` and ``targets``.
     """
 
+    _coroutine: Coroutine[Any, Any, KVEntry] | None = None
+    _context: _Borrowed | None = None
+    _used = False
+
     def __init__(
         self,
         take: Callable[[Query, _Targets], Coroutine[Any, Any, KVEntry]],
@@ -36,9 +40,6 @@ class PendingSelect(DropSelect):
         self._borrow = borrow
         self._query = query
         self._targets = targets
-        self._coroutine: Coroutine[Any, Any, KVEntry] | None = None
-        self._context: _Borrowed | None = None
-        self._used = False
 
     def __await__(self) -> Generator[Any, Any, KVEntry]:
         self._use()

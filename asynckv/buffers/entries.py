@@ -230,11 +230,12 @@ class Waiter(msgspec.Struct, eq=False):
 
     def may_have(self, entry: StoredEntry) -> bool:
         """May the consumer have a delivery of an entry that has one left?"""
-        if entry.state is EntryState.FILLING and self.holder.streams:
-            return False  # an insert that fails must leave no trace in an application
-        if entry.state is EntryState.WAITING:
-            if not self.holder.payer.may_charge(entry.nbytes):
-                return False
+        if not entry.complete:
+            if entry.state is EntryState.FILLING and self.holder.streams:
+                return False  # if it fails, no application must have seen it
+            if entry.state is EntryState.WAITING:
+                if not self.holder.payer.may_charge(entry.nbytes):
+                    return False
         # Each delivery goes to another consumer.
         return entry.consumers is None or self.holder.consumer not in entry.consumers
 

@@ -33,6 +33,7 @@ _LENGTH_NBYTES: Final = 4
 _name_of: Final = attrgetter("name")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Contents)
+_decode: Final = _decoder.decode
 
 
 class Manifest(msgspec.Struct, frozen=True, gc=False):
@@ -115,7 +116,7 @@ def unpack(body: bytes, *, inline: bool) -> Manifest:
 
 def _read_contents(encoded: bytes) -> Contents:
     try:
-        contents = _decoder.decode(encoded)
+        contents = _decode(encoded)
         if MISSING_DTYPES:
             _check_dtypes(contents)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:

@@ -121,7 +121,7 @@ class Peer(LoopBound):
         :raises PeerLost: the peer is gone and did not come back in time
         """
         self._check_loop()
-        link = self._linked()
+        link = self._link or self._linked()
         if self._error is not None:
             raise PeerLost(self._error.message, hint=self._error.hint)
         return link if link.is_open else None

@@ -46,6 +46,16 @@ __all__ = ("Selecting", "check_key_fits")
 class Selecting:
     """One query on one link. ``delivery`` is the offer that stands, if one does."""
 
+    delivery: Delivery | None = None
+    may_have_counted = False
+    _landed: list[str]
+    _names: list[str]
+    _error: Exception | None = None
+    _is_acknowledged = False
+    _is_noted = False
+    _is_answered = False
+    _is_accepted = False
+
     def __init__(
         self,
         link: Link,
@@ -56,32 +66,27 @@ class Selecting:
         streams: bool = False,
     ) -> None:
         self.query = query
-        self.delivery: Delivery | None = None
-        self.incarnation = link.peer.incarnation
-        self.may_have_counted = False
         self._link = link
         self._targets = targets
         self._budget = budget
         self._streams = streams
         self._lent: list[Reception] = []
-        self._landed: list[str]
-        self._names: list[str]
-        self._error: Exception | None = None
-        self._is_acknowledged = False
-        self._is_noted = False
-        self._is_answered = False
-        self._is_accepted = False
         self._watchers = Watchers()
         key = query.key or b""
         check_key_fits(key, link.limits.max_body_bytes)
         frame = Select(
-            has_key=query.key is not None,
-            entry_id=query.entry_id,
-            match=query.match,
-            min_matched_tokens=query.min_matched_tokens,
-            stream=streams,
+            query.key is not None,
+            query.entry_id,
+            query.match,
+            query.min_matched_tokens,
+            streams,
         )
         self._stream = link.open_stream(self, frame, key)
+
+    @property
+    def incarnation(self) -> str:
+        """Whom it asks: changes when the peer has lost its memory."""
+        return self._link.peer.incarnation
 
     async def delivered(self) -> Delivery:
         """Wait for an entry; unless the query streams, for all of it, verified.
@@ -121,7 +126,8 @@ class Selecting:
         """Acknowledge verified receipt of a small entry. Never waits."""
         self._stream.send(Took(delivery.offer.token))
         self._stream.close()
-        self.release()
+        if delivery.charged_bytes:
+            self.release()
 
     async def settle(self, delivery: Delivery) -> None:
         """Acknowledge verified receipt: at most once, never both used and given back.

@@ -32,10 +32,10 @@ def make_offer(link: Link, stream: LinkStream, lease: Lease) -> Offering:
     """
     entry = lease.entry
     inline = entry.complete and entry.is_small
-    pieces: list[bytes | memoryview] = [entry.preamble()]
+    body = entry.preamble()
     if inline:
-        pieces += [region.view() for region in entry.regions[: len(entry.parts)]]
-    body = b"".join(pieces)
+        views = [region.view() for region in entry.regions[: len(entry.parts)]]
+        body = b"".join((body, *views))
     check_body(link.limits.max_body_bytes, body)
     offering = Offering(link, stream, entry, link.new_transfer())
     offer = Offer(

@@ -116,6 +116,7 @@ class Incoming:
     def _handle_events(self) -> None:
         outgoing, outbox, ending = self._outgoing, self._session.outbox, self._ending
         outgoing.will_flush = True
+        max_answer_bytes = 0  # the first answer leaves before others are made
         try:
             for event in self._events:
                 if type(event) is Came:
@@ -126,9 +127,10 @@ class Incoming:
                     self._handle(event)
                 if ending.error is not None:
                     break
-                if outbox.answer_bytes > outgoing.max_answer_bytes:
+                if outbox.answer_bytes > max_answer_bytes:
                     if not outgoing.make_room():
                         break
+                    max_answer_bytes = outgoing.max_answer_bytes
         except ProtocolError as exc:
             self._session.keep_ending()
             ending.refuse(exc)
@@ -137,7 +139,7 @@ class Incoming:
             logger.exception("a request handler of the link to %s", self._link.peer.id)
             self._session.keep_ending()
             ending.at_once(exc)
-        outgoing.end_handling()
+        outgoing.end_handling(is_answered=max_answer_bytes > 0)
 
     def _handle(self, event: Event[StreamHandler]) -> None:
         if isinstance(event, Farewell):

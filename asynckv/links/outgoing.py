@@ -62,16 +62,16 @@ class Outgoing:
             self.will_flush = True
             self._loop.call_soon(self._flush_now)
 
-    def end_handling(self) -> None:
+    def end_handling(self, *, is_answered: bool = False) -> None:
         """What came is handled: write the answers.
 
-        If there are none, tasks that were woken may have something to say: it
-        leaves behind them in the same tick.
+        If there are none, and none has left before, tasks that were woken may have
+        something to say: it leaves behind them in the same tick.
         """
         self.will_flush = False
         if self._outbox.nbytes or self.is_reading_paused or self._when_drained:
             self.flush()
-        elif not self._is_last:
+        elif not (is_answered or self._is_last):
             self.flush_soon()
         if self._when_answered:
             self._tell_answered()

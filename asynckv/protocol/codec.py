@@ -35,6 +35,7 @@ __all__ = (
     "FrameDecoder",
     "encode_frame",
     "encode_parts",
+    "encode_plain",
 )
 
 Buffer = bytes | bytearray | memoryview
@@ -48,24 +49,31 @@ _decode: Final = _decoder.decode
 _NO_FRAME: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
-def encode_parts(
-    stream: int, frame: Frame, body: Buffer = b"", *, limits: Limits = _DEFAULT_LIMITS
-) -> tuple[bytes, Iterator[bytes] | None]:
-    """Return the first wire frame, and what makes the others if there are any.
+def encode_plain(stream: int, frame: Frame, body: bytes, limits: Limits) -> bytes:
+    """Return the one wire frame of a body that fits in a part.
 
     :raises LocalProtocolError: control part or body are longer than ``limits``
     """
-    if type(body) is not bytes:
-        body = bytes(body)
     control = _encode(frame)
     control_bytes, nbytes = len(control), len(body)
     if control_bytes > limits.max_control_bytes or nbytes > limits.max_body_bytes:
         raise _too_long(frame, control_bytes, nbytes, limits)
-    if nbytes <= BODY_PART_BYTES:
-        checksum = checksum_of(control, body)
-        fields = pack_fields(PLAIN, control_bytes, nbytes, stream, checksum)
-        crc = crc32(fields).to_bytes(4, "big")
-        return b"".join((fields, crc, control, body)), None
+    checksum = checksum_of(control, body)
+    fields = pack_fields(PLAIN, control_bytes, nbytes, stream, checksum)
+    return b"".join((fields, crc32(fields).to_bytes(4, "big"), control, body))
+
+
+def encode_parts(
+    stream: int, frame: Frame, body: bytes, limits: Limits
+) -> tuple[bytes, Iterator[bytes]]:
+    """Return the first wire frame of a longer body, and what makes the others.
+
+    :raises LocalProtocolError: control part or body are longer than ``limits``
+    """
+    control = _encode(frame)
+    control_bytes, nbytes = len(control), len(body)
+    if control_bytes > limits.max_control_bytes or nbytes > limits.max_body_bytes:
+        raise _too_long(frame, control_bytes, nbytes, limits)
     view = memoryview(body)
     part = view[:BODY_PART_BYTES]
     header = pack_header(
@@ -115,8 +123,11 @@ def encode_frame(
 
     :raises LocalProtocolError: control part or body are longer than ``limits``
     """
-    first, others = encode_parts(stream, frame, body, limits=limits)
-    return [first, *others] if others is not None else [first]
+    body = bytes(body)
+    if len(body) <= BODY_PART_BYTES:
+        return [encode_plain(stream, frame, body, limits)]
+    first, others = encode_parts(stream, frame, body, limits)
+    return [first, *others]
 
 
 class FrameDecoder:

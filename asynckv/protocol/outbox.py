@@ -10,7 +10,7 @@ import collections
 from collections.abc import Iterator
 
 from asynckv.protocol.bodies import BODY_PART_BYTES, max_unfinished_bytes
-from asynckv.protocol.codec import Buffer, encode_parts
+from asynckv.protocol.codec import Buffer, encode_parts, encode_plain
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.header import stream_of
 from asynckv.protocol.values import Limits
@@ -55,16 +55,19 @@ class Outbox:
 
     ``own_parity`` is that of the streams this side opens: what waits for the
     others, and for the link itself, counts as ``answer_bytes``, which a peer
-    that never reads could make grow.
+    that never reads could make grow. ``behind_count`` frames stand behind all
+    that is put while they wait.
     """
 
     def __init__(self, limits: Limits, *, own_parity: int) -> None:
         self.nbytes = 0
         self.answer_bytes = 0
+        self.behind_count = 0
         self._limits = limits
         self._own_parity = own_parity
         self._urgent: collections.deque[bytes] = collections.deque()
         self._ready: collections.deque[bytes] = collections.deque()
+        self._behind: collections.deque[bytes] = collections.deque()
         self._long: collections.OrderedDict[int, _LongFrame] = collections.OrderedDict()
         self._started: collections.deque[int] = collections.deque()
         self._waiting: collections.deque[int] = collections.deque()
@@ -80,20 +83,45 @@ class Outbox:
 
         :raises LocalProtocolError: it is longer than the link's limits
         """
-        first, others = encode_parts(stream, frame, body, limits=self._limits)
-        if others is None and not self._long:
-            self._ready.append(first)
-            nbytes = len(first)
-            self.nbytes += nbytes
-            if stream & 1 != self._own_parity:
-                self.answer_bytes += nbytes
-        elif others is None:
-            self._count(stream, len(first))
-            self._add(stream, first)
+        if type(body) is not bytes:
+            body = bytes(body)
+        if len(body) > BODY_PART_BYTES:
+            self._put_long(stream, frame, body)
+            return
+        data = encode_plain(stream, frame, body, self._limits)
+        nbytes = len(data)
+        self.nbytes += nbytes
+        if stream & 1 != self._own_parity:
+            self.answer_bytes += nbytes
+        if self._long:
+            self._add(stream, data)
         else:
-            long = _LongFrame(first, others, len(body))
-            self._count(stream, long.left_bytes)
-            self._add(stream, long)
+            self._ready.append(data)
+
+    def put_behind(self, stream: int, frame: Frame) -> None:
+        """Add the very last frame of a stream, behind all that is taken with it.
+
+        So the peer comes first to what it is to answer.
+        """
+        data = encode_plain(stream, frame, b"", self._limits)
+        self._count(stream, len(data))
+        if self._long:
+            self._add(stream, data)
+        else:
+            self._behind.append(data)
+            self.behind_count += 1
+
+    def close_up(self) -> None:
+        """Put nothing more before what stands behind."""
+        self._ready.extend(self._behind)
+        self._behind.clear()
+        self.behind_count = 0
+
+    def _put_long(self, stream: int, frame: Frame, body: bytes) -> None:
+        first, others = encode_parts(stream, frame, body, self._limits)
+        long = _LongFrame(first, others, len(body))
+        self._count(stream, long.left_bytes)
+        self._add(stream, long)
 
     def _add(self, stream: int, item: bytes | _LongFrame) -> None:
         if (before := self._long.get(stream)) is not None:
@@ -107,19 +135,21 @@ class Outbox:
 
     def put_first(self, frame: Frame) -> None:
         """Add a frame of the link itself, before all that waits."""
-        first, _ = encode_parts(0, frame, limits=self._limits)
-        self._urgent.append(first)
-        self._count(0, len(first))
+        data = encode_plain(0, frame, b"", self._limits)
+        self._urgent.append(data)
+        self._count(0, len(data))
 
     def put_last(self, frame: Frame) -> None:
         """Add the frame of the link itself that is sent after all others."""
-        self._last, _ = encode_parts(0, frame, limits=self._limits)
+        self._last = encode_plain(0, frame, b"", self._limits)
         self._count(0, len(self._last))
 
     def clear(self) -> None:
         """Drop everything. Only before the very last frame of a broken link."""
         self._urgent.clear()
         self._ready.clear()
+        self._behind.clear()
+        self.behind_count = 0
         self._long.clear()
         self._started.clear()
         self._waiting.clear()
@@ -131,9 +161,11 @@ class Outbox:
 
         About ``max_bytes`` of them: at least one, and one part of a long body.
         """
+        if self.behind_count:
+            self.close_up()
         if not (self._urgent or self._long or self._last or self.nbytes > max_bytes):
-            count = len(self._ready)
-            data = self._ready.popleft() if count == 1 else b"".join(self._ready)
+            data = b"".join(self._ready)
+            self._taken_count += len(self._ready)
             self._ready.clear()
             self.nbytes = self.answer_bytes = 0
             return data

@@ -110,11 +110,8 @@ class Session(Generic[T]):
             open, or ids are used up; nothing was opened
         """
         stream = self._last_own + 2
-        if self._own_count >= self.limits.max_streams:
-            raise LocalProtocolError(
-                f"{self._own_count} requests are open on this link already",
-                hint="wait for some of them, or raise Limits.max_streams on both sides",
-            )
+        if self._own_count + self.outbox.behind_count >= self.limits.max_streams:
+            self._make_room()
         if stream > _MAX_STREAM:
             raise LocalProtocolError("this link has used up its streams; reconnect")
         self.outbox.put(stream, frame, body)
@@ -124,6 +121,15 @@ class Session(Generic[T]):
         if type(frame) is OpenPipe:
             self._pipes.add(stream)
         return stream
+
+    def _make_room(self) -> None:
+        """Let the peer hear of every end before it hears of one stream more."""
+        if self._own_count >= self.limits.max_streams:
+            raise LocalProtocolError(
+                f"{self._own_count} requests are open on this link already",
+                hint="wait for some of them, or raise Limits.max_streams on both sides",
+            )
+        self.outbox.close_up()
 
     def attach(self, stream: int, owner: T) -> None:
         """Make ``owner`` the one who hears of a stream that the peer opened."""
@@ -137,13 +143,15 @@ class Session(Generic[T]):
         """
         if stream not in self._streams:
             return False
-        self.outbox.put(stream, frame, body)
         role = ROLES[type(frame)]
-        if role is not _GOES_ON:
-            last = _ASKS_LAST if stream & 1 == self._parity else _ANSWERS_LAST
-            if role is last:
-                self._finish(stream, frame)
-                self.cancelled_count += type(frame) is Cancelled
+        if role is _ASKS_LAST and stream & 1 == self._parity and not body:
+            self.outbox.put_behind(stream, frame)
+            self._finish(stream, frame)
+            return True
+        self.outbox.put(stream, frame, body)
+        if role is _ANSWERS_LAST and stream & 1 != self._parity:
+            self._finish(stream, frame)
+            self.cancelled_count += type(frame) is Cancelled
         return True
 
     def close(self, stream: int) -> None:
@@ -155,6 +163,7 @@ class Session(Generic[T]):
         elif stream & 1 == self._parity and stream not in self._pipes:
             self._streams[stream] = _FORGOTTEN
         else:
+            self._pipes.discard(stream)
             self._remove(stream)
 
     def ping(self, nonce: int) -> None:
@@ -282,12 +291,14 @@ class Session(Generic[T]):
         self._last_theirs = stream
 
     def _finish(self, stream: int, frame: Frame) -> None:
-        if type(frame) is Failure or stream not in self._pipes:
-            self._remove(stream)
+        if stream in self._pipes:
+            if type(frame) is not Failure:
+                return
+            self._pipes.discard(stream)
+        self._remove(stream)
 
     def _remove(self, stream: int) -> None:
         del self._streams[stream]
-        self._pipes.discard(stream)
         if stream & 1 == self._parity:
             self._own_count -= 1
         else:

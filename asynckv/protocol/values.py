@@ -40,7 +40,7 @@ _Line = Annotated[
 ]
 
 
-class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
+class TensorRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor of an entry: its name, what it is, and its digest if known."""
 
     name: Name
@@ -48,7 +48,7 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
     digest: Digest = b""
 
 
-class Contents(msgspec.Struct, frozen=True, array_like=True):
+class Contents(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The manifest of an entry: what its body holds and what comes by payload.
 
     A body that carries an entry is this value in msgpack, then the raw bytes of

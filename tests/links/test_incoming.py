@@ -17,6 +17,7 @@ from asynckv.protocol.frames import (
     Frame,
     OpeningFrame,
     Peek,
+    Result,
 )
 from asynckv.protocol.values import Limits
 from asynckv.testing.link_pairs import Hearer, ScriptedService, linked
@@ -99,6 +100,22 @@ async def test_a_service_that_sees_a_broken_rule_breaks_the_link() -> None:
     async with linked(answer=answer) as pair:
         with pytest.raises(PeerLost, match="no such contents"):
             await ask(pair.near)
+
+
+async def test_the_first_answer_leaves_before_others_are_made() -> None:
+    waiting: list[bool] = []
+
+    def answer(stream: LinkStream, *_: object) -> None:
+        waiting.append(stream.link.outgoing_bytes > 0)
+        stream.send(Result(1))
+
+    async with linked(answer=answer) as pair:
+        hearers = [Hearer() for _ in range(3)]
+        for hearer in hearers:
+            pair.near.open_stream(hearer, ASK)
+        for hearer in hearers:
+            await hearer.next()
+    assert waiting == [False, False, True]
 
 
 class _Cancelling(ScriptedService):

@@ -105,6 +105,28 @@ def test_an_urgent_frame_passes_all_others_and_the_last_one_waits_for_all() -> N
     assert drain(outbox) == [(0, Ping(8), b"")]
 
 
+def test_the_end_of_a_stream_may_stand_behind_what_is_put_later() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    outbox.put_behind(1, Cancel())
+    outbox.put(3, Get("a"))
+    outbox.close_up()
+    outbox.put(5, Get("b"))
+    outbox.put_last(Goodbye())
+    assert [stream for stream, _, _ in drain(outbox, 1000)] == [3, 1, 5, 0]
+    assert (outbox.nbytes, outbox.behind_count) == (0, 0)
+
+
+def test_where_a_long_body_leaves_nothing_stands_behind() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    for stream in (1, 3):
+        outbox.put(stream, Get("long"), bytes(LONG))
+    outbox.put_behind(3, Cancel())
+    outbox.put(5, Get("short"))
+    streams = [stream for stream, _, _ in drain(outbox)]
+    assert streams.index(3) < len(streams) - 1 - streams[::-1].index(3)
+    assert outbox.nbytes == 0
+
+
 def test_only_frames_on_the_peers_streams_count_as_answers() -> None:
     outbox = Outbox(Limits(), own_parity=1)
     outbox.put(1, Get("ours"), bytes(1000))

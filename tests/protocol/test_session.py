@@ -76,6 +76,34 @@ def hear(session: Session[str], stream: int, frame: Frame, body: bytes = b"") ->
     list(session.receive(encode_frame(stream, frame, body)[0]))
 
 
+def took(session: Session[str], stream: int) -> Came[str]:
+    session.send(stream, Took(b"t"))
+    return Came("answerer", Took(b"t"), b"")
+
+
+def test_the_peer_comes_to_a_request_before_the_end_of_another() -> None:
+    a, b = near(), far()
+    ask(a)
+    pump(a, b)
+    b.attach(1, "answerer")
+    end = took(a, 1)
+    ask(a)
+    assert pump(a, b) == [Opened(3, Get("k"), b""), end]
+
+
+def test_no_peer_sees_more_streams_than_there_may_be() -> None:
+    limits = Limits(max_streams=2)
+    a, b = near(limits), far(limits)
+    for stream in (ask(a), ask(a)):
+        pump(a, b)
+        b.attach(stream, "answerer")
+    end = took(a, 1)
+    ask(a)
+    assert pump(a, b) == [end, Opened(5, Get("k"), b"")]
+    with pytest.raises(LocalProtocolError):
+        ask(a)
+
+
 def test_a_request_and_its_answer_reach_their_owners() -> None:
     a, b = near(), far()
     a.open("asker", Select(has_key=True), b"key")
