@@ -165,7 +165,6 @@ class Outbox:
             self.close_up()
         if not (self._urgent or self._long or self._last or self.nbytes > max_bytes):
             data = b"".join(self._ready)
-            self._taken_count += len(self._ready)
             self._ready.clear()
             self.nbytes = self.answer_bytes = 0
             return data
