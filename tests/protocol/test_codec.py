@@ -240,6 +240,8 @@ def test_what_is_just_short_enough_is_sent_and_taken() -> None:
         encode_frame(1, Get("abcd"), limits=longest)
     with pytest.raises(RemoteProtocolError, match="16 bytes of control"):
         decode(encode_frame(1, Get("abcd"))[0], limits=longest)
+    with pytest.raises(LocalProtocolError, match="body of Get has 16777217 bytes"):
+        encode_frame(1, Get("abc"), bytes(2**24 + 1), limits=longest)
     ten = Limits(max_body_bytes=10)
     assert decode(encode_frame(1, Get("a"), bytes(10), limits=ten)[0], limits=ten)
 

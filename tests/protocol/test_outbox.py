@@ -93,6 +93,15 @@ def test_frames_behind_a_long_body_keep_their_streams_order() -> None:
     assert sizes == [(Get, LONG), (Get, 0), (Get, LONG), (Get, 1), (Cancel, 0)]
 
 
+def test_a_long_body_keeps_behind_what_its_stream_said_before() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    for key in "abc":
+        outbox.put(1, Get(key))
+    outbox.put(1, Get("long"), bytes(LONG))
+    keys = [frame.key for _, frame, _ in drain(outbox) if isinstance(frame, Get)]
+    assert keys == ["a", "b", "c", "long"]
+
+
 def test_an_urgent_frame_passes_all_others_and_the_last_one_waits_for_all() -> None:
     outbox = Outbox(Limits(), own_parity=1)
     outbox.put(1, Get("long"), bytes(LONG))

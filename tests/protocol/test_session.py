@@ -244,8 +244,9 @@ def test_a_forgotten_stream_is_ignored_and_counts_until_its_end(
     stream = ask_twice(a)
     pump(a, b)
     a.close(stream)
-    with pytest.raises(LocalProtocolError, match="2 requests are open"):
+    with pytest.raises(LocalProtocolError, match="2 requests are open") as caught:
         ask(a)
+    assert "raise Limits.max_streams" in caught.value.hint
     b.send(stream, Grant(1))
     b.send(stream, Accepted())
     assert pump(b, a) == []
