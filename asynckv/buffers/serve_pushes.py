@@ -124,6 +124,8 @@ class ServedPushes:
         receptions = [pushed.reception for pushed in self._coming.values()]
         for retracted in self._retracted.values():
             receptions += retracted
+        for reception in receptions:  # all of them, also if the wait is cancelled
+            reception.stop()
         for reception in receptions:
             await reception.quiesce()
 

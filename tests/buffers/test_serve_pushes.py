@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -20,7 +22,8 @@ from asynckv.protocol.frames import (
     Push,
     Retract,
 )
-from asynckv.testing.blocked import until
+from asynckv.shielding import wait_shielded
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import name_of
 from asynckv.testing.raw_inserts import RawInsert
 from asynckv.transports.mem import MemTransport
@@ -28,15 +31,22 @@ from asynckv.transports.mem import MemTransport
 MIB = 2**20
 
 
-@pytest.fixture
-async def link(local: LookupBuffer) -> AsyncIterator[Link]:
-    """A producer that says what it likes."""
+@contextlib.asynccontextmanager
+async def linked_to(local: LookupBuffer) -> AsyncIterator[tuple[Link, Link]]:
+    """A producer that says what it likes, and what the server has of its link."""
     async with serve("mem://", lookup=local) as server:
         link = await dial(server.url, identity=name_of("producer"))
+        (services,) = server._services
         try:
-            yield link
+            yield link, services.link
         finally:
             await link.aclose()
+
+
+@pytest.fixture
+async def link(local: LookupBuffer) -> AsyncIterator[Link]:
+    async with linked_to(local) as (link, _):
+        yield link
 
 
 async def test_a_put_made_again_with_other_bytes_is_what_is_committed(
@@ -129,3 +139,22 @@ async def test_memory_of_retracted_tensors_is_quiet_at_the_end(
     raw.stream.send(Cancel())
     assert await raw.last() == Cancelled()
     assert local.statistics().entries == 0
+
+
+async def test_an_insert_that_is_cancelled_twice_lets_go_of_all_its_tensors(
+    local: LookupBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = asyncio.get_running_loop().create_future()
+    async with linked_to(local) as (near, far):
+        raw = RawInsert(near, MIB, MIB, streaming=True)
+        await raw.granted()
+        for part in (0, 1):
+            await raw.push(part)
+        monkeypatch.setattr(far.payload, "quiesce", lambda _: wait_shielded(quiet))
+        for _ in range(2):
+            raw.stream.send(Cancel())
+            await until_blocked()
+        assert len(raw.hearer.frames) == 3
+        quiet.set_result(None)
+        assert await raw.last() == Cancelled()
+        assert not far.progress._transfers  # else the link would end when they stall
