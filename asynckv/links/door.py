@@ -17,6 +17,7 @@ from asynckv.links.address import Address
 from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
 from asynckv.links.memory import MemoryStream
+from asynckv.links.turns import Turns
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.greeting import DialSide, ListenSide
@@ -47,6 +48,7 @@ class MemoryDoor:
         self.adopt = adopt
         self._keyring = keyring
         self._terms = terms
+        self._turns = Turns(self.loop)
         if self.name in _doors:
             raise ConfigError(
                 f"mem://{self.name} is listened at already",
@@ -72,7 +74,8 @@ class MemoryDoor:
 
     def link(self, stream: MemoryStream, agreement: Agreement) -> Link:
         """Return a link that waits to be adopted."""
-        return Link(stream, agreement, dialled=False, url=f"mem://{self.name}")
+        url = f"mem://{self.name}"
+        return Link(stream, agreement, dialled=False, url=url, turns=self._turns)
 
 
 async def dial_memory(address: Address, terms: Terms, keys: Keys) -> Link:

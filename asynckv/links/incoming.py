@@ -1,7 +1,7 @@
 """What comes in on a link: read in one place, and handed on at once.
 
 From the socket's own callback to the handler of a request: no reader waits for
-an application.
+an application. Only who says more than a turn holds waits for the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from asynckv.links.heartbeat import Heartbeat
 from asynckv.links.outgoing import Outgoing
 from asynckv.links.requests import LinkStream, Service, StreamHandler
 from asynckv.links.streams import ControlStream
-from asynckv.protocol.events import Came, Event, Farewell, Opened, Refused
+from asynckv.links.turns import AT_ONCE, Turns
+from asynckv.protocol.events import Came, Event, Farewell, Nothing, Opened, Refused
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.rates import Rate
 from asynckv.protocol.session import Session
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 _JUDGED_AT_ONCE: Final = 1024
 """So many requests, or as many as may be open, cost one look at the clock."""
 
+_PINGS_PER_S: Final = 1000
+"""Many more than any heartbeat needs: a millisecond apart."""
+
 
 class Incoming:
     """Hears of the stream of ``link``, and tells its handlers and its service."""
@@ -50,6 +54,7 @@ class Incoming:
         outgoing: Outgoing,
         ending: Ending,
         heartbeat: Heartbeat,
+        turns: Turns,
     ) -> None:
         self.service: Service | None = None
         self._link = link
@@ -58,23 +63,31 @@ class Incoming:
         self._outgoing = outgoing
         self._ending = ending
         self._heartbeat = heartbeat
+        self._turns, self._number = turns, turns.new_number()
         limits, now_s = link.limits, asyncio.get_running_loop().time()
         self._requests = Rate(limits.max_requests_per_s, limits.max_streams, now_s)
         self._cancels = Rate(limits.max_cancels_per_s, limits.max_streams, now_s)
+        self._pings = Rate(_PINGS_PER_S, _PINGS_PER_S, now_s)
         self._judged = (0, 0)
+        self._judged_pings = 0
         self._judged_at_once = max(1, min(limits.max_streams, _JUDGED_AT_ONCE))
         self._judge_at = self._judged_at_once
         # What was received; not empty only while reading is paused.
         self._events: Iterator[Event[StreamHandler]] = iter(())
+        self._heard_count = 0
+        self._is_behind = self._is_waiting = False
 
     def on_bytes(self, data: bytes) -> None:
         """Bytes came."""
-        if self._ending.error is None:
-            self._heartbeat.was_heard = True
-            self._events = self._session.receive(data)
-            self._handle_events()
-            if self._session.opened_count >= self._judge_at:
-                self._judge_rates()
+        if self._ending.error is not None:
+            return
+        self._heartbeat.was_heard = True
+        self._events = self._session.receive(data)
+        self._heard_count = 0
+        if self._is_behind:
+            self._wait_turn()
+        else:
+            self._hear(AT_ONCE)
 
     def on_writable(self) -> None:
         """All that was written has left."""
@@ -94,11 +107,42 @@ class Incoming:
 
     def read_on(self) -> None:
         """Go on with what was received already, then with reading."""
-        ending, outgoing = self._ending, self._outgoing
-        if ending.error is None and not outgoing.is_reading_paused:
-            self._handle_events()
-        if ending.error is None and not outgoing.is_reading_paused:
+        if not self._is_waiting:
+            self.go_on(AT_ONCE)
+
+    def go_on(self, max_count: int) -> int:
+        """Go on, by so many frames at most; return how many there were."""
+        self._is_waiting = False
+        count = 0
+        if self._may_hear():
+            self._heartbeat.was_heard = True
+            count = self._hear(max_count)
+        if self._may_hear() and not self._is_waiting:
             self._stream.resume_reading()
+        return count
+
+    def _may_hear(self) -> bool:
+        return self._ending.error is None and not self._outgoing.is_reading_paused
+
+    def _hear(self, max_count: int) -> int:
+        """Hear so many frames of what was received; if there is more, wait for it."""
+        count, is_all = self._handle_events(max_count)
+        session = self._session
+        if session.opened_count >= self._judge_at:
+            self._judge_rates()
+        if session.pinged_count != self._judged_pings:
+            self._judge_pings()
+        self._heard_count += count
+        if is_all:
+            self._is_behind = self._heard_count > AT_ONCE
+        elif self._may_hear():
+            self._wait_turn()
+        return count
+
+    def _wait_turn(self) -> None:
+        self._is_behind = self._is_waiting = True
+        self._stream.pause_reading()
+        self._turns.wait(self._number, self)
 
     def _judge_rates(self) -> None:
         """Now and then: whether the peer asks, or changes its mind, too often."""
@@ -113,24 +157,39 @@ class Incoming:
         self._judged = (opened, cancelled)
         self._judge_at = opened + self._judged_at_once
 
-    def _handle_events(self) -> None:
+    def _judge_pings(self) -> None:
+        pinged = self._session.pinged_count
+        now_s = asyncio.get_running_loop().time()
+        is_flood = not self._pings.spend(pinged - self._judged_pings, now_s)
+        self._judged_pings = pinged
+        if is_flood and self._ending.error is None:
+            self._ending.refuse(RemoteProtocolError("a flood of pings"))
+
+    def _handle_events(self, max_count: int) -> tuple[int, bool]:
+        """Hear at most so many frames: how many there were, and if that was all."""
         outgoing, outbox, ending = self._outgoing, self._session.outbox, self._ending
         outgoing.will_flush = True
         max_answer_bytes = 0  # the first answer leaves before others are made
+        count, empty_count, is_all = 0, 0, False
         try:
             for event in self._events:
+                count += 1
                 if type(event) is Came:
                     event.owner.on_frame(event.frame, event.body)
                 elif type(event) is Opened:
                     self._open(event)
+                elif type(event) is Nothing:
+                    empty_count += 1
                 else:
                     self._handle(event)
-                if ending.error is not None:
+                if ending.error is not None or count >= max_count:
                     break
                 if outbox.answer_bytes > max_answer_bytes:
                     if not outgoing.make_room():
                         break
                     max_answer_bytes = outgoing.max_answer_bytes
+            else:
+                is_all = True
         except ProtocolError as exc:
             self._session.keep_ending()
             ending.refuse(exc)
@@ -140,6 +199,9 @@ class Incoming:
             self._session.keep_ending()
             ending.at_once(exc)
         outgoing.end_handling(is_answered=max_answer_bytes > 0)
+        if count > empty_count and not self._is_behind:
+            self._turns.note_heard(self._number)
+        return count, is_all
 
     def _handle(self, event: Event[StreamHandler]) -> None:
         if isinstance(event, Farewell):

@@ -23,6 +23,7 @@ from asynckv.links.payloads import make_payload
 from asynckv.links.progress import Progress
 from asynckv.links.requests import LinkStream, Service, StreamHandler
 from asynckv.links.streams import ControlStream
+from asynckv.links.turns import Turns
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.handshake import Agreement
@@ -35,7 +36,8 @@ class Link:
     """A connection that is up. Made by :func:`dial` and by a listener.
 
     ``limits`` is what both sides keep to, ``peer_limits`` what the peer said
-    of itself. ``progress`` watches payload that is to come.
+    of itself. ``progress`` watches payload that is to come. ``turns`` is shared
+    with the other links of a listener.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Link:
         *,
         dialled: bool,
         url: str = "",
+        turns: Turns | None = None,
     ) -> None:
         self.peer = agreement.peer
         self.fingerprint = agreement.fingerprint
@@ -72,7 +75,9 @@ class Link:
         self._ending = Ending(self.peer.id, *shared, self.payload, self._heartbeat)
         self.progress = Progress(self.payload, self._ending.refuse)
         self._ending.call(lambda _: self.progress.stop())
-        self._incoming = Incoming(self, *shared, self._ending, self._heartbeat)
+        self._incoming = Incoming(
+            self, *shared, self._ending, self._heartbeat, turns or Turns(loop)
+        )
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "lost"

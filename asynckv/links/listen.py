@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from typing import Final
 
@@ -54,6 +55,8 @@ class LinkListener(ProcessBound):
         self._service_for = service_for
         self._on_link = on_link
         self._links: dict[str, Link] = {}
+        # Lost, and perhaps not closed yet: the peer still sends.
+        self._ended: weakref.WeakSet[Link] = weakref.WeakSet()
         self._place = ""
         self._inode = 0
         self._door: Reception | MemoryDoor
@@ -98,7 +101,7 @@ class LinkListener(ProcessBound):
     def abort(self) -> None:
         """Close the door and every link now. Never waits."""
         self._close_door()
-        for link in self.links:
+        for link in [*self.links, *self._ended]:
             link.abort()
 
     def _close_door(self) -> list[asyncio.Task[bool]]:
@@ -115,7 +118,7 @@ class LinkListener(ProcessBound):
         if older is not None:
             older.abort(PeerLost(f"{peer.id} has opened a new link"))
         self._links[peer.id] = link
-        link.call_when_lost(lambda _: self.release(link))
+        link.call_when_lost(lambda _: self._on_lost(link))
         try:
             service = self._service_for(link)
             if self._on_link is not None:
@@ -126,6 +129,11 @@ class LinkListener(ProcessBound):
             return
         link.start(service)
         logger.info("link to %s by %s", peer.id, link.transport_name)
+
+    def _on_lost(self, link: Link) -> None:
+        if self._links.get(link.peer.id) is link:
+            self._ended.add(link)
+            self.release(link)
 
     def release(self, link: Link) -> None:
         """Leave a link to its owner: closing the listener does not close it."""

@@ -27,6 +27,7 @@ from asynckv.links.sockets import (
 )
 from asynckv.links.strangers import Strangers
 from asynckv.links.streams import SocketStream
+from asynckv.links.turns import Turns
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.frames import Attach, Attached
@@ -48,6 +49,7 @@ _GREETING_S: Final = 5.0
 _LANES_S: Final = 5.0
 _ACCEPTS_A_TICK: Final = 8
 _NO_FILES_PAUSE_S: Final = 0.1
+_SHARED_PAUSE_S: Final = 0.004
 _TOKEN_BYTES: Final = 16
 _WARNING_PAUSE_S: Final = 1.0
 
@@ -131,6 +133,7 @@ class Reception:
         self._adopt = adopt
         self._url = url
         self._loop = asyncio.get_running_loop()
+        self._turns = Turns(self._loop)
         self._greetings: dict[asyncio.Task[bool], Connection] = {}
         self._strangers: Strangers[asyncio.Task[bool]] = Strangers(MAX_STRANGERS)
         self._newcomers: dict[bytes, _Newcomer] = {}
@@ -160,10 +163,7 @@ class Reception:
                 return
             except OSError as exc:
                 logger.warning("cannot accept at %s: %s", self._url, exc)
-                self._stop_accepting()
-                self._pause = self._loop.call_later(
-                    _NO_FILES_PAUSE_S, self._accept_again
-                )
+                self._accept_later(_NO_FILES_PAUSE_S)
                 return
             sock.setblocking(False)
             task = self._loop.create_task(
@@ -172,6 +172,9 @@ class Reception:
             self._greetings[task] = sock
             task.add_done_callback(self._on_greeted)
             self._make_room(self._strangers.add(task, _host_of(peer)))
+            if self._turns.is_shared:
+                self._accept_later(_SHARED_PAUSE_S)
+                return
 
     def _make_room(self, victim: asyncio.Task[bool] | None) -> None:
         if victim is None:
@@ -184,6 +187,10 @@ class Reception:
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
+
+    def _accept_later(self, pause_s: float) -> None:
+        self._stop_accepting()
+        self._pause = self._loop.call_later(pause_s, self._accept_again)
 
     def _accept_again(self) -> None:
         if not self._closed:
@@ -265,7 +272,11 @@ class Reception:
         if len(self._newcomers) >= _MAX_NEWCOMERS:
             raise PeerLost("too many links are being opened")
         link = Link(
-            SocketStream(sock, self._loop), agreement, dialled=False, url=self._url
+            SocketStream(sock, self._loop),
+            agreement,
+            dialled=False,
+            url=self._url,
+            turns=self._turns,
         )
         token = secrets.token_bytes(_TOKEN_BYTES)
         welcome = side.welcome(token, link.payload.describe())

@@ -1,4 +1,4 @@
-"""What a session tells its link: each is what one received frame meant."""
+"""What a session tells its link: one for each received frame."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from asynckv.errors import AsyncKVError
 from asynckv.protocol.frames import Frame, OpeningFrame
 
-__all__ = ("Came", "Event", "Farewell", "Opened", "Refused")
+__all__ = ("Came", "Event", "Farewell", "Nothing", "Opened", "Refused")
 
 T = TypeVar("T")
 
@@ -42,4 +42,8 @@ class Refused(NamedTuple):
     error: AsyncKVError
 
 
-Event = Opened | Came[T] | Farewell | Refused
+class Nothing(NamedTuple):
+    """A frame that nobody else need hear of, as a ping."""
+
+
+Event = Opened | Came[T] | Farewell | Refused | Nothing

@@ -12,7 +12,14 @@ from typing import Final, Generic, TypeVar
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.codec import Buffer, FrameDecoder
-from asynckv.protocol.events import Came, Event, Farewell, Opened, Refused
+from asynckv.protocol.events import (
+    Came,
+    Event,
+    Farewell,
+    Nothing,
+    Opened,
+    Refused,
+)
 from asynckv.protocol.failures import from_refuse, to_refuse
 from asynckv.protocol.frames import (
     Cancelled,
@@ -38,6 +45,7 @@ _GOES_ON: Final = Role.GOES_ON
 _ASKS_LAST: Final = Role.ASKS_LAST
 _ANSWERS_LAST: Final = Role.ANSWERS_LAST
 _MAX_STREAM: Final = 2**32 - 1
+_NOTHING: Final = Nothing()
 
 
 class _Over(enum.Enum):
@@ -56,7 +64,8 @@ class Session(Generic[T]):
     owner closes it. A requester that closes a stream early no longer hears of it,
     but it counts towards ``max_streams`` until the final frame has come.
 
-    ``opened_count`` and ``cancelled_count`` are of the peer's requests, ever.
+    ``opened_count`` and ``cancelled_count`` are of the peer's requests, ever, and
+    ``pinged_count`` of its pings.
     """
 
     def __init__(self, limits: Limits, *, dialled: bool) -> None:
@@ -76,6 +85,7 @@ class Session(Generic[T]):
         self._pipes: set[int] = set()
         self.opened_count = 0
         self.cancelled_count = 0
+        self.pinged_count = 0
         self._own_count = 0
         self._their_count = 0
         self._ended = False
@@ -182,7 +192,7 @@ class Session(Generic[T]):
         self.outbox.put_first(to_refuse(error))
 
     def receive(self, data: Buffer) -> Iterator[Event[T]]:
-        """Accept ``data`` and yield what it means. Iterate to the end.
+        """Accept ``data`` and yield what each frame means. Iterate to the end.
 
         :raises RemoteProtocolError: the peer broke the rules; the link is dead
         """
@@ -202,6 +212,8 @@ class Session(Generic[T]):
             if event is not None:
                 yield event
                 self._ending = None
+            else:
+                yield _NOTHING
             if self._ended:
                 return
 
@@ -245,6 +257,7 @@ class Session(Generic[T]):
         if body:
             raise RemoteProtocolError(f"{kind.__name__} with a body")
         if isinstance(frame, Ping):
+            self.pinged_count += 1
             self.outbox.put_first(Pong(frame.nonce))
         elif isinstance(frame, Pong):
             if frame.nonce == self.unanswered_ping:

@@ -153,6 +153,15 @@ async def test_a_flood_ends_the_link_and_says_why(what: str) -> None:
         assert "flood" in str(pair.far.error)
 
 
+async def test_a_flood_of_pings_ends_the_link_too() -> None:
+    async with linked() as pair:
+        for nonce in range(5000):
+            pair.near._session.ping(nonce)
+        pair.near._outgoing.flush()
+        await pair.near.wait_closed()
+        assert "a flood of pings" in str(pair.near.error)
+
+
 async def test_taking_back_all_that_is_open_is_no_flood() -> None:
     limits = Limits(max_streams=2000, max_requests_per_s=10, max_cancels_per_s=10)
     async with linked(far={"limits": limits}, service=_Cancelling()) as pair:

@@ -7,11 +7,13 @@ import pytest
 
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.dial import dial
+from asynckv.links.ending import GRACE_S
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.protocol.frames import Peek, Result
 from asynckv.protocol.values import PeerIdentity
 from asynckv.testing.blocked import until
+from asynckv.testing.faults.hostile import open_hostile_peer
 from asynckv.testing.link_pairs import Hearer, ScriptedService, linked
 
 pytestmark = pytest.mark.both_loops
@@ -138,3 +140,14 @@ async def test_a_link_that_nobody_will_serve_is_aborted(
     assert "on purpose" in caplog.text
     await listener.aclose()
     await link.aclose()
+
+
+async def test_a_link_that_was_refused_is_closed_with_the_listener() -> None:
+    listener = await door()
+    async with open_hostile_peer(listener.url) as hostile:
+        (link,) = listener.links
+        await hostile.send(0, Peek(has_key=False))
+        await until(lambda: not listener.links)
+        await listener.aclose()
+        async with asyncio.timeout(GRACE_S / 2):
+            await link.wait_closed()

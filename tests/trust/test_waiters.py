@@ -137,6 +137,8 @@ async def test_none_is_lost_when_they_are_cancelled_while_they_are_served(
                     task.cancel()
             await until_waiting(buffer, 0)
             await asyncio.wait(everyone)
+            # Who was served says so behind its answer.
+            await until(lambda: not buffer.statistics().leased, timeout_s=PATIENCE_S)
         taken = [task.result() for task in everyone if not task.cancelled()]
         left = []
         while buffer.statistics().entries:

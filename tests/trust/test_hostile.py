@@ -1,0 +1,135 @@
+"""A hundred hostile connections, a server, and one who only wants to work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import statistics
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asynckv
+from asynckv.testing.faults.crowd import LARGE
+
+pytestmark = [
+    pytest.mark.trust,
+    pytest.mark.alone,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(300),
+]
+
+MIB = 2**20
+BUDGET_BYTES = 64 * MIB
+SPARE_BYTES = 64 * MIB
+ROUNDS = 11
+KEPT = 0.5
+ROUND_S = 1.0
+SETTLED_S = 0.25
+SERVER = f"""
+import asyncio, sys, asynckv
+async def main():
+    async with (
+        asynckv.LookupBuffer({BUDGET_BYTES // 2}, max_hold_s=0.5, drain_s=0) as lookup,
+        asynckv.StoreBuffer({BUDGET_BYTES // 2}) as store,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
+    ):
+        print(server.url, flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+asyncio.run(main())
+"""
+
+
+class Child:
+    """A process that answers a line by a line."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.pid = process.pid
+        self._process = process
+
+    async def hear(self) -> str:
+        assert self._process.stdout is not None
+        line = await asyncio.wait_for(self._process.stdout.readline(), 60)
+        return line.decode().strip()
+
+    async def tell(self, word: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{word}\n".encode())
+        assert await self.hear() == word
+
+
+@contextlib.asynccontextmanager
+async def running(*args: str) -> AsyncIterator[Child]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *args, stdin=pipe, stdout=pipe
+    )
+    try:
+        yield Child(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+def memory_of(pid: int, what: str) -> int:
+    """Bytes of a process: ``VmRSS`` is now, ``VmHWM`` the most there ever were."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(rf"{what}:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+async def work(lookup: asynckv.KVLookupBuffer) -> None:
+    """An entry there and back, in line and by payload."""
+    for numel in (10, 50_000):
+        tensor = torch.full((numel,), 7)
+        await lookup.insert([1, 1], None, tensor, None, None)
+        entry = await lookup.drop_select([1, 1])
+        assert isinstance(entry.key, torch.Tensor)
+        assert torch.equal(entry.key, tensor)
+
+
+async def rate_of(lookup: asynckv.KVLookupBuffer) -> float:
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(SETTLED_S)
+    count, began = 0, loop.time()
+    while loop.time() < began + ROUND_S:
+        await work(lookup)
+        count += 1
+    return count / (loop.time() - began)
+
+
+async def test_who_is_honest_keeps_half_of_its_rate_and_memory_is_bounded(
+    scale: Any, figures: Callable[[str], None]
+) -> None:
+    count = str(scale.hostile_connections)
+    ratios: list[float] = []
+    async with running("-c", SERVER) as server:
+        url = await server.hear()
+        async with (
+            running("-m", "asynckv.testing.faults.crowd", url, count) as crowd,
+            asynckv.connect(url, reconnect_s=0) as peer,
+        ):
+            await peer.store.put(LARGE, torch.zeros(15_000, dtype=torch.int32))
+            await rate_of(peer.lookup)
+            before = memory_of(server.pid, "VmRSS")
+            for _ in range(ROUNDS):
+                alone = await rate_of(peer.lookup)
+                await crowd.tell("on")
+                ratios.append(await rate_of(peer.lookup) / alone)
+                await crowd.tell("off")
+            growth = memory_of(server.pid, "VmHWM") - before
+    kept = statistics.median(ratios)
+    figures(
+        f"{count} connections, the server grew by {growth / MIB:.0f} MiB with a budget "
+        f"of {BUDGET_BYTES / MIB:.0f}, the honest client kept {kept:.0%} of its rate "
+        f"({', '.join(f'{ratio:.0%}' for ratio in ratios)})"
+    )
+    assert growth <= BUDGET_BYTES + SPARE_BYTES
+    assert kept >= KEPT
