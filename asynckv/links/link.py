@@ -116,7 +116,7 @@ class Link:
         if self._ending.error is not None:
             raise copy_of(self._ending.error)
         stream_id = self._session.open(handler, frame, body)
-        self._outgoing.flush_soon()
+        self._outgoing.flush_first()
         return LinkStream(self, self._session, self._outgoing, stream_id)
 
     def new_transfer(self) -> int:

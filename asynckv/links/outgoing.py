@@ -1,6 +1,7 @@
 """What leaves a link: written in one place, and bounded where a peer decides.
 
-Everything that is queued in a tick leaves in one write at its end. While more
+Of what is queued in a tick the first request, or the first answer, leaves at once:
+the other side can begin. All else leaves in one write at the tick's end. While more
 than 4 MiB of answers wait for a peer, nothing more of it is read: one that
 never reads cannot make us hold memory.
 """
@@ -47,6 +48,7 @@ class Outgoing:
         self._outbox = outbox
         self._loop = loop
         self._is_last = False
+        self._has_begun = False
         self._sent_before = 0
         self._when_drained: list[Callable[[], None]] = []
         self._when_answered: collections.deque[Callable[[], None]] = collections.deque()
@@ -55,6 +57,13 @@ class Outgoing:
     def nbytes(self) -> int:
         """Bytes that have not left for the kernel yet."""
         return self._outbox.nbytes + self._stream.unsent_bytes
+
+    def flush_first(self) -> None:
+        """Write what is queued at once, if nothing left so in this tick; else soon."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.flush()
+        self.flush_soon()
 
     def flush_soon(self) -> None:
         """Write what is queued at the end of this tick, or of what is handled."""
@@ -68,7 +77,7 @@ class Outgoing:
         If there are none, and none has left before, tasks that were woken may have
         something to say: it leaves behind them in the same tick.
         """
-        self.will_flush = False
+        self.will_flush = self._has_begun = False
         if self._outbox.nbytes or self.is_reading_paused or self._when_drained:
             self.flush()
         elif not (is_answered or self._is_last):
@@ -148,7 +157,7 @@ class Outgoing:
         return False
 
     def _flush_now(self) -> None:
-        self.will_flush = False
+        self.will_flush = self._has_begun = False
         self.flush()
         if self._when_answered:
             self._tell_answered()

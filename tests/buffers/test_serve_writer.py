@@ -45,6 +45,7 @@ async def link(local: LookupBuffer) -> AsyncIterator[Link]:
 async def test_a_word_before_there_is_room_breaks_the_link(
     link: Link, frame: Push | Commit
 ) -> None:
+    RawInsert(link, MIB, streaming=True)  # leaves at once, and the others together
     raw = RawInsert(link, MIB, streaming=True)
     raw.stream.send(frame)
     await until(lambda: not link.is_open)

@@ -79,6 +79,19 @@ async def test_what_is_queued_in_a_tick_leaves_in_one_write() -> None:
     assert sender.outgoing.nbytes == 0
 
 
+async def test_the_first_request_of_a_tick_leaves_at_once() -> None:
+    sender = Sender()
+    for _ in range(2):
+        for stream in (1, 3, 5):
+            sender.outbox.put(stream, Get("a"))
+            sender.outgoing.flush_first()
+        first, *others = sender.stream.writes
+        assert others == []
+        await asyncio.sleep(0)
+        assert len(sender.stream.writes.pop()) == 2 * len(first)
+        sender.stream.writes.clear()
+
+
 async def test_a_full_stream_is_given_nothing() -> None:
     sender = Sender(full=True)
     sender.outbox.put(1, Get("a"))
