@@ -57,6 +57,14 @@ def coverage(session: nox.Session) -> None:
 
 
 @nox.session
+def mutation(session: nox.Session) -> None:
+    """Change every line of protocol, and list what no test of its own notices."""
+    install(session, ".[test]", "mutmut")
+    session.run("mutmut", "run", *session.posargs)
+    session.run("mutmut", "results")
+
+
+@nox.session
 def trust(session: nox.Session) -> None:
     """Test the promises by fuzzing, faults, kills and seeds; figures at the end."""
     _test_promises(session, "trust")

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.errors import LocalProtocolError, RemoteProtocolError
+from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.events import Event, Opened
+from asynckv.protocol.frames import (
+    Accepted,
+    Frame,
+    Get,
+    Grant,
+    Hello,
+    Ping,
+)
+from asynckv.protocol.session import Session
+from asynckv.protocol.values import Limits, PeerIdentity
+
+
+def near(limits: Limits | None = None) -> Session[str]:
+    """The side that dialled: its streams are odd."""
+    return Session(limits or Limits(), dialled=True)
+
+
+def far(limits: Limits | None = None) -> Session[str]:
+    return Session(limits or Limits(), dialled=False)
+
+
+def pump(source: Session[str], sink: Session[str]) -> list[Event[str]]:
+    """Carry all that ``source`` has to say to ``sink``."""
+    events: list[Event[str]] = []
+    while source.outbox:
+        events += sink.receive(source.outbox.take(100_000))
+    return events
+
+
+def ask(session: Session[str], owner: str = "asker") -> int:
+    return session.open(owner, Get("k"))
+
+
+def hear(session: Session[str], stream: int, frame: Frame, body: bytes = b"") -> None:
+    list(session.receive(encode_frame(stream, frame, body)[0]))
+
+
+def test_each_side_counts_its_own_streams() -> None:
+    a, b = near(), far()
+    assert [ask(a), ask(a)] == [1, 3]
+    assert [ask(b), ask(b)] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("stream", "frame", "says"),
+    [
+        (1, Grant(1), "Grant for stream 1, never opened"),
+        (2, Grant(1), "Grant for stream 2, never opened"),
+        (2, Get("k"), "Get opens stream 2, which it cannot"),
+        (2**32 - 1, Get("k"), "Get opens stream 4294967295, which it cannot"),
+        (1, Ping(1), "Ping on a stream"),
+        (0, Get("k"), "Get on an open link"),
+        (0, Hello(1, 0, PeerIdentity("a", "1"), Limits(), (), 1), "on an open link"),
+    ],
+)
+def test_a_frame_out_of_place_breaks_the_link(
+    stream: int, frame: Frame, says: str
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=says):
+        hear(far(), stream, frame)
+
+
+def test_a_stream_cannot_be_opened_twice() -> None:
+    for again in (3, 5):
+        b = far()
+        for stream in (3, 5):
+            hear(b, stream, Get("k"))
+        with pytest.raises(RemoteProtocolError, match=f"Get opens stream {again}, wh"):
+            hear(b, again, Get("k"))
+
+
+def test_streams_that_were_passed_may_still_come_each_once() -> None:
+    b = far()
+    for stream in (7, 3, 1, 5):
+        hear(b, stream, Get("k"))
+    for stream in (1, 3, 5):
+        with pytest.raises(RemoteProtocolError, match="which it cannot"):
+            hear(b, stream, Get("k"))
+
+
+@pytest.mark.parametrize(
+    ("streams", "beyond"), [((5,), 9), ((3, 7), 11), ((5, 1), 11), ((), 7)]
+)
+def test_no_more_streams_may_be_passed_than_may_be_open(
+    streams: tuple[int, ...], beyond: int
+) -> None:
+    b = far(Limits(max_streams=2))
+    for stream in streams:
+        hear(b, stream, Get("k"))
+        b.send(stream, Accepted())
+    with pytest.raises(RemoteProtocolError, match="which it cannot"):
+        hear(b, beyond, Get("k"))
+
+
+def test_a_long_request_may_be_passed_by_later_ones() -> None:
+    a, b = near(), far()
+    a.open("long", Get("long"), bytes(300_000))
+    a.open("short", Get("short"))
+    events = pump(a, b)
+    assert [e.stream for e in events if isinstance(e, Opened)] == [3, 1]
+
+
+def test_a_stream_that_was_passed_is_not_open_yet() -> None:
+    b = far()
+    hear(b, 3, Get("k"))
+    with pytest.raises(RemoteProtocolError, match="never opened"):
+        hear(b, 1, Grant(1))
+
+
+def test_too_many_streams_break_the_link() -> None:
+    b = far(Limits(max_streams=3))
+    for stream in (1, 3, 5):
+        hear(b, stream, Get("k"))
+    b.send(1, Accepted())
+    hear(b, 7, Get("k"))
+    with pytest.raises(RemoteProtocolError, match="more than 3 streams"):
+        hear(b, 9, Get("k"))
+
+
+def test_a_link_ends_when_it_has_used_up_its_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asynckv.protocol.session._MAX_STREAM", 3)
+    a = near()
+    assert [ask(a), ask(a)] == [1, 3]
+    said = a.outbox.nbytes
+    with pytest.raises(LocalProtocolError, match="reconnect"):
+        ask(a)
+    assert a.outbox.nbytes == said
