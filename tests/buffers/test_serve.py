@@ -9,11 +9,13 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import BufferClosed, ConfigError, PeerLost
+from asynckv.errors import BufferClosed, ConfigError, LeaseLost, PeerLost
+from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.pairs import Peers
+from asynckv.testing.pairs import Peers, Scheme, new_url
 
 MIB = 2**20
+HEARTBEAT_S = Limits().heartbeat_ms / 1000
 
 
 async def test_leaving_finishes_deliveries_under_way(
@@ -130,3 +132,23 @@ async def test_who_comes_while_it_leaves_is_told_so(
             with pytest.raises(BufferClosed, match="leaving"):
                 await late.lookup.drop_select([1])
     await leaving
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "unix", "mem"])
+async def test_a_consumer_that_starts_anew_voids_its_old_leases_at_once(
+    scheme: Scheme, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, torch.ones(1), None, None)
+    async with (
+        serve(new_url(scheme), lookup=local) as server,
+        connect(server.url, identity="me", reconnect_s=0) as old,
+    ):
+        with pytest.raises((LeaseLost, PeerLost)):
+            async with old.lookup.drop_select([1]) as entry:
+                assert entry.attempt == 1
+                async with connect(server.url, identity="me") as new:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        entry = await new.lookup.drop_select([1])
+                    assert entry.attempt == 2
+        await until(lambda: not local.statistics().leased)
+        assert local.statistics().acknowledged == 1

@@ -9,6 +9,7 @@ from asynckv.links import reception
 from asynckv.links.address import parse_url
 from asynckv.links.dial import dial
 from asynckv.links.listen import LinkListener, listen
+from asynckv.links.reception import Reception
 from asynckv.links.sockets import connect, read_first_frame, send_first_frame
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import (
@@ -234,4 +235,27 @@ async def test_accepting_goes_on_when_descriptors_were_short(
     link = await dial(listener.url, identity=PeerIdentity("late", "1"), lanes=1)
     assert "Too many open files" in caplog.text
     await link.aclose()
+    await listener.aclose()
+
+
+async def test_connections_are_taken_one_by_one_while_somebody_is_being_heard() -> None:
+    listener = await door()
+    reception, taken = listener._door, set[int]()
+    assert isinstance(reception, Reception)
+
+    def are_taken() -> bool:
+        reception._turns.note_heard(1)
+        taken.add(len(reception._greetings))
+        return len(reception._greetings) == 3
+
+    assert not are_taken()
+    strangers = [socket.socket() for _ in range(3)]
+    address = parse_url(listener.url)
+    for sock in strangers:
+        sock.setblocking(False)
+        sock.connect_ex((address.host, address.port))
+    await until(are_taken)
+    assert taken == {0, 1, 2, 3}
+    for sock in strangers:
+        sock.close()
     await listener.aclose()

@@ -29,7 +29,7 @@ from asynckv.testing.faults.processes import frozen_peer
 from asynckv.testing.pairs import Scheme, new_url
 
 HEARTBEAT_MS: Final = 300
-PATIENCE_S: Final = 10.0
+PATIENCE_S: Final = 6.0
 PEERS: Final = """
 import asyncio, contextlib, json, sys, urllib.parse, socket
 import asynckv, torch
@@ -263,6 +263,7 @@ def open_crowd(
     limits = Limits(heartbeat_ms=HEARTBEAT_MS)
     for module in (serve, opening):
         monkeypatch.setattr(module, "listen", functools.partial(listen, limits=limits))
-    for module in (remote, opening):
-        monkeypatch.setattr(module, "dial", functools.partial(dial, limits=limits))
+    monkeypatch.setattr(opening, "dial", functools.partial(dial, limits=limits))
+    soon = functools.partial(Limits, heartbeat_ms=HEARTBEAT_MS)
+    monkeypatch.setattr(remote, "Limits", soon)
     return _open_crowd
