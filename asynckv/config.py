@@ -109,17 +109,11 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         :raises ConfigError: a field cannot work
         """
-        environ = os.environ if environ is None else environ
-        found = {
-            name.removeprefix(_ENV_PREFIX).lower(): text
-            for name, text in environ.items()
-            if name.startswith(_ENV_PREFIX)
-        }
+        found = _fields_in(os.environ if environ is None else environ)
+        del environ  # a traceback that shows variables would show a secret in it
         _check_names([n for n in found if n.startswith("kv_")], cls.__struct_fields__)
         fields: dict[str, Any] = {
-            name: _from_text(name, found[name])
-            for name in cls.__struct_fields__
-            if name in found
+            name: _from_text(name, text) for name, text in found.items()
         }
         return cls(**fields)
 
@@ -305,6 +299,21 @@ def _nearest(name: str, names: Iterable[str]) -> str | None:
             return known
     close = difflib.get_close_matches(name.lower(), names, n=1)
     return close[0] if close else None
+
+
+def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return our fields that are set, and what is named like one; no secret."""
+    found = {
+        name.removeprefix(_ENV_PREFIX).lower(): text
+        for name, text in environ.items()
+        if name.startswith(_ENV_PREFIX)
+    }
+    fields = KVTransferConfig.__struct_fields__
+    return {
+        name: text
+        for name, text in found.items()
+        if name in fields or name.startswith("kv_")
+    }
 
 
 def _from_text(name: str, text: str) -> object:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from typing import Any
 
 import pytest
@@ -216,6 +217,22 @@ def test_an_environment_that_cannot_work_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         KVTransferConfig.from_env({name: text})
+
+
+@pytest.mark.parametrize("name", ["ASYNCKV_KV_PORT", "ASYNCKV_KV_PROT"])
+def test_no_error_of_the_environment_holds_the_secret_in_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("ASYNCKV_SECRET", "correct-horse-battery-staple-0123")
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(ConfigError, match=name[8:].lower() + "|" + name) as caught:
+        KVTransferConfig.from_env()
+    shown = traceback.TracebackException.from_exception(
+        caught.value, capture_locals=True
+    )
+    frames = [frame for frame in shown.stack if frame.filename != __file__]
+    assert frames
+    assert "battery" not in str([frame.locals for frame in frames])
 
 
 def test_the_process_s_own_environment_is_the_default(

@@ -78,8 +78,10 @@ def secrets_from(environ: Mapping[str, str]) -> tuple[Secret, ...]:
 
     :raises ConfigError: it holds no secret that is long enough
     """
-    is_set = SECRET_VARIABLE in environ
-    found = _parse(environ[SECRET_VARIABLE].encode()) if is_set else ()
+    # What is no UTF-8 is in it as surrogates, and an error of encode() holds the text.
+    found: tuple[Secret, ...] | str = ()
+    if SECRET_VARIABLE in environ:
+        found = _parse(environ[SECRET_VARIABLE].encode(errors="surrogatepass"))
     del environ  # a traceback that shows variables would show it
     return _checked(found, SECRET_VARIABLE)
 

@@ -26,6 +26,12 @@ def write(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
+def shown_of(error: BaseException) -> str:
+    """What a traceback with variables shows, but for those of the test itself."""
+    shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+    return "".join(line for line in shown.format() if __file__ not in line)
+
+
 def mac_of(text: str) -> bytes:
     return Secret(text.encode()).sign(b"message")
 
@@ -93,12 +99,16 @@ def test_no_traceback_shows_a_secret(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         read_secrets(path)
-    shown = traceback.TracebackException.from_exception(
-        caught.value, capture_locals=True
-    )
-    assert TEXT not in "".join(
-        line for line in shown.format() if "test_no_traceback" not in line
-    )
+    assert TEXT not in shown_of(caught.value)
+
+
+@pytest.mark.parametrize("byte", ["\udcff", "\ud800"])
+def test_an_environment_that_is_no_text_does_not_show_its_secret(byte: str) -> None:
+    environ = {"ASYNCKV_SECRET": TEXT + byte}
+    with pytest.raises(ConfigError, match="not ASCII") as caught:
+        secrets_from(environ)
+    assert caught.value.__context__ is None
+    assert shown_of(caught.value).count(TEXT) == 0
 
 
 def test_only_its_own_mac_is_its_own() -> None:
