@@ -32,13 +32,13 @@ def test_a_body_is_whole_with_its_last_part() -> None:
 def test_many_bodies_at_a_time_are_bounded_together() -> None:
     limits = Limits(max_body_bytes=3 * BODY_PART_BYTES)
     bodies = Bodies(limits)
-    for stream in range(max_unfinished_bytes(limits) // BODY_PART_BYTES):
-        bodies.check(control(stream))
-        bodies.begin(stream, Get("k"), FULL)
-    with pytest.raises(RemoteProtocolError, match="unfinished bodies"):
-        bodies.check(control(99))
-    bodies.clear()
-    bodies.check(control(99))
+    for _ in range(2):
+        for stream in range(max_unfinished_bytes(limits) // BODY_PART_BYTES):
+            bodies.check(control(stream))
+            bodies.begin(stream, Get("k"), FULL)
+        with pytest.raises(RemoteProtocolError, match="unfinished bodies"):
+            bodies.check(control(99))
+        bodies.clear()
 
 
 def test_a_body_that_is_whole_makes_room_for_others() -> None:

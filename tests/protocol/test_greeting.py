@@ -170,6 +170,13 @@ def test_nothing_is_told_to_one_who_has_not_proved_itself() -> None:
     assert "model" not in str(caught.value)
 
 
+def test_where_a_proof_has_to_come_anything_else_is_none() -> None:
+    far = listening(OURS)
+    far.receive(dialling().hello)
+    with pytest.raises(AuthError, match="no proof"):
+        far.receive(encode_frame(0, Ping(1))[0])
+
+
 def test_after_the_proof_what_does_not_fit_is_said_by_name() -> None:
     far = listening(OURS, terms=terms("far", fingerprint=KVFingerprint("one")))
     near = dialling(terms=terms("near", fingerprint=KVFingerprint("two")))

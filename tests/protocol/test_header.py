@@ -88,6 +88,14 @@ def test_the_error_says_what_is_wrong_with_the_header(
         unpack_header(packed)
 
 
+def test_who_speaks_another_version_is_told_what_to_do() -> None:
+    packed = bytearray(pack_header(TYPE_CONTROL, 1, 2, 3))
+    packed[4] = 2
+    with pytest.raises(RemoteProtocolError) as caught:
+        unpack_header(packed)
+    assert "the same release" in caught.value.hint
+
+
 @pytest.mark.parametrize("nbytes", range(HEADER_BYTES))
 def test_the_beginning_of_a_header_is_known_however_short(nbytes: int) -> None:
     check_magic(bytearray(pack_header(TYPE_CONTROL, 0, 0)[:nbytes]))

@@ -76,6 +76,7 @@ def test_what_waits_is_counted_until_it_has_left() -> None:
     outbox = Outbox(Limits(), own_parity=1)
     outbox.put(2, Get("long"), bytes(LONG))
     left = [outbox.nbytes]
+    assert outbox.answer_bytes == outbox.nbytes
     while outbox:
         outbox.take(1)
         left.append(outbox.nbytes)

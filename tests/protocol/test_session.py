@@ -154,8 +154,9 @@ def test_only_the_side_that_asks_takes(asking: Side, asked: Side) -> None:
         hear(a, stream, Took(b"t"))
 
 
-def test_nothing_is_kept_of_streams_that_are_over() -> None:
-    a, b = near(), far()
+@SIDES
+def test_nothing_is_kept_of_streams_that_are_over(asking: Side, asked: Side) -> None:
+    a, b = asking(), asked()
     for frame in (Get("k"), OpenPipe()):
         stream = a.open("asker", frame)
         pump(a, b)
