@@ -307,7 +307,7 @@ def test_any_split_of_the_bytes_comes_to_the_same(sizes: list[int]) -> None:
 @pytest.mark.parametrize("frame", [Ping(1), Attached(), Proof(b"m"), Challenge(b"n")])
 def test_what_is_no_greeting_is_refused(frame: Frame) -> None:
     data = encode_frame(0, frame)[0]
-    with pytest.raises(ProtocolError, match="is no greeting"):
+    with pytest.raises(ProtocolError, match=f"{type(frame).__name__} is no greeting"):
         listening().receive(data)
     if not isinstance(frame, Challenge):
         says = f"{type(frame).__name__} in answer to a Hello"
@@ -322,13 +322,20 @@ def test_frames_of_a_stream_or_after_the_end_are_no_greeting() -> None:
     far = listening()
     with pytest.raises(ProtocolError, match="Ping after the greeting"):
         far.receive(dialling(None).hello + encode_frame(0, Ping(1))[0])
+    near = dialling(None)
+    greet(near, listening())
+    attached = listening()
+    attached.receive(near.outcome().attach(0))
+    for side in (near, attached):
+        with pytest.raises(ProtocolError, match="Ping after the greeting"):
+            side.receive(encode_frame(0, Ping(1))[0])
 
 
 @pytest.mark.parametrize("nonce", [b"", b"n", b"n" * 31, b"n" * 33])
 def test_a_nonce_has_32_bytes(nonce: bytes) -> None:
     with pytest.raises(AuthError):
         listening(OURS).receive(encode_hello(hello_from(terms("near"), nonce)))
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match=f"a nonce of {len(nonce)} bytes"):
         dialling().receive(encode_frame(0, Challenge(nonce))[0])
 
 
@@ -394,12 +401,22 @@ def test_a_lane_that_is_refused_or_answered_wrongly_says_so() -> None:
         near.outcome().check_attached(0, Ping(1))
 
 
+@pytest.mark.parametrize("secret", [None, OURS])
+def test_a_welcome_describes_how_payload_comes(secret: Secret | None) -> None:
+    near, far = dialling(secret), listening(*([secret] if secret else []))
+    challenge = far.receive(near.hello)
+    if secret:
+        far.receive(near.receive(challenge))
+    near.receive(far.welcome(TOKEN, b"lanes"))
+    assert near.outcome().agreement.payload_description == b"lanes"
+
+
 def test_each_side_is_called_what_its_certificate_proves() -> None:
-    near_names, far_names = CertifiedNames(("worker-1",)), CertifiedNames(("far",))
+    near_names, far_names = CertifiedNames(("worker-1",)), CertifiedNames(("two",))
     near = dialling(assurance=Assurance(names=far_names))
     far = listening(OURS, assurance=Assurance(names=near_names))
     greet(near, far)
-    assert near.outcome().agreement.peer == PeerIdentity("far", "1")
+    assert near.outcome().agreement.peer == PeerIdentity("far@two", "1")
     assert far.agreement is not None
     assert far.agreement.peer == PeerIdentity("near@worker-1", "1")
 

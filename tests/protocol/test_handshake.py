@@ -131,6 +131,14 @@ def test_no_payload_path_in_common_is_refused() -> None:
     assert caught.value.field == "payload_paths"
 
 
+def test_what_a_peer_says_is_not_repeated_at_length() -> None:
+    theirs = terms(payload_paths=("x" * 150, "y" * 150))
+    with pytest.raises(IncompatiblePeer) as caught:
+        agree(terms(payload_paths=("map",)), hello_from(theirs))
+    said = f"{'x' * 150}, {'y' * 48} there"
+    assert str(caught.value).endswith(f"map here, {said}")
+
+
 @pytest.mark.parametrize(
     ("field", "least"),
     [
