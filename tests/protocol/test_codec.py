@@ -49,6 +49,23 @@ def test_every_frame_comes_back_with_its_stream_and_body() -> None:
     assert decode(RECORDED) == SESSION
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "count"),
+    [
+        (0, 1),
+        (BODY_PART_BYTES - 1, 1),
+        (BODY_PART_BYTES, 1),
+        (BODY_PART_BYTES + 1, 2),
+        (2 * BODY_PART_BYTES, 2),
+        (2 * BODY_PART_BYTES + 1, 3),
+    ],
+)
+def test_a_body_is_cut_in_as_few_parts_as_hold_it(nbytes: int, count: int) -> None:
+    parts = encode_frame(1, Get("a"), bytes(nbytes))
+    assert len(parts) == count
+    assert decode(*parts) == [(1, Get("a"), bytes(nbytes))]
+
+
 @given(st.lists(st.integers(0, len(RECORDED)), max_size=30))
 def test_any_chunking_gives_the_same_frames(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(RECORDED)]
@@ -216,6 +233,10 @@ def test_a_changed_token_of_a_key_is_found() -> None:
     data[-8] ^= 1
     with pytest.raises(RemoteProtocolError, match="fails its checksum"):
         decode(bytes(data))
+    first, last = encode_frame(1, Select(has_key=True), bytes(80_000))
+    changed = last[:-8] + b"x" + last[-7:]
+    with pytest.raises(RemoteProtocolError, match="fails its checksum"):
+        decode(first, changed)
 
 
 def test_an_error_stays_for_ever() -> None:
