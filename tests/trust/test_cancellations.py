@@ -35,7 +35,7 @@ async def test_no_cancellation_breaks_a_promise(
     account: dict[str, Sweeper],
 ) -> None:
     sweeper = Sweeper()
-    options = {"tls": authority.issue()} if kind == "tls" else {}
+    options: dict[str, Any] = {"tls": authority.issue()} if kind == "tls" else {}
     quota = -(-scale.cancellations // RUNS)
     async with open_ground(kind, **options) as ground:
         await run_scenarios(ground, sweeper, at_least=quota)

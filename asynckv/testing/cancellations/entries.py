@@ -13,6 +13,7 @@ from asynckv.testing.cancellations.grounds import Ground
 from asynckv.testing.expectations import expect, expect_same, noise
 
 __all__ = (
+    "HUGE",
     "LARGE",
     "OVERWRITE",
     "SMALL",
@@ -25,6 +26,8 @@ SMALL: Final = 512
 """Rides in a frame."""
 LARGE: Final = 72 * 1024
 """Goes over the lanes, and is copied in a thread."""
+HUGE: Final = 5 * 2**20
+"""Is copied, and moved over a lane, in more than one chunk."""
 OVERWRITE: Final = 9
 
 TOKENS: Final = [1]
@@ -59,7 +62,7 @@ class Entries:
     @property
     def contents(self) -> torch.Tensor:
         """Its bytes."""
-        return noise(self.nbytes, self._number % 50)
+        return noise(self.nbytes, self._number % (50 if self.nbytes <= LARGE else 2))
 
     def begin(self) -> None:
         """Begin a round, with an entry that was not there before."""

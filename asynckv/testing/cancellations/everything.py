@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Final
 
+from asynckv.testing.cancellations.chunks import CHUNKS
 from asynckv.testing.cancellations.entries import LARGE
 from asynckv.testing.cancellations.grounds import Ground
 from asynckv.testing.cancellations.grouping import GROUPING
@@ -31,6 +32,7 @@ SCENARIOS: Final[tuple[Scenario, ...]] = (
     *STREAMING,
     *STORING,
     *PIPING,
+    *CHUNKS,
     *OPENING,
     *NODES,
     *LEAVING,

@@ -87,11 +87,16 @@ class Ground:
 
 
 @contextlib.asynccontextmanager
-async def open_ground(kind: Kind, **options: Any) -> AsyncIterator[Ground]:
-    """Open what the scenarios use; ``options`` protect the links (``tls=``)."""
+async def open_ground(
+    kind: Kind, *, max_bytes: int = BUFFER_BYTES, **options: Any
+) -> AsyncIterator[Ground]:
+    """Open what the scenarios use; ``options`` protect the links (``tls=``).
+
+    ``max_bytes`` is that of the lookup buffer.
+    """
     async with (
         _one_thread_of_torch(),
-        LookupBuffer(BUFFER_BYTES, drain_s=0, max_deliver=1000) as local,
+        LookupBuffer(max_bytes, drain_s=0, max_deliver=1000) as local,
         StoreBuffer(BUFFER_BYTES) as store,
         contextlib.AsyncExitStack() as stack,
     ):

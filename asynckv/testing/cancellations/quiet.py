@@ -17,7 +17,7 @@ from asynckv.testing.blocked import until
 
 __all__ = ("Watched", "everything_is_quiet", "tasks_now")
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 20.0
 
 
 def tasks_now() -> frozenset[asyncio.Task[Any]]:

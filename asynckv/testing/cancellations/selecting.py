@@ -8,12 +8,14 @@ from typing import Any, Final
 from asynckv.abc import KVEntry, KVLookupBuffer
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import (
+    LARGE,
     OVERWRITE,
+    SMALL,
     TOKENS,
     Entries,
     expect_overwritten,
 )
-from asynckv.testing.cancellations.grounds import Ground
+from asynckv.testing.cancellations.grounds import OVER_LINKS, Ground
 from asynckv.testing.cancellations.partners import Partner
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper
@@ -26,6 +28,7 @@ __all__ = (
     "a_select",
     "a_select_before_another",
     "a_select_that_waits",
+    "a_select_that_waits_for_its_bound",
     "a_taken",
     "a_withdraw",
 )
@@ -132,6 +135,38 @@ async def a_select_before_another(
     )
 
 
+async def a_select_that_waits_for_its_bound(
+    ground: Ground, sweeper: Sweeper, nbytes: int
+) -> None:
+    """What was received before fills it, until it is handed over."""
+    entries = Entries(ground, nbytes)
+    budget = ground.watched.peers[1].budget
+    partner: Partner
+
+    async def release() -> None:
+        budget.release(budget.max_bytes)
+
+    async def before() -> None:
+        nonlocal partner
+        await entries.bring()
+        await budget.reserve(budget.max_bytes)
+        partner = Partner(sweeper, lambda: len(budget._line) > 0, release)
+
+    async def select() -> KVEntry:
+        entry = await ground.consumer.drop_select(TOKENS)
+        entries.expect_is(entry)
+        return entry
+
+    async def check(outcome: Outcome[KVEntry]) -> None:
+        await partner.ended()
+        await entries.settled(ground.consumer)
+        entries.expect_in(outcome.cancelled)
+        await entries.clear(ground.consumer)
+        await ground.check_quiet()
+
+    await sweeper.sweep("a select that waits for its bound", select, check, before)
+
+
 async def a_borrow(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Before, inside and on the way out of its body."""
     entries = Entries(ground, nbytes)
@@ -230,12 +265,18 @@ async def a_withdraw(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     )
 
 
-_SMALL_ONLY: Final = (512,)
+_SMALL_ONLY: Final = (SMALL,)
 
 SELECTING: Final = (
     Scenario(a_select, ("KVLookupBuffer.drop_select",)),
     Scenario(a_select_that_waits, ("KVLookupBuffer.drop_select",)),
     Scenario(a_select_before_another, ("KVLookupBuffer.drop_select",)),
+    Scenario(
+        a_select_that_waits_for_its_bound,
+        ("KVLookupBuffer.drop_select",),
+        OVER_LINKS,
+        (LARGE,),
+    ),
     Scenario(a_borrow, ("DropSelect.__aenter__", "DropSelect.__aexit__")),
     Scenario(a_peek, ("KVLookupBuffer.peek",), sizes=_SMALL_ONLY),
     Scenario(a_taken, ("KVLookupBuffer.taken",), sizes=_SMALL_ONLY),

@@ -25,6 +25,7 @@ MODES: Final[tuple[CancelMode, ...]] = (
 )
 
 _MAX_TICKS: Final = 6
+_TIMEOUT_S: Final = 30.0
 
 
 async def ticks(count: int) -> None:
@@ -74,7 +75,9 @@ class Sweeper:
         if self.chance is None:
             for mode in MODES:
                 k = 0 if mode == "task" else 1
-                while await self._round(name, Round(mode, k), operation, check, before):
+                while await self._round(
+                    name, Round(mode, k, timeout_s=_TIMEOUT_S), operation, check, before
+                ):
                     k += 1
             return
         if not (suspensions := self._suspensions.get(name, 0)):
@@ -83,7 +86,7 @@ class Sweeper:
             mode = self.chance.choice(MODES)
             k = self.chance.randint(1, suspensions)
             late = self.chance.choice((0, 0, self.chance.randrange(_MAX_TICKS)))
-            round_ = Round(mode, k, ticks=late)
+            round_ = Round(mode, k, ticks=late, timeout_s=_TIMEOUT_S)
             await self._round(name, round_, operation, check, before)
 
     async def _round(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from asynckv.testing.certificates import Authority
 async def test_both_sides_reach_the_same_buffers(
     kind: Kind, authority: Authority
 ) -> None:
-    options = {"tls": authority.issue()} if kind == "tls" else {}
+    options: dict[str, Any] = {"tls": authority.issue()} if kind == "tls" else {}
     async with open_ground(kind, **options) as ground:
         await ground.producer.insert([1], None, torch.ones(1), None, None)
         assert (await ground.consumer.drop_select([1])).key == torch.ones(1)

@@ -12,6 +12,8 @@ from asynckv.testing.cancellations.sweeper import Sweeper
 @pytest.mark.parametrize("scenario", SELECTING, ids=lambda scenario: scenario.name)
 async def test_what_was_held_is_there_again(scenario: Scenario, kind: Kind) -> None:
     sweeper = Sweeper()
+    if kind not in scenario.kinds:
+        return
     async with open_ground(kind) as ground:
         for nbytes in scenario.sizes:
             await scenario.run(ground, sweeper, nbytes)
