@@ -12,6 +12,9 @@ import torch
 from asynckv.abc import KVLookupBuffer, KVStoreBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.store import StoreBuffer
+from asynckv.links.dial import dial
+from asynckv.links.link import Link
+from asynckv.links.options import make_keyring, new_identity
 from asynckv.pipes.pipe import Pipe
 from asynckv.testing.cancellations.quiet import Watched, everything_is_quiet, tasks_now
 from asynckv.testing.pairs import Scheme, open_peers
@@ -77,6 +80,11 @@ class Ground:
         if self.watched.server is None:
             raise RuntimeError("nothing is served here")
         return self.watched.server.url
+
+    async def link_to(self, url: str) -> Link:
+        """Return a link that asks for nothing; whoever listens there closes it."""
+        keyring = make_keyring(None, self.options.get("tls"), False)
+        return await dial(url, identity=new_identity(), lanes=1, keyring=keyring)
 
     async def check_quiet(self) -> None:
         """Wait until nothing is under way.

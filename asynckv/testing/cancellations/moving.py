@@ -12,13 +12,13 @@ from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import OVERWRITE
 from asynckv.testing.cancellations.grounds import Ground
 from asynckv.testing.cancellations.scenario import Scenario
-from asynckv.testing.cancellations.sweeper import Sweeper, ticks
+from asynckv.testing.cancellations.sweeper import Sweeper
 from asynckv.testing.expectations import expect
 from asynckv.testing.transport_pairs import open_transport_pair
 
 __all__ = ("MOVING", "a_quiesce", "a_transports_end")
 
-_CHUNKS: Final = 6 * 2**20
+_CHUNKS: Final = 14 * 2**20
 
 
 def _memory(value: int, nbytes: int) -> torch.Tensor:
@@ -44,29 +44,34 @@ def _no_loss(error: Exception) -> None:
 async def a_quiesce(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """On its end, cancelled or not, nothing touches the memory any more."""
     source, target = _memory(1, nbytes), _memory(0, nbytes)
-    number = 1
+    number, has_begun = 1, False
 
     async with open_transport_pair(_kind(ground), _no_loss, _no_loss) as pair:
         near, far = pair
 
         async def before() -> None:
-            nonlocal number
-            number += 2
+            nonlocal number, has_begun
+            number, has_begun = number + 2, False
             source.fill_(1)
+            target.zero_()
             far.announce(number)
             far.receive(number, 0, bytes_of(target), _ignore)
             near.send(number, 0, bytes_of(source), _ignore)
-            await ticks(3)
+            await until(lambda: bool(target[0]))  # the first of them have landed
             await sweeper.pause()
             far.stop(number)
 
         async def wait() -> None:
+            nonlocal has_begun
+            has_begun = True
             try:
                 await far.quiesce(number)
             finally:
                 target.fill_(OVERWRITE)
 
         async def check(outcome: Outcome[None]) -> None:
+            if not has_begun:
+                await far.quiesce(number)
             target.fill_(OVERWRITE)
             near.stop(number)
             await near.quiesce(number)

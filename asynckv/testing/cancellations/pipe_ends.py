@@ -87,6 +87,7 @@ async def a_pipe_listeners_end(ground: Ground, sweeper: Sweeper, nbytes: int) ->
         listener = listen_pipe(new_url(ground.scheme), **ground.options)
         await listener.__aenter__()
         accepting = asyncio.create_task(listener.accept())
+        await ground.link_to(listener.url)
         await sweeper.pause()
 
     async def check(outcome: Outcome[None]) -> None:
