@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -71,6 +72,16 @@ def test_any_chunking_gives_the_same_frames(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(RECORDED)]
     pieces = [RECORDED[a:b] for a, b in itertools.pairwise(edges)]
     assert decode(*pieces) == SESSION
+
+
+@pytest.mark.parametrize("kind", [bytearray, lambda data: memoryview(bytearray(data))])
+def test_memory_that_was_fed_may_be_used_again_at_once(
+    kind: Callable[[bytes], bytearray | memoryview],
+) -> None:
+    data = kind(RECORDED)
+    events = FrameDecoder().feed(data)
+    data[:] = bytes(len(data))
+    assert list(events) == SESSION
 
 
 def test_byte_by_byte_gives_the_same_frames() -> None:
@@ -242,8 +253,9 @@ def test_a_changed_token_of_a_key_is_found() -> None:
 def test_an_error_stays_for_ever() -> None:
     decoder = FrameDecoder()
     for data in (b"x" * HEADER_BYTES, encode_frame(1, Get("a"))[0]):
-        with pytest.raises(RemoteProtocolError, match="not a frame"):
+        with pytest.raises(RemoteProtocolError, match="not a frame") as caught:
             list(decoder.feed(data))
+        assert "something else than asynckv" in caught.value.hint
 
 
 def test_what_is_too_long_to_send_is_our_own_error() -> None:

@@ -67,6 +67,8 @@ def test_a_header_that_was_cut_short_is_refused(nbytes: int) -> None:
 def test_a_header_is_read_where_it_begins() -> None:
     data = b"before" + pack_header(TYPE_CONTROL, 1, 2, 3) + b"after"
     assert unpack_header(data, 6) == Header(TYPE_CONTROL, False, 1, 2, 3, 0)
+    with pytest.raises(RemoteProtocolError, match="cut short"):
+        unpack_header(data, 12)
 
 
 @pytest.mark.parametrize(
