@@ -83,7 +83,7 @@ class VirtualSelector(selectors.BaseSelector):
         return any(self._on(key) for key in self._keys.values())
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
+        return _KeysByFile(self._keys)
 
     def get_key(self, fileobj: Any) -> selectors.SelectorKey:
         return self._keys[_descriptor(fileobj)]
@@ -108,6 +108,25 @@ class VirtualSelector(selectors.BaseSelector):
         if key.events & selectors.EVENT_WRITE and file.is_writable:
             mask |= selectors.EVENT_WRITE
         return mask
+
+
+class _KeysByFile(Mapping[Any, selectors.SelectorKey]):
+    """Keys by what was registered, a socket or its descriptor: asyncio asks by both.
+
+    :raises ValueError: asked for what has no descriptor any more
+    """
+
+    def __init__(self, keys: dict[int, selectors.SelectorKey]) -> None:
+        self._keys = keys
+
+    def __getitem__(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._keys[_descriptor(fileobj)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

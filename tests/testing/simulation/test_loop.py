@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import selectors
 
 import anyio
 
+from asynckv.testing.simulation.loop import VirtualSelector
 from asynckv.testing.simulation.machines import Machines
 from asynckv.testing.simulation.nodes import Process
 
@@ -52,3 +55,22 @@ def test_no_loop_is_left_running(machines: Machines) -> None:
     node.start(main)
     machines.world.run(lambda: False, deadline=2)
     assert asyncio._get_running_loop() is None
+
+
+class Descriptor:
+    is_readable = is_writable = False
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def fileno(self) -> int:
+        return self.number
+
+
+def test_what_is_watched_is_known_by_itself_and_by_its_descriptor() -> None:
+    one, other = Descriptor(3), Descriptor(4)
+    selector = VirtualSelector({3: one, 4: other}, random.Random(1))
+    key = selector.register(one, selectors.EVENT_READ)
+    known = selector.get_map()
+    assert known[one] is known[3] is key and list(known) == [3]
+    assert known.get(other) is None and len(known) == 1
