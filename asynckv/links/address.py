@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 import urllib.parse
 from typing import Final, Literal, TypeAlias
 
 from asynckv.errors import ConfigError
 
-__all__ = ("Address", "Scheme", "parse_url")
+__all__ = ("LOOPBACK", "Address", "Scheme", "host_in", "parse_url")
 
 Scheme: TypeAlias = Literal["tcp", "tls", "unix", "mem"]
 
-_LOOPBACK: Final = "127.0.0.1"
+LOOPBACK: Final = "127.0.0.1"
+"""This very host, and nobody else."""
 _EXAMPLES: Final = (
     "tcp://127.0.0.1:7000, tls://kv.example:7000, unix:///run/asynckv.sock, mem://name"
 )
@@ -43,6 +45,18 @@ class Address:
         return f"{self.scheme}://{urllib.parse.quote(os.fsencode(self.place))}"
 
 
+def host_in(name: object) -> str:
+    """Return the IP address in what a socket says of one of its ends.
+
+    Empty if that is not on a network: then it is on this host.
+    """
+    if not isinstance(name, tuple):
+        return ""
+    ip = ipaddress.ip_address(name[0])
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return str(mapped or ip)
+
+
 def parse_url(url: str) -> Address:
     """Return what ``url`` says. An empty host is this host's loopback.
 
@@ -68,9 +82,9 @@ def parse_url(url: str) -> Address:
             raise ConfigError(
                 f"{url!r} has no port", hint="a listener takes a free one with :0"
             )
-        host = parts.hostname or _LOOPBACK
+        host = parts.hostname or LOOPBACK
         # Not looked up: it means this very host, and names go through a resolver.
-        name, host = ("localhost", _LOOPBACK) if host == "localhost" else ("", host)
+        name, host = ("localhost", LOOPBACK) if host == "localhost" else ("", host)
         if parts.scheme == "tls":
             return Address("tls", host=host, port=port, payload=payload, name=name)
         return Address("tcp", host=host, port=port, payload=payload)

@@ -36,8 +36,9 @@ class Link:
     """A connection that is up. Made by :func:`dial` and by a listener.
 
     ``limits`` is what both sides keep to, ``peer_limits`` what the peer said
-    of itself. ``progress`` watches payload that is to come. ``turns`` is shared
-    with the other links of a listener.
+    of itself. ``own_host`` and ``peer_host`` are the IP addresses of both ends
+    as the kernel has them, empty within this host. ``progress`` watches payload
+    that is to come. ``turns`` is shared with the other links of a listener.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Link:
         self.transport_name = agreement.payload_path
         self.digest = agreement.digest
         self.url = url
+        self.own_host = stream.own_host
+        self.peer_host = stream.peer_host
         loop = asyncio.get_running_loop()
         self.payload = make_payload(agreement, loop, self.abort)
         self._stream = stream

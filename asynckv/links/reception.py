@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from asynckv.errors import AsyncKVError, AuthError, PeerLost, RemoteProtocolError
+from asynckv.links.address import host_in
 from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
 from asynckv.links.securing import assurance_of, secure
@@ -171,7 +172,7 @@ class Reception:
             )
             self._greetings[task] = sock
             task.add_done_callback(self._on_greeted)
-            self._make_room(self._strangers.add(task, _host_of(peer)))
+            self._make_room(self._strangers.add(task, host_in(peer)))
             if self._turns.is_shared:
                 self._accept_later(_SHARED_PAUSE_S)
                 return
@@ -312,10 +313,6 @@ async def _refuse(sock: Connection, error: AsyncKVError) -> None:
     with contextlib.suppress(OSError):
         sock.send(encode_frame(0, to_refuse(error))[0])
     await hang_up(sock)
-
-
-def _host_of(peer: object) -> str:
-    return str(peer[0]) if isinstance(peer, tuple) else ""
 
 
 def _this_task() -> asyncio.Task[bool]:

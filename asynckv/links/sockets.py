@@ -34,7 +34,6 @@ __all__ = (
     "connect",
     "converse",
     "hang_up",
-    "own_host",
     "prepare",
     "read_first_frame",
     "remove_place",
@@ -77,21 +76,6 @@ async def connect(address: Address) -> socket.socket:
         f"{address} cannot be reached: {error}",
         hint="check the address, and the network in between",
     ) from error
-
-
-async def own_host(address: Address) -> str:
-    """Return this host's own IP address on the way to ``address``. Sends nothing.
-
-    :raises PeerLost: there is no way to it
-    """
-    family, target = (await _targets(address))[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(target)
-        except OSError as exc:
-            raise PeerLost(f"{address} cannot be reached: {exc}") from exc
-        return str(probe.getsockname()[0])
 
 
 async def _targets(

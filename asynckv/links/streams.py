@@ -13,6 +13,7 @@ import contextlib
 import socket
 from typing import Final, Protocol
 
+from asynckv.links.address import host_in
 from asynckv.security.tls_socket import Connection, TlsSocket
 
 __all__ = ("ControlStream", "SocketStream", "StreamOwner")
@@ -38,6 +39,10 @@ class ControlStream(abc.ABC):
 
     sent_bytes: int = 0
     """How many bytes have left in all."""
+    own_host: str = ""
+    """This end's IP address; empty if the connection does not leave this host."""
+    peer_host: str = ""
+    """The other end's IP address, as this host's kernel has it; or empty."""
     unsent_bytes: int = 0
     """Bytes that were written and have not left; 0 means: write more."""
 
@@ -75,6 +80,9 @@ class SocketStream(ControlStream):
 
     def __init__(self, sock: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self._sock = sock
+        with contextlib.suppress(OSError):  # it is gone: reading will tell
+            self.own_host = host_in(sock.getsockname())
+            self.peer_host = host_in(sock.getpeername())
         self._loop = loop
         self._owner: StreamOwner | None = None
         self._unsent = memoryview(b"")

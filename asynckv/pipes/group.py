@@ -131,8 +131,9 @@ def join_group(
     pipes and reached a first barrier; ranks may start in any order. A cancelled
     entering leaves nothing behind. ``max_bytes`` holds for each pipe;
     ``secret_file``, ``tls`` and ``allow_plaintext`` are as in
-    :func:`asynckv.serve`, and all ranks need them. Ranks dial each other by IP
-    address: that, or ``tls.server_name``, has to be in each certificate.
+    :func:`asynckv.serve`, and all ranks need them. Ranks dial each other at the IP
+    address that rank 0 sees each come from: that, or ``tls.server_name``, has to
+    be in each certificate, and no NAT may be between them and rank 0.
 
     :raises PeerLost: a rank did not come in time, and the error says which; or
         it came and was lost again

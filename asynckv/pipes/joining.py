@@ -7,13 +7,13 @@ import random
 from typing import Final, Literal
 
 from asynckv.errors import ConfigError, PeerLost
-from asynckv.links.address import Address, parse_url
+from asynckv.links.address import LOOPBACK, Address, parse_url
 from asynckv.links.dial import dial
+from asynckv.links.exposure import is_beyond_this_host
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import new_identity
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.links.sockets import own_host
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.opening import PipeListener
@@ -46,7 +46,7 @@ class Joining:
         self.rank = rank
         self.size = size
         self._scheme: Literal["tcp", "tls"] = "tls" if keyring.has_tls else "tcp"
-        self._address = Address(self._scheme, host=host or "127.0.0.1", port=port)
+        self._address = Address(self._scheme, host=host or LOOPBACK, port=port)
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._keyring = keyring
@@ -129,7 +129,7 @@ class Joining:
 
     async def _join(self) -> None:
         if self.rank == 0:
-            self._rendezvous = Leader(self.size, self._on_ended)
+            self._rendezvous = Leader(self.size, self._on_ended, self._scheme)
             self._listener = await self._listen(self._address)
             members = await self._rendezvous.members()
         else:
@@ -169,25 +169,29 @@ class Joining:
 
     async def _come(self) -> Follower:
         self._rendezvous, self._error = None, None
-        if self._listener is None:
-            host = await own_host(self._address)
-            self._listener = await self._listen(Address(self._scheme, host=host))
         self._link = await dial(
             str(self._address),
             identity=new_identity(),
             lanes=1,
             keyring=self._keyring,
         )
+        port = await self._port_at(self._link.own_host)
         self._rendezvous = follower = Follower(
-            self._link, self.rank, self.size, self._listener.url, self._on_ended
+            self._link, self.rank, self.size, port, self._on_ended
         )
         return follower
 
+    async def _port_at(self, host: str) -> int:
+        """Listen where rank 0 sees this rank, as that is where the others look."""
+        if self._listener is not None and parse_url(self._listener.url).host != host:
+            self._listener.abort()
+            self._listener = None
+        if self._listener is None:
+            self._listener = await self._listen(Address(self._scheme, host=host))
+        return parse_url(self._listener.url).port
+
     async def _dial(self, rank: int, members: Members) -> PipeEnd:
-        url = members.urls[rank] if rank else str(self._address)
-        if parse_url(url).scheme != self._scheme:
-            # A rank chooses where it is, but not what is done there.
-            raise ConfigError(f"rank {rank} is at {url}, not at a {self._scheme} URL")
+        url = self._url_of(rank, members)
         try:
             link = await dial(url, identity=new_identity(), keyring=self._keyring)
         except PeerLost as exc:
@@ -195,6 +199,27 @@ class Joining:
         return PipeEnd.dialled(
             link, self._max_bytes, _caller(members.group_id, self.rank)
         )
+
+    def _url_of(self, rank: int, members: Members) -> str:
+        """Return where rank 0, which we have dialled ourselves, says that one is."""
+        if not rank:
+            return str(self._address)
+        url = members.urls[rank]
+        address = parse_url(url)
+        if address.scheme != self._scheme:
+            raise ConfigError(f"rank {rank} is at {url}, not at a {self._scheme} URL")
+        if not is_beyond_this_host(address) and self._is_beyond_rank_0():
+            raise ConfigError(
+                f"rank {rank} came to rank 0 from {address.host}: it can only be "
+                "reached on that host",
+                hint="every rank needs the host of rank 0 that the others have",
+            )
+        return url
+
+    def _is_beyond_rank_0(self) -> bool:
+        """Whether this rank came from an address that other hosts can have too."""
+        host = "" if self._link is None else self._link.own_host
+        return bool(host) and is_beyond_this_host(Address(self._scheme, host=host))
 
     async def _pipe_from(self, rank: int, group_id: str) -> PipeEnd:
         name = _caller(group_id, rank)

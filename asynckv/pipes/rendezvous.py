@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
+from asynckv.links.address import LOOPBACK, Address
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.pipes.barrier import Barrier
@@ -42,7 +43,7 @@ class _Seat:
 
     def __init__(self, leader: Leader, stream: LinkStream, frame: JoinGroup) -> None:
         self.rank = frame.rank
-        self.url = frame.url
+        self.port = frame.port
         self.stream = stream
         self.arrived = 0
         self._leader = leader
@@ -58,12 +59,19 @@ class _Seat:
 
 
 class Leader:
-    """Rank 0's side. ``ended`` is told when the group can no longer be whole."""
+    """Rank 0's side. ``ended`` is told when the group can no longer be whole.
 
-    def __init__(self, size: int, ended: _Ended) -> None:
+    It says where everybody is: on the host that the rank has come from, at the
+    port that it has said.
+    """
+
+    def __init__(
+        self, size: int, ended: _Ended, scheme: Literal["tcp", "tls"] = "tcp"
+    ) -> None:
         self.size = size
         self.barrier = Barrier(lambda _: self.advance())
         self._ended = ended
+        self._scheme: Literal["tcp", "tls"] = scheme
         self._seats: dict[int, _Seat] = {}
         self._members: asyncio.Future[Members] = (
             asyncio.get_running_loop().create_future()
@@ -139,18 +147,23 @@ class Leader:
         if missing := self.missing:
             frame: Missing | Members = Missing(missing)
         else:
-            urls = [self._seats[rank].url for rank in range(1, self.size)]
+            urls = [self._url_of(rank) for rank in range(1, self.size)]
             frame = Members(secrets.token_hex(8), ("", *urls))
             self._members.set_result(frame)
         for seat in self._seats.values():
             seat.stream.send(frame)
+
+    def _url_of(self, rank: int) -> str:
+        seat = self._seats[rank]
+        host = seat.stream.link.peer_host or LOOPBACK
+        return str(Address(self._scheme, host=host, port=seat.port))
 
 
 class Follower:
     """The side of every other rank, over its link to rank 0."""
 
     def __init__(
-        self, link: Link, rank: int, size: int, url: str, ended: _Ended
+        self, link: Link, rank: int, size: int, port: int, ended: _Ended
     ) -> None:
         self.missing: tuple[int, ...] = ()
         self.was_refused = False
@@ -160,7 +173,7 @@ class Follower:
         self._members: asyncio.Future[Members] = (
             asyncio.get_running_loop().create_future()
         )
-        self._stream = link.open_stream(self, JoinGroup(rank, size, url))
+        self._stream = link.open_stream(self, JoinGroup(rank, size, port))
 
     async def members(self) -> Members:
         """Wait until all have come, and return where they are.

@@ -19,6 +19,7 @@ from asynckv.protocol.values import (
     Mac,
     Name,
     PeerIdentity,
+    Port,
     Text,
     Token,
 )
@@ -261,11 +262,14 @@ class OpenPipe(_Base, frozen=True, tag="pipe"):
 
 
 class JoinGroup(_Base, frozen=True, tag="join"):
-    """That rank of a group has come, and takes pipes at ``url``. Asked of rank 0."""
+    """That rank of a group has come, and takes pipes at ``port``. Asked of rank 0.
+
+    On the host that it comes from: nobody is told of an address in a request.
+    """
 
     rank: Count
     size: Count
-    url: Name
+    port: Port
 
 
 class Missing(_Base, frozen=True, tag="missing"):

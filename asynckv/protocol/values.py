@@ -20,12 +20,14 @@ __all__ = (
     "Mac",
     "Name",
     "PeerIdentity",
+    "Port",
     "TensorRecord",
     "Text",
     "Token",
 )
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 Id = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]

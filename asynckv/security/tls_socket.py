@@ -72,6 +72,14 @@ class TlsSocket:
         """Return the descriptor of the socket."""
         return self._sock.fileno()
 
+    def getsockname(self) -> object:
+        """Return the address of this end."""
+        return self._sock.getsockname()
+
+    def getpeername(self) -> object:
+        """Return the address of the other end."""
+        return self._sock.getpeername()
+
     def shake_hands(self) -> None:
         """Go on with the TLS handshake. Computes for some milliseconds.
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import ConfigError
-from asynckv.links.address import Address, parse_url
+from asynckv.links.address import Address, host_in, parse_url
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,17 @@ def test_what_is_no_address_says_so(url: str) -> None:
 )
 def test_an_address_is_written_as_it_was_read(url: str) -> None:
     assert str(parse_url(url)) == url
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        (("10.0.0.2", 7000), "10.0.0.2"),
+        (("::1", 7000, 0, 0), "::1"),
+        (("::ffff:10.0.0.2", 7000, 0, 0), "10.0.0.2"),
+        ("/run/asynckv.sock", ""),
+        (b"\0abstract", ""),
+    ],
+)
+def test_what_a_socket_says_of_an_end_has_a_host(name: object, host: str) -> None:
+    assert host_in(name) == host

@@ -16,7 +16,6 @@ from asynckv.links.sockets import (
     check_peer,
     connect,
     hang_up,
-    own_host,
     prepare,
     read_first_frame,
     remove_place,
@@ -219,12 +218,3 @@ async def test_preparing_a_unix_socket_sets_no_tcp_option() -> None:
     with one, two:
         prepare(one)
         assert not one.getblocking()
-
-
-async def test_the_own_address_is_the_one_on_the_way_to_the_peer() -> None:
-    assert await own_host(parse_url("tcp://127.0.0.1:7000")) == "127.0.0.1"
-
-
-async def test_without_a_way_there_is_no_own_address() -> None:
-    with pytest.raises(PeerLost, match="cannot be reached"):
-        await own_host(Address("tcp", host="255.255.255.255", port=7000))

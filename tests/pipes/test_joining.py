@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from types import SimpleNamespace
 
 import pytest
 
 from asynckv.errors import ConfigError, PeerLost
+from asynckv.links.address import Address, parse_url
 from asynckv.links.dial import dial
+from asynckv.links.listen import listen
 from asynckv.links.options import new_identity
+from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.sockets import prepare
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.joining import Joining
 from asynckv.pipes.pipe import Pipe
-from asynckv.protocol.frames import JoinGroup, Peek
+from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, Peek
 from asynckv.testing import until_blocked
 from asynckv.testing.link_pairs import Hearer
 from asynckv.testing.pipe_pairs import free_port
@@ -109,7 +115,7 @@ async def test_a_rank_lost_before_it_opened_its_pipes_is_named() -> None:
     task, _ = await come_early(port)
     link = await dial(f"tcp://127.0.0.1:{port}", identity=new_identity())
     hearer = Hearer()
-    link.open_stream(hearer, JoinGroup(1, 2, "tcp://127.0.0.1:1"))
+    link.open_stream(hearer, JoinGroup(1, 2, 1))
     await hearer.next()
     link.abort()
     with pytest.raises(PeerLost, match="rank 1 is lost"):
@@ -140,17 +146,82 @@ async def test_a_port_that_is_taken_is_told_at_once() -> None:
     await asyncio.wait({task})
 
 
+class Rank0:
+    """Tells the other ranks anything."""
+
+    def __init__(self, *urls: str) -> None:
+        self._members = Members("group", ("", *urls))
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler:
+        stream.send(self._members)
+        return Hearer()
+
+
 @pytest.mark.parametrize("url", ["unix:///run/docker.sock", "mem://x", "tls://h:1"])
-async def test_a_rank_cannot_send_the_others_elsewhere(url: str) -> None:
-    """A group of TCP is one of TCP, whatever a rank says of where it is."""
-    port = free_port()
-    leader, last = joining(0, 3, port), joining(2, 3, port)
-    ranks = [asyncio.create_task(each.join()) for each in (leader, last)]
-    await until_blocked(*ranks)
-    link = await dial(f"tcp://127.0.0.1:{port}", identity=new_identity(), lanes=1)
-    link.open_stream(Hearer(), JoinGroup(1, 3, url))
+async def test_not_even_rank_0_can_send_a_rank_elsewhere(url: str) -> None:
+    """A group of TCP is one of TCP, whatever is said of where a rank is."""
+    leader = Rank0(url, "")
+    listener = await listen(
+        "tcp://:0", identity=new_identity(), service_for=lambda link: leader
+    )
+    last = joining(2, 3, parse_url(listener.url).port)
     with pytest.raises(ConfigError, match="rank 1 is at"):
-        await ranks[1]
-    ranks[0].cancel()
-    await asyncio.wait({ranks[0]})
+        await last.join()
+    await listener.aclose()
+
+
+def come_from(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every connection of this process come from ``host``."""
+
+    async def connect(address: Address) -> socket.socket:
+        sock = socket.socket()
+        sock.bind((host, 0))
+        prepare(sock)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, (address.host, address.port))
+        return sock
+
+    monkeypatch.setattr("asynckv.links.dial.connect", connect)
+
+
+async def test_a_rank_is_where_rank_0_sees_it_come_from_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = free_port()
+    task, _ = await come_early(port)
+    come_from("127.0.0.9", monkeypatch)
+    link = await dial(f"tcp://127.0.0.1:{port}", identity=new_identity(), lanes=1)
+    hearer = Hearer()
+    link.open_stream(hearer, JoinGroup(1, 2, 7001))
+    members, _ = await hearer.next()
+    assert isinstance(members, Members)
+    assert members.urls == ("", "tcp://127.0.0.9:7001")
+    task.cancel()
+    await asyncio.wait({task})
     await link.aclose()
+
+
+async def test_ranks_of_several_hosts_find_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    come_from("127.0.0.9", monkeypatch)
+    port = free_port()
+    ranks = [joining(rank, 3, port) for rank in range(3)]
+    found = await asyncio.gather(*(rank.join() for rank in ranks))
+    for rank, pipes in zip(ranks, found, strict=True):
+        assert rank._listener is not None
+        host = parse_url(rank._listener.url).host
+        assert host == ("127.0.0.9" if rank.rank else "127.0.0.1")
+        await close(rank, pipes)
+
+
+def test_a_rank_that_others_cannot_reach_is_named() -> None:
+    last = joining(2, 3, 7000)
+    members = Members("group", ("", "tcp://127.0.0.1:7001", ""))
+    last._link = SimpleNamespace(own_host="127.0.0.1")  # type: ignore[assignment]
+    assert last._url_of(1, members) == members.urls[1]
+    last._link = SimpleNamespace(own_host="10.0.0.2")  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="only be reached on that host"):
+        last._url_of(1, members)

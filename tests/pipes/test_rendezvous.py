@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -27,7 +27,9 @@ BYE.goodbye = True
 class Stream:
     """A stream that keeps what was sent; as a link it opens itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer_host: str = "") -> None:
+        self.link = self
+        self.peer_host = peer_host
         self.sent: list[Frame] = []
         self.is_closed = False
 
@@ -45,13 +47,15 @@ class Stream:
 class Meeting:
     """Rank 0, and how the group ended."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, scheme: Literal["tcp", "tls"] = "tcp") -> None:
         self.ended: list[PeerLost] = []
-        self.leader = Leader(size, self.ended.append)
+        self.leader = Leader(size, self.ended.append, scheme)
 
-    def come(self, rank: int, *, size: int | None = None) -> tuple[Any, Stream]:
-        stream = Stream()
-        frame = JoinGroup(rank, size or self.leader.size, f"tcp://host:{rank}")
+    def come(
+        self, rank: int, *, size: int | None = None, host: str = ""
+    ) -> tuple[Any, Stream]:
+        stream = Stream(host)
+        frame = JoinGroup(rank, size or self.leader.size, 7000 + rank)
         return self.leader.seat(stream, frame), stream  # type: ignore[arg-type]
 
     async def all_come(self) -> list[tuple[Any, Stream]]:
@@ -62,7 +66,7 @@ class Meeting:
 
 def follow(rank: int, size: int) -> tuple[Follower, Stream, list[PeerLost]]:
     link, ended = Stream(), list[PeerLost]()
-    follower = Follower(link, rank, size, "tcp://me:1", ended.append)  # type: ignore[arg-type]
+    follower = Follower(link, rank, size, 7001, ended.append)  # type: ignore[arg-type]
     return follower, link, ended
 
 
@@ -80,8 +84,20 @@ async def test_everybody_is_told_who_is_missing_and_then_where_all_are() -> None
     assert meeting.leader.missing == (1,)
     _, first = meeting.come(1)
     members = await meeting.leader.members()
-    assert members.urls == ("", "tcp://host:1", "tcp://host:2")
+    assert members.urls == ("", "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002")
     assert second.sent[-1] == first.sent[-1] == members
+
+
+async def test_everybody_is_where_rank_0_sees_it_come_from() -> None:
+    meeting = Meeting(4, "tls")
+    for rank, host in enumerate(("127.0.0.1", "10.0.0.2", "fd00::3"), 1):
+        meeting.come(rank, host=host)
+    _, *urls = (await meeting.leader.members()).urls
+    assert urls == [
+        "tls://127.0.0.1:7001",
+        "tls://10.0.0.2:7002",
+        "tls://[fd00::3]:7003",
+    ]
 
 
 async def test_a_rank_that_went_away_may_come_again() -> None:
@@ -91,7 +107,7 @@ async def test_a_rank_that_went_away_may_come_again() -> None:
     assert meeting.leader.missing == (1, 2)
     meeting.come(1)
     meeting.come(2)
-    assert (await meeting.leader.members()).urls[1] == "tcp://host:1"
+    assert (await meeting.leader.members()).urls[1] == "tcp://127.0.0.1:7001"
     assert not meeting.ended
 
 
@@ -145,7 +161,7 @@ async def test_a_member_that_is_gone_is_named_to_all(
 
 async def test_a_follower_comes_learns_and_passes_barriers() -> None:
     follower, link, _ = follow(1, 2)
-    assert link.sent == [JoinGroup(1, 2, "tcp://me:1")]
+    assert link.sent == [JoinGroup(1, 2, 7001)]
     follower.on_frame(Missing((2,)), b"")
     assert follower.missing == (2,)
     members = Members("group", ("", "tcp://me:1"))

@@ -76,8 +76,14 @@ async def ask_everything(url: str) -> None:
 
 
 def test_every_request_can_be_made() -> None:
-    named = [kind for kind in get_args(OpeningFrame) if kind.__name__ == "JoinGroup"]
-    assert urls_in_it(named[0]).url == ELSEWHERE  # type: ignore[union-attr]
+    named = [kind for kind in get_args(OpeningFrame) if kind.__name__ == "OpenPipe"]
+    assert urls_in_it(named[0]).name == ELSEWHERE  # type: ignore[union-attr]
+
+
+def test_no_request_has_a_place_for_an_address() -> None:
+    for kind in get_args(OpeningFrame):
+        names = {field.name for field in msgspec.structs.fields(kind)}
+        assert not names & {"url", "urls", "host", "address", "path"}, kind
 
 
 async def test_no_request_makes_a_server_dial() -> None:

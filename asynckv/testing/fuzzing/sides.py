@@ -206,7 +206,7 @@ async def _listening(link: Link) -> AsyncIterator[_Requests]:
 @asynccontextmanager
 async def _following(link: Link) -> AsyncIterator[_Requests]:
     link.start(None)
-    follower = Follower(link, 1, 3, "tcp://127.0.0.1:1", lambda error: None)
+    follower = Follower(link, 1, 3, 1, lambda error: None)
     yield (follower.members(), follower.barrier.wait())
 
 
