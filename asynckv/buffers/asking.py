@@ -50,21 +50,26 @@ async def ask(
 ) -> Result:
     """Ask, again after a reconnect, and return the answer.
 
-    A cancelled call leaves no trace.
+    Bounded from the call on, however often the link is cut: by ``deadline_s``
+    and the ``reconnect_s`` of the peer; not at all with ``None``, which is for
+    what may wait. A cancelled call leaves no trace.
 
-    :raises TimeoutError: a live peer did not answer in ``deadline_s``
+    :raises TimeoutError: a live peer did not answer in ``deadline_s``, or no
+        link lived for long enough
     :raises PeerLost: the peer is gone and did not come back in time
     :raises PeerRestarted: it has lost what ``incarnation`` knew
     """
-    while True:
-        link = await peer.link(incarnation)
-        question = _Question(link, frame, body)
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await question.answer
-        except PeerLost:
-            if link.is_open:
-                raise  # the peer says so, of something else
-        except BaseException:
-            question.cancel()
-            raise
+    in_all_s = None if deadline_s is None else deadline_s + peer.reconnect_s
+    async with asyncio.timeout(in_all_s):
+        while True:
+            link = await peer.link(incarnation)
+            question = _Question(link, frame, body)
+            try:
+                async with asyncio.timeout(deadline_s):
+                    return await question.answer
+            except PeerLost:
+                if link.is_open:
+                    raise  # the peer says so, of something else
+            except BaseException:
+                question.cancel()
+                raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import Final, Literal, Self
 
 import anyio
 
+from asynckv.buffers.backoff import Backoff
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.buffers.remote_store import RemoteStoreBuffer
@@ -38,8 +38,6 @@ __all__ = ("Peer", "connect")
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 1.0
 _DIAL_S: Final = 10.0
 
 
@@ -48,7 +46,8 @@ class Peer(LoopBound):
 
     ``lookup`` and ``store`` are its buffers. A connection that is cut is made
     again for ``reconnect_s`` seconds, and calls that wait go on; a peer that
-    says goodbye is not called again.
+    says goodbye is not called again. While links are cut before they have
+    answered anything, the pauses between them grow to 1 s.
     """
 
     def __init__(
@@ -73,11 +72,12 @@ class Peer(LoopBound):
         self._digest: Literal["full", "off"] = digest
         self._lanes = lanes
         self._keyring = keyring
-        self._reconnect_s = reconnect_s
+        self.reconnect_s = reconnect_s
         self._link: Link | None = None
         self._error: PeerLost | None = None
         self._is_closing = False
         self._reconnecting: asyncio.Task[None] | None = None
+        self._backoff = Backoff()
         self._watchers = Watchers()
 
     @property
@@ -201,9 +201,11 @@ class Peer(LoopBound):
     def _on_lost(self, link: Link, error: PeerLost) -> None:
         if self._is_closing or link is not self._link:
             return
+        if link.was_answered:
+            self._backoff.reset()
         cause = error.__cause__
         ours = isinstance(cause, Exception) and not isinstance(cause, OSError)
-        if error.goodbye or ours or self._reconnect_s <= 0:
+        if error.goodbye or ours or self.reconnect_s <= 0:
             # What broke the rules of the wire once would do so again.
             self._end(error)
         else:
@@ -214,15 +216,13 @@ class Peer(LoopBound):
 
     async def _reconnect(self, lost: PeerLost) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._reconnect_s
-        pause_s = _FIRST_PAUSE_S
+        deadline = loop.time() + self.reconnect_s
+        await asyncio.sleep(self._backoff.next_pause_s())
         while (left_s := deadline - loop.time()) > 0:
             try:
                 link = await self._dial(min(left_s, _DIAL_S))
             except (PeerLost, OSError, TimeoutError):
-                # Many peers of one server shall not all come in one moment.
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                await asyncio.sleep(self._backoff.next_pause_s())
             except AsyncKVError as exc:
                 self._end(PeerLost(f"{self.url} refuses this peer now: {exc}"))
                 return
@@ -232,7 +232,7 @@ class Peer(LoopBound):
         self._end(
             PeerLost(
                 f"{lost.message}, and {self.url} could not be reached again within "
-                f"{self._reconnect_s:g} s",
+                f"{self.reconnect_s:g} s",
                 hint="is its process alive? connect(reconnect_s=...) waits longer",
             )
         )

@@ -97,6 +97,11 @@ class Link:
         return self._ending.error is None
 
     @property
+    def was_answered(self) -> bool:
+        """Whether a request of this side has come to its end."""
+        return self._session.was_answered
+
+    @property
     def outgoing_bytes(self) -> int:
         """Bytes of frames that have not left for the kernel yet."""
         return self._outgoing.nbytes

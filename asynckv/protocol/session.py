@@ -95,6 +95,11 @@ class Session(Generic[T]):
         """Whether the peer may hang up here without cutting a frame."""
         return self._decoder.is_idle
 
+    @property
+    def was_answered(self) -> bool:
+        """Whether a stream that this side opened has come to its end."""
+        return self._last_own > 2 * self._own_count - self._parity
+
     def end_streams(self) -> None:
         """End all streams on this side; nothing is sent on them any more."""
         self._lost = dict(self._streams)

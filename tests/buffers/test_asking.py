@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from asynckv.buffers.asking import ask
+from asynckv.buffers.backoff import Backoff
 from asynckv.buffers.remote import connect
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
 from asynckv.links.listen import listen
@@ -52,6 +53,18 @@ def saying(*frames: Frame) -> Answer:
             stream.send(one)
 
     return answer
+
+
+def recorded_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    pauses: list[float] = []
+
+    def next_pause_s(backoff: Backoff) -> float:
+        pauses.append(next_s(backoff))
+        return 0
+
+    next_s = Backoff.next_pause_s
+    monkeypatch.setattr(Backoff, "next_pause_s", next_pause_s)
+    return pauses
 
 
 async def test_the_answer_is_returned() -> None:
@@ -107,6 +120,36 @@ async def test_it_is_asked_again_after_a_reconnect() -> None:
         service.answer = saying(Result(3))
         service.asked[0][0].link.abort()
         assert await task == Result(3)
+
+
+def hang_up(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
+    stream.link.abort()
+
+
+async def test_its_deadline_counts_from_the_call_however_often_the_link_is_cut() -> (
+    None
+):
+    script = Scripted(hang_up)
+    async with script as service, connect(script.url, reconnect_s=0.2) as peer:
+        with pytest.raises(TimeoutError):
+            await ask(peer, Peek(has_key=False), deadline_s=0.01)
+        assert len(service.asked) > 1
+
+
+async def test_links_that_answer_nothing_are_made_more_and_more_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses = recorded_pauses(monkeypatch)
+    script = Scripted(hang_up)
+    async with script as service, connect(script.url) as peer:
+        task = asyncio.create_task(ask(peer, Peek(has_key=False)))
+        await until(lambda: len(pauses) == 7)
+        assert pauses[0] == 0 and pauses[6] >= 0.5
+        service.answer = saying(Result(3))
+        assert await task == Result(3)
+        (await peer.link()).abort()
+        await until(lambda: len(pauses) == 8)
+        assert pauses[7] == 0
 
 
 @pytest.mark.parametrize("wrong", [Retract(1), Accepted()])

@@ -77,7 +77,7 @@ async def test_an_acceptance_that_nobody_can_tell_of_is_a_lost_lease(
     cut_when(far_link(peers.server, peers.consumer), Accepted)
     with pytest.raises(LeaseLost):
         async with peers.consumer.lookup.drop_select([1]):
-            peers.consumer._reconnect_s = 0
+            peers.consumer.reconnect_s = 0
 
 
 @pytest.fixture

@@ -80,6 +80,19 @@ def took(session: Session[str], stream: int) -> Came[str]:
     return Came("answerer", Took(b"t"), b"")
 
 
+@SIDES
+def test_it_tells_whether_a_request_of_its_own_has_ended(
+    asking: Side, asked: Side
+) -> None:
+    source, sink = asking(), asked()
+    stream = ask_twice(source)
+    pump(source, sink)
+    assert not source.was_answered
+    sink.send(stream, Result(1))
+    pump(sink, source)
+    assert source.was_answered and not sink.was_answered
+
+
 def test_the_peer_comes_to_a_request_before_the_end_of_another() -> None:
     a, b = near(), far()
     ask(a)
