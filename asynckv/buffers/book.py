@@ -27,7 +27,8 @@ class EntryBook:
     """The entries of a buffer by their ids, and what is remembered of others.
 
     ``hide`` is called with an entry that leaves and could still be selected,
-    ``changed`` whenever room or a state may have changed.
+    ``changed`` whenever room or a state may have changed, ``has_more_outside``
+    when bytes outside are free again after somebody was refused some.
     """
 
     def __init__(
@@ -37,10 +38,13 @@ class EntryBook:
         *,
         hide: Callable[[StoredEntry], None],
         changed: Callable[[], None],
+        has_more_outside: Callable[[], None],
     ) -> None:
         self.entries: dict[str, StoredEntry] = {}
         self.outside_bytes = 0
         self.changed = changed
+        self._has_more_outside = has_more_outside
+        self._was_short_outside = False
         self._arena = arena
         self._counters = counters
         self._hide = hide
@@ -134,6 +138,16 @@ class EntryBook:
         entry.state = EntryState.STREAMING if streaming else EntryState.FILLING
         return True
 
+    def may_place_outside(self, nbytes: int) -> bool:
+        """Are so many bytes free outside, for a peer, which pays for them?
+
+        There are as many as in the arena, whatever peers say they can receive.
+        """
+        if self.outside_bytes + nbytes <= self._arena.max_bytes:
+            return True
+        self._was_short_outside = True
+        return False
+
     def place_outside(self, entry: StoredEntry) -> None:
         """Somebody selects it while it waits: its bytes go straight there."""
         entry.place_regions(self._arena.allocate_outside(entry.draft.sizes))
@@ -147,12 +161,12 @@ class EntryBook:
         if not self._arena.adopt(entry.regions):
             return False
         entry.in_arena = True
-        self.outside_bytes -= entry.nbytes
+        self._free_outside(entry)
         return True
 
     def wait_again(self, entry: StoredEntry) -> None:
         """A direct delivery ended but the entry stays: back to its old place."""
-        self.outside_bytes -= entry.nbytes
+        self._free_outside(entry)
         entry.delivered_digest = entry.digest()
         entry.drop_regions()
         entry.begin_again()
@@ -186,7 +200,7 @@ class EntryBook:
         if entry.in_arena:
             self._arena.free(entry.regions)
         elif entry.regions:
-            self.outside_bytes -= entry.nbytes
+            self._free_outside(entry)
         entry.drop_regions()
         del self.entries[entry.entry_id]
         was_seen = entry.complete or entry.draft.streaming or entry.delivered_digest
@@ -199,6 +213,12 @@ class EntryBook:
     def close(self) -> None:
         """Nothing more expires."""
         self._expiry.stop()
+
+    def _free_outside(self, entry: StoredEntry) -> None:
+        self.outside_bytes -= entry.nbytes
+        if self._was_short_outside:
+            self._was_short_outside = False
+            self._has_more_outside()
 
     def _bury(self, entry: StoredEntry) -> None:
         broke_off = entry.left_by == "producer" and not entry.draft.streaming

@@ -6,7 +6,8 @@ or talks to a peer; :class:`~asynckv.buffers.admission.Admission` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable
 
 from asynckv.buffers.book import EntryBook
 from asynckv.buffers.entries import EntryState, StoredEntry
@@ -21,7 +22,8 @@ __all__ = ("Ledger",)
 class Ledger:
     """The entries in the ``book``, the ``leases`` on them, and what happened.
 
-    ``changed`` is called whenever room or a state may have changed.
+    ``changed`` is called whenever room or a state may have changed; ``waiting``
+    returns the entries that have no room, the first one first.
     """
 
     def __init__(
@@ -31,11 +33,16 @@ class Ledger:
         max_deliver: int,
         max_hold_s: float | None,
         changed: Callable[[], None],
+        waiting: Callable[[], Iterable[StoredEntry]],
     ) -> None:
         matchmaker = Matchmaker()
         self.counters = Counters()
         self.book = EntryBook(
-            arena, self.counters, hide=matchmaker.hide, changed=changed
+            arena,
+            self.counters,
+            hide=matchmaker.hide,
+            changed=changed,
+            has_more_outside=self.offer_waiting_soon,
         )
         self.leases = Leases(
             self.book,
@@ -45,6 +52,8 @@ class Ledger:
             max_hold_s=max_hold_s,
         )
         self._changed = changed
+        self._waiting = waiting
+        self._is_offering = False
 
     def announce(self, entry: StoredEntry) -> None:
         """The entry waits for room: from now on it can be selected."""
@@ -118,11 +127,21 @@ class Ledger:
         self.book.leave(entry, "withdrawn")
         return True
 
+    def offer_waiting_soon(self) -> None:
+        """A consumer may have more bytes that have no room: look on the next tick."""
+        if not self._is_offering and not self.leases.is_closed:
+            self._is_offering = True
+            asyncio.get_running_loop().call_soon(self._offer_waiting)
+
     def close(self) -> None:
         """Every query ends, and entries leave; see :meth:`Leases.close`."""
         self.leases.close()
         self.book.close()
         self._changed()
+
+    def _offer_waiting(self) -> None:
+        self._is_offering = False
+        self.leases.offer_waiting(self._waiting())
 
 
 def _is_its_consumers(entry: StoredEntry) -> bool:

@@ -86,6 +86,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             max_deliver=max_deliver,
             max_hold_s=max_hold_s,
             changed=self.room.change,
+            waiting=self.room.entries,
         )
         self.admission = Admission(self.ledger, self.room)
         self._consumer = LocalConsumer(

@@ -82,7 +82,6 @@ class LookupService:
         self.predecessors: tuple[LookupService, ...] = ()
         self.is_leaving = False
         self._charged_bytes = 0
-        self._is_offering = False
         self._inserts: dict[asyncio.Task[None], str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -162,16 +161,16 @@ class LookupService:
             select.wait_no_longer()
 
     def may_charge(self, nbytes: int) -> bool:
-        """Can the peer's receive bound take bytes that have no room in the arena?"""
+        """Can the peer's receive bound, and ours, take bytes that have no room?"""
         bound = self.link.peer_limits.max_receive_bytes
-        return self._charged_bytes + nbytes <= bound
+        book = self.buffer.ledger.book
+        return self._charged_bytes + nbytes <= bound and book.may_place_outside(nbytes)
 
     def charge(self, nbytes: int) -> None:
         """Charge the peer for such bytes; a negative number gives back."""
         self._charged_bytes += nbytes
-        if nbytes < 0 and not self._is_offering:
-            self._is_offering = True
-            self.loop.call_soon(self._offer_waiting)
+        if nbytes < 0:
+            self.buffer.ledger.offer_waiting_soon()
 
     def tell_idle(self) -> None:
         """Something ended: let who waits for the end of all look again."""
@@ -190,10 +189,6 @@ class LookupService:
         """Wait for the tasks of an aborted service."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
-
-    def _offer_waiting(self) -> None:
-        self._is_offering = False
-        self.leases.offer_waiting(self.buffer.room.entries())
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -29,6 +29,7 @@ class SteppedLedger:
             max_deliver=2,
             max_hold_s=max_hold_s,
             changed=lambda: self.room.change(),
+            waiting=lambda: self.room.entries(),
         )
         self.book = self.ledger.book
         self.leases = self.ledger.leases

@@ -27,7 +27,11 @@ class Bench:
         self.may_fill.set()
         self.room = Room(lambda e: self.ledger.give_room(e), lambda e: self.adopt(e))
         self.ledger = Ledger(
-            HeapArena(100), max_deliver=5, max_hold_s=None, changed=self.room.change
+            HeapArena(100),
+            max_deliver=5,
+            max_hold_s=None,
+            changed=self.room.change,
+            waiting=self.room.entries,
         )
         self.admission = Admission(self.ledger, self.room)
 

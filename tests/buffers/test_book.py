@@ -7,6 +7,7 @@ import pytest
 from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.testing.blocked import until
+from asynckv.testing.holders import RecordingHolder
 from asynckv.testing.ledgers import SteppedLedger
 
 ONE = make_query([1], None)
@@ -66,6 +67,33 @@ async def test_a_cancelled_insert_does_not_forget_how_the_id_left_before() -> No
     bench.ledger.forsake(bench.begin("a"))
     with pytest.raises(EntryAborted, match="withdrawn"):
         bench.book.when_gone("a")
+
+
+async def test_outside_there_are_as_many_bytes_as_inside() -> None:
+    bench = SteppedLedger()
+    bench.insert("full", tokens=(9,), nbytes=92)
+    assert bench.book.may_place_outside(100)
+    bench.begin("a", nbytes=50)
+    bench.select()
+    assert bench.book.may_place_outside(42)
+    assert not bench.book.may_place_outside(43)
+
+
+async def test_who_was_refused_bytes_outside_has_them_when_they_are_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = SteppedLedger()
+    bench.insert("full", tokens=(9,), nbytes=92)
+    for name, tokens in (("a", (1,)), ("b", (2,))):
+        bench.begin(name, tokens, nbytes=50)
+    first, _ = bench.select()
+    second = RecordingHolder()
+    monkeypatch.setattr(second, "may_charge", bench.book.may_place_outside)
+    bench.leases.select(make_query([2], None), second, None)
+    assert second.entry_id is None
+    bench.leases.acknowledge(first.held())
+    await asyncio.sleep(0)
+    assert second.entry_id == "b"
 
 
 async def test_a_cancelled_wait_for_the_end_is_forgotten() -> None:

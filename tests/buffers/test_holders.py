@@ -19,7 +19,11 @@ class Bench:
 
     def __init__(self, *, streams: bool = False) -> None:
         self.ledger = Ledger(
-            HeapArena(1000), max_deliver=5, max_hold_s=None, changed=lambda: None
+            HeapArena(1000),
+            max_deliver=5,
+            max_hold_s=None,
+            changed=lambda: None,
+            waiting=list,
         )
         self.holder = LocalHolder(self.ledger.leases, streams=streams)
         self.holder.select(make_query([1], None), None)

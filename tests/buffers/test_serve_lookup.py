@@ -98,6 +98,31 @@ async def test_direct_deliveries_are_charged_to_their_consumer(
     assert local.statistics().outside_bytes == 0
 
 
+async def test_direct_deliveries_of_all_peers_together_are_as_much_as_the_buffer_holds(
+    local: LookupBuffer,
+) -> None:
+    await local.insert([0], None, torch.ones(2 * MIB - 2), None, None)
+    async with (
+        serve("tcp://127.0.0.1:0", lookup=local) as server,
+        connect(server.url) as producer,
+        connect(server.url, max_bytes=2**60) as greedy,
+        connect(server.url, max_bytes=2**60) as other,
+    ):
+        key = torch.ones(MIB - 2)
+        inserts = [
+            asyncio.create_task(producer.lookup.insert([n], None, key, None, None))
+            for n in (1, 2, 3)
+        ]
+        await until(lambda: local.statistics().waiting_inserts == 3)
+        async with greedy.lookup.drop_select([1]), greedy.lookup.drop_select([2]):
+            third = asyncio.create_task(other.lookup.drop_select([3]))
+            await until(lambda: local.statistics().waiting_selects == 1)
+            assert local.statistics().outside_bytes == 8 * MIB
+        await third
+        await asyncio.gather(*inserts)
+    assert local.statistics().outside_bytes == 0
+
+
 async def test_a_discharge_looks_only_at_what_waits(local: LookupBuffer) -> None:
     for n in range(20):
         await local.insert([n], None, None, None, None)
