@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from asynckv.abc import KVEntry, KVLookupBuffer
+from asynckv.abc import KVEntry, KVLookupBuffer, SelectStream
 from asynckv.errors import PeerLost
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.simulation.contents import (
@@ -127,12 +127,13 @@ class Calls:
         fails = self._chance.random() < _FAILS
         with self._recorded(call):
             async with self._lookup.drop_select(**_arguments(wanted)) as entry:
-                self._check(call, entry)
-                await asyncio.sleep(self._draw_pause_s())
-                self._check_bytes(call, entry)
-                if fails:
-                    raise ApplicationError
-                self._history.use(call)
+                with self._holding(call):
+                    self._check(call, entry)
+                    await asyncio.sleep(self._draw_pause_s())
+                    self._check_bytes(call, entry)
+                    if fails:
+                        raise ApplicationError
+                    self._history.use(call)
             self._history.end(call, "ok")
 
     async def read(self, call: Call, wanted: Wanted) -> None:
@@ -141,27 +142,30 @@ class Calls:
         leaves_early = self._chance.random() < _FAILS
         with self._recorded(call):
             async with self._lookup.open_drop_select(**_arguments(wanted)) as stream:
-                number = await stream.wait_for("extras.number")
-                contents = self._history.library.find(number)
-                if contents is None:
-                    self._history.blame(call, "a stream without a right number")
-                    return
-                self._has(call, contents, stream.attempt, stream.matched_tokens)
-                seen = dict[str, None]()
-                async for name, tensor in stream:
-                    if wrong := wrong_bytes(contents, name, tensor):
-                        self._history.blame(call, wrong)
-                    seen[name] = None
-                    await asyncio.sleep(self._draw_pause_s())
-                    if leaves_early:
-                        break
-                else:
-                    if set(seen) != set(contents.specs):
-                        self._history.blame(call, "a stream ended before its end")
-                if fails:
-                    raise ApplicationError
-                self._history.use(call)
+                with self._holding(call):
+                    await self._read(call, stream, leaves_early)
+                    if fails:
+                        raise ApplicationError
+                    self._history.use(call)
             self._history.end(call, "ok")
+
+    async def _read(self, call: Call, stream: SelectStream, leaves_early: bool) -> None:
+        number = await stream.wait_for("extras.number")
+        contents = self._history.library.find(number)
+        if contents is None:
+            self._history.blame(call, "a stream without a right number")
+            return
+        self._has(call, contents, stream.attempt, stream.matched_tokens)
+        seen = dict[str, None]()
+        async for name, tensor in stream:
+            if wrong := wrong_bytes(contents, name, tensor):
+                self._history.blame(call, wrong)
+            seen[name] = None
+            await asyncio.sleep(self._draw_pause_s())
+            if leaves_early:
+                return
+        if set(seen) != set(contents.specs):
+            self._history.blame(call, "a stream ended before its end")
 
     async def peek(self, call: Call, wanted: Wanted) -> None:
         """Ask for the longest match."""
@@ -197,6 +201,14 @@ class Calls:
             self.is_lost = True
         except Exception as exc:  # noqa: BLE001 - the checker knows what may be
             self._history.end(call, type(exc).__name__, str(exc)[:80])
+
+    @contextlib.contextmanager
+    def _holding(self, call: Call) -> Iterator[None]:
+        """The application's body: what it has is nobody else's meanwhile."""
+        try:
+            yield
+        finally:
+            self._history.let_go(call)
 
     def _check(self, call: Call, entry: KVEntry) -> None:
         contents, wrong = self._history.library.wrong_entry(entry)

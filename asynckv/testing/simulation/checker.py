@@ -13,6 +13,7 @@ from typing import Final
 
 from asynckv.testing.simulation.contents import Contents
 from asynckv.testing.simulation.history import Call, Verb
+from asynckv.testing.simulation.leaving import wrong_departures
 from asynckv.testing.simulation.scenario import Scenario
 from asynckv.testing.simulation.watch import Life
 
@@ -33,6 +34,7 @@ def judge(scenario: Scenario) -> list[str]:
         *(f"wrong bytes: {what}" for what in scenario.history.wrong),
         *(f"unexpected: {what}" for what in _unexpected(scenario)),
         *(f"lost: {what}" for what in _lost(scenario)),
+        *(f"left wrongly: {what}" for what in wrong_departures(scenario)),
         *(f"counted twice: {what}" for what in _twice(scenario)),
     ]
 

@@ -27,6 +27,8 @@ class Delivery:
     at: float
     was_used: bool = False
     """The application was through with it: it took it, or left its body cleanly."""
+    let_go_at: float | None = None
+    """When its body was left, in whatever way; until then it was in its hands."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,6 +140,11 @@ class History:
         """The application is through with its delivery, which now counts."""
         if call.delivery is not None and not call.process.is_gone:
             call.delivery.was_used = True
+
+    def let_go(self, call: Call) -> None:
+        """The application's body is left; what it had may be given to others now."""
+        if call.delivery is not None and not call.process.is_gone:
+            call.delivery.let_go_at = call.process.node.world.now
 
     def blame(self, call: Call, what: str) -> None:
         """A promise is broken."""

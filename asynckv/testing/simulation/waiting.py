@@ -1,4 +1,4 @@
-"""Which queries wait in a buffer. The one place here that looks inside of one."""
+"""Which queries wait in a buffer. With ``stays`` the only look inside of one."""
 
 from __future__ import annotations
 

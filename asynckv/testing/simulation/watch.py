@@ -13,6 +13,7 @@ from asynckv.errors import EntryAborted
 from asynckv.testing.simulation.history import History, Verb
 from asynckv.testing.simulation.nodes import Node, Process
 from asynckv.testing.simulation.stacks import where
+from asynckv.testing.simulation.stays import Stays
 from asynckv.testing.simulation.waiting import WaitingSelects
 from asynckv.testing.simulation.world import World
 
@@ -36,9 +37,12 @@ class Life:
     begin: float
     end: float = math.inf
     waiting: WaitingSelects = dataclasses.field(init=False)
+    stays: Stays = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        world = self.process.node.world
         self.waiting = WaitingSelects(self.buffer)
+        self.stays = Stays(self.buffer, lambda: world.now)
 
 
 class Watch:

@@ -112,6 +112,9 @@ def test_a_withdrawal_explains_what_left_by_it_and_nothing_else_does(
 ) -> None:
     contents = court.inserted(reason="withdrawn")
     assert "lost" in court.verdict()
+    stays = court.scenario.watch.lives[-1].stays
+    stays.come(contents.entry_id)
+    stays.leave(contents.entry_id, "withdrawn")
     court.call("withdraw", "ok", contents, "True")
     assert court.verdict() == ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,6 +13,7 @@ from asynckv.buffers.book import EntryBook
 from asynckv.buffers.changes import Changes
 from asynckv.buffers.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.leases import Leases
+from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.matching import PrefixIndex
 from asynckv.buffers.matchmaker import Matchmaker
 from asynckv.buffers.receive_budget import ReceiveBudget
@@ -114,10 +116,35 @@ def memory_is_not_quiet_after_a_cancel(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InlineTransport, "stop", lambda self, transfer: None)
 
 
+def a_ttl_is_over_at_once(patch: pytest.MonkeyPatch) -> None:
+    make_ready = EntryBook.make_ready
+
+    def make_ready_for_no_time(self: EntryBook, entry: StoredEntry) -> None:
+        make_ready(self, entry)
+        if entry.expires_at is not None:
+            entry.expires_at = asyncio.get_running_loop().time()
+            self._expiry.add(entry.expires_at, entry.entry_id)
+
+    patch.setattr(EntryBook, "make_ready", make_ready_for_no_time)
+
+
+def a_ttl_is_never_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EntryBook, "expire", lambda self, entry: False)
+
+
+def a_withdrawal_takes_nothing(patch: pytest.MonkeyPatch) -> None:
+    def withdraw(self: Ledger, entry_id: str) -> bool:
+        return entry_id in self.book.entries
+
+    patch.setattr(Ledger, "withdraw", withdraw)
+
+
 QUICK: Final[tuple[Mutation, ...]] = (
     a_give_back_forgets,
     one_token_is_enough,
     a_receive_bound_is_given_back_twice,
+    a_ttl_is_over_at_once,
+    a_withdrawal_takes_nothing,
 )
 SLOW: Final[tuple[Mutation, ...]] = (
     an_acknowledgement_leaves_the_entry,
@@ -126,6 +153,7 @@ SLOW: Final[tuple[Mutation, ...]] = (
     nobody_is_told_of_changes,
     every_third_match_is_missed,
     a_resent_insert_is_new,
+    a_ttl_is_never_over,
     room_is_not_given_back,
     payload_is_not_verified,
     memory_is_not_quiet_after_a_cancel,
