@@ -1,7 +1,8 @@
 """Where connections arrive: strangers greet, and become links or payload lanes.
 
 Whoever has not proved what it has to prove is a stranger. There are at most 64
-at a time, each may say 4 KiB (above TLS), and each has 5 s.
+at a time, each may say 4 KiB (above TLS), and each has 5 s. So has a link whose
+lanes are to come; of those there are at most 256.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from asynckv.errors import AsyncKVError, AuthError, PeerLost, RemoteProtocolErro
 from asynckv.links.address import host_in
 from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
-from asynckv.links.securing import assurance_of, secure
+from asynckv.links.securing import assurance_of, secure, wait_readable
 from asynckv.links.sockets import (
     check_peer,
     converse,
@@ -38,7 +39,7 @@ from asynckv.security.assurance import Assurance
 from asynckv.security.keyring import Keyring, Keys
 from asynckv.security.proofs import LaneProofs, new_nonce
 from asynckv.security.tls import TlsKeys
-from asynckv.security.tls_socket import Connection, TlsSocket, has_hung_up
+from asynckv.security.tls_socket import Connection, TlsSocket, has_hung_up, is_readable
 
 __all__ = ("MAX_STRANGERS", "Reception")
 
@@ -136,8 +137,11 @@ class Reception:
         self._loop = asyncio.get_running_loop()
         self._turns = Turns(self._loop)
         self._greetings: dict[asyncio.Task[bool], Connection] = {}
-        self._strangers: Strangers[asyncio.Task[bool]] = Strangers(MAX_STRANGERS)
+        self._strangers: Strangers[asyncio.Task[bool]] = Strangers(
+            MAX_STRANGERS, self._has_spoken
+        )
         self._newcomers: dict[bytes, _Newcomer] = {}
+        self._waiting: Strangers[asyncio.Task[bool]] = Strangers(_MAX_NEWCOMERS)
         self._pause: asyncio.TimerHandle | None = None
         self._closed = False
         self._warns_at_s = 0.0
@@ -180,8 +184,11 @@ class Reception:
     def _make_room(self, victim: asyncio.Task[bool] | None) -> None:
         if victim is None:
             return
-        logger.debug("too many silent connections at %s: one closed", self._url)
+        logger.debug("too many half-open connections at %s: one closed", self._url)
         victim.cancel()
+
+    def _has_spoken(self, task: asyncio.Task[bool]) -> bool:
+        return is_readable(self._greetings[task])
 
     def _stop_accepting(self) -> None:
         self._loop.remove_reader(self._sock)
@@ -215,12 +222,13 @@ class Reception:
             prepare(plain)
             check_peer(plain)
             async with asyncio.timeout(_GREETING_S):
+                await wait_readable(plain)
+                self._strangers.note_heard(_this_task())
                 keys = await keys_of(self._keyring)
                 if keys.tls is not None:
                     sock = self._over_tls(plain, keys.tls)
                     await secure(sock, keys.tls)
                 side = await self._hear(sock, keys)
-            self._strangers.discard(_this_task())
             await self._answer(sock, side)
         except TimeoutError:
             logger.debug("a connection at %s did not greet in time", self._url)
@@ -270,8 +278,8 @@ class Reception:
     async def _welcome(
         self, sock: Connection, side: ListenSide, agreement: Agreement
     ) -> None:
-        if len(self._newcomers) >= _MAX_NEWCOMERS:
-            raise PeerLost("too many links are being opened")
+        task = _this_task()
+        self._strangers.discard(task)
         link = Link(
             SocketStream(sock, self._loop),
             agreement,
@@ -285,6 +293,7 @@ class Reception:
             link, agreement.lanes, side.lane_proofs(), assurance_of(sock)
         )
         self._newcomers[token] = newcomer
+        self._make_room(self._waiting.add(task, link.peer_host))
         try:
             async with asyncio.timeout(_LANES_S):
                 await send_first_frame(sock, welcome)
@@ -295,12 +304,14 @@ class Reception:
             raise
         finally:
             del self._newcomers[token]
+            self._waiting.discard(task)
         self._adopt(link)
 
     async def _attach(self, sock: Connection, attach: Attach) -> None:
         newcomer = self._newcomers.get(attach.link_token)
         if newcomer is None or not newcomer.knows(attach, sock):
             raise AuthError("no link waits for this payload lane")
+        self._strangers.discard(_this_task())
         newcomer.reserve(attach.lane, sock)
         # Attached leaves first: from the moment the link is complete, the
         # lane carries nothing but chunks.

@@ -132,6 +132,7 @@ def _context(protocol: int, tls: TLS) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
+    context.hostname_checks_common_name = False
     context.set_alpn_protocols([ALPN])
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0

@@ -18,7 +18,14 @@ from asynckv.security.assurance import Assurance
 from asynckv.security.names import CertifiedNames, names_in
 from asynckv.security.tls import TlsKeys, digest_of_certificate
 
-__all__ = ("Connection", "TlsSocket", "WantsToWrite", "discard", "has_hung_up")
+__all__ = (
+    "Connection",
+    "TlsSocket",
+    "WantsToWrite",
+    "discard",
+    "has_hung_up",
+    "is_readable",
+)
 
 _DISCARD_BYTES: Final = 4096
 _WANTS: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -180,6 +187,16 @@ def discard(sock: Connection) -> int:
     if isinstance(sock, TlsSocket):
         return sock.discard()
     return len(sock.recv(_DISCARD_BYTES))
+
+
+def is_readable(sock: Connection) -> bool:
+    """Whether something has come that was not received yet. Takes nothing."""
+    try:
+        if isinstance(sock, TlsSocket):
+            return not sock.has_hung_up()
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
 
 
 def has_hung_up(sock: Connection) -> bool:

@@ -174,6 +174,36 @@ async def test_many_silent_strangers_keep_nobody_out() -> None:
         sock.close()
 
 
+async def test_a_lane_of_no_link_is_a_stranger_until_it_is_gone() -> None:
+    listener = await door()
+    assert isinstance(listener._door, Reception)
+    greetings, sockets = listener._door._greetings, []
+    for _ in range(2 * reception.MAX_STRANGERS):
+        sockets.append(await knock(listener, Attach(b"no such token", 0)))
+        assert isinstance(await read_first_frame(sockets[-1]), Refuse)
+        # A refusal lingers; it is one of the 64 for as long as it does.
+        assert len(greetings) <= reception.MAX_STRANGERS + 1
+    await listener.aclose()
+    for sock in sockets:
+        sock.close()
+
+
+async def test_many_links_whose_lanes_never_come_keep_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reception, "_MAX_NEWCOMERS", 8)
+    listener = await door()
+    controls = [(await welcomed(listener))[0] for _ in range(12)]
+    link = await dial(listener.url, identity=PeerIdentity("honest", "1"), lanes=1)
+    assert len(listener.links) == 1
+    assert isinstance(listener._door, Reception)
+    assert len(listener._door._newcomers) == 7  # the eight that stayed, without it
+    await link.aclose()
+    await listener.aclose()
+    for sock in controls:
+        sock.close()
+
+
 async def test_there_are_never_more_strangers_than_places() -> None:
     listener = await door()
     strangers = listener._door._strangers  # type: ignore[union-attr]
@@ -182,8 +212,10 @@ async def test_there_are_never_more_strangers_than_places() -> None:
         sockets.append(await knock(listener, b"AKV1"))
         assert len(strangers) <= reception.MAX_STRANGERS
     await until(lambda: len(strangers) == reception.MAX_STRANGERS)
-    assert await is_hung_up(sockets[0])
+    hung_up = [asyncio.create_task(is_hung_up(sock)) for sock in sockets]
+    await until(lambda: sum(t.done() for t in hung_up) == 2 * reception.MAX_STRANGERS)
     await listener.aclose()
+    await asyncio.gather(*hung_up)
     for sock in sockets:
         sock.close()
 

@@ -32,6 +32,12 @@ def test_only_tls_1_3_with_certificates_of_both_sides(authority: Authority) -> N
     assert keys.listening.num_tickets == 0
 
 
+def test_a_common_name_names_nobody(authority: Authority) -> None:
+    keys = read_tls(authority.issue())
+    assert keys.dialling.check_hostname
+    assert not keys.dialling.hostname_checks_common_name
+
+
 def test_what_is_allowed_is_kept(authority: Authority) -> None:
     tls = changed(authority.issue(), allowed_peers=("a",), server_name="b")
     keys = read_tls(tls)

@@ -10,7 +10,13 @@ import pytest
 
 from asynckv.security.assurance import Assurance
 from asynckv.security.tls import ALPN, TlsKeys, read_tls
-from asynckv.security.tls_socket import TlsSocket, WantsToWrite, discard, has_hung_up
+from asynckv.security.tls_socket import (
+    TlsSocket,
+    WantsToWrite,
+    discard,
+    has_hung_up,
+    is_readable,
+)
 from asynckv.testing.certificates import Authority
 
 
@@ -170,6 +176,22 @@ def test_whether_the_peer_has_hung_up_is_told_without_taking_anything(
             assert has_hung_up(far)
             far.close()
             assert has_hung_up(far)
+
+
+def test_whether_something_has_come_is_told_without_taking_anything(
+    pair: tuple[TlsSocket, TlsSocket],
+) -> None:
+    near, far = pair
+    one, two = socket.socketpair()
+    two.setblocking(False)
+    with one, two:
+        for sender, sock in ((near, far), (one, two)):
+            assert not is_readable(sock)
+            sender.send(b"hello")
+            assert is_readable(sock)
+            assert sock.recv(5) == b"hello"
+            sender.shutdown(socket.SHUT_RDWR)
+            assert not is_readable(sock)
 
 
 def test_a_socket_whose_peer_is_gone_is_left_to_its_owner(authority: Authority) -> None:
