@@ -12,6 +12,7 @@ from asynckv.errors import EntryTooLarge, PeerLost
 from asynckv.links.link import Link
 from asynckv.links.listen import listen
 from asynckv.protocol.frames import Failure
+from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import ScriptedService, name_of
 
 MIB = 2**20
@@ -69,6 +70,8 @@ async def test_a_get_is_made_again_on_the_next_link(
     cut_when(services.link, object)
     value = await peer.store.get("key")
     assert value is not None and bool(value.all()) and not peer.budget.used_bytes
+    await local.delete("key")
+    await until(lambda: not local.statistics().used_bytes)
 
 
 async def test_a_loss_that_the_peer_tells_of_is_raised() -> None:
