@@ -126,6 +126,31 @@ def test_the_end_of_a_stream_may_stand_behind_what_is_put_later() -> None:
     assert (outbox.nbytes, outbox.behind_count) == (0, 0)
 
 
+def test_the_end_of_a_stream_follows_its_long_body() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    outbox.put(1, Get("long"), bytes(LONG))
+    outbox.put_behind(1, Cancel())
+    assert outbox.answer_bytes == 0
+    assert [type(frame) for _, frame, _ in drain(outbox)] == [Get, Cancel]
+
+
+def test_what_stands_behind_is_counted() -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    for stream in (1, 3, 5):
+        outbox.put_behind(stream, Cancel())
+    assert outbox.behind_count == 3
+    assert outbox.answer_bytes == 0 < outbox.nbytes
+    outbox.clear()
+    assert (outbox.behind_count, outbox.nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_body_of_one_part_leaves_whole(more: int) -> None:
+    outbox = Outbox(Limits(), own_parity=1)
+    outbox.put(1, Get("a"), bytes(BODY_PART_BYTES + more))
+    assert [len(body) for _, _, body in drain(outbox)] == [BODY_PART_BYTES + more]
+
+
 def test_where_a_long_body_leaves_nothing_stands_behind() -> None:
     outbox = Outbox(Limits(), own_parity=1)
     for stream in (1, 3):

@@ -329,6 +329,16 @@ def test_a_ping_is_answered_and_its_answer_noticed() -> None:
     assert a.unanswered_ping is None
 
 
+def test_the_peers_pings_are_counted() -> None:
+    a, b = near(), far()
+    counts = [b.pinged_count]
+    for nonce in (1, 2):
+        a.ping(nonce)
+        pump(a, b)
+        counts.append(b.pinged_count)
+    assert counts == [0, 1, 2]
+
+
 def test_an_unknown_pong_is_ignored() -> None:
     a = near()
     a.ping(9)
