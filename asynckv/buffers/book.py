@@ -187,7 +187,7 @@ class EntryBook:
         if entry.state is not EntryState.READY or entry.leases or not over:
             return False
         self._counters.expired += 1
-        logger.info("entry %s was not taken in time and leaves", entry.entry_id)
+        logger.info("entry %r was not taken in time and leaves", entry.entry_id)
         self.leave(entry, "ttl")
         return True
 

@@ -11,6 +11,7 @@ from asynckv.buffers.contents import check_names, unflatten
 from asynckv.buffers.entries import Lease, Part
 from asynckv.buffers.queries import tensor_of
 from asynckv.errors import LeaseLost
+from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, check_into, empty_tensor
 from asynckv.types import TensorSpec
@@ -53,7 +54,7 @@ def match_targets(
         if name not in specs:
             raise ValueError(
                 f"into[{name!r}]: the entry has no such tensor; it has "
-                f"{', '.join(specs) or 'none'}"
+                f"{as_line(', '.join(specs)) or 'none'}"
             )
         check_into(tensor, specs[name], name)
 

@@ -143,7 +143,7 @@ class Leases:
             return
         self._counters.undeliverable += 1
         logger.warning(
-            "entry %s failed in %d consumers and is dropped",
+            "entry %r failed in %d consumers and is dropped",
             entry.entry_id,
             entry.failures,
         )
@@ -247,7 +247,7 @@ class Leases:
     def _lapse(self, lease: Lease) -> None:
         self._counters.lapsed += 1
         logger.warning(
-            "a consumer held entry %s for %s s; it is given back",
+            "a consumer held entry %r for %s s; it is given back",
             lease.entry.entry_id,
             self._max_hold_s,
         )

@@ -10,6 +10,7 @@ import msgspec
 
 from asynckv.buffers.queries import Tokens
 from asynckv.errors import ChecksumError, EntryTooLarge, RemoteProtocolError
+from asynckv.observability.lines import as_line
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.values import Contents, TensorRecord
 from asynckv.tensors.views import MISSING_DTYPES, dtype_of
@@ -157,7 +158,7 @@ def verify(record: TensorRecord, found: bytes) -> None:
     """
     if record.digest and record.digest != found:
         raise ChecksumError(
-            f"{record.name} arrived with other bytes than were sent",
+            f"{as_line(record.name)} arrived with other bytes than were sent",
             hint="the delivery was refused; nothing of it was used",
         )
 

@@ -180,7 +180,7 @@ class _ServedPut:
         if self._frame.inline:
             digest = digest_of(self._body)
             if self._frame.digest and self._frame.digest != digest:
-                raise ChecksumError(f"{self._frame.key} changed on its way")
+                raise ChecksumError(f"{self._frame.key!r} changed on its way")
             pending.region.view()[:] = self._body  # at most 64 KiB
             return digest
         self._reception = Reception(

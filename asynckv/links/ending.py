@@ -13,6 +13,7 @@ from asynckv.links.heartbeat import Heartbeat
 from asynckv.links.outgoing import Outgoing
 from asynckv.links.requests import StreamHandler
 from asynckv.links.streams import ControlStream
+from asynckv.observability.lines import as_line
 from asynckv.processes import ProcessBound
 from asynckv.protocol.session import Session
 
@@ -77,7 +78,8 @@ class Ending(ProcessBound):
 
     def hear_goodbye(self, reason: str) -> None:
         """The peer has said goodbye: what is queued for it is for nobody."""
-        error = PeerLost(f"{self._peer_id} said goodbye{reason and f': {reason}'}")
+        why = reason and f": {as_line(reason)}"
+        error = PeerLost(f"{self._peer_id} said goodbye{why}")
         error.goodbye = True
         self._lose(error)
         self._payload.abort()

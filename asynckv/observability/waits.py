@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from asynckv.observability.lines import as_line
+
 __all__ = ("LONG_WAIT_S", "LoggedWait", "LoggedWaits")
 
 T = TypeVar("T")
@@ -92,10 +94,14 @@ class LoggedWaits(Generic[T]):
 
 
 def _log_begin(who: str, what: str, until: str) -> None:
-    logger.debug("%s waits for %s; it ends with %s", who, what, until)
+    logger.debug("%s waits for %s; it ends with %s", as_line(who), what, until)
 
 
 def _warn(who: str, what: str, until: str) -> None:
     logger.warning(
-        "%s has waited %.0f s for %s; it ends with %s", who, LONG_WAIT_S, what, until
+        "%s has waited %.0f s for %s; it ends with %s",
+        as_line(who),
+        LONG_WAIT_S,
+        what,
+        until,
     )

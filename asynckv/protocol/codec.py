@@ -13,6 +13,7 @@ from zlib import crc32
 import msgspec
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
+from asynckv.observability.lines import as_line
 from asynckv.protocol.bodies import BODY_PART_BYTES, Bodies
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.header import (
@@ -41,6 +42,7 @@ __all__ = (
 Buffer = bytes | bytearray | memoryview
 
 _DEFAULT_LIMITS: Final = Limits()
+_MAX_WHY: Final = 200
 _CHANGED: Final = "a frame fails its checksum"
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final[msgspec.msgpack.Decoder[Frame]] = msgspec.msgpack.Decoder(Frame)
@@ -229,9 +231,10 @@ class FrameDecoder:
             self._die(exc)
             raise
         except _NO_FRAME as exc:
-            error = RemoteProtocolError(f"not a frame that we know: {exc}")
+            why = as_line(str(exc), max_chars=_MAX_WHY)
+            error = RemoteProtocolError(f"not a frame that we know: {why}")
             self._die(error)
-            raise error from exc
+            raise error from None  # what a traceback shows of it is the peer's text
 
     def _die(self, error: RemoteProtocolError) -> None:
         self._error = error

@@ -19,6 +19,7 @@ from asynckv.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
+from asynckv.observability.lines import as_line
 from asynckv.protocol.frames import Failure, Refuse
 
 __all__ = ("PeerError", "from_failure", "from_refuse", "to_failure", "to_refuse")
@@ -72,18 +73,18 @@ def to_failure(exc: BaseException) -> Failure:
 
 def from_failure(failure: Failure) -> PeerError:
     """Return the exception that ``failure`` tells of. Never raises."""
-    message = failure.message
     if failure.code == "KeyError":
-        return KeyError(message)
+        return KeyError(failure.message)  # which shows its key as a repr does
+    message, reason = as_line(failure.message), as_line(failure.reason)
     if failure.code == "ValueError":
         return ValueError(message)
     kind = _TABLE.get(failure.code, AsyncKVError)
     if issubclass(kind, EntryTooLarge):
         return kind(message, nbytes=failure.nbytes, max_bytes=failure.max_bytes)
     if issubclass(kind, EntryAborted):
-        return kind(message, reason=failure.reason)
+        return kind(message, reason=reason)
     if issubclass(kind, IncompatiblePeer):
-        return kind(message, field=failure.reason)
+        return kind(message, field=reason)
     return kind(message)
 
 
@@ -98,4 +99,4 @@ def from_refuse(refuse: Refuse) -> AsyncKVError:
     error = from_failure(Failure(refuse.code, refuse.message, reason=refuse.field))
     if isinstance(error, AsyncKVError):
         return error
-    return AsyncKVError(refuse.message)
+    return AsyncKVError(as_line(refuse.message))

@@ -16,6 +16,7 @@ from asynckv.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
+from asynckv.observability.lines import as_line
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import from_refuse
 from asynckv.protocol.frames import (
@@ -243,7 +244,7 @@ def _choose_path(ours: tuple[str, ...], theirs: Hello | Welcome) -> str:
             return path
     raise IncompatiblePeer(
         f"no payload path in common: {', '.join(ours)} here, "
-        f"{', '.join(offered)[:200]} there",
+        f"{as_line(', '.join(offered), max_chars=200)} there",
         field="payload_paths",
     )
 

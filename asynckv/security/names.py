@@ -24,7 +24,7 @@ _INVALID: Final = "<invalid>"  # what ssl says of an IP address that is none
 def names_in(certificate: Mapping[str, object]) -> tuple[str, ...]:
     """Return the names in a certificate, as :mod:`ssl` describes one.
 
-    Not patterns, nor what holds an ``@``: neither tells who it is.
+    Not patterns, nor what holds an ``@`` or cannot be shown: none tells who it is.
     """
     found = certificate.get("subjectAltName", ())
     pairs = found if isinstance(found, Iterable) else ()
@@ -35,7 +35,8 @@ def names_in(certificate: Mapping[str, object]) -> tuple[str, ...]:
 def _written(kind: str, name: str) -> str:
     if kind not in ("DNS", "URI", "IP Address") or _AT in name or _WILDCARD in name:
         return ""
-    return "" if name == _INVALID else _canonical(name)
+    written = _canonical(name)
+    return "" if name == _INVALID or not written.isprintable() else written
 
 
 def _canonical(name: str) -> str:

@@ -74,3 +74,9 @@ async def test_one_listener_that_fails_keeps_no_other_from_hearing() -> None:
         pair.near.call_when_lost(told.append)
         pair.near.abort()
         await until(lambda: bool(told))
+
+
+async def test_what_a_peer_says_in_parting_is_told_in_one_line() -> None:
+    async with linked() as pair:
+        pair.near._ending.hear_goodbye("done\nCRITICAL root: \x1b[31m")
+        assert str(pair.near.error).isprintable()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import msgspec
 import pytest
 
 from asynckv.links import reception
@@ -22,7 +23,7 @@ from asynckv.protocol.frames import (
     Refuse,
     Welcome,
 )
-from asynckv.protocol.header import TYPE_CONTROL, pack_header
+from asynckv.protocol.header import TYPE_CONTROL, checksum_of, pack_header
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import ScriptedService
@@ -240,6 +241,20 @@ async def test_many_refusals_are_warned_of_once(
             assert isinstance(await read_first_frame(sock), Refuse)
     await listener.aclose()
     assert sum("is refused" in r.message for r in caplog.records) == 1
+
+
+async def test_a_stranger_writes_no_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener = await door()
+    control = msgspec.msgpack.encode({"t": "hello", "x\nCRITICAL root: hacked\x1b[": 1})
+    data = pack_header(TYPE_CONTROL, len(control), 0, 0, checksum=checksum_of(control))
+    with await knock(listener, data + control) as sock:
+        assert isinstance(await read_first_frame(sock), Refuse)
+    await listener.aclose()
+    (told,) = [r.getMessage() for r in caplog.records if "is refused" in r.message]
+    assert "hacked" in told
+    assert told.isprintable()
 
 
 async def test_closing_ends_greetings_under_way() -> None:

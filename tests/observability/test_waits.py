@@ -85,3 +85,10 @@ async def test_one_that_has_not_waited_long_enough_is_looked_at_again(
     monkeypatch.setattr(waits, "LONG_WAIT_S", 0.02)
     await until(lambda: bool(caplog.records))
     assert caplog.messages[0].startswith("query 1 has waited") and len(many) == 1
+
+
+async def test_who_waits_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, waits.logger.name)
+    with LoggedWait("select of x\nCRITICAL", "room", "an insert"):
+        pass
+    assert caplog.messages[0].isprintable()

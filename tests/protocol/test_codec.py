@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,24 @@ def test_any_msgpack_gives_frames_or_a_documented_error(value: Any) -> None:
 def test_a_control_part_that_is_no_frame_is_refused(control: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="not a frame that we know"):
         decode(raw(control))
+
+
+@pytest.mark.parametrize(
+    "value", [{"t": "zz\nCRITICAL fake"}, {"t": "ping", "nonce": 1, "\x1b[31m": 1}]
+)
+def test_what_a_peer_says_is_told_in_one_line(value: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError, match="not a frame that we know") as caught:
+        decode(raw(msgspec.msgpack.encode(value)))
+    assert str(caught.value).isprintable()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "\x1b" not in shown
+    assert "\nCRITICAL" not in shown
+
+
+def test_what_a_peer_says_is_not_told_at_length() -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode(raw(msgspec.msgpack.encode({"t": "zz" * 1000})))
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(

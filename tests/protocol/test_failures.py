@@ -90,6 +90,18 @@ def test_a_key_error_without_a_word_is_still_one() -> None:
     assert to_failure(KeyError()) == Failure("KeyError", "")
 
 
+@pytest.mark.parametrize("name", ["KeyError", "ValueError", *errors.__all__])
+def test_no_error_of_a_peer_has_more_than_one_line(name: str) -> None:
+    words = "words\nCRITICAL root: \x1b[31m"
+    for error in (
+        from_failure(Failure(name, words, reason=words)),
+        from_refuse(Refuse(name, words, field=words)),
+    ):
+        told = [str(error), *(getattr(error, a, "") for a in ("reason", "field"))]
+        assert all(text.isprintable() for text in told)
+        assert "words\\nCRITICAL" in told[0]
+
+
 def test_text_is_cut_where_a_frame_ends() -> None:
     aborted = to_failure(EntryAborted("x" * 3000, reason="y" * 300))
     assert (aborted.message, aborted.reason) == ("x" * 2048, "y" * 256)

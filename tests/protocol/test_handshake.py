@@ -200,3 +200,10 @@ def test_the_strictest_digest_wins_on_either_side(
     assert strictest(ours, theirs) == strictest(theirs, ours)
     assert strictest("full", theirs) == "full"
     assert strictest("edges", "off") == "edges"
+
+
+def test_a_payload_path_that_a_peer_offers_is_told_in_one_line() -> None:
+    theirs = hello_from(terms("far", payload_paths=("x\nCRITICAL", "\x1b[31m")))
+    with pytest.raises(IncompatiblePeer) as caught:
+        agree(terms("near"), theirs)
+    assert str(caught.value).isprintable()

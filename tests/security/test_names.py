@@ -18,6 +18,7 @@ from asynckv.security.names import CertifiedNames, names_in
         ([("DNS", "b"), ("DNS", "a")], ("b", "a")),
         ([("DNS", "*.example"), ("email", "a@b"), ("URI", "http://u@h/")], ()),
         ([("IP Address", "<invalid>"), ("DNS", ""), ("othername", "x")], ()),
+        ([("DNS", "a\nb"), ("URI", "x://\x1b[31m"), ("DNS", "\u202ea")], ()),
         ([], ()),
     ],
 )

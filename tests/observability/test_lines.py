@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from asynckv.observability.lines import as_line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", ""),
+        ("layer 3 of Qwen/é 模型", "layer 3 of Qwen/é 模型"),
+        ("x\nCRITICAL root: hacked", "x\\nCRITICAL root: hacked"),
+        ("\x1b[31mred\r", "\\x1b[31mred\\r"),
+        ("\u2028next\u202edaer\ud800", "\\u2028next\\u202edaer\\ud800"),
+    ],
+)
+def test_what_would_not_stay_in_line_is_escaped(text: str, line: str) -> None:
+    assert as_line(text) == line
+
+
+def test_a_line_has_an_end() -> None:
+    assert as_line("abc\n" * 100, max_chars=4) == "abc\\n"
+
+
+@given(st.text(st.characters()))
+def test_a_line_is_one_line_that_any_terminal_can_show(text: str) -> None:
+    line = as_line(text)
+    assert line.isprintable()
+    assert len(line.splitlines()) <= 1
