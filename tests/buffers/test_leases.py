@@ -85,7 +85,7 @@ async def test_too_many_failures_drop_an_entry(
     with pytest.raises(EntryAborted) as caught:
         await gone
     assert caught.value.reason == "max_deliver"
-    assert caplog.messages == ["entry a failed in 2 consumers and is dropped"]
+    assert caplog.messages == ["entry 'a' failed in 2 consumers and is dropped"]
 
 
 async def test_who_holds_too_long_loses_the_entry(
