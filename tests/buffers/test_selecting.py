@@ -27,6 +27,7 @@ from asynckv.protocol.frames import (
     OpeningFrame,
     Result,
     Retract,
+    Took,
 )
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import spec_of
@@ -201,6 +202,25 @@ async def test_an_entry_may_be_complete_before_there_is_room_for_it() -> None:
         )
         assert (await delivered).is_whole
         selecting.cancel()
+
+
+async def test_a_small_entry_by_payload_is_charged_until_it_is_taken() -> None:
+    budget = ReceiveBudget(MIB)
+    async with linked("mem://", lambda *_: None) as pair:
+        selecting = selecting_on(pair, budget)
+        delivered = asyncio.create_task(selecting.delivered())
+        await until(lambda: bool(pair.service.asked))
+        stream, data = pair.service.asked[0][0], memoryview(bytearray(100))
+        offer(stream, 2, 100, inline=False)
+        assert await frames_of(pair, 1) == [Grant(2)]
+        pair.far.payload.send(
+            2, 0, data, lambda digest, error: stream.send(Done(2, 0, digest))
+        )
+        delivery = await delivered
+        assert budget.used_bytes == 100
+        selecting.settle_at_once(delivery)
+        assert await frames_of(pair, 2) == [Grant(2), Took(b"t")]
+        assert budget.used_bytes == 0
 
 
 async def test_what_belongs_to_no_standing_offer_is_ignored() -> None:
