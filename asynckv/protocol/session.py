@@ -34,6 +34,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.outbox import Outbox
 from asynckv.protocol.roles import ROLES, Role
+from asynckv.protocol.stream_ids import StreamIds
 from asynckv.protocol.values import Limits
 
 __all__ = ("Session",)
@@ -44,7 +45,6 @@ _OPENS: Final = Role.OPENS
 _GOES_ON: Final = Role.GOES_ON
 _ASKS_LAST: Final = Role.ASKS_LAST
 _ANSWERS_LAST: Final = Role.ANSWERS_LAST
-_MAX_STREAM: Final = 2**32 - 1
 _NOTHING: Final = Nothing()
 
 
@@ -58,7 +58,6 @@ _FORGOTTEN: Final = _Over.FORGOTTEN
 class Session(Generic[T]):
     """The state of one side of a link, from the Welcome to the goodbye.
 
-    Ids grow, but a stream whose body is long may be passed by later ones.
     A stream is over with the responder's final frame or the requester's ``Took``,
     on both sides; one that was opened by ``OpenPipe`` with a Failure, or when its
     owner closes it. A requester that closes a stream early no longer hears of it,
@@ -73,11 +72,8 @@ class Session(Generic[T]):
         self.outbox = Outbox(limits, own_parity=1 if dialled else 0)
         self.unanswered_ping: int | None = None
         self._decoder = FrameDecoder(limits)
-        self._parity = 1 if dialled else 0
-        self._last_own = -1 if dialled else 0
-        self._last_theirs = 0 if dialled else -1
-        # Below the last: their frame is still coming, others have passed it.
-        self._skipped: set[int] = set()
+        self._ids = StreamIds(dialled=dialled, max_skipped=limits.max_streams)
+        self._parity = self._ids.parity
         self._streams: dict[int, T | _Over] = {}
         self._lost: dict[int, T | _Over] = {}
         # Whose last frame is being heard.
@@ -98,7 +94,7 @@ class Session(Generic[T]):
     @property
     def was_answered(self) -> bool:
         """Whether a stream that this side opened has come to its end."""
-        return self._last_own > 2 * self._own_count - self._parity
+        return self._ids.last_own > 2 * self._own_count - self._parity
 
     def end_streams(self) -> None:
         """End all streams on this side; nothing is sent on them any more."""
@@ -124,13 +120,11 @@ class Session(Generic[T]):
         :raises LocalProtocolError: the frame is too long, too many streams are
             open, or ids are used up; nothing was opened
         """
-        stream = self._last_own + 2
         if self._own_count + self.outbox.behind_count >= self.limits.max_streams:
             self._make_room()
-        if stream > _MAX_STREAM:
-            raise LocalProtocolError("this link has used up its streams; reconnect")
+        stream = self._ids.next_own()
         self.outbox.put(stream, frame, body)
-        self._last_own = stream
+        self._ids.last_own = stream
         self._own_count += 1
         self._streams[stream] = owner
         if type(frame) is OpenPipe:
@@ -242,8 +236,7 @@ class Session(Generic[T]):
         return None if owner is _FORGOTTEN else Came(owner, frame, body)
 
     def _check_was_open(self, stream: int, frame: Frame) -> None:
-        last = self._last_own if stream & 1 == self._parity else self._last_theirs
-        if stream > last or stream in self._skipped:
+        if not self._ids.was_used(stream):
             raise RemoteProtocolError(
                 f"{type(frame).__name__} for stream {stream}, never opened"
             )
@@ -284,29 +277,16 @@ class Session(Generic[T]):
             raise RemoteProtocolError(
                 f"more than {self.limits.max_streams} streams at a time"
             )
-        if stream == self._last_theirs + 2:
-            self._last_theirs = stream
-        else:
-            self._number_in_disorder(stream, frame)
+        if stream == self._ids.last_theirs + 2:
+            self._ids.last_theirs = stream
+        elif not self._ids.take_theirs(stream):
+            raise _cannot_open(stream, frame)
         self._their_count += 1
         self.opened_count += 1
         self._streams[stream] = _FORGOTTEN
         if type(frame) is OpenPipe:
             self._pipes.add(stream)
         return Opened(stream, frame, body)  # type: ignore[arg-type]
-
-    def _number_in_disorder(self, stream: int, frame: Frame) -> None:
-        """Note that ``stream`` was used: each is once, in about growing order."""
-        if stream <= self._last_theirs:
-            if stream not in self._skipped:
-                raise _cannot_open(stream, frame)
-            self._skipped.remove(stream)
-            return
-        skipped = range(self._last_theirs + 2, stream, 2)
-        if len(skipped) + len(self._skipped) > self.limits.max_streams:
-            raise _cannot_open(stream, frame)
-        self._skipped.update(skipped)
-        self._last_theirs = stream
 
     def _finish(self, stream: int, frame: Frame) -> None:
         if stream in self._pipes:

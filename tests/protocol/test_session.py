@@ -181,7 +181,7 @@ def test_nothing_is_kept_of_streams_that_are_over(asking: Side, asked: Side) -> 
     pump(a, b)
     b.send(stream, Accepted())
     for side in (a, b):
-        assert not (side._streams or side._pipes or side._skipped)
+        assert not (side._streams or side._pipes or side._ids._skipped)
 
 
 @SIDES

@@ -127,7 +127,7 @@ def test_too_many_streams_break_the_link() -> None:
 def test_a_link_ends_when_it_has_used_up_its_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("asynckv.protocol.session._MAX_STREAM", 3)
+    monkeypatch.setattr("asynckv.protocol.stream_ids.MAX_STREAM", 3)
     a = near()
     assert [ask(a), ask(a)] == [1, 3]
     said = a.outbox.nbytes
