@@ -21,6 +21,7 @@
   - ``EntryAborted``: the entry left before it was taken
   - ``EntryConflict``: one entry id, two contents
   - ``LeaseLost``: the entry was taken back meanwhile
+  - ``Overloaded``: the peer keeps as many requests as it may
   - ``ChecksumError``: bytes changed on their way
   - ``GPUUnavailable``: CuPy, NCCL or a driver is missing
 
@@ -45,6 +46,7 @@ __all__ = (
     "IncompatiblePeer",
     "LeaseLost",
     "LocalProtocolError",
+    "Overloaded",
     "PeerLost",
     "PeerRestarted",
     "PipeBroken",
@@ -194,6 +196,15 @@ class EntryConflict(AsyncKVError):
 
 class LeaseLost(AsyncKVError):
     """The lease ended meanwhile; the entry may be somebody else's by now."""
+
+
+class Overloaded(AsyncKVError):
+    """The peer keeps as many bytes of requests as it may; this one was refused."""
+
+    hint = (
+        "nothing was done: call again when others have ended, or give the server more "
+        "by serve(max_waiting_bytes=...)"
+    )
 
 
 class ChecksumError(AsyncKVError):

@@ -31,6 +31,7 @@ INLINE_NBYTES: Final = 64 * 1024
 """Tensors of so many bytes in all ride with their frame."""
 
 _LENGTH_NBYTES: Final = 4
+_FEW_NBYTES: Final = 1024
 _name_of: Final = attrgetter("name")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Contents)
@@ -104,10 +105,12 @@ def unpack(body: bytes, *, inline: bool) -> Manifest:
         roi = Tokens(body[start:end], spec)
     pieces: list[memoryview] = []
     if inline:
-        view = memoryview(body)
+        begin, view = end, memoryview(body)[end:]
+        if begin > _FEW_NBYTES:  # who keeps a tensor shall not keep the tokens twice
+            view = memoryview(bytes(view))
         for record in contents.tensors:
             start, end = end, end + record.spec.nbytes
-            pieces.append(view[start:end])
+            pieces.append(view[start - begin : end - begin])
     if end != len(body):
         raise RemoteProtocolError(
             f"an entry's body holds {len(body)} bytes, its manifest says {end}"

@@ -12,6 +12,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.buffers.serve_store import StoreService
 from asynckv.buffers.store import StoreBuffer
+from asynckv.buffers.waiting_bytes import LinkBytes, WaitingBytes
 from asynckv.errors import ConfigError
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
@@ -28,6 +29,7 @@ from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
+from asynckv.types import parse_bytes
 
 __all__ = ("Server", "serve")
 
@@ -36,12 +38,16 @@ class _Services:
     """What one link may ask of a server."""
 
     def __init__(
-        self, link: Link, lookup: LookupBuffer | None, store: StoreBuffer | None
+        self,
+        link: Link,
+        lookup: LookupBuffer | None,
+        store: StoreBuffer | None,
+        kept: LinkBytes,
     ) -> None:
         self.link = link
         self.is_lost = False
-        self.lookup = None if lookup is None else LookupService(lookup, link)
-        self.store = None if store is None else StoreService(store, link)
+        self.lookup = None if lookup is None else LookupService(lookup, link, kept)
+        self.store = None if store is None else StoreService(store, link, kept)
         self.all = [s for s in (self.lookup, self.store) if s is not None]
 
     @property
@@ -78,6 +84,7 @@ class Server(LoopBound):
         digest: Literal["full", "off"],
         lanes: int | None,
         identity: PeerIdentity,
+        max_waiting_bytes: int,
         keyring: Keyring = NO_KEYS,
         drain_s: float = 30.0,
     ) -> None:
@@ -92,6 +99,12 @@ class Server(LoopBound):
         self._listener: LinkListener | None = None
         self._is_leaving = False
         self._services: set[_Services] = set()
+        self._waiting = WaitingBytes(max_waiting_bytes)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What requests that wait, or are under way, keep beside the buffers."""
+        return self._waiting.used_bytes
 
     @property
     def url(self) -> str:
@@ -171,7 +184,8 @@ class Server(LoopBound):
                         await service.wait_ended()
 
     def _service_for(self, link: Link) -> _Services:
-        services = _Services(link, self._lookup, self._store)
+        kept = self._waiting.for_link()
+        services = _Services(link, self._lookup, self._store, kept)
         self._forget_ended()
         if services.lookup is not None:
             services.lookup.predecessors = tuple(
@@ -207,6 +221,7 @@ def serve(
     allow_plaintext: bool = False,
     identity: str | None = None,
     role: Role = "both",
+    max_waiting_bytes: int | float | str = "256MiB",
 ) -> Server:
     """Serve buffers at ``url`` while the returned object is entered.
 
@@ -217,6 +232,10 @@ def serve(
     peers that prove that they share the secret are served; with a ``tls://`` URL
     and ``tls``, only those with a certificate. An address that other machines can
     reach needs one of the two, and, without TLS, ``allow_plaintext=True``.
+
+    ``max_waiting_bytes`` bounds what queries that wait keep beside the buffers
+    (their tokens and 2 KiB each), and as much what inserts and puts keep; of one
+    peer a half of that. A request beyond it is refused with ``Overloaded``.
 
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
@@ -232,4 +251,5 @@ def serve(
         lanes=lanes,
         identity=new_identity(identity, role),
         keyring=make_keyring(secret_file, tls, allow_plaintext),
+        max_waiting_bytes=parse_bytes(max_waiting_bytes),
     )

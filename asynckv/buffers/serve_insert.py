@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from asynckv.buffers.admission import Landed
 from asynckv.buffers.contents import check_names
@@ -12,6 +12,7 @@ from asynckv.buffers.drafts import Draft
 from asynckv.buffers.entries import StoredEntry
 from asynckv.buffers.manifest import Manifest, unpack, verify_inline
 from asynckv.buffers.queries import check_mask, check_tokens
+from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import (
     AsyncKVError,
     PeerLost,
@@ -35,7 +36,10 @@ from asynckv.tensors.arena import Region
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService
 
-__all__ = ("ServedInsert", "answer", "draft_of")
+__all__ = ("ServedInsert", "answer", "draft_of", "kept_nbytes")
+
+_RECORD_NBYTES: Final = 512
+"""A tensor's name and shape in our memory, beside what the peer says of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,11 @@ def draft_of(frame: Insert, manifest: Manifest, service: LookupService) -> Draft
     )
 
 
+def kept_nbytes(manifest: Manifest, body: bytes) -> int:
+    """Return what an insert with this body keeps in memory until it ends."""
+    return REQUEST_NBYTES + _RECORD_NBYTES * len(manifest.records) + len(body)
+
+
 class ServedInsert:
     """One remote insert: the source of its entry's bytes."""
 
@@ -73,17 +82,24 @@ class ServedInsert:
         self._service = service
         self._stream = stream
         self._frame = frame
-        self._manifest = unpack(body, inline=frame.inline)
-        self._draft = draft_of(frame, self._manifest, service)
+        manifest = unpack(body, inline=frame.inline)
+        self._draft = draft_of(frame, manifest, service)
+        nbytes = kept_nbytes(manifest, body)
+        # What rode along in vain is asked for by payload once there is room.
+        fits = frame.inline and service.kept.inserts.fits(nbytes)
+        self._inline = manifest if fits else None
+        nbytes -= 0 if fits or not frame.inline else manifest.nbytes
         service.link.payload.announce(frame.transfer)
         self._coming: _Coming | None = None
-        self._task = service.run_insert(self._run(), frame.entry_id)
+        self._task = service.run_insert(self._run, frame.entry_id, nbytes)
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
         regions = [part.region for part in entry.parts if part.region is not None]
-        if self._frame.inline or not regions:
-            self._take_inline(regions, landed)
+        if self._inline is not None:
+            self._take_inline(self._inline, regions, landed)
+            return
+        if not regions:
             return
         link, transfer = self._service.link, self._frame.transfer
         self._coming = _Coming(link, transfer, regions, landed)
@@ -112,13 +128,15 @@ class ServedInsert:
         digest = self._frame.digest or None
         await self._service.buffer.admission.insert(self._draft, self, digest)
 
-    def _take_inline(self, regions: list[Region], landed: Landed) -> None:
-        digests = verify_inline(self._manifest)
+    def _take_inline(
+        self, manifest: Manifest, regions: list[Region], landed: Landed
+    ) -> None:
+        digests = verify_inline(manifest)
         if self._service.link.digest == "off":
             digests = [b""] * len(digests)  # as those that come by payload
         for index, digest in enumerate(digests):
             # At most 64 KiB: what rides with a frame.
-            regions[index].view()[:] = self._manifest.inline[index]
+            regions[index].view()[:] = manifest.inline[index]
             landed(index, digest)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asynckv.buffers.entries import EntryState
@@ -12,6 +12,7 @@ from asynckv.buffers.queries import TOKEN_NBYTES
 from asynckv.buffers.serve_insert import ServedInsert
 from asynckv.buffers.serve_select import ServedSelect, query_of
 from asynckv.buffers.serve_writer import ServedWriter
+from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
@@ -46,10 +47,16 @@ class Answered:
 class _ServedTaken:
     """A peer waits for the end of an entry."""
 
-    def __init__(self, stream: LinkStream, gone: asyncio.Future[None]) -> None:
+    def __init__(self, service: LookupService, stream: LinkStream, entry: str) -> None:
+        self._kept = service.kept.queries
         self._stream = stream
-        self._gone = gone
-        gone.add_done_callback(self._answer)
+        self._kept.take(REQUEST_NBYTES)
+        try:
+            self._gone = service.buffer.ledger.book.when_gone(entry)
+        except BaseException:
+            self._kept.give(REQUEST_NBYTES)
+            raise
+        self._gone.add_done_callback(self._answer)
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         if not isinstance(frame, Cancel):
@@ -60,6 +67,7 @@ class _ServedTaken:
         self._gone.cancel()
 
     def _answer(self, gone: asyncio.Future[None]) -> None:
+        self._kept.give(REQUEST_NBYTES)
         if gone.cancelled():
             self._stream.send(Cancelled())
         elif (error := gone.exception()) is not None:
@@ -70,11 +78,15 @@ class _ServedTaken:
 
 
 class LookupService:
-    """Answers the requests that one link makes of ``buffer``."""
+    """Answers the requests that one link makes of ``buffer``.
 
-    def __init__(self, buffer: LookupBuffer, link: Link) -> None:
+    ``kept`` is charged for what they keep while they are open.
+    """
+
+    def __init__(self, buffer: LookupBuffer, link: Link, kept: LinkBytes) -> None:
         self.buffer = buffer
         self.link = link
+        self.kept = kept
         self.leases = buffer.ledger.leases
         self.loop = asyncio.get_running_loop()
         self.deliveries: set[ServedSelect] = set()
@@ -82,7 +94,7 @@ class LookupService:
         self.predecessors: tuple[LookupService, ...] = ()
         self.is_leaving = False
         self._charged_bytes = 0
-        self._inserts: dict[asyncio.Task[None], str] = {}
+        self._inserts: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -92,7 +104,7 @@ class LookupService:
         return not self.deliveries and all(
             (entry := entries.get(entry_id)) is not None
             and entry.state is EntryState.WAITING
-            for entry_id in self._inserts.values()
+            for entry_id, _ in self._inserts.values()
         )
 
     @property
@@ -108,7 +120,10 @@ class LookupService:
             case Select():
                 self._check_open()
                 query = query_of(frame, body)
-                select = ServedSelect(self, self.link.peer.id, frame.stream, stream)
+                nbytes = REQUEST_NBYTES + len(body)
+                self.kept.queries.take(nbytes)
+                consumer = self.link.peer.id
+                select = ServedSelect(self, consumer, frame.stream, stream, nbytes)
                 self.selects.add(select)
                 select.select(query)
                 return select
@@ -124,7 +139,7 @@ class LookupService:
                 book = self.buffer.ledger.book
                 return self._answer(stream, book.was_acknowledged(entry_id, token))
             case Taken(entry_id=entry_id):
-                return _ServedTaken(stream, self.buffer.ledger.book.when_gone(entry_id))
+                return _ServedTaken(self, stream, entry_id)
             case _:
                 return None
 
@@ -138,11 +153,18 @@ class LookupService:
         return task
 
     def run_insert(
-        self, coroutine: Coroutine[Any, Any, None], entry_id: str
+        self,
+        run: Callable[[], Coroutine[Any, Any, None]],
+        entry_id: str,
+        nbytes: int,
     ) -> asyncio.Task[None]:
-        """Own the task of one insert."""
-        task = self.run(coroutine, f"insert of {entry_id}")
-        self._inserts[task] = entry_id
+        """Own the task of one insert, which keeps so many bytes until it ends.
+
+        :raises Overloaded: they cannot be kept; nothing was begun
+        """
+        self.kept.inserts.take(nbytes)
+        task = self.run(run(), f"insert of {entry_id}")
+        self._inserts[task] = entry_id, nbytes
         return task
 
     async def after_predecessors(self) -> None:
@@ -192,7 +214,8 @@ class LookupService:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._inserts.pop(task, None)
+        _, nbytes = self._inserts.pop(task, ("", 0))
+        self.kept.inserts.give(nbytes)
         if self.is_leaving:
             self.tell_idle()
 

@@ -61,13 +61,14 @@ def query_of(frame: Select, body: bytes) -> Query:
 class ServedSelect(msgspec.Struct, eq=False):
     """A remote consumer: what entries are leased to, and what its link talks to.
 
-    ``payer`` is the service of its peer.
+    ``payer`` is the service of its peer, and charged for what the query keeps.
     """
 
     payer: LookupService
     consumer: str
     streams: bool
     _stream: LinkStream
+    _kept_bytes: int
     _waiter: Waiter | None = None
     _lease: Lease | None = None
     _offering: Offering | None = None
@@ -209,5 +210,7 @@ class ServedSelect(msgspec.Struct, eq=False):
             self._waiter = None  # which refers to this object
         if last is not None:
             self._stream.send(last)
+        self.payer.kept.queries.give(self._kept_bytes)
+        self._kept_bytes = 0  # it may end twice
         self.payer.selects.discard(self)
         self._stream.close()

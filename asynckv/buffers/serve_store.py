@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asynckv.buffers.answers import Answer
@@ -12,6 +12,7 @@ from asynckv.buffers.serve_insert import answer
 from asynckv.buffers.serve_lookup import Answered
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.store_ledger import PendingPut, PinnedValue
+from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
@@ -40,11 +41,15 @@ __all__ = ("StoreService",)
 
 
 class StoreService:
-    """Answers the requests that one link makes of ``buffer``."""
+    """Answers the requests that one link makes of ``buffer``.
 
-    def __init__(self, buffer: StoreBuffer, link: Link) -> None:
+    ``kept`` is charged for what they keep while they are open.
+    """
+
+    def __init__(self, buffer: StoreBuffer, link: Link, kept: LinkBytes) -> None:
         self.buffer = buffer
         self.link = link
+        self.kept = kept
         self.loop = asyncio.get_running_loop()
         self.is_leaving = False
         self.under_way: set[object] = set()
@@ -67,8 +72,10 @@ class StoreService:
             case Put():
                 return _ServedPut(self, stream, frame, body)
             case Get(key=key):
+                self.kept.queries.take(REQUEST_NBYTES)
                 pinned = self.buffer.lookup(key, fingerprint)
                 if pinned is None:
+                    self.kept.queries.give(REQUEST_NBYTES)
                     return self._answer(stream, Result(0))
                 return _ServedGet(self, stream, pinned)
             case _:
@@ -76,11 +83,16 @@ class StoreService:
                 return self._answer(stream, Result(sum(flags), flags))
 
     def run(
-        self, coroutine: Coroutine[Any, Any, None], name: str
+        self, run: Callable[[], Coroutine[Any, Any, None]], name: str, nbytes: int
     ) -> asyncio.Task[None]:
-        """Own a task of one request."""
-        task = self.loop.create_task(coroutine, name=f"asynckv: {name}")
+        """Own a task of one request, which keeps so many bytes until it ends.
+
+        :raises Overloaded: they cannot be kept; nothing was begun
+        """
+        self.kept.inserts.take(nbytes)
+        task = self.loop.create_task(run(), name=f"asynckv: {name}")
         self._tasks.add(task)
+        task.add_done_callback(lambda _: self.kept.inserts.give(nbytes))
         self.under_way.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self.ended)
@@ -139,11 +151,14 @@ class _ServedPut:
         self._stream = stream
         self._frame = frame
         self._spec = frame.spec
-        self._body = body
+        # What rode along in vain is asked for by payload once there is room.
+        fits = frame.inline and service.kept.inserts.fits(REQUEST_NBYTES + len(body))
+        self._inline = body if fits else None
+        nbytes = REQUEST_NBYTES + (len(body) if fits else 0)
         service.link.payload.announce(frame.transfer)
         self._reception: Reception | None = None
         self._digest: Answer[bytes] = Answer()
-        self._task = service.run(self._run(), f"put of {frame.key}")
+        self._task = service.run(self._run, f"put of {frame.key}", nbytes)
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     def part_verified(self, index: int, digest: bytes) -> None:
@@ -177,11 +192,11 @@ class _ServedPut:
                 store.discard(pending)
 
     async def _receive(self, pending: PendingPut) -> bytes:
-        if self._frame.inline:
-            digest = digest_of(self._body)
+        if self._inline is not None:
+            digest = digest_of(self._inline)
             if self._frame.digest and self._frame.digest != digest:
                 raise ChecksumError(f"{self._frame.key!r} changed on its way")
-            pending.region.view()[:] = self._body  # at most 64 KiB
+            pending.region.view()[:] = self._inline  # at most 64 KiB
             return digest
         self._reception = Reception(
             self._service.link,
@@ -257,4 +272,5 @@ class _ServedGet:
             self._stream.send(last)
         self._stream.close()
         self._service.buffer.release(self._pinned)
+        self._service.kept.queries.give(REQUEST_NBYTES)
         self._service.ended(self)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from asynckv.buffers.entries import EntryState
 from asynckv.buffers.manifest import unpack
-from asynckv.buffers.serve_insert import answer, draft_of
+from asynckv.buffers.serve_insert import answer, draft_of, kept_nbytes
 from asynckv.buffers.serve_pushes import ServedPushes
 from asynckv.errors import EntryAborted, PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
@@ -37,11 +37,14 @@ class ServedWriter:
         self._service = service
         self._stream = stream
         self._frame = frame
-        self._draft = draft_of(frame, unpack(body, inline=False), service)
+        manifest = unpack(body, inline=False)
+        self._draft = draft_of(frame, manifest, service)
         self._pushes: ServedPushes | None = None
         self._is_committed = False
         self._ended: asyncio.Future[None] = service.loop.create_future()
-        self._task = service.run_insert(self._run(), frame.entry_id)
+        self._task = service.run_insert(
+            self._run, frame.entry_id, kept_nbytes(manifest, body)
+        )
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:

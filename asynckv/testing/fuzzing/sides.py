@@ -18,6 +18,7 @@ from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.buffers.serve_store import StoreService
 from asynckv.buffers.store import StoreBuffer
+from asynckv.buffers.waiting_bytes import WaitingBytes
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
@@ -49,7 +50,11 @@ class _Buffers:
     """What a server of both buffers answers."""
 
     def __init__(self, link: Link, lookup: LookupBuffer, store: StoreBuffer) -> None:
-        self.services = (LookupService(lookup, link), StoreService(store, link))
+        kept = WaitingBytes(_BYTES).for_link()
+        self.services = (
+            LookupService(lookup, link, kept),
+            StoreService(store, link, kept),
+        )
 
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes

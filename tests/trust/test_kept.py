@@ -1,0 +1,106 @@
+"""What requests of a peer make a server keep, by the size of its process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from asynckv.protocol.frames import Insert, OpeningFrame, Select
+from asynckv.protocol.values import Limits
+from asynckv.testing.faults.hostile import claim, open_hostile_peer
+
+pytestmark = [
+    pytest.mark.trust,
+    pytest.mark.alone,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(300),
+]
+
+MIB = 2**20
+BUFFER_BYTES = 16 * MIB
+WAITING_BYTES = 32 * MIB
+SPARE_BYTES = 64 * MIB
+COUNT = 30
+BODY_BYTES = 12 * MIB
+TOKENS = tuple(range(BODY_BYTES // 8))
+SERVER = f"""
+import asyncio, sys, torch, asynckv
+async def main():
+    async with (
+        asynckv.LookupBuffer({BUFFER_BYTES}, drain_s=0) as lookup,
+        asynckv.serve(
+            "tcp://127.0.0.1:0", lookup=lookup, max_waiting_bytes={WAITING_BYTES}
+        ) as server,
+    ):
+        full = torch.zeros({BUFFER_BYTES - 8}, dtype=torch.uint8)
+        await lookup.insert([9], None, full, None, None)
+        print(server.url, flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        print(server.waiting_bytes, flush=True)
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[asyncio.subprocess.Process]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVER, stdin=pipe, stdout=pipe
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def line_of(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
+
+
+def resident_bytes(pid: int) -> int:
+    pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    return int(pages) * 4096
+
+
+def queries() -> list[tuple[OpeningFrame, bytes]]:
+    key = bytes(BODY_BYTES - 8)
+    select = Select(has_key=True)
+    return [(select, (n + 1).to_bytes(8, "little") + key) for n in range(COUNT)]
+
+
+def inserts() -> list[tuple[OpeningFrame, bytes]]:
+    body = claim(8, tokens=TOKENS)
+    return [(Insert(f"{n}", 2 * n + 1, inline=False), body) for n in range(COUNT)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("requests", [queries, inserts])
+async def test_requests_that_wait_make_a_server_keep_no_more_than_it_was_told(
+    requests: Callable[[], Sequence[tuple[OpeningFrame, bytes]]],
+    figures: Callable[[str], None],
+) -> None:
+    asked = requests()
+    async with served() as process:
+        url = await line_of(process)
+        before = resident_bytes(process.pid)
+        async with open_hostile_peer(url, limits=Limits()) as peer:
+            for number, (frame, body) in enumerate(asked):
+                await peer.send(2 * number + 1, frame, body)
+            assert process.stdin is not None
+            process.stdin.write(b"how much?\n")
+            kept = int(await line_of(process))
+            growth = resident_bytes(process.pid) - before
+    figures(
+        f"{COUNT} {requests.__name__} of {BODY_BYTES // MIB} MiB: {kept / MIB:.0f} MiB "
+        f"kept, the server grew by {growth / MIB:.0f} MiB"
+    )
+    assert BODY_BYTES <= kept <= WAITING_BYTES
+    assert growth <= WAITING_BYTES + SPARE_BYTES
