@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -147,11 +148,11 @@ def bind(address: Address) -> socket.socket:
     try:
         sock.setblocking(False)
         if address.scheme == "unix":
-            _bind_unix(sock, address.place)
+            _listen_unix(sock, address.place)
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((address.host, address.port))
-        sock.listen(_BACKLOG)
+            sock.listen(_BACKLOG)
     except OSError as exc:
         sock.close()
         raise ConfigError(
@@ -164,11 +165,20 @@ def bind(address: Address) -> socket.socket:
     return sock
 
 
-def _bind_unix(sock: socket.socket, path: str) -> None:
+def _listen_unix(sock: socket.socket, path: str) -> None:
+    """Listen at ``path``.
+
+    Between bind() and listen() our file looks stale to another process that
+    starts at the same moment: so whoever finds that its own is gone gives up.
+    """
     _remove_stale(path)
     sock.bind(path)
+    inode = os.lstat(path).st_ino
     # Nobody connects before listen(), so there is no moment at a wider mode.
     os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
+    sock.listen(_BACKLOG)
+    if os.lstat(path).st_ino != inode:
+        raise OSError(errno.EADDRINUSE, "another process has just come there")
 
 
 def _remove_stale(path: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import stat
@@ -101,6 +102,24 @@ async def test_a_socket_file_in_use_is_left_alone(tmp_path: Path) -> None:
     address = parse_url(f"unix://{tmp_path}/a.sock")
     with bind(address):
         with pytest.raises(ConfigError):
+            bind(address)
+        (await connect(address)).close()
+
+
+async def test_a_place_that_another_took_meanwhile_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = parse_url(f"unix://{tmp_path}/a.sock")
+    with contextlib.ExitStack() as stack, monkeypatch.context() as patch:
+        real = socket.socket.listen
+
+        def listen(sock: socket.socket, backlog: int) -> None:
+            patch.undo()
+            stack.enter_context(bind(address))  # ours is bound, and takes no one yet
+            real(sock, backlog)
+
+        patch.setattr(socket.socket, "listen", listen)
+        with pytest.raises(ConfigError, match="another process"):
             bind(address)
         (await connect(address)).close()
 
