@@ -16,8 +16,9 @@ __all__ = ("CutAfter", "HalfClose", "Reset")
 class CutAfter(Fault):
     """A connection ends when ``nbytes`` have gone on, in one direction of it.
 
-    It is closed, or with ``resets`` reset. ``times``: how many connections in
-    all; ``None`` for every one.
+    It is closed, so that both ends see the end of the stream behind what has
+    passed, or with ``resets`` reset; who sends on meets a reset in either case.
+    ``times``: how many connections in all; ``None`` for every one.
     """
 
     def __init__(

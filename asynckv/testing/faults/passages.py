@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import struct
@@ -12,8 +13,10 @@ from asynckv.testing.faults.fault import Fault
 from asynckv.testing.faults.flows import Flow
 from asynckv.testing.faults.greetings import Greeting
 
-__all__ = ("Passage", "ProxyCounts", "close_with_reset")
+__all__ = ("Passage", "ProxyCounts", "close_with_end", "close_with_reset")
 
+_DISCARD_BYTES: Final = 256 * 1024
+_MAX_DISCARDS: Final = 64
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
@@ -81,7 +84,7 @@ class Passage:
             for flow in self._flows:
                 flow.stop()
             for sock in self._sockets:
-                close_with_reset(sock) if resets else sock.close()
+                close_with_reset(sock) if resets else close_with_end(sock)
             self._sockets = ()
             self._on_over(self)
 
@@ -104,6 +107,19 @@ class Passage:
             self._kind_is_counted = True
             counts.control += self.kind == "control"
             counts.lanes += self.kind == "lanes"
+
+
+def close_with_end(sock: socket.socket) -> None:
+    """Close ``sock`` by a FIN: with something unread it would be an RST.
+
+    Who goes on sending to it is answered by an RST, as by any closed socket.
+    """
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+        for _ in range(_MAX_DISCARDS):
+            if not sock.recv(_DISCARD_BYTES):
+                break
+    sock.close()
 
 
 def close_with_reset(sock: socket.socket) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.cutting import CutAfter
+from asynckv.testing.faults.flows import MAX_LINE_BYTES
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.faults.raw import RawConnection
 
@@ -33,6 +34,20 @@ async def test_only_as_many_connections_are_cut(
         came = [len(await carry(*await join(), bytes(9))) for _ in range(4)]
     assert came == [2, 2, 9, 9]
     assert (fault.counts.acts, fault.counts.connections) == (2, 4)
+
+
+async def test_a_cut_is_an_end_though_the_proxy_had_more_to_read(
+    join: Join, proxy: Proxy
+) -> None:
+    near, far = await join()
+    with (
+        proxy.stall(direction="to_dialler"),
+        proxy.cut_after(4, direction="to_listener"),
+    ):
+        await far.send(bytes(MAX_LINE_BYTES + 2**18))
+        await until(lambda: proxy.counts.max_held_bytes >= MAX_LINE_BYTES)
+        await near.send(b"12345")
+        assert await far.receive(5) == b"1234"
 
 
 async def test_a_cut_can_be_a_reset(join: Join, proxy: Proxy) -> None:
