@@ -112,6 +112,7 @@ def test_both_sides_come_to_the_same(secrets: Sequence[Secret]) -> None:
     assert near.missing_bytes == far.missing_bytes == 0
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("near_secret", "far_secrets"),
     [(OURS, [OTHER]), (OURS, []), (None, [OURS]), (None, [OURS, OTHER])],
@@ -133,6 +134,7 @@ def _message(data: bytes) -> str:
     return frame.message  # type: ignore[union-attr]
 
 
+@pytest.mark.refusal
 def test_a_refusal_is_the_same_whatever_is_missing() -> None:
     wrong, missing = listening(OURS), listening(OURS)
     near = dialling(OTHER)
@@ -141,6 +143,7 @@ def test_a_refusal_is_the_same_whatever_is_missing() -> None:
     assert len(refusals) == 1
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("answer", [Welcome, Challenge])
 def test_a_side_with_a_secret_never_goes_on_without_a_proof(answer: type) -> None:
     _, _, welcome = next(frames_in(recorded(None)[-1]))
@@ -152,6 +155,7 @@ def test_a_side_with_a_secret_never_goes_on_without_a_proof(answer: type) -> Non
         near.receive(encode_frame(0, welcome)[0])
 
 
+@pytest.mark.refusal
 def test_one_without_a_secret_does_not_answer_a_challenge() -> None:
     with pytest.raises(AuthError) as caught:
         dialling(None).receive(encode_frame(0, Challenge(FAR_NONCE))[0])
@@ -170,6 +174,7 @@ def test_nothing_is_told_to_one_who_has_not_proved_itself() -> None:
     assert "model" not in str(caught.value)
 
 
+@pytest.mark.refusal
 def test_where_a_proof_has_to_come_anything_else_is_none() -> None:
     far = listening(OURS)
     far.receive(dialling().hello)
@@ -185,6 +190,7 @@ def test_after_the_proof_what_does_not_fit_is_said_by_name() -> None:
     assert caught.value.field == "model"
 
 
+@pytest.mark.refusal
 def test_another_version_is_refused_before_anything_is_proved() -> None:
     hello = msgspec.structs.replace(hello_from(terms("near"), NEAR_NONCE), major=9)
     with pytest.raises(IncompatiblePeer, match=r"9\.0 there"):
@@ -216,6 +222,7 @@ def test_what_a_side_said_itself_proves_nothing_to_it() -> None:
         near.receive(mine)
 
 
+@pytest.mark.refusal
 def test_a_listening_side_takes_no_proof_of_a_listening_side() -> None:
     # Somebody dials two of them at once, and hands on what they say.
     far, other = listening(OURS), listening(OURS, nonce=FAR_NONCE)
@@ -226,6 +233,7 @@ def test_a_listening_side_takes_no_proof_of_a_listening_side() -> None:
         far.receive(encode_frame(0, proof[2])[0])
 
 
+@pytest.mark.refusal
 def test_the_same_words_over_another_connection_are_refused() -> None:
     near, far = dialling(assurance=ONE), listening(OURS, assurance=TWO)
     with pytest.raises(AuthError):
@@ -304,6 +312,7 @@ def test_any_split_of_the_bytes_comes_to_the_same(sizes: list[int]) -> None:
     assert near.outcome().agreement.peer.id == "far"
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("frame", [Ping(1), Attached(), Proof(b"m"), Challenge(b"n")])
 def test_what_is_no_greeting_is_refused(frame: Frame) -> None:
     data = encode_frame(0, frame)[0]
@@ -392,6 +401,7 @@ def test_lanes_are_attached_by_what_only_the_two_sides_know(
                 near.outcome().check_attached(1, Attached(proof))
 
 
+@pytest.mark.refusal
 def test_a_lane_that_is_refused_or_answered_wrongly_says_so() -> None:
     near, far = dialling(None), listening()
     greet(near, far)
@@ -421,6 +431,7 @@ def test_each_side_is_called_what_its_certificate_proves() -> None:
     assert far.agreement.peer == PeerIdentity("near@worker-1", "1")
 
 
+@pytest.mark.refusal
 def test_a_name_that_a_certificate_does_not_prove_is_refused() -> None:
     names = Assurance(names=CertifiedNames(("worker-1",)))
     with pytest.raises(AuthError, match="not in its certificate"):

@@ -133,6 +133,7 @@ async def test_the_environment_has_the_secret_of_all(
             pass
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("ours", "theirs"), [(0, 1), (0, None), (None, 1)])
 async def test_without_the_same_secret_nobody_gets_in(
@@ -192,6 +193,7 @@ async def answer_to(url: str, *said: bytes) -> object:
         return answer
 
 
+@pytest.mark.refusal
 async def test_a_lane_with_a_stolen_or_guessed_token_is_refused(
     make_secret: Make,
 ) -> None:
@@ -218,6 +220,7 @@ async def test_a_lane_with_a_stolen_or_guessed_token_is_refused(
         other_sock.close()
 
 
+@pytest.mark.refusal
 async def test_a_handshake_that_was_overheard_lets_nobody_in(
     make_secret: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +244,7 @@ async def test_a_handshake_that_was_overheard_lets_nobody_in(
         await link.aclose()
 
 
+@pytest.mark.refusal
 async def test_a_proof_that_comes_too_late_is_hung_up_on(
     make_secret: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +309,7 @@ async def test_other_machines_reach_only_what_is_protected(
     await listener.aclose()
 
 
+@pytest.mark.refusal
 async def test_dialling_other_machines_asks_for_the_same(make_secret: Make) -> None:
     for options, message in (
         ({}, "prove who it is"),

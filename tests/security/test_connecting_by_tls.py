@@ -174,6 +174,7 @@ async def test_a_peer_does_not_end_the_link_of_another_of_that_name(
             await link.aclose()
 
 
+@pytest.mark.refusal
 async def test_a_name_that_the_certificate_does_not_prove_is_refused(
     authority: Authority,
 ) -> None:
@@ -185,6 +186,7 @@ async def test_a_name_that_the_certificate_does_not_prove_is_refused(
     assert "not in its certificate" in str(error)
 
 
+@pytest.mark.refusal
 async def test_another_authority_is_refused_by_either_side(
     authority: Authority, stranger_authority: Authority
 ) -> None:
@@ -196,6 +198,7 @@ async def test_another_authority_is_refused_by_either_side(
     assert "certificate is refused: unable to get local issuer" in str(error)
 
 
+@pytest.mark.refusal
 async def test_a_certificate_that_is_out_of_date_is_refused_by_either_side(
     authority: Authority,
 ) -> None:
@@ -205,6 +208,7 @@ async def test_a_certificate_that_is_out_of_date_is_refused_by_either_side(
     assert "certificate has expired" in str(await refused(expired, good))
 
 
+@pytest.mark.refusal
 async def test_a_server_of_another_name_is_refused(authority: Authority) -> None:
     near, far = authority.issue(), authority.issue("kv.example")
     assert "IP address mismatch" in str(await refused(far, near))
@@ -216,6 +220,7 @@ async def test_a_server_of_another_name_is_refused(authority: Authority) -> None
         await link.aclose()
 
 
+@pytest.mark.refusal
 async def test_a_peer_that_is_not_allowed_is_refused_by_either_side(
     authority: Authority,
 ) -> None:
@@ -265,6 +270,7 @@ async def connected(url: str, context: ssl.SSLContext) -> bytes:
     return await in_thread(lambda: talk(parse_url(url).port))
 
 
+@pytest.mark.refusal
 async def test_one_without_a_certificate_is_refused(authority: Authority) -> None:
     async with listening(keyring_of(authority.issue())) as listener:
         context = await in_thread(
@@ -274,6 +280,7 @@ async def test_one_without_a_certificate_is_refused(authority: Authority) -> Non
             await connected(listener.url, context)
 
 
+@pytest.mark.refusal
 async def test_tls_1_2_is_refused(authority: Authority) -> None:
     async with listening(keyring_of(authority.issue())) as listener:
         context = await in_thread(lambda: context_of(authority.issue()))
@@ -282,6 +289,7 @@ async def test_tls_1_2_is_refused(authority: Authority) -> None:
             await connected(listener.url, context)
 
 
+@pytest.mark.refusal
 async def test_another_protocol_over_tls_is_refused(authority: Authority) -> None:
     async with listening(keyring_of(authority.issue())) as listener:
         context = await in_thread(lambda: context_of(authority.issue()))
@@ -311,6 +319,7 @@ def shake_hands(context: ssl.SSLContext, sock: socket.socket) -> None:
     context.wrap_socket(sock, server_side=True).close()
 
 
+@pytest.mark.refusal
 async def test_a_server_of_tls_1_2_is_refused(authority: Authority) -> None:
     tls, context = authority.issue(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -324,6 +333,7 @@ async def test_a_server_of_tls_1_2_is_refused(authority: Authority) -> None:
             )
 
 
+@pytest.mark.refusal
 async def test_a_server_that_is_no_asynckv_is_refused(authority: Authority) -> None:
     tls, context = authority.issue(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     await in_thread(lambda: context.load_cert_chain(tls.certificate))
@@ -336,6 +346,7 @@ async def test_a_server_that_is_no_asynckv_is_refused(authority: Authority) -> N
             )
 
 
+@pytest.mark.refusal
 async def test_plaintext_to_a_tls_port_is_refused(authority: Authority) -> None:
     async with listening(keyring_of(authority.issue())) as listener:
         url = listener.url.replace("tls://", "tcp://")
@@ -345,6 +356,7 @@ async def test_plaintext_to_a_tls_port_is_refused(authority: Authority) -> None:
         assert listener.links == ()
 
 
+@pytest.mark.refusal
 async def test_tls_to_a_plaintext_port_is_refused(authority: Authority) -> None:
     async with asynckv.listen_pipe("tcp://:0") as listener:
         url = listener.url.replace("tcp://", "tls://")

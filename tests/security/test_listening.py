@@ -71,6 +71,7 @@ async def test_without_protection_the_kernel_knows_a_loopback_address_only(
     assert listening_hosts() == []
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("opener", OPENERS)
 @pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://[::]:0"])
 async def test_what_is_refused_was_listened_at_for_no_moment(

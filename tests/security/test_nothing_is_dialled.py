@@ -80,12 +80,14 @@ def test_every_request_can_be_made() -> None:
     assert urls_in_it(named[0]).name == ELSEWHERE  # type: ignore[union-attr]
 
 
+@pytest.mark.refusal
 def test_no_request_has_a_place_for_an_address() -> None:
     for kind in get_args(OpeningFrame):
         names = {field.name for field in msgspec.structs.fields(kind)}
         assert not names & {"url", "urls", "host", "address", "path"}, kind
 
 
+@pytest.mark.refusal
 async def test_no_request_makes_a_server_dial() -> None:
     async with (
         asynckv.LookupBuffer("1MiB", drain_s=0) as lookup,
@@ -99,6 +101,7 @@ async def test_no_request_makes_a_server_dial() -> None:
     assert {arguments[1] for _, arguments in heard} == {("127.0.0.1", port)}
 
 
+@pytest.mark.refusal
 async def test_no_request_makes_a_listener_for_pipes_dial() -> None:
     async with asynckv.listen_pipe("tcp://:0") as listener:
         with watching() as heard:

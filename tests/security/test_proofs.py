@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, strategies as st
 
 from asynckv.security.proofs import (
@@ -23,6 +24,7 @@ def transcript_of(*said: bytes, binding: bytes = b"") -> Transcript:
     return transcript
 
 
+@pytest.mark.refusal
 def test_a_proof_is_good_for_its_secret_its_side_and_its_words_only() -> None:
     here, there = transcript_of(b"a", b"b"), transcript_of(b"a", b"b")
     proof = here.prove(OURS, "dialling")
@@ -34,6 +36,7 @@ def test_a_proof_is_good_for_its_secret_its_side_and_its_words_only() -> None:
     assert not there.is_proved(OURS, "dialling", proof)
 
 
+@pytest.mark.refusal
 @given(st.lists(st.binary(max_size=4), max_size=4), st.lists(st.binary(max_size=4)))
 def test_other_words_make_another_proof(
     first: list[bytes], second: list[bytes]
@@ -59,6 +62,7 @@ def test_either_of_two_secrets_is_found() -> None:
     assert who_proved([], transcript, "dialling", b"") is None
 
 
+@pytest.mark.refusal
 def test_a_lane_is_proved_by_number_side_and_link() -> None:
     key = transcript_of(b"a").lane_key(OURS)
     links = [LaneProofs(key), LaneProofs(transcript_of(b"b").lane_key(OURS))]
