@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.testing.crashes.marks import Mark, Marks
-from asynckv.testing.crashes.orders import Report
+from asynckv.testing.crashes.orders import AWAITS, Report
 
 __all__ = ("Account", "Findings")
 
@@ -18,8 +18,9 @@ class Findings:
     """What came of a run. ``wrongs`` is empty if all promises were kept.
 
     ``redelivered`` deliveries had ``attempt`` above 1; ``unseen`` entries were
-    acknowledged by the plain await of a worker that was killed before it could
-    tell (at most once: above 64 KiB the entry is the application's by then).
+    acknowledged by a worker that was killed before it could tell: by its plain
+    await (at most once: above 64 KiB the entry is the application's by then), or
+    on its way out of the body that had it.
     """
 
     kills: int
@@ -34,6 +35,9 @@ class Findings:
 class Account:
     """Hears reports and keeps what each worker was doing last.
 
+    What left the buffer was acknowledged in somebody's name, and that one has
+    said so, or said that it was about to and could say no more. A plain await
+    says nothing before: so many may be unseen as were lost in one.
     ``server_leaves``: then workers may lose it.
     """
 
@@ -44,7 +48,8 @@ class Account:
         self.begun: dict[str, int] = {}
         self._marks = Marks()
         self._redelivered = 0
-        self._killed_in_plain_wait = 0
+        self._awaiting: set[int] = set()
+        self._killed_in_await = 0
         self._wrongs: list[str] = []
 
     def hear(self, report: Report) -> None:
@@ -55,19 +60,31 @@ class Account:
                 self.begun[entry_id.rpartition("-")[0]] = number
             case "in":
                 self._marks.add(entry_id, Mark.IN)
+            case "wait":
+                self._awaiting.discard(report.pid)
+                if number:
+                    self._awaiting.add(report.pid)
             case "got":
-                self._marks.add(entry_id, Mark.GOT)
+                self._marks.remove(entry_id, Mark.LEAVING)
                 self._redelivered += number > 1
             case "done":
                 self._on_done(entry_id, may_repeat=bool(number))
             case "wrong":
                 self._wrongs.append(f"wrong bytes in {entry_id}")
-            case "left" if not self._server_leaves:
-                self._wrongs.append(f"process {report.pid} lost a server that is there")
+            case "left":
+                self._on_lost(report.pid)
+                if not self._server_leaves:
+                    self.find(f"process {report.pid} lost a server that is there")
             case "gone":
                 self._on_gone(report)
         if report.word != "gone":
             self.last[report.pid] = report
+
+    def hear_acknowledged(self, entry_id: str, consumer: str) -> None:
+        """Note in whose name the buffer counted an acknowledgement."""
+        name, _, _ = consumer.partition("@")  # what a certificate adds
+        awaits = name.endswith(AWAITS)
+        self._marks.add(entry_id, Mark.BY_AWAIT if awaits else Mark.BY_BODY)
 
     def find(self, wrong: str) -> None:
         """Note what is wrong."""
@@ -92,9 +109,14 @@ class Account:
             if marks[entry_id] & Mark.DONE
         ]
         wrongs += [f"{x} was drained {n} times" for x, n in _repeated(left)]
-        unseen = sorted(set(marks.having(Mark.IN, Mark.GOT)) - set(left))
-        if len(unseen) > self._killed_in_plain_wait:
-            wrongs.append(f"lost: {unseen} by {self._killed_in_plain_wait} kills")
+        gone = set(marks.having(Mark.IN, Mark.DONE)) - set(left)
+        by_await = sorted(x for x in gone if marks[x] & Mark.BY_AWAIT)
+        on_its_way_out = Mark.LEAVING | Mark.BY_BODY
+        by_body = {x for x in gone if marks[x] & on_its_way_out == on_its_way_out}
+        unseen = by_body.union(by_await)
+        wrongs += [f"lost: {entry_id}" for entry_id in sorted(gone - unseen)]
+        if len(by_await) > self._killed_in_await:
+            wrongs.append(f"lost: {by_await} by {self._killed_in_await} kills")
         now = before_drain
         if now.inserted != now.acknowledged + len(left):
             wrongs.append(
@@ -121,11 +143,21 @@ class Account:
     def _on_gone(self, report: Report) -> None:
         if report.number == 9:  # what waitpid says of a SIGKILL
             self.kills += 1
-            last = self.last.pop(report.pid, None)
-            if last is not None and last.word == "wait" and last.number:
-                self._killed_in_plain_wait += 1
+            self._on_lost(report.pid)
+            self.last.pop(report.pid, None)
         elif report.number:
             self._wrongs.append(f"process {report.pid} ended by {report.number}")
+
+    def _on_lost(self, pid: int) -> None:
+        """What that process was doing may have happened or not."""
+        last = self.last.get(pid)
+        if last is None:
+            return
+        if last.word == "leaving":
+            self._marks.add(last.entry_id, Mark.LEAVING)
+        elif last.word in ("wait", "got") and pid in self._awaiting:
+            self._killed_in_await += 1
+        self._awaiting.discard(pid)
 
 
 def _count(ids: Iterable[str]) -> int:

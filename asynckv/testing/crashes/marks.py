@@ -11,13 +11,18 @@ __all__ = ("Mark", "Marks")
 
 
 class Mark(enum.IntFlag):
-    """What has happened to an entry."""
+    """What has happened to an entry; as many as fill a byte."""
 
     IN = 1
-    GOT = 2
-    DONE = 4
-    DONE_AGAIN = 8
-    MAY_REPEAT = 16
+    DONE = 2
+    DONE_AGAIN = 4
+    MAY_REPEAT = 8
+    LEAVING = 16
+    """A worker was lost on its way out of the body that had it."""
+    BY_AWAIT = 32
+    """It was acknowledged by a plain await."""
+    BY_BODY = 64
+    """It was acknowledged by leaving a body."""
 
 
 _NO_MARK: Final = Mark(0)
@@ -41,6 +46,12 @@ class Marks:
         marks = self._of[producer]
         marks.extend(bytes(max(0, number + 1 - len(marks))))
         marks[number] |= mark
+
+    def remove(self, entry_id: str, mark: Mark) -> None:
+        """Unmark an entry."""
+        if self[entry_id] & mark:
+            producer, number = _parts(entry_id)
+            self._of[producer][number] &= ~mark
 
     def having(self, all_of: Mark, none_of: Mark = _NO_MARK) -> Iterator[str]:
         """Yield the ids of entries that have the ones and not the others."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
-__all__ = ("Order", "Report", "Role", "Word")
+__all__ = ("AWAITS", "Order", "Report", "Role", "Word")
+
+AWAITS: Final = ".awaits"
+"""A consumer's plain awaits are made under its name and this."""
 
 Role = Literal["producer", "consumer"]
 
@@ -17,6 +20,7 @@ Word = Literal[
     "in",  # ... its insert has returned
     "wait",  # a consumer begins to select (number: 1 if a kill now may lose one)
     "got",  # ... it has this entry, verified (number: attempt)
+    "leaving",  # ... and is about to leave its body, which acknowledges it
     "done",  # ... and its use was acknowledged
     "late",  # ... but the entry had been taken back before
     "wrong",  # ... but its bytes are not those of the entry
@@ -32,6 +36,8 @@ class Order(msgspec.Struct, frozen=True):
     url: str
     seed: int
     first: int = 0
+    longest_use_s: float = 0.004
+    """A consumer uses an entry for so long at most before it leaves its body."""
     options: dict[str, Any] = {}
 
 

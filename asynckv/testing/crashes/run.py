@@ -19,9 +19,10 @@ from asynckv.testing.crashes.account import Account, Findings
 from asynckv.testing.crashes.contents import is_right
 from asynckv.testing.crashes.crew import Crew
 from asynckv.testing.crashes.footprint import Footprint
+from asynckv.testing.crashes.witness import watch_acknowledgements
 from asynckv.testing.crashes.workshop import open_workshop
 
-__all__ = ("kill_workers", "leave_under_load", "soak")
+__all__ = ("judge", "kill_workers", "leave_under_load", "new_buffer", "soak")
 
 _BUFFER_BYTES: Final = 8 * 2**20
 _CALM_PAUSE_S: Final = 1.0
@@ -44,7 +45,7 @@ async def kill_workers(
     """
     account = Account()
     async with (
-        _new_buffer() as buffer,
+        new_buffer(account) as buffer,
         serve(url, lookup=buffer, tls=tls) as server,
         _crew_at(server, account, seed, tls) as crew,
     ):
@@ -52,7 +53,7 @@ async def kill_workers(
         while account.kills < kills:
             await crew.kill_one()
         await crew.dismiss()
-        return await _judge(buffer, account)
+        return await judge(buffer, account)
 
 
 async def leave_under_load(
@@ -60,7 +61,7 @@ async def leave_under_load(
 ) -> Findings:
     """Let a server leave while producers and consumers work at it."""
     account = Account(server_leaves=True)
-    async with _new_buffer() as buffer:
+    async with new_buffer(account) as buffer:
         server = serve(url, lookup=buffer)
         await server.__aenter__()
         try:
@@ -69,7 +70,7 @@ async def leave_under_load(
                 await crew.steps(steps)
                 await server.aclose()
                 await crew.dismiss()
-                return await _judge(buffer, account)
+                return await judge(buffer, account)
         finally:
             await server.aclose()
 
@@ -84,13 +85,13 @@ async def soak(
     """
     account = Account()
     async with (
-        _new_buffer() as buffer,
+        new_buffer(account) as buffer,
         serve(url, lookup=buffer) as server,
         _crew_at(server, account, seed, None) as crew,
     ):
         early = await _work_for(seconds / 10, crew, couples, buffer)
         late = await _work_for(seconds * 9 / 10, crew, couples, buffer)
-        return await _judge(buffer, account), early, late
+        return await judge(buffer, account), early, late
 
 
 async def _work_for(
@@ -105,8 +106,11 @@ async def _work_for(
     return Footprint.now(buffer)
 
 
-def _new_buffer() -> LookupBuffer:
-    return LookupBuffer(_BUFFER_BYTES, max_deliver=10**9, drain_s=0)
+def new_buffer(account: Account) -> LookupBuffer:
+    """Return a buffer whose acknowledgements ``account`` hears of."""
+    buffer = LookupBuffer(_BUFFER_BYTES, max_deliver=10**9, drain_s=0)
+    watch_acknowledgements(buffer, account.hear_acknowledged)
+    return buffer
 
 
 @contextlib.asynccontextmanager
@@ -121,7 +125,8 @@ async def _crew_at(
         yield Crew(workshop, account, server.url, seed, options)
 
 
-async def _judge(buffer: LookupBuffer, account: Account) -> Findings:
+async def judge(buffer: LookupBuffer, account: Account) -> Findings:
+    """Drain what is left when nobody works any more, and close the account."""
     await until(lambda: _is_quiet(buffer), timeout_s=_QUIET_S)
     before_drain = buffer.statistics()
     left = []

@@ -5,7 +5,9 @@ A report is one short write to a pipe: what was told before a kill has been told
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -15,7 +17,7 @@ import msgspec
 import torch
 
 from asynckv.abc import KVEntry, KVLookupBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote import Peer, connect
 from asynckv.errors import (
     BufferClosed,
     EntryAborted,
@@ -26,7 +28,7 @@ from asynckv.errors import (
 from asynckv.security.tls import TLS
 from asynckv.tensors.views import spec_of
 from asynckv.testing.crashes.contents import is_right, named_tensors, tokens_of
-from asynckv.testing.crashes.orders import Order, Report, Word
+from asynckv.testing.crashes.orders import AWAITS, Order, Report, Word
 
 __all__ = ("Worker",)
 
@@ -50,20 +52,26 @@ class Worker:
     async def work(self) -> None:
         """Connect, and work until this process is killed or the server leaves."""
         order = self._order
-        async with connect(order.url, identity=order.name, **self._options) as peer:
+        async with self._connect(order.name) as peer:
             try:
-                await self._work_at(peer.lookup)
+                if order.role == "producer":
+                    await self._produce_all(peer.lookup)
+                else:
+                    await self._consume_all(peer.lookup)
             except (PeerLost, BufferClosed):
                 self._tell("left")
 
-    async def _work_at(self, lookup: KVLookupBuffer) -> None:
-        number = self._order.first
-        while True:
-            if self._order.role == "producer":
-                await self._produce(lookup, number)
-                number += 1
-            else:
-                await self._consume(lookup)
+    async def _produce_all(self, lookup: KVLookupBuffer) -> None:
+        for number in itertools.count(self._order.first):
+            await self._produce(lookup, number)
+
+    async def _consume_all(self, lookup: KVLookupBuffer) -> None:
+        async with self._connect(self._order.name + AWAITS) as awaiting:
+            while True:
+                await self._consume(lookup, awaiting.lookup)
+
+    def _connect(self, identity: str) -> Peer:
+        return connect(self._order.url, identity=identity, **self._options)
 
     def _tell(self, word: Word, entry_id: str = "", number: int = 0) -> None:
         line = self._encode(Report(os.getpid(), word, entry_id, number))
@@ -86,10 +94,10 @@ class Worker:
                         await writer.put(name, tensor)
         self._tell("in", entry_id, number)
 
-    async def _consume(self, lookup: KVLookupBuffer) -> None:
+    async def _consume(self, lookup: KVLookupBuffer, awaiting: KVLookupBuffer) -> None:
         way = self._chance.choice((self._take, self._use, self._use, self._stream))
         try:
-            await way(lookup)
+            await way(awaiting if way == self._take else lookup)
         except EntryAborted:
             self._tell("late")
         except LeaseLost:
@@ -105,6 +113,7 @@ class Worker:
         self._tell("wait")
         async with lookup.drop_select() as entry:
             self._check(entry.entry_id, entry, entry.attempt)
+            await self._leave(entry.entry_id)
         self._tell("done", entry.entry_id)
 
     async def _stream(self, lookup: KVLookupBuffer) -> None:
@@ -112,7 +121,13 @@ class Worker:
         async with lookup.open_drop_select() as stream:
             tensors = {name: tensor async for name, tensor in stream}
             self._check(stream.entry_id, tensors, stream.attempt)
+            await self._leave(stream.entry_id)
         self._tell("done", stream.entry_id)
+
+    async def _leave(self, entry_id: str) -> None:
+        """Use what it has for a moment, in which it may be killed; then tell."""
+        await asyncio.sleep(self._order.longest_use_s * self._chance.random())
+        self._tell("leaving", entry_id)
 
     def _check(
         self, entry_id: str, found: KVEntry | dict[str, torch.Tensor], attempt: int

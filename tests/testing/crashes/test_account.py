@@ -23,6 +23,7 @@ def judge(*told: Report, left: tuple[str, ...] = (), out: int = 1) -> Findings:
 
 
 IN = (Report(1, "begun", "p-0", 0), Report(1, "in", "p-0"))
+GOT, LEAVING = Report(2, "got", "p-0", 1), Report(2, "leaving", "p-0")
 USED = (Report(2, "wait"), Report(2, "got", "p-0", 1), Report(2, "done", "p-0"))
 
 
@@ -52,10 +53,43 @@ def test_a_broken_promise_is_named(
     assert wrong in "; ".join(judge(*told, left=left).wrongs)
 
 
-def test_what_a_killed_plain_await_was_given_is_not_lost() -> None:
-    killed = (Report(2, "wait", number=1), Report(2, "gone", number=9))
-    found = judge(*IN, *killed)
-    assert (found.kills, found.unseen, found.wrongs) == (1, 1, ())
+AWAIT, ENTER = Report(2, "wait", number=1), Report(2, "wait")
+
+
+@pytest.mark.parametrize(
+    ("told", "consumer", "is_right"),
+    [
+        ((AWAIT,), "c.awaits", True),
+        ((AWAIT, GOT), "c.awaits@host", True),
+        ((ENTER, GOT, LEAVING), "c@host", True),
+        ((ENTER, GOT, LEAVING), "", False),
+        ((ENTER, GOT), "c", False),
+        ((ENTER,), "c", False),
+        ((AWAIT, ENTER), "c.awaits", False),
+    ],
+)
+def test_one_that_was_killed_may_have_acknowledged_what_it_was_about_to(
+    told: tuple[Report, ...], consumer: str, is_right: bool
+) -> None:
+    account = Account()
+    for report in (*IN, *told):
+        account.hear(report)
+    if consumer:
+        account.hear_acknowledged("p-0", consumer)
+    account.hear(Report(2, "gone", number=9))
+    found = account.close([], now(1, 1))
+    assert ("lost" in "; ".join(found.wrongs)) == (not is_right)
+    assert not is_right or (found.unseen, found.wrongs) == (1, ())
+
+
+def test_who_gets_an_entry_later_answers_for_it_alone() -> None:
+    account = Account()
+    for report in (*IN, Report(2, "wait"), GOT, LEAVING, Report(2, "gone", number=9)):
+        account.hear(report)
+    for report in (Report(3, "got", "p-0", 2), Report(3, "gone", number=9)):
+        account.hear(report)
+    account.hear_acknowledged("p-0", "c")
+    assert account.close([], now(1, 1)).wrongs == ("lost: p-0",)
 
 
 def test_a_small_one_may_come_again() -> None:

@@ -1,6 +1,22 @@
 from __future__ import annotations
 
-from asynckv.testing.crashes.run import kill_workers, leave_under_load
+import signal
+
+import pytest
+
+from asynckv.buffers.entries import Lease
+from asynckv.buffers.leases import Leases
+from asynckv.buffers.serve import serve
+from asynckv.testing.blocked import until
+from asynckv.testing.crashes.account import Account, Findings
+from asynckv.testing.crashes.orders import Order
+from asynckv.testing.crashes.run import (
+    judge,
+    kill_workers,
+    leave_under_load,
+    new_buffer,
+)
+from asynckv.testing.crashes.workshop import open_workshop
 
 
 async def test_a_few_kills_break_no_promise() -> None:
@@ -12,3 +28,46 @@ async def test_a_few_kills_break_no_promise() -> None:
 async def test_leaving_under_load_loses_nothing() -> None:
     found = await leave_under_load("tcp://127.0.0.1:0", seed=1, couples=1, steps=8)
     assert found.inserted and found.wrongs == ()
+
+
+def acknowledge_what_the_dead_had(patch: pytest.MonkeyPatch) -> None:
+    give_back = Leases.give_back
+
+    def give_back_or_lose(self: Leases, lease: Lease, *, reached: bool) -> None:
+        if lease.reached and lease.is_valid:
+            self.acknowledge(lease)
+        else:
+            give_back(self, lease, reached=reached)
+
+    patch.setattr(Leases, "give_back", give_back_or_lose)
+
+
+async def kill_in_its_body(seed: int) -> Findings:
+    account = Account()
+    async with (
+        new_buffer(account) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+        open_workshop(account.hear) as workshop,
+    ):
+        producer = await workshop.start(Order("producer", "p", server.url, seed))
+        consumer = await workshop.start(
+            Order("consumer", "c", server.url, seed, longest_use_s=3600.0)
+        )
+        await until(lambda: told_last(account, consumer) == "got", timeout_s=60)
+        for pid in (consumer, producer):
+            await workshop.signal(pid, signal.SIGKILL)
+        return await judge(buffer, account)
+
+
+def told_last(account: Account, pid: int) -> str:
+    return account.last[pid].word if pid in account.last else ""
+
+
+async def test_what_a_killed_one_had_in_its_body_is_given_back_or_found_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = await kill_in_its_body(seed=3)
+    assert (found.kills, found.unseen, found.wrongs) == (2, 0, ())
+    acknowledge_what_the_dead_had(monkeypatch)
+    (wrong,) = (await kill_in_its_body(seed=3)).wrongs
+    assert wrong.startswith("lost: p-")

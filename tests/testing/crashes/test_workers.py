@@ -26,4 +26,4 @@ async def test_each_step_is_told_before_the_next(
         await asyncio.wait(working)
     lines = capfd.readouterr().out.splitlines()
     words = {msgspec.json.decode(line, type=Report).word for line in lines}
-    assert words == {"begun", "in", "wait", "got", "done"}
+    assert words == {"begun", "in", "wait", "got", "leaving", "done"}
