@@ -167,8 +167,10 @@ def test_any_msgpack_gives_frames_or_a_documented_error(value: Any) -> None:
     ],
 )
 def test_a_control_part_that_is_no_frame_is_refused(control: bytes) -> None:
-    with pytest.raises(RemoteProtocolError, match="not a frame that we know"):
-        decode(raw(control))
+    decoder = FrameDecoder()
+    for data in (raw(control), encode_frame(1, Get("a"))[0]):
+        with pytest.raises(RemoteProtocolError, match="not a frame that we know"):
+            list(decoder.feed(data))
 
 
 @pytest.mark.parametrize(
@@ -287,6 +289,7 @@ def test_what_is_too_long_to_send_is_our_own_error() -> None:
 def test_what_is_just_short_enough_is_sent_and_taken() -> None:
     longest = Limits(max_control_bytes=len(msgspec.msgpack.encode(Get("abc"))))
     assert len(encode_frame(1, Get("abc"), limits=longest)) == 1
+    assert len(encode_frame(1, Get("abc"), bytes(70_000), limits=longest)) == 2
     assert decode(encode_frame(1, Get("abc"))[0], limits=longest)
     with pytest.raises(LocalProtocolError, match="Get takes 16 bytes of control"):
         encode_frame(1, Get("abcd"), limits=longest)
