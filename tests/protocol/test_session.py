@@ -160,6 +160,16 @@ def test_a_stream_is_over_when_its_requester_took_what_was_offered(
 
 
 @SIDES
+def test_who_says_more_still_hears_the_answer(asking: Side, asked: Side) -> None:
+    a, b = asking(), asked()
+    stream = ask_twice(a)
+    assert a.send(stream, Cancel())
+    pump(a, b)
+    assert b.send(stream, Cancelled())
+    assert pump(b, a) == [Came("asker", Cancelled(), b"")]
+
+
+@SIDES
 def test_only_the_side_that_asks_takes(asking: Side, asked: Side) -> None:
     a = asking()
     stream = ask_twice(a)
@@ -297,6 +307,7 @@ def test_closing_a_pipe_forgets_it() -> None:
     a = near(Limits(max_streams=1))
     a.open("near end", OpenPipe())
     a.close(1)
+    assert not a._pipes
     assert ask(a) == 3
 
 
@@ -322,6 +333,7 @@ def test_a_link_frame_has_no_body() -> None:
 
 def test_a_ping_is_answered_and_its_answer_noticed() -> None:
     a, b = near(), far()
+    assert a.unanswered_ping is None
     a.ping(9)
     assert a.unanswered_ping == 9
     assert pump(a, b) == [Nothing()]
