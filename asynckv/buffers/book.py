@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from asynckv.buffers.drafts import Draft
 from asynckv.buffers.entries import EntryState, StoredEntry
@@ -18,7 +19,10 @@ from asynckv.buffers.tombstones import Tombstone, Tombstones
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import Arena
 
-__all__ = ("EntryBook",)
+__all__ = ("LEAST_ACCOUNT_BYTES", "EntryBook")
+
+LEAST_ACCOUNT_BYTES: Final = 64 * 2**20
+"""What may be kept of entries beside their bytes, if a buffer is smaller."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,7 @@ class EntryBook:
         self.changed = changed
         self._has_more_outside = has_more_outside
         self._was_short_outside = False
+        self._account_bytes = 0
         self._arena = arena
         self._counters = counters
         self._hide = hide
@@ -128,10 +133,16 @@ class EntryBook:
         return future
 
     def place(self, entry: StoredEntry) -> bool:
-        """Take memory for an entry that waits for room, if it fits."""
+        """Take memory for an entry that waits for room, if it fits.
+
+        What is kept of it beside its bytes has to fit too.
+        """
+        if not self._may_be_booked(entry):
+            return False
         regions = self._arena.allocate(entry.draft.sizes)
         if regions is None:
             return False
+        self._account_bytes += entry.account_nbytes
         entry.place_regions(regions)
         entry.in_arena = True
         streaming = entry.draft.streaming
@@ -158,8 +169,9 @@ class EntryBook:
 
     def move_in(self, entry: StoredEntry) -> bool:
         """Charge the arena for a streaming entry that began outside, if it fits."""
-        if not self._arena.adopt(entry.regions):
+        if not self._may_be_booked(entry) or not self._arena.adopt(entry.regions):
             return False
+        self._account_bytes += entry.account_nbytes
         entry.in_arena = True
         self._free_outside(entry)
         return True
@@ -199,6 +211,7 @@ class EntryBook:
             self._hide(entry)
         if entry.in_arena:
             self._arena.free(entry.regions)
+            self._account_bytes -= entry.account_nbytes
         elif entry.regions:
             self._free_outside(entry)
         entry.drop_regions()
@@ -213,6 +226,12 @@ class EntryBook:
     def close(self) -> None:
         """Nothing more expires."""
         self._expiry.stop()
+
+    def _may_be_booked(self, entry: StoredEntry) -> bool:
+        """Entries without a byte cost memory too: there is no end of them else."""
+        bound = max(self._arena.max_bytes, LEAST_ACCOUNT_BYTES)
+        account_bytes = self._account_bytes
+        return not account_bytes or account_bytes + entry.account_nbytes <= bound
 
     def _free_outside(self, entry: StoredEntry) -> None:
         self.outside_bytes -= entry.nbytes

@@ -34,6 +34,8 @@ __all__ = (
     "Waiter",
 )
 
+_ACCOUNT_NBYTES: Final = 2048
+_PART_NBYTES: Final = 1024
 _KEPT_NBYTES: Final = 1024
 """So much of an offer is kept for the next one, and for the entry's digest."""
 
@@ -64,6 +66,7 @@ class StoredEntry:
 
     __slots__ = (
         "_preamble",
+        "account_nbytes",
         "acknowledged_tokens",
         "attempts",
         "complete",
@@ -102,6 +105,8 @@ class StoredEntry:
         self.input_tokens = draft.input_tokens
         self.roi = draft.roi
         self.nbytes = sum(draft.sizes)
+        self.account_nbytes = _ACCOUNT_NBYTES + _PART_NBYTES * len(self.parts)
+        """What it costs beside its bytes, about."""
         tensor_nbytes = sum(spec.nbytes for spec in draft.specs.values())
         self.is_small = tensor_nbytes <= INLINE_NBYTES
         self.landed: list[int] = []

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from asynckv.buffers import book
+from asynckv.buffers.entries import EntryState
 from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.testing.blocked import until
@@ -67,6 +69,25 @@ async def test_a_cancelled_insert_does_not_forget_how_the_id_left_before() -> No
     bench.ledger.forsake(bench.begin("a"))
     with pytest.raises(EntryAborted, match="withdrawn"):
         bench.book.when_gone("a")
+
+
+async def test_entries_without_a_byte_wait_when_too_much_is_kept_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 8000)
+    bench = SteppedLedger()
+    entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
+    filling, waiting = EntryState.FILLING, EntryState.WAITING
+    assert [entry.state for entry in entries] == [filling, filling, waiting]
+    bench.ledger.forsake(entries[0])
+    assert entries[2].state is filling
+
+
+async def test_one_entry_of_very_many_tensors_has_room_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 1000)
+    assert SteppedLedger().begin("it").state is EntryState.FILLING
 
 
 async def test_outside_there_are_as_many_bytes_as_inside() -> None:
