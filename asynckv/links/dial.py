@@ -7,7 +7,7 @@ import contextlib
 import os
 from typing import Final
 
-from asynckv.errors import ConfigError, PeerLost
+from asynckv.errors import AuthError, ConfigError, PeerLost
 from asynckv.links.address import Address, parse_url
 from asynckv.links.door import dial_memory
 from asynckv.links.exposure import check_exposure
@@ -28,7 +28,7 @@ from asynckv.protocol.handshake import MAX_LANES, DigestMode, Terms
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring, Keys
 from asynckv.security.proofs import new_nonce
-from asynckv.security.tls_socket import Connection, TlsSocket
+from asynckv.security.tls_socket import Connection, TlsSocket, has_hung_up
 from asynckv.types import KVFingerprint
 
 __all__ = ("dial", "make_terms")
@@ -129,7 +129,12 @@ async def _dial_sockets(address: Address, terms: Terms, keys: Keys) -> Link:
         agreement = outcome.agreement
         lanes = []
         for lane in range(agreement.lanes):
-            lanes.append(await _attach(address, keys, outcome, lane))
+            try:
+                lanes.append(await _attach(address, keys, outcome, lane))
+            except AuthError as exc:
+                if has_hung_up(control):
+                    raise _given_up(address) from exc
+                raise
             stack.callback(lanes[-1].close)
         link = Link(
             SocketStream(control, loop), agreement, dialled=True, url=str(address)
@@ -138,6 +143,13 @@ async def _dial_sockets(address: Address, terms: Terms, keys: Keys) -> Link:
         await link.payload.open(agreement.payload_description, lanes)
         stack.pop_all()
     return link
+
+
+def _given_up(address: Address) -> PeerLost:
+    return PeerLost(
+        f"{address} gave this link up before its lanes came",
+        hint="many others may be connecting at the same time; try again",
+    )
 
 
 async def _connect(address: Address, keys: Keys) -> Connection:

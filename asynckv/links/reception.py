@@ -62,6 +62,7 @@ class _Newcomer:
     def __init__(
         self, link: Link, lanes: int, lane_proofs: LaneProofs, assurance: Assurance
     ) -> None:
+        self.task = _this_task()
         self.link = link
         self.lane_proofs = lane_proofs
         self._binding = assurance.binding
@@ -312,6 +313,7 @@ class Reception:
         if newcomer is None or not newcomer.knows(attach, sock):
             raise AuthError("no link waits for this payload lane")
         self._strangers.discard(_this_task())
+        self._waiting.note_heard(newcomer.task)
         newcomer.reserve(attach.lane, sock)
         # Attached leaves first: from the moment the link is complete, the
         # lane carries nothing but chunks.

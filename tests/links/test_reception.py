@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import msgspec
 import pytest
 
+from asynckv.errors import PeerLost
 from asynckv.links import reception
 from asynckv.links.address import parse_url
-from asynckv.links.dial import dial
+from asynckv.links.dial import _attach, dial
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.reception import Reception
 from asynckv.links.sockets import connect, read_first_frame, send_first_frame
@@ -25,6 +27,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.header import TYPE_CONTROL, checksum_of, pack_header
 from asynckv.protocol.values import Limits, PeerIdentity
+from asynckv.security.tls_socket import Connection
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import ScriptedService
 
@@ -203,6 +206,41 @@ async def test_many_links_whose_lanes_never_come_keep_nobody_out(
     await listener.aclose()
     for sock in controls:
         sock.close()
+
+
+async def test_a_link_whose_lanes_come_does_not_give_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reception, "_MAX_NEWCOMERS", 8)
+    listener = await door()
+    control, welcome = await welcomed(listener)
+    with control, await knock(listener, Attach(welcome.link_token, 0)) as lane:
+        assert await read_first_frame(lane) == Attached()
+        others = [(await welcomed(listener))[0] for _ in range(60)]
+        with await knock(listener, Attach(welcome.link_token, 1)) as last:
+            assert await read_first_frame(last) == Attached()
+            await until(lambda: len(listener.links) == 1)
+    await listener.aclose()
+    for sock in others:
+        sock.close()
+
+
+async def test_a_link_that_had_to_give_way_is_a_lost_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener = await door()
+    real = _attach
+
+    async def attach(*args: Any) -> Connection:
+        assert isinstance(listener._door, Reception)
+        for task in list(listener._door._greetings):
+            task.cancel()
+        return await real(*args)
+
+    monkeypatch.setattr("asynckv.links.dial._attach", attach)
+    with pytest.raises(PeerLost, match="gave this link up"):
+        await dial(listener.url, identity=PeerIdentity("honest", "1"))
+    await listener.aclose()
 
 
 async def test_there_are_never_more_strangers_than_places() -> None:
