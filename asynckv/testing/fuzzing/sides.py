@@ -50,7 +50,8 @@ class _Buffers:
     """What a server of both buffers answers."""
 
     def __init__(self, link: Link, lookup: LookupBuffer, store: StoreBuffer) -> None:
-        kept = WaitingBytes(_BYTES).for_link()
+        self.waiting = WaitingBytes(_BYTES)
+        kept = self.waiting.for_link()
         self.services = (
             LookupService(lookup, link, kept),
             StoreService(store, link, kept),
@@ -84,6 +85,8 @@ async def _serving(link: Link) -> AsyncIterator[_Requests]:
         left = (told.leased, told.waiting_selects, told.waiting_inserts)
         expect(left == (0, 0, 0) and not told.outside_bytes, "leases stay", told)
         expect(told.used_bytes <= told.max_bytes, "beyond its memory", told)
+        kept = buffers.waiting.used_bytes
+        expect(not kept, "what requests kept is not given back", kept)
 
 
 class _Known(Peer):
