@@ -44,7 +44,7 @@ def test_trees_stay_frames_or_become_what_is_none() -> None:
             list(FrameDecoder().feed(data))
             outcomes["frame"] += 1
         except RemoteProtocolError as exc:
-            outcomes[str(exc.__cause__)[:20]] += 1
+            outcomes[str(exc).partition(": ")[2][:20]] += 1
     assert outcomes["frame"] > 100
     assert len(outcomes) > 10
 
