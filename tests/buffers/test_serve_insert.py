@@ -13,6 +13,7 @@ from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
+    Accepted,
     Cancel,
     Cancelled,
     Commit,
@@ -58,6 +59,14 @@ async def test_inline_bytes_that_changed_are_not_committed(
     last = await RawInsert(link, inline=b"abc", digest=b"wrong").last()
     assert isinstance(last, Failure) and last.code == "ChecksumError"
     assert local.statistics().used_bytes == 0 and link.is_open
+
+
+async def test_an_entry_without_tensors_waits_for_no_bytes(
+    local: LookupBuffer, link: Link
+) -> None:
+    assert await RawInsert(link).last() == Accepted()
+    entry = await local.drop_select()
+    assert (entry.entry_id, entry.key) == ("it", None)
 
 
 async def test_a_cancel_with_the_last_word_behind_it_is_a_cancel(
