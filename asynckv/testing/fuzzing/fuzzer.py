@@ -157,13 +157,17 @@ def _try(
 
 
 def _time(target: Target, data: bytes, seconds: float, report: Report) -> None:
-    if seconds > _SLOW_S:  # again: others may have had the processor
-        started = time.thread_time()
-        target.check(data)
-        seconds = time.thread_time() - started
+    if seconds > _SLOW_S:  # others may have had the processor, or garbage was collected
+        seconds = min(_cpu_seconds(target, data) for _ in range(3))
         if seconds > _MAX_S:
             raise Finding(f"takes {seconds:.3f} s")
     report.slowest_s = max(report.slowest_s, seconds)
+
+
+def _cpu_seconds(target: Target, data: bytes) -> float:
+    started = time.thread_time()
+    target.check(data)
+    return time.thread_time() - started
 
 
 def _measure(target: Target, data: bytes, report: Report) -> None:

@@ -22,7 +22,7 @@ from asynckv.tensors.arena import Arena
 from asynckv.testing.simulation.verdict import simulate
 from asynckv.transports.inline import InlineTransport
 
-MAX_SEEDS: Final = 15
+MAX_SEEDS: Final = 40
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
