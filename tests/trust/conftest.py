@@ -1,4 +1,4 @@
-"""How much the trust tests do, in one table, and where their figures are printed."""
+"""How much the trust tests do, in one table, and what they tell of it."""
 
 from __future__ import annotations
 
@@ -52,23 +52,6 @@ _SCALES = {
         cancellations=100_000,
     ),
 }
-_FIGURE = "figure"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    # They come with the reports, so also from the processes of pytest-xdist.
-    figures = [
-        value
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if isinstance(report, pytest.TestReport) and report.when == "call"
-        for name, value in report.user_properties
-        if name == _FIGURE
-    ]
-    if figures:
-        terminalreporter.section("figures")
-        for line in figures:
-            terminalreporter.write_line(str(line))
 
 
 @pytest.fixture(scope="session")
@@ -85,6 +68,6 @@ def figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
     def tell(line: str) -> None:
         seconds = time.monotonic() - began
         line = f"{request.node.name}: {line} ({seconds:.0f} s)"
-        request.node.user_properties.append((_FIGURE, line))
+        request.node.user_properties.append(("figure", line))
 
     return tell

@@ -160,7 +160,7 @@ SLOW: Final[tuple[Mutation, ...]] = (
 )
 MUTATIONS: Final = (
     *QUICK,
-    *(pytest.param(mutation, marks=pytest.mark.trust) for mutation in SLOW),
+    *(pytest.param(mutation, marks=pytest.mark.chaos) for mutation in SLOW),
 )
 
 
