@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,8 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
 ROOT = Path(__file__).parent
-A_PROCESS_A_CORE = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
+# One more than there are cores: many tests wait for processes of their own.
+WORKERS = ("-n", str(min((os.cpu_count() or 1) + 1, 8)), "--dist", "worksteal")
 TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
 
 
@@ -40,9 +42,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Test the installed package, a process a core. Arguments go to pytest."""
+    """Test the installed package, in some processes. Arguments go to pytest."""
     install(session, ".[test]")
-    session.run("pytest", *A_PROCESS_A_CORE, *session.posargs)
+    session.run("pytest", *WORKERS, *session.posargs)
 
 
 @nox.session
@@ -126,7 +128,7 @@ def _test_promises(session: nox.Session, scale: str) -> None:
     if session.posargs:
         session.run("pytest", "-m", promises, *session.posargs, env=env)
         return
-    together = ("-m", f"{promises} and not alone", *A_PROCESS_A_CORE)
+    together = ("-m", f"{promises} and not alone", *WORKERS)
     session.run("pytest", *together, env=env)
     session.run("pytest", "-m", f"{promises} and alone", env=env)
 
