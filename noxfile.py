@@ -14,8 +14,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
 ROOT = Path(__file__).parent
-# One more than there are cores: many tests wait for processes of their own.
-WORKERS = ("-n", str(min((os.cpu_count() or 1) + 1, 8)), "--dist", "worksteal")
+WORKERS = ("-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal")
 TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
 
 

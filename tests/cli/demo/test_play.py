@@ -27,7 +27,9 @@ def belonging_to(folder: Path) -> Iterator[int]:
             continue  # it has just ended
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.trust)]
+)
 def test_an_interrupted_demo_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals
 ) -> None:

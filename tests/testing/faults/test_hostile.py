@@ -288,6 +288,7 @@ async def test_who_says_garbage_instead_of_a_greeting_is_shown_out(
                     pass
 
 
+@pytest.mark.trust
 @pytest.mark.slow
 async def test_a_greeting_that_trickles_in_is_not_waited_for(pair: KVPair) -> None:
     hello = Hello(1, 0, PeerIdentity("x", "1"), QUICK, ("inline",), 1)
@@ -343,6 +344,7 @@ async def hostile_server() -> AsyncIterator[tuple[asynckv.Peer, HostilePeer]]:
             yield peer, await accepting
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize(
     ("offer", "body"),
     [
