@@ -181,9 +181,10 @@ class _Execution:
 
     def note(self, progress: Progress) -> None:
         self._show(progress)
-        if isinstance(progress, Landed):
+        # What it had said, but was not read yet when it was killed, does not count.
+        if isinstance(progress, Landed) and self.at_s == 0.0:
             self.landed += 1
-            if self.landed >= self._enough and self.at_s == 0.0:
+            if self.landed >= self._enough:
                 self._decode.kill()
                 self.at_s = time.monotonic()
 
