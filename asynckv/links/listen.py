@@ -124,6 +124,7 @@ class LinkListener(ProcessBound):
             if self._on_link is not None:
                 self._on_link(link)
         except Exception as exc:
+            # A fault of ours: the peer learns of it by the end of its link.
             logger.exception("nobody serves the link to %s", peer.id)
             link.abort(exc)
             return

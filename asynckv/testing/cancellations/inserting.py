@@ -64,10 +64,7 @@ async def an_insert_that_waits_for_room(
     async def before() -> None:
         nonlocal partner
         entries.begin()
-        await filler.fill()
-        partner = Partner(
-            sweeper, lambda: ground.local.statistics().waiting_inserts > 0, filler.free
-        )
+        partner = await filler.fill_for(sweeper, filler.free)
 
     async def check(outcome: Outcome[None]) -> None:
         await partner.ended()
@@ -91,12 +88,7 @@ async def an_insert_that_goes_straight_to_its_consumer(
     async def before() -> None:
         nonlocal partner
         entries.begin()
-        await filler.fill()
-        partner = Partner(
-            sweeper,
-            lambda: ground.local.statistics().waiting_inserts > 0,
-            lambda: entries.take(ground.consumer),
-        )
+        partner = await filler.fill_for(sweeper, lambda: entries.take(ground.consumer))
 
     def waits_on() -> bool:
         now = ground.local.statistics()

@@ -74,6 +74,15 @@ class Filler:
         self._task = asyncio.create_task(self._hold())
         await until(lambda: self._local.statistics().used_bytes >= BUFFER_BYTES - 64)
 
+    async def fill_for(
+        self, sweeper: Sweeper, act: Callable[[], Awaitable[object]]
+    ) -> Partner:
+        """Take the room; return the partner that acts once an insert waits for it."""
+        await self.fill()
+        return Partner(
+            sweeper, lambda: self._local.statistics().waiting_inserts > 0, act
+        )
+
     async def free(self) -> None:
         """Give it back. May be called again."""
         self._freed.set()

@@ -118,10 +118,7 @@ async def a_writer_that_waits_for_room(
     async def before() -> None:
         nonlocal partner
         entries.begin()
-        await filler.fill()
-        partner = Partner(
-            sweeper, lambda: ground.local.statistics().waiting_inserts > 0, filler.free
-        )
+        partner = await filler.fill_for(sweeper, filler.free)
 
     async def check(outcome: Outcome[None]) -> None:
         await partner.ended()
