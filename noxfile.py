@@ -21,6 +21,8 @@ TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
 def install(session: nox.Session, *what: str) -> None:
     """Install with pip, pinned by constraints.txt, leaving bytecode to first use."""
     session.install("--no-compile", "-c", "constraints.txt", *what)
+    # Else every process compiles torch anew, where the variable is set.
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
 
 
 @nox.session

@@ -6,6 +6,7 @@ import pytest
 
 from asynckv.buffers.entries import Lease
 from asynckv.buffers.leases import Leases
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.testing.blocked import until
 from asynckv.testing.crashes.account import Account, Findings
@@ -54,9 +55,16 @@ async def kill_in_its_body(seed: int) -> Findings:
             Order("consumer", "c", server.url, seed, longest_use_s=3600.0)
         )
         await until(lambda: told_last(account, consumer) == "got", timeout_s=60)
+        # It says so before the frame leaves by which the buffer learns of it.
+        await until(lambda: has_reached_somebody(buffer))
         for pid in (consumer, producer):
             await workshop.signal(pid, signal.SIGKILL)
         return await judge(buffer, account)
+
+
+def has_reached_somebody(buffer: LookupBuffer) -> bool:
+    entries = buffer.ledger.book.entries.values()
+    return any(lease.reached for entry in entries for lease in entry.leases.values())
 
 
 def told_last(account: Account, pid: int) -> str:
