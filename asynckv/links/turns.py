@@ -22,13 +22,13 @@ __all__ = ("AT_ONCE", "Speaker", "Turns")
 AT_ONCE: Final = 128
 """So many frames of one link are heard before others have their turn."""
 
-_HEARD_S: Final = 0.02
+_HEARD_S: Final = 0.05
 """For so long one who says little is likely to go on, after an answer."""
 
 _BESIDE_OTHERS_PER_S: Final = 5000
 _BESIDE_OTHERS: Final = 4
 _PAUSE_S: Final = 0.0005
-_ALONE: Final = 512
+_ALONE: Final = 128
 
 _NOBODY: Final = (0, -math.inf)
 

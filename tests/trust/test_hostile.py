@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ class Child:
         assert await self.hear() == word
 
 
+@contextlib.contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """What this thread starts meanwhile, processes and threads, runs on these."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 @contextlib.asynccontextmanager
 async def running(*args: str) -> AsyncIterator[Child]:
     pipe = asyncio.subprocess.PIPE
@@ -87,7 +99,7 @@ def memory_of(pid: int, what: str) -> int:
 
 async def work(lookup: asynckv.KVLookupBuffer) -> None:
     """An entry there and back, in line and by payload."""
-    for numel in (10, 50_000):
+    for numel in (10, 30_000):
         tensor = torch.full((numel,), 7)
         await lookup.insert([1, 1], None, tensor, None, None)
         entry = await lookup.drop_select([1, 1])
@@ -105,31 +117,42 @@ async def rate_of(lookup: asynckv.KVLookupBuffer) -> float:
     return count / (loop.time() - began)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, chooses cores")
 async def test_who_is_honest_keeps_half_of_its_rate_and_memory_is_bounded(
     scale: Any, figures: Callable[[str], None]
 ) -> None:
-    count = str(scale.hostile_connections)
-    ratios: list[float] = []
-    async with running("-c", SERVER) as server:
-        url = await server.hear()
-        async with (
-            running("-m", "asynckv.testing.faults.crowd", url, count) as crowd,
-            asynckv.connect(url, reconnect_s=0) as peer,
-        ):
-            await peer.store.put(LARGE, torch.zeros(15_000, dtype=torch.int32))
-            await rate_of(peer.lookup)
-            before = memory_of(server.pid, "VmRSS")
-            for _ in range(ROUNDS):
-                alone = await rate_of(peer.lookup)
-                await crowd.tell("on")
-                ratios.append(await rate_of(peer.lookup) / alone)
-                await crowd.tell("off")
-            growth = memory_of(server.pid, "VmHWM") - before
+    first, *others = sorted(os.sched_getaffinity(0))
+    # The honest share a core at all times; what the crowd uses up is none of theirs.
+    with on_cores({first}):
+        ratios, growth = await siege(scale.hostile_connections, set(others) or {first})
     kept = statistics.median(ratios)
     figures(
-        f"{count} connections, the server grew by {growth / MIB:.0f} MiB with a budget "
-        f"of {BUDGET_BYTES / MIB:.0f}, the honest client kept {kept:.0%} of its rate "
+        f"{scale.hostile_connections} connections, the server grew by "
+        f"{growth / MIB:.0f} MiB with a budget of {BUDGET_BYTES / MIB:.0f}, the honest "
+        f"client kept {kept:.0%} of its rate "
         f"({', '.join(f'{ratio:.0%}' for ratio in ratios)})"
     )
     assert growth <= BUDGET_BYTES + SPARE_BYTES
     assert kept >= KEPT
+
+
+async def siege(count: int, cores_of_the_crowd: set[int]) -> tuple[list[float], int]:
+    """By round, the honest client's rate in a siege beside its rate before it; and
+    the bytes by which the server has grown."""
+    ratios: list[float] = []
+    async with running("-c", SERVER) as server, contextlib.AsyncExitStack() as stack:
+        url = await server.hear()
+        with on_cores(cores_of_the_crowd):
+            crowd = await stack.enter_async_context(
+                running("-m", "asynckv.testing.faults.crowd", url, str(count))
+            )
+        peer = await stack.enter_async_context(asynckv.connect(url, reconnect_s=0))
+        await peer.store.put(LARGE, torch.zeros(15_000, dtype=torch.int32))
+        await rate_of(peer.lookup)
+        before = memory_of(server.pid, "VmRSS")
+        for _ in range(ROUNDS):
+            alone = await rate_of(peer.lookup)
+            await crowd.tell("on")
+            ratios.append(await rate_of(peer.lookup) / alone)
+            await crowd.tell("off")
+        return ratios, memory_of(server.pid, "VmHWM") - before

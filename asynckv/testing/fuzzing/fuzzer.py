@@ -27,14 +27,14 @@ TARGETS: Final[Mapping[str, Target]] = {
     for target in (WIRE, GREETING, CHUNKS, MANIFEST, URLS, CONFIG, SIZES, PEER)
 }
 _SHARES: Final[Mapping[str, int]] = {
-    "wire": 600,
-    "greeting": 85,
-    "chunks": 130,
-    "manifest": 130,
-    "urls": 33,
+    "wire": 550,
+    "greeting": 60,
+    "chunks": 160,
+    "manifest": 160,
+    "urls": 45,
     "config": 5,
-    "sizes": 15,
-    "peer": 2,
+    "sizes": 19,
+    "peer": 1,
 }
 """Of a thousand inputs; a meeting with a peer takes as long as fifty others."""
 
