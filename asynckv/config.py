@@ -25,6 +25,7 @@ KVLoadFailurePolicy: TypeAlias = Literal["fail", "recompute"]
 
 _DEFAULT_PORT: Final = 14579
 _DEFAULT_STORE_TIMEOUT_S: Final = 300.0
+_DEFAULT_WAITING_BYTES: Final = "256MiB"
 _ENV_PREFIX: Final = "ASYNCKV_"
 
 
@@ -38,9 +39,9 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``kv_connector_extra_config`` may hold, for asynckv itself, ``port_offset``
     (added to ``kv_port``), ``store_timeout`` (how many seconds a peer may take
     to be there), ``peer_url`` (whom a ``kv_both`` asks), ``fingerprint`` (what
-    model the entries belong to), ``secret_file`` and ``allow_plaintext`` (as
-    :func:`asynckv.serve` takes them), and, for ``tls://``, ``tls``: an object of
-    the fields of :class:`asynckv.TLS`.
+    model the entries belong to), ``secret_file``, ``allow_plaintext`` and
+    ``max_waiting_bytes`` (as :func:`asynckv.serve` takes them), and, for
+    ``tls://``, ``tls``: an object of the fields of :class:`asynckv.TLS`.
 
     :raises ConfigError: a value that cannot work
     """
@@ -236,6 +237,24 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         given: bool = self._extra("allow_plaintext", bool, False, "true or false")
         return given
+
+    @property
+    def max_waiting_bytes(self) -> int:
+        """How much requests that wait may keep beside the buffers.
+
+        :raises ConfigError: it is no number of bytes
+        """
+        what = "bytes: 1e9, '1e9' or '2GiB'"
+        given: int | float | str = self._extra(
+            "max_waiting_bytes", int | float | str, _DEFAULT_WAITING_BYTES, what
+        )
+        try:
+            return parse_bytes(given)
+        except ValueError as exc:
+            raise ConfigError(
+                f"kv_connector_extra_config.max_waiting_bytes: {exc}",
+                hint=f"it is {what}",
+            ) from exc
 
     def _extra(self, key: str, kind: Any, default: Any, what: str) -> Any:
         value = self.kv_connector_extra_config.get(key, default)

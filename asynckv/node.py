@@ -88,6 +88,7 @@ async def _opened(config: KVTransferConfig, drain_s: float) -> AsyncIterator[Nod
                 serve(
                     config.url,
                     lookup=own,
+                    max_waiting_bytes=config.max_waiting_bytes,
                     identity=config.engine_id,
                     role=role,
                     secret_file=config.secret_file,

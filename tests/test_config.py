@@ -127,6 +127,8 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
         ({"peer_url": 7}, "peer_url is 7.*URL"),
         ({"fingerprint": 7}, "fingerprint is 7.*name"),
         ({"secret_file": 7}, "secret_file is 7.*path"),
+        ({"max_waiting_bytes": []}, r"max_waiting_bytes is \[\].*2GiB"),
+        ({"max_waiting_bytes": "much"}, "max_waiting_bytes: .*much.*2GiB"),
         ({"allow_plaintext": "yes"}, "allow_plaintext is 'yes'.*true or false"),
         ({"fingerprint": {"modl": "m"}}, "fingerprint: .*modl.*model, dtype"),
     ],
@@ -151,6 +153,13 @@ def test_what_protects_a_link_is_said_there_too() -> None:
     config = config_of(kv_connector_extra_config=extra)
     assert (config.secret_file, config.allow_plaintext) == ("/run/secret", True)
     assert (config_of().secret_file, config_of().allow_plaintext) == (None, False)
+
+
+@pytest.mark.parametrize("size", [2**20, 1048576.0, "1MiB"])
+def test_what_waiting_requests_may_keep_is_said_there_too(size: object) -> None:
+    config = config_of(kv_connector_extra_config={"max_waiting_bytes": size})
+    assert config.max_waiting_bytes == 2**20
+    assert config_of().max_waiting_bytes == 2**28
 
 
 def test_certificates_make_the_address_a_tls_one() -> None:

@@ -12,7 +12,7 @@ import torch
 
 import asynckv
 from asynckv.config import KVTransferConfig
-from asynckv.errors import BufferClosed, ConfigError, PeerLost, WrongRole
+from asynckv.errors import BufferClosed, ConfigError, Overloaded, PeerLost, WrongRole
 from asynckv.node import Node, open as open_node
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 
@@ -49,6 +49,18 @@ async def test_a_producers_entry_reaches_its_consumer() -> None:
             assert isinstance(entry.key, torch.Tensor)
             assert torch.equal(entry.key, KEY)
             await producer.lookup.taken(entry_id)
+
+
+async def test_a_node_keeps_no_more_of_waiting_requests_than_it_was_told() -> None:
+    few = config_of("kv_producer", max_waiting_bytes="4KiB")
+    async with open_node(few) as producer:
+        async with open_node(config_of("kv_consumer", port_of(producer))) as consumer:
+            with pytest.raises(Overloaded):
+                await consumer.lookup.drop_select(list(range(1000)))
+            await producer.lookup.insert(TOKENS, None, KEY, None, None)
+            await consumer.lookup.drop_select()
+        assert producer.server is not None
+        assert producer.server.refused_requests == 1
 
 
 async def test_each_role_has_its_own_verbs_only() -> None:

@@ -107,6 +107,11 @@ class Server(LoopBound):
         return self._waiting.used_bytes
 
     @property
+    def refused_requests(self) -> int:
+        """How many requests got ``Overloaded``, because of ``max_waiting_bytes``."""
+        return self._waiting.refused
+
+    @property
     def url(self) -> str:
         """Where peers connect, with the real port.
 

@@ -32,6 +32,11 @@ class WaitingBytes:
         """What requests keep now."""
         return self._queries.used_bytes + self._inserts.used_bytes
 
+    @property
+    def refused(self) -> int:
+        """How many requests were one too many."""
+        return self._queries.refused + self._inserts.refused
+
     def for_link(self) -> LinkBytes:
         """Return what the requests of one more link are charged to."""
         return LinkBytes(KeptBytes(self._queries), KeptBytes(self._inserts))
@@ -41,6 +46,7 @@ class _Whole:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
+        self.refused = 0
 
 
 class LinkBytes:
@@ -73,6 +79,7 @@ class KeptBytes:
         """
         if not self.fits(nbytes):
             whole = self._whole
+            whole.refused += 1
             raise Overloaded(
                 f"the requests of this link keep {self._used_bytes} bytes at the "
                 f"server and those of all links {whole.used_bytes}; with {nbytes} "

@@ -75,6 +75,7 @@ async def test_a_query_too_many_is_refused_until_another_ends(
             await until(lambda: server.waiting_bytes == 256 * KIB)
             with pytest.raises(Overloaded, match="max_waiting_bytes"):
                 await peer.lookup.drop_select(tokens(3))
+            assert server.refused_requests == 1
             await local.insert([5], None, None, None, None)
             assert (await other.lookup.drop_select([5])).matched_tokens == 1
             waiting[0].cancel()
