@@ -144,6 +144,7 @@ class Server(LoopBound):
             digest=self._digest,
             lanes=self._lanes,
             keyring=self._keyring,
+            max_unfinished_bytes=self._waiting.max_bytes,
         )
         return self
 
@@ -240,7 +241,9 @@ def serve(
 
     ``max_waiting_bytes`` bounds what queries that wait keep beside the buffers
     (their tokens and 2 KiB each), and as much what inserts and puts keep; of one
-    peer a half of that. A request beyond it is refused with ``Overloaded``.
+    peer a half of that. A request beyond it is refused with ``Overloaded``. As
+    much, or 32 MiB, may be kept of requests of which a part has come: beyond that
+    the link whose request began first ends.
 
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection

@@ -24,6 +24,7 @@ class WaitingBytes:
     """Of all links of a server: so much for queries, and as much for inserts."""
 
     def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self._queries = _Whole(max_bytes)
         self._inserts = _Whole(max_bytes)
 

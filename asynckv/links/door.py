@@ -22,6 +22,7 @@ from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Agreement, Terms
+from asynckv.protocol.unfinished import Unfinished
 from asynckv.security.keyring import Keyring, Keys
 from asynckv.security.proofs import new_nonce
 
@@ -42,6 +43,7 @@ class MemoryDoor:
         terms: Terms,
         keyring: Keyring,
         adopt: Callable[[Link], None],
+        unfinished: Unfinished,
     ) -> None:
         self.name = name or f"unnamed-{next(_numbers)}"
         self.loop = asyncio.get_running_loop()
@@ -49,6 +51,7 @@ class MemoryDoor:
         self._keyring = keyring
         self._terms = terms
         self._turns = Turns(self.loop)
+        self._unfinished = unfinished
         if self.name in _doors:
             raise ConfigError(
                 f"mem://{self.name} is listened at already",
@@ -75,7 +78,14 @@ class MemoryDoor:
     def link(self, stream: MemoryStream, agreement: Agreement) -> Link:
         """Return a link that waits to be adopted."""
         url = f"mem://{self.name}"
-        return Link(stream, agreement, dialled=False, url=url, turns=self._turns)
+        return Link(
+            stream,
+            agreement,
+            dialled=False,
+            url=url,
+            turns=self._turns,
+            unfinished=self._unfinished,
+        )
 
 
 async def dial_memory(address: Address, terms: Terms, keys: Keys) -> Link:

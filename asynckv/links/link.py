@@ -28,6 +28,7 @@ from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.handshake import Agreement
 from asynckv.protocol.session import Session
+from asynckv.protocol.unfinished import Unfinished
 
 __all__ = ("Link",)
 
@@ -38,7 +39,8 @@ class Link:
     ``limits`` is what both sides keep to, ``peer_limits`` what the peer said
     of itself. ``own_host`` and ``peer_host`` are the IP addresses of both ends
     as the kernel has them, empty within this host. ``progress`` watches payload
-    that is to come. ``turns`` is shared with the other links of a listener.
+    that is to come. ``turns`` and ``unfinished`` are shared with the
+    other links of a listener.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Link:
         dialled: bool,
         url: str = "",
         turns: Turns | None = None,
+        unfinished: Unfinished | None = None,
     ) -> None:
         self.peer = agreement.peer
         self.fingerprint = agreement.fingerprint
@@ -76,6 +79,8 @@ class Link:
         self._outgoing = Outgoing(stream, self._session.outbox, loop, self._read_on)
         shared = stream, self._session, self._outgoing
         self._ending = Ending(self.peer.id, *shared, self.payload, self._heartbeat)
+        if unfinished is not None:
+            self._session.share(unfinished, self._ending.refuse)
         self.progress = Progress(self.payload, self._ending.refuse)
         self._ending.call(lambda _: self.progress.stop())
         self._incoming = Incoming(

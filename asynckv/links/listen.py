@@ -23,7 +23,9 @@ from asynckv.links.reception import Reception
 from asynckv.links.requests import Service
 from asynckv.links.sockets import bind, remove_place
 from asynckv.processes import ProcessBound
+from asynckv.protocol.bodies import max_unfinished_bytes as bound_of_one_link
 from asynckv.protocol.handshake import DigestMode, Terms
+from asynckv.protocol.unfinished import Unfinished
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.types import KVFingerprint
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_LIMITS: Final = Limits()
 _CLOSE_S: Final = 3.0
+_MAX_UNFINISHED_BYTES: Final = 2**28
+"""What requests may keep of which a part has come, unless told otherwise."""
 
 
 class LinkListener(ProcessBound):
@@ -50,8 +54,11 @@ class LinkListener(ProcessBound):
         keyring: Keyring,
         service_for: Callable[[Link], Service],
         on_link: Callable[[Link], None] | None,
+        max_unfinished_bytes: int,
     ) -> None:
         self._own()
+        least = bound_of_one_link(terms.limits)
+        self._unfinished = Unfinished(max(max_unfinished_bytes, least))
         self._service_for = service_for
         self._on_link = on_link
         self._links: dict[str, Link] = {}
@@ -61,7 +68,9 @@ class LinkListener(ProcessBound):
         self._inode = 0
         self._door: Reception | MemoryDoor
         if address.scheme == "mem":
-            self._door = MemoryDoor(address.place, terms, keyring, self._adopt)
+            self._door = MemoryDoor(
+                address.place, terms, keyring, self._adopt, self._unfinished
+            )
             self.url = f"mem://{self._door.name}"
         else:
             self._door = self._receive(address, terms, keyring)
@@ -74,7 +83,11 @@ class LinkListener(ProcessBound):
         else:
             address = dataclasses.replace(address, port=sock.getsockname()[1])
         self.url = str(address)
-        return Reception(sock, terms, keyring, self._adopt, url=self.url)
+        return Reception(
+            *(sock, terms, keyring, self._adopt),
+            url=self.url,
+            unfinished=self._unfinished,
+        )
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -153,11 +166,14 @@ async def listen(
     limits: Limits = _DEFAULT_LIMITS,
     on_link: Callable[[Link], None] | None = None,
     keyring: Keyring = NO_KEYS,
+    max_unfinished_bytes: int = _MAX_UNFINISHED_BYTES,
 ) -> LinkListener:
     """Listen at ``url``; port 0 takes a free port, which ``listener.url`` says.
 
     ``service_for(link)`` is asked once a link, before its first frame is read;
-    then ``on_link(link)`` is called. Waits for the files of ``keyring`` only.
+    then ``on_link(link)`` is called. Requests of which a part has come keep at most
+    ``max_unfinished_bytes``, or what one link may keep if that is more. Waits for
+    the files of ``keyring`` only.
 
     :raises ConfigError: the address cannot be listened at, or asks for more
         protection, or the keys cannot be read
@@ -173,4 +189,6 @@ async def listen(
         limits=limits,
     )
     await keys_of(keyring)
-    return LinkListener(address, terms, keyring, service_for, on_link)
+    return LinkListener(
+        address, terms, keyring, service_for, on_link, max_unfinished_bytes
+    )

@@ -35,6 +35,7 @@ from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.frames import Attach, Attached
 from asynckv.protocol.greeting import ListenSide
 from asynckv.protocol.handshake import Agreement, Terms
+from asynckv.protocol.unfinished import Unfinished
 from asynckv.security.assurance import Assurance
 from asynckv.security.keyring import Keyring, Keys
 from asynckv.security.proofs import LaneProofs, new_nonce
@@ -129,6 +130,7 @@ class Reception:
         adopt: Callable[[Link], None],
         *,
         url: str,
+        unfinished: Unfinished,
     ) -> None:
         self._sock = sock
         self._terms = terms
@@ -137,6 +139,7 @@ class Reception:
         self._url = url
         self._loop = asyncio.get_running_loop()
         self._turns = Turns(self._loop)
+        self._unfinished = unfinished
         self._greetings: dict[asyncio.Task[bool], Connection] = {}
         self._strangers: Strangers[asyncio.Task[bool]] = Strangers(
             MAX_STRANGERS, self._has_spoken
@@ -287,6 +290,7 @@ class Reception:
             dialled=False,
             url=self._url,
             turns=self._turns,
+            unfinished=self._unfinished,
         )
         token = secrets.token_bytes(_TOKEN_BYTES)
         welcome = side.welcome(token, link.payload.describe())

@@ -12,6 +12,7 @@ from typing import Final
 from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.header import TYPE_CHUNK, TYPE_CONTROL, Header
+from asynckv.protocol.unfinished import Share
 from asynckv.protocol.values import Limits
 
 __all__ = ("BODY_PART_BYTES", "Bodies", "max_unfinished_bytes")
@@ -36,11 +37,15 @@ class _Body:
 
 
 class Bodies:
-    """The bodies of one link that are under way; ``streams`` says on which."""
+    """The bodies of one link that are under way; ``streams`` says on which.
+
+    With a ``share`` they count together with those of other links.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.streams: dict[int, _Body] = {}
         self.limits = limits
+        self.share: Share | None = None
         self._nbytes = 0
 
     def check(self, header: Header) -> None:
@@ -93,22 +98,31 @@ class Bodies:
     def begin(self, stream: int, frame: Frame, part: bytes) -> None:
         """Keep the first part of a body, and the frame that it belongs to."""
         self.streams[stream] = _Body(frame, part)
-        self._nbytes += len(part)
+        self._count(stream, len(part))
 
     def go_on(self, stream: int, part: bytes) -> None:
         """Keep a part that is not the last."""
         body = self.streams[stream]
         body.parts.append(part)
         body.nbytes += len(part)
-        self._nbytes += len(part)
+        self._count(stream, len(part))
 
     def finish(self, stream: int, part: bytes) -> tuple[int, Frame, bytes]:
         """Return stream, frame and whole body; ``part`` is the last of it."""
         body = self.streams.pop(stream)
         self._nbytes -= body.nbytes
+        if self.share is not None:
+            self.share.finish(stream)
         return stream, body.frame, b"".join((*body.parts, part))
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Forget them all: the link is over."""
         self.streams.clear()
         self._nbytes = 0
+        if self.share is not None:
+            self.share.end()
+
+    def _count(self, stream: int, nbytes: int) -> None:
+        self._nbytes += nbytes
+        if self.share is not None:
+            self.share.add(stream, nbytes)

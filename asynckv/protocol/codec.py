@@ -6,7 +6,7 @@ in one part, as nearly all do, is made and read in one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 from zlib import crc32
 
@@ -29,6 +29,7 @@ from asynckv.protocol.header import (
     unpack_fields,
     unpack_header,
 )
+from asynckv.protocol.unfinished import Unfinished
 from asynckv.protocol.values import Limits
 
 __all__ = (
@@ -153,6 +154,16 @@ class FrameDecoder:
         self._max_control_bytes = limits.max_control_bytes
         self._max_part_bytes = min(BODY_PART_BYTES, limits.max_body_bytes)
         self._bodies.limits = limits
+
+    def share(
+        self, whole: Unfinished, give_way: Callable[[RemoteProtocolError], None]
+    ) -> None:
+        """Count bodies that are under way with those of others: see there."""
+        self._bodies.share = whole.share(give_way)
+
+    def forget_bodies(self) -> None:
+        """Nobody waits for what is under way any more."""
+        self._bodies.clear()
 
     @property
     def missing_bytes(self) -> int:

@@ -7,7 +7,7 @@ outbox the bytes to write. Each stream carries what its owner attached to it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, Generic, TypeVar
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
@@ -35,6 +35,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.outbox import Outbox
 from asynckv.protocol.roles import ROLES, Role
 from asynckv.protocol.stream_ids import StreamIds
+from asynckv.protocol.unfinished import Unfinished
 from asynckv.protocol.values import Limits
 
 __all__ = ("Session",)
@@ -96,8 +97,18 @@ class Session(Generic[T]):
         """Whether a stream that this side opened has come to its end."""
         return self._ids.last_own > 2 * self._own_count - self._parity
 
+    def share(
+        self, whole: Unfinished, give_way: Callable[[RemoteProtocolError], None]
+    ) -> None:
+        """Count what is under way with that of other links.
+
+        ``give_way(error)`` is called when that is too much and this one is to end.
+        """
+        self._decoder.share(whole, give_way)
+
     def end_streams(self) -> None:
         """End all streams on this side; nothing is sent on them any more."""
+        self._decoder.forget_bodies()
         self._lost = dict(self._streams)
         self._streams.clear()
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import asynckv
+from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Insert, OpeningFrame, Select
 from asynckv.protocol.values import Limits
 from asynckv.testing.faults.hostile import claim, open_hostile_peer
@@ -27,6 +29,7 @@ WAITING_BYTES = 32 * MIB
 SPARE_BYTES = 64 * MIB
 COUNT = 30
 BODY_BYTES = 12 * MIB
+HALF_BODIES = 25
 TOKENS = tuple(range(BODY_BYTES // 8))
 SERVER = f"""
 import asyncio, sys, torch, asynckv
@@ -103,4 +106,33 @@ async def test_requests_that_wait_make_a_server_keep_no_more_than_it_was_told(
         f"kept, the server grew by {growth / MIB:.0f} MiB"
     )
     assert BODY_BYTES <= kept <= WAITING_BYTES
+    assert growth <= WAITING_BYTES + SPARE_BYTES
+
+
+async def begin_a_body(url: str, stack: contextlib.AsyncExitStack) -> None:
+    """All of a request but its end, over a link of its own."""
+    peer = await stack.enter_async_context(open_hostile_peer(url, limits=Limits()))
+    *parts, _ = encode_frame(1, Select(has_key=True), bytes(BODY_BYTES))
+    await peer.control.send(b"".join(parts))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_requests_that_are_never_whole_make_a_server_keep_no_more_either(
+    figures: Callable[[str], None],
+) -> None:
+    async with served() as process, contextlib.AsyncExitStack() as stack:
+        url = await line_of(process)
+        before = resident_bytes(process.pid)
+        for _ in range(HALF_BODIES):
+            await begin_a_body(url, stack)
+        async with asynckv.connect(url) as honest:  # its query is as long as they are
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1):
+                    await honest.lookup.drop_select(TOKENS)
+            assert honest.is_connected
+        growth = resident_bytes(process.pid) - before
+    figures(
+        f"{HALF_BODIES} links with {BODY_BYTES // MIB} MiB of a request that is not "
+        f"whole: the server grew by {growth / MIB:.0f} MiB"
+    )
     assert growth <= WAITING_BYTES + SPARE_BYTES

@@ -1,0 +1,90 @@
+"""Requests of which a part has come, of all links of a listener: a bound on them.
+
+Each link bounds its own. Without a bound on all together, peers that begin long
+bodies and never end them would make a server keep as much as they have links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from asynckv.errors import RemoteProtocolError
+
+__all__ = ("Share", "Unfinished")
+
+_HINT: Final = "send less at a time, or give the server more room"
+
+
+class Unfinished:
+    """At most ``max_bytes`` of bodies that are under way.
+
+    Where there is no room the link whose body began first ends: one that is sent
+    in earnest is whole within moments, and one that is held back never is.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self._begun: dict[tuple[Share, int], int] = {}
+
+    def share(self, give_way: Callable[[RemoteProtocolError], None]) -> Share:
+        """Return what one more link counts on.
+
+        ``give_way(error)`` is called when it is the one to end; it must not raise.
+        """
+        return Share(self, give_way)
+
+    def add(self, share: Share, stream: int, nbytes: int) -> None:
+        """Count bytes of a body, which may end other links."""
+        body = share, stream
+        self._begun[body] = self._begun.get(body, 0) + nbytes
+        self.nbytes += nbytes
+        while self.nbytes > self.max_bytes:
+            (oldest, _) = next(iter(self._begun))
+            oldest.crowd_out()
+
+    def take_away(self, share: Share, stream: int) -> None:
+        """A body is whole, or nobody waits for it any more."""
+        self.nbytes -= self._begun.pop((share, stream), 0)
+
+
+class Share:
+    """What one link keeps of them. After :meth:`end` nothing counts any more."""
+
+    def __init__(
+        self, whole: Unfinished, give_way: Callable[[RemoteProtocolError], None]
+    ) -> None:
+        self._whole = whole
+        self._give_way = give_way
+        self._streams: set[int] = set()
+        self._has_ended = False
+
+    def add(self, stream: int, nbytes: int) -> None:
+        """Count bytes of the body on ``stream``."""
+        if not self._has_ended:
+            self._streams.add(stream)
+            self._whole.add(self, stream, nbytes)
+
+    def finish(self, stream: int) -> None:
+        """The body on ``stream`` is whole."""
+        self._streams.discard(stream)
+        self._whole.take_away(self, stream)
+
+    def end(self) -> None:
+        """The link is over."""
+        self._has_ended = True
+        for stream in self._streams:
+            self._whole.take_away(self, stream)
+        self._streams.clear()
+
+    def crowd_out(self) -> None:
+        """Others have no room: the link is to end."""
+        self.end()
+        self._give_way(
+            RemoteProtocolError(
+                "the unfinished bodies of all links are more than "
+                f"{self._whole.max_bytes} bytes, and one of this link began first",
+                hint=_HINT,
+            )
+        )
