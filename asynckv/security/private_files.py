@@ -16,7 +16,8 @@ _MAX_BYTES: Final = 64 * 1024
 def check_private(path: str) -> None:
     """Refuse a file that somebody else can read. Blocks.
 
-    :raises ConfigError: it is no file, or its mode lets others read it
+    :raises ConfigError: it is no file, its mode lets others read it, or it is
+        another user's
     """
     os.close(_open_private(path))
 
@@ -24,7 +25,8 @@ def check_private(path: str) -> None:
 def read_private(path: str) -> bytes:
     """Return the first 64 KiB of a file that nobody else can read. Blocks.
 
-    :raises ConfigError: it cannot be read, or its mode lets others read it
+    :raises ConfigError: it cannot be read, its mode lets others read it, or it
+        is another user's
     """
     descriptor = _open_private(path)
     try:
@@ -42,12 +44,19 @@ def _open_private(path: str) -> int:
             f"{path} cannot be read: {exc.strerror}",
             hint="check the path, and that this user owns the file",
         ) from exc
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode) and not mode & (stat.S_IRWXG | stat.S_IRWXO):
+    status = os.fstat(descriptor)
+    mode = status.st_mode
+    is_ours = status.st_uid in (0, os.geteuid())  # what root owns, root may hand out
+    if stat.S_ISREG(mode) and is_ours and not mode & (stat.S_IRWXG | stat.S_IRWXO):
         return descriptor
     os.close(descriptor)
     if not stat.S_ISREG(mode):
         raise ConfigError(f"{path} is no file", hint="write the path of a plain file")
+    if not is_ours:
+        raise ConfigError(
+            f"{path} belongs to another user, who can read it",
+            hint="use a file of this user's, or of root's",
+        )
     raise ConfigError(
         f"{path} can be read by others than its owner: its mode is "
         f"{stat.S_IMODE(mode):04o}",

@@ -197,6 +197,7 @@ def test_another_version_is_refused_before_anything_is_proved() -> None:
         listening(OURS).receive(encode_hello(hello))
 
 
+@pytest.mark.refusal
 def test_what_was_said_before_proves_nothing_to_a_listening_side() -> None:
     hello, _, proof, _ = recorded()
     far = listening(OURS, nonce=b"another nonce".ljust(32))
@@ -205,6 +206,7 @@ def test_what_was_said_before_proves_nothing_to_a_listening_side() -> None:
         far.receive(proof)
 
 
+@pytest.mark.refusal
 def test_what_was_said_before_proves_nothing_to_a_dialling_side() -> None:
     _, challenge, _, welcome = recorded()
     near = dialling(nonce=b"another nonce".ljust(32))
@@ -283,6 +285,7 @@ def test_a_greeting_with_any_bit_changed_comes_to_nothing(
         assert near.missing_bytes
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("number", range(4))
 def test_a_greeting_that_is_cut_comes_to_nothing(number: int) -> None:
     said = recorded()

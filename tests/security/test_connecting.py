@@ -294,6 +294,7 @@ async def test_keys_that_cannot_be_read_are_told_where_a_link_is_opened(
             pass
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://[::]:0"])
 async def test_other_machines_reach_only_what_is_protected(
     url: str, make_secret: Make, caplog: pytest.LogCaptureFixture
@@ -345,6 +346,7 @@ def listened_at() -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("host", ["", "localhost", "127.0.0.1", "[::1]"])
 async def test_the_kernel_says_that_loopback_alone_is_listened_at(host: str) -> None:
     before = listened_at()
@@ -354,6 +356,7 @@ async def test_the_kernel_says_that_loopback_alone_is_listened_at(host: str) -> 
     assert addresses == {loopback}
 
 
+@pytest.mark.refusal
 async def test_a_group_listens_at_loopback_unless_told_otherwise() -> None:
     before = listened_at()
     async with open_group(3):

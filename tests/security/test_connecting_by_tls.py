@@ -418,6 +418,7 @@ async def test_a_lane_comes_from_the_very_peer_that_opened_the_link(
                 side.outcome().check_attached(0, await read_first_frame(lane))
 
 
+@pytest.mark.refusal
 async def test_what_was_said_over_one_connection_proves_nothing_over_another(
     authority: Authority, make_secret: Make
 ) -> None:

@@ -60,6 +60,7 @@ OPENERS: dict[str, Callable[[str], AbstractAsyncContextManager[Any]]] = {
 }
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("opener", OPENERS)
 @pytest.mark.parametrize("url", ["tcp://:0", "tcp://127.0.0.1:0", "tcp://[::1]:0"])
 async def test_without_protection_the_kernel_knows_a_loopback_address_only(
@@ -85,6 +86,7 @@ async def test_what_is_refused_was_listened_at_for_no_moment(
     assert binds == listening_hosts() == []
 
 
+@pytest.mark.refusal
 async def test_ranks_of_a_group_on_one_host_listen_at_loopback_only() -> None:
     port = free_port()
     ranks = [

@@ -36,6 +36,13 @@ def test_a_file_that_others_can_touch_is_refused_with_what_to_do(
         check_private(str(path))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_of_another_user_is_refused_also_by_root(path: Path) -> None:
+    os.chown(path, 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        read_private(str(path))
+
+
 def test_no_file_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_private(str(tmp_path / "none"))

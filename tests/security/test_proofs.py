@@ -46,6 +46,7 @@ def test_other_words_make_another_proof(
     assert is_same == (first == second)
 
 
+@pytest.mark.refusal
 def test_the_same_words_over_another_connection_prove_nothing() -> None:
     proof = transcript_of(b"a", binding=b"one").prove(OURS, "dialling")
     assert not transcript_of(b"a").is_proved(OURS, "dialling", proof)
@@ -74,6 +75,7 @@ def test_a_lane_is_proved_by_number_side_and_link() -> None:
         assert link.is_proved(role, lane, proof) == good  # type: ignore[arg-type]
 
 
+@pytest.mark.refusal
 def test_without_a_key_there_is_nothing_to_prove() -> None:
     proofs = LaneProofs()
     assert proofs.prove("dialling", 0) == b""

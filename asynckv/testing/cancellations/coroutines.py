@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, Final
 
 import asynckv
 from asynckv import abc as contracts
+from asynckv.buffers.consuming import RemoteConsumer
+from asynckv.buffers.local_consumer import LocalConsumer
 
 __all__ = ("ONE_STEP", "codes_of_coroutines", "public_coroutines", "uncovered")
 
@@ -39,6 +41,11 @@ ONE_STEP: Final = frozenset(
 )
 """Coroutines that never wait: they can only be cancelled before they begin."""
 
+_CONSUMERS: Final[Mapping[str, Sequence[Any]]] = {
+    "LookupBuffer.drop_select": (LocalConsumer,),
+    "RemoteLookupBuffer.drop_select": (RemoteConsumer,),
+}
+
 
 def public_coroutines() -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """Yield each with its name, the names it is covered by, and the function.
@@ -65,14 +72,33 @@ def uncovered(covers: Iterable[str]) -> list[str]:
 
 
 def codes_of_coroutines() -> dict[str, CodeType]:
-    """Return what runs, and may be suspended, by name."""
+    """Return what runs, and may be suspended, by name.
+
+    Some functions only return what is awaited or entered: of them it is the
+    generator or the methods that run behind them.
+    """
     found = {}
     for name, names, function in public_coroutines():
+        if getattr(function, "__isabstractmethod__", False):
+            continue
         inner = inspect.unwrap(function)
-        is_abstract = getattr(function, "__isabstractmethod__", False)
-        if not is_abstract and ONE_STEP.isdisjoint(names) and _suspends(inner):
+        if ONE_STEP.isdisjoint(names) and _suspends(inner):
             found[name] = inner.__code__
+        for behind in _behind(name, function):
+            found[f"{name}: {behind.__qualname__}"] = behind.__code__
     return found
+
+
+def _behind(name: str, function: Any) -> Iterator[Any]:
+    """Yield what runs when that is awaited or entered which ``function`` returns."""
+    for consumer in _CONSUMERS.get(name, ()):
+        yield from map(inspect.unwrap, (consumer.take, consumer.borrow))
+    if _suspends(inspect.unwrap(function)):
+        return
+    for named in function.__code__.co_names:
+        called = function.__globals__.get(named)
+        if hasattr(called, "__wrapped__"):
+            yield inspect.unwrap(called)
 
 
 def _classes() -> set[type[Any]]:

@@ -76,9 +76,9 @@ def _may_fail(scenario: Scenario, call: Call) -> bool:
             known = held or disturbed or closing or failed
             return call.verb in ("borrow", "read") and known
         case "ChecksumError":
-            return flipped
+            return flipped and disturbed
         case "PeerLost":
-            return disturbed or closing or flipped
+            return disturbed or closing
         case "PeerRestarted":
             return restarted
         case "TimeoutError":

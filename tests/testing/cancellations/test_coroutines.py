@@ -57,6 +57,16 @@ def test_codes_are_of_what_runs() -> None:
     assert "KVLookupBuffer.insert" not in codes  # a contract does not run
 
 
+def test_what_runs_behind_a_function_that_only_returns_is_found() -> None:
+    assert {
+        "open: _opened",
+        "open_pipe: _opened",
+        "join_group: _joined",
+        "LookupBuffer.drop_select: LocalConsumer.take",
+        "RemoteLookupBuffer.drop_select: RemoteConsumer.borrow",
+    } <= set(codes_of_coroutines())
+
+
 def test_what_takes_one_step_exists() -> None:
     known = {alias for _, names, _ in public_coroutines() for alias in names}
     assert {name for name in ONE_STEP if not name.endswith("__aenter__")} <= known
