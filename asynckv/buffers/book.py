@@ -223,6 +223,11 @@ class EntryBook:
             _tell_gone(entry)
         self.changed()
 
+    @property
+    def remembered(self) -> int:
+        """How many of those that left are known still."""
+        return len(self._tombstones)
+
     def close(self) -> None:
         """Nothing more expires."""
         self._expiry.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import dataclasses
 import gc
 import os
@@ -18,7 +19,12 @@ _PAGES = 1
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Counts at one moment, of this process and of one buffer."""
+    """Counts at one moment, of this process and of one buffer.
+
+    ``resident_bytes`` are without what malloc keeps for later, where it can be
+    told not to. ``remembered`` entries have left: a buffer knows the last of them,
+    so many and so long, to answer who asks again.
+    """
 
     tasks: int
     threads: int
@@ -26,11 +32,14 @@ class Footprint:
     resident_bytes: int
     leased: int
     waiting: int
+    remembered: int
 
     @classmethod
     def now(cls, buffer: LookupBuffer) -> Footprint:
         """Look. Blocks for the garbage collector."""
         gc.collect()
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)
         state = buffer.statistics()
         pages = int(Path("/proc/self/statm").read_text().split()[_PAGES])
         return cls(
@@ -40,4 +49,5 @@ class Footprint:
             resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
             leased=state.leased,
             waiting=state.waiting_inserts + state.waiting_selects,
+            remembered=buffer.ledger.book.remembered,
         )
