@@ -27,7 +27,11 @@ class PartSink(Protocol):
 
 
 class Reception:
-    """One transfer on its way into memory that ``sink`` owns."""
+    """One transfer on its way into memory that ``sink`` owns.
+
+    It forgets the ``sink`` when there is nothing more to tell: whoever keeps both
+    would keep the memory too until the garbage collector comes.
+    """
 
     def __init__(
         self, link: Link, transfer: int, targets: Sequence[memoryview], sink: PartSink
@@ -35,7 +39,8 @@ class Reception:
         self.transfer = transfer
         self._link = link
         self._targets = targets
-        self._sink = sink
+        self._sink: PartSink | None = sink
+        self._unverified = len(targets)
         self._landed: dict[int, bytes] = {}
         self._sent: dict[int, bytes] = {}
         self._is_stopped = False
@@ -72,12 +77,14 @@ class Reception:
     def stop(self) -> None:
         """Let nothing more land. The memory is quiet after :meth:`quiesce`."""
         self._is_stopped = True
+        self._sink = None
         self._link.progress.forget(self.transfer)
         self._link.payload.stop(self.transfer)
 
     async def quiesce(self) -> None:
         """Stop, and wait until no thread touches the memory (at most 1 s)."""
         self._is_stopped = True
+        self._sink = None
         self._link.progress.forget(self.transfer)
         await self._link.payload.quiesce(self.transfer)
 
@@ -93,15 +100,19 @@ class Reception:
 
     def _compare(self, index: int) -> None:
         landed, sent = self._landed.get(index), self._sent.get(index)
-        if landed is None or sent is None:
+        sink = self._sink
+        if landed is None or sent is None or sink is None:
             return
         if landed != sent:
             self.stop()
-            self._sink.reception_failed(
+            sink.reception_failed(
                 ChecksumError(
                     f"part {index} arrived with other bytes than were sent",
                     hint="the delivery was refused; nothing of it was used",
                 )
             )
         else:
-            self._sink.part_verified(index, landed)
+            self._unverified -= 1
+            if not self._unverified:
+                self._sink = None
+            sink.part_verified(index, landed)

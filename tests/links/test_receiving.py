@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -112,3 +113,22 @@ def test_an_error_of_the_transport_is_left_to_the_link() -> None:
     sink.reception.on_done(Done(7, 0, b""))
     assert not sink.verified
     assert not sink.errors
+
+
+@pytest.mark.parametrize("end", ["whole", "stopped", "other"])
+def test_it_forgets_who_owns_the_memory_when_nothing_more_is_to_be_told(
+    end: str,
+) -> None:
+    link, owner = Sink(), Sink()
+    targets = [memoryview(bytearray(8))]
+    reception = Reception(link, 8, targets, owner)  # type: ignore[arg-type]
+    reception.begin()
+    is_gone = weakref.ref(owner)
+    owner.payload.done.clear()  # which keep its own reception, and so itself
+    if end == "stopped":
+        reception.stop()
+    else:
+        link.payload.done[-1](b"digest", None)
+        reception.on_done(Done(8, 0, b"digest" if end == "whole" else b"other"))
+    del owner.reception, owner.progress, owner
+    assert is_gone() is None
