@@ -245,7 +245,8 @@ class EntryBook:
             self._has_more_outside()
 
     def _bury(self, entry: StoredEntry) -> None:
-        broke_off = entry.left_by == "producer" and not entry.draft.streaming
+        # Whose insert may be sent again: it did not hear that it was in.
+        broke_off = entry.left_by in ("producer", "ttl") and not entry.draft.streaming
         stone = Tombstone(
             entry.left_by,
             entry.digest() if entry.complete else entry.delivered_digest,

@@ -25,6 +25,17 @@ async def test_time_is_judged_again_after_each_acknowledgement() -> None:
     assert bench.arena.used_bytes == 0
 
 
+async def test_sent_again_after_its_time_an_entry_goes_on_after_what_counted() -> None:
+    bench = SteppedLedger()
+    entry = bench.insert("a", deliveries=2, ttl_s=60)
+    entry.expires_at = 0.0
+    bench.leases.acknowledge(bench.select(consumer="one")[0].held())
+    again = bench.begin("a", deliveries=2)
+    bench.book.resume(again, entry.digest())
+    assert (again.attempts, again.deliveries_left) == (1, 1)
+    assert again.consumers == {"one"}
+
+
 async def test_an_entry_in_hand_does_not_expire() -> None:
     bench = SteppedLedger()
     bench.insert("a", ttl_s=0)

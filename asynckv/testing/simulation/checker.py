@@ -50,9 +50,7 @@ def _unexpected(scenario: Scenario) -> Iterator[str]:
 
 def _may_fail(scenario: Scenario, call: Call) -> bool:
     ended = call.ended or scenario.world.now
-    disturbed = not call.process.is_server and scenario.troubles.was_disturbed(
-        call.node, call.began - 60, ended
-    )
+    disturbed = _was_disturbed(scenario, call)
     # A server that lost its power is missed a while later.
     restarted = any(
         call.began - _ROUND_TRIP_S <= life.end <= ended for life in scenario.watch.lives
@@ -73,7 +71,8 @@ def _may_fail(scenario: Scenario, call: Call) -> bool:
         case "LeaseLost":
             held = scenario.settings.max_hold_s is not None
             failed = call.verb == "read" and _has_failed_writer(scenario, call)
-            known = held or disturbed or closing or failed
+            given_up = _may_be_given_up(scenario, call)
+            known = held or disturbed or closing or failed or given_up
             return call.verb in ("borrow", "read") and known
         case "ChecksumError":
             return flipped and disturbed
@@ -86,6 +85,15 @@ def _may_fail(scenario: Scenario, call: Call) -> bool:
         case "BufferClosed":
             return closing
     return False
+
+
+def _may_be_given_up(scenario: Scenario, call: Call) -> bool:
+    """Whether what it had for one of several deliveries failed at others too often."""
+    contents = call.delivery.contents if call.delivery is not None else None
+    if contents is None or contents.deliveries < 2:
+        return False
+    failed = sum(_may_have_failed(c, contents) for c in scenario.history.calls)
+    return failed > scenario.settings.max_deliver
 
 
 def _has_failed_writer(scenario: Scenario, call: Call) -> bool:
@@ -124,6 +132,9 @@ def _lost(scenario: Scenario) -> Iterator[str]:
         if not any(_is_certain(scenario, call) for call in inserts):
             continue
         reason = scenario.watch.reasons.get(contents.number, "never")
+        had_left = contents.ttl_s is not None or _was_withdrawn(scenario, contents)
+        if reason == "producer" and had_left and inserts[-1].outcome != "ok":
+            continue  # it was in, left as it may, and was then inserted in vain
         calls = got[contents.number]
         missing = contents.deliveries - sum(call.outcome == "ok" for call in calls)
         if not _may_leave(scenario, contents, reason, missing):
@@ -155,9 +166,19 @@ def _is_certain(scenario: Scenario, insert: Call) -> bool:
 
 
 def _was_withdrawn(scenario: Scenario, contents: Contents) -> bool:
+    # Sent again after its answer was lost, it says of what it has done: not there.
     return any(
-        call.contents is contents and call.verb == "withdraw" and call.said != "False"
+        call.contents is contents
+        and call.verb == "withdraw"
+        and (call.said != "False" or _was_disturbed(scenario, call))
         for call in scenario.history.calls
+    )
+
+
+def _was_disturbed(scenario: Scenario, call: Call) -> bool:
+    ended = call.ended or scenario.world.now
+    return not call.process.is_server and scenario.troubles.was_disturbed(
+        call.node, call.began - 60, ended
     )
 
 
