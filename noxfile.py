@@ -15,6 +15,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 ROOT = Path(__file__).parent
 WORKERS = ("-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal")
+LONGEST = ("test_cancellations", "test_fuzz", "test_simulation")
 TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
 
 
@@ -130,7 +131,9 @@ def _test_promises(session: nox.Session, scale: str) -> None:
         session.run("pytest", "-m", promises, *session.posargs, env=env)
         return
     # Half of them wait rather than work. Nothing else is collected: that takes longer.
-    workers = ("-n", str(1 + int(WORKERS[1])), *WORKERS[2:])
+    # One by one, the longest first: else the last two are left to one process.
+    one_by_one = ("--dist", "load", "--maxschedchunk", "1")
+    workers = ("-n", str(1 + int(WORKERS[1])), *one_by_one)
     marked = _tests_marked("trust", "chaos", "refusal")
     together = ("-m", f"{promises} and not alone", *workers, *marked)
     session.run("pytest", *together, env=env)
@@ -143,7 +146,7 @@ def _tests_marked(*markers: str) -> list[str]:
     names = tuple(f"mark.{marker}" for marker in markers)
     files = (ROOT / "tests").rglob("test_*.py")
     found = [file for file in files if any(name in file.read_text() for name in names)]
-    found.sort(key=lambda file: ("fuzz" not in file.parts, "trust" not in file.parts))
+    found.sort(key=lambda file: (file.stem not in LONGEST, file))
     return [str(file.relative_to(ROOT)) for file in found]
 
 
