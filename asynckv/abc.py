@@ -340,8 +340,8 @@ class KVLookupBuffer(KVCacheBuffer):
     async def withdraw(self, entry_id: str) -> bool:
         """Remove an entry that nobody holds; ``True`` if it was there and is gone.
 
-        A cancelled call has removed it or not. Over a link that was lost and made
-        again ``False`` may also mean that the first try has removed it.
+        A cancelled call has removed it or not. After a reconnect ``False`` may also
+        mean that it has, before the link was lost.
         """
 
     @abc.abstractmethod

@@ -245,15 +245,15 @@ class EntryBook:
             self._has_more_outside()
 
     def _bury(self, entry: StoredEntry) -> None:
-        # Whose insert may be sent again: it did not hear that it was in.
-        broke_off = entry.left_by in ("producer", "ttl") and not entry.draft.streaming
+        # Also what was in may be sent again: who inserted it may not know of it.
+        goes_on = not entry.draft.streaming
         stone = Tombstone(
             entry.left_by,
             entry.digest() if entry.complete else entry.delivered_digest,
             tuple(entry.acknowledged_tokens),
             _now(),
-            entry.attempts if broke_off else 0,
-            entry.failures,
+            entry.attempts if goes_on else 0,
+            entry.failures if entry.left_by != "max_deliver" else 0,
             frozenset(entry.consumers or ()),
         )
         self._tombstones.bury(entry.entry_id, stone)

@@ -16,8 +16,8 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     """How an entry left. ``reason`` is empty if by its last acknowledgement.
 
     ``tokens`` are those of the deliveries that counted. ``attempts`` is not 0 if
-    its insert broke off, or its time was over, when it had been delivered: sent
-    again it goes on there.
+    it had been delivered when it left: sent again it goes on there, whatever it
+    left by. Only what failed too often may fail as often again.
     """
 
     reason: str

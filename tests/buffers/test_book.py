@@ -36,6 +36,26 @@ async def test_sent_again_after_its_time_an_entry_goes_on_after_what_counted() -
     assert again.consumers == {"one"}
 
 
+async def test_sent_again_what_failed_too_often_may_fail_as_often_again() -> None:
+    bench = SteppedLedger()
+    entry = bench.insert("a")
+    while "a" in bench.book.entries:
+        bench.leases.give_back(bench.select()[0].held(), reached=True)
+    again = bench.begin("a")
+    bench.book.resume(again, entry.digest())
+    assert (again.attempts, again.failures) == (entry.attempts, 0)
+
+
+async def test_what_was_withdrawn_goes_on_as_well_if_it_is_sent_again() -> None:
+    bench = SteppedLedger()
+    entry = bench.insert("a", deliveries=2)
+    bench.leases.acknowledge(bench.select(consumer="one")[0].held())
+    bench.book.leave(entry, "withdrawn")
+    again = bench.begin("a", deliveries=2)
+    bench.book.resume(again, entry.digest())
+    assert (again.deliveries_left, again.consumers) == (1, {"one"})
+
+
 async def test_an_entry_in_hand_does_not_expire() -> None:
     bench = SteppedLedger()
     bench.insert("a", ttl_s=0)

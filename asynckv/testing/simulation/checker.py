@@ -8,13 +8,14 @@ an exception, the checker allows no more than that.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from asynckv.testing.simulation.contents import Contents
 from asynckv.testing.simulation.history import Call, Verb
 from asynckv.testing.simulation.leaving import wrong_departures
 from asynckv.testing.simulation.scenario import Scenario
+from asynckv.testing.simulation.stays import Stay
 from asynckv.testing.simulation.watch import Life
 
 __all__ = ("judge",)
@@ -71,7 +72,7 @@ def _may_fail(scenario: Scenario, call: Call) -> bool:
         case "LeaseLost":
             held = scenario.settings.max_hold_s is not None
             failed = call.verb == "read" and _has_failed_writer(scenario, call)
-            given_up = _may_be_given_up(scenario, call)
+            given_up = _was_given_up(scenario, call)
             known = held or disturbed or closing or failed or given_up
             return call.verb in ("borrow", "read") and known
         case "ChecksumError":
@@ -87,13 +88,21 @@ def _may_fail(scenario: Scenario, call: Call) -> bool:
     return False
 
 
-def _may_be_given_up(scenario: Scenario, call: Call) -> bool:
-    """Whether what it had for one of several deliveries failed at others too often."""
-    contents = call.delivery.contents if call.delivery is not None else None
-    if contents is None or contents.deliveries < 2:
+def _was_given_up(scenario: Scenario, call: Call) -> bool:
+    """Whether what it held failed meanwhile at others, once more than it may."""
+    if call.delivery is None or call.delivery.contents.deliveries < 2:
         return False
-    failed = sum(_may_have_failed(c, contents) for c in scenario.history.calls)
-    return failed > scenario.settings.max_deliver
+    ended = call.ended or scenario.world.now
+    return any(
+        stay.reason == "max_deliver" and call.began <= stay.left <= ended
+        for life in scenario.watch.lives
+        for stay in _stays_of(scenario, call.delivery.contents, life)
+    )
+
+
+def _stays_of(scenario: Scenario, contents: Contents, life: Life) -> Sequence[Stay]:
+    entry_id = scenario.history.inserted().get(contents.number, contents.entry_id)
+    return life.stays.of(entry_id) if entry_id else ()
 
 
 def _has_failed_writer(scenario: Scenario, call: Call) -> bool:
@@ -131,14 +140,21 @@ def _lost(scenario: Scenario) -> Iterator[str]:
         ]
         if not any(_is_certain(scenario, call) for call in inserts):
             continue
-        reason = scenario.watch.reasons.get(contents.number, "never")
-        had_left = contents.ttl_s is not None or _was_withdrawn(scenario, contents)
-        if reason == "producer" and had_left and inserts[-1].outcome != "ok":
-            continue  # it was in, left as it may, and was then inserted in vain
+        reason = _reason_of(scenario, contents)
         calls = got[contents.number]
         missing = contents.deliveries - sum(call.outcome == "ok" for call in calls)
         if not _may_leave(scenario, contents, reason, missing):
             yield f"{_name(contents)}: {missing} of {contents.deliveries}, {reason!r}"
+
+
+def _reason_of(scenario: Scenario, contents: Contents) -> str:
+    """Why it left for good: one that was inserted again in vain had left before."""
+    reason = scenario.watch.reasons.get(contents.number, "never")
+    if reason == "producer":
+        for stay in reversed(_stays_of(scenario, contents, scenario.watch.lives[-1])):
+            if stay.committed is not None or stay.reason != "producer":
+                return stay.reason
+    return reason
 
 
 def _may_leave(

@@ -119,6 +119,35 @@ def test_a_withdrawal_explains_what_left_by_it_and_nothing_else_does(
     assert court.verdict() == ""
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_what_is_inserted_again_in_vain_is_lost_only_if_it_was_in_again(
+    court: Court, *, is_committed: bool
+) -> None:
+    contents = court.inserted(reason="producer")
+    court.call("withdraw", "ok", contents, "True")
+    stays = court.scenario.watch.lives[-1].stays
+    for reason in ("withdrawn", "producer"):
+        stays.come(contents.entry_id)
+        if reason == "withdrawn" or is_committed:
+            stays.commit(contents.entry_id)
+        stays.leave(contents.entry_id, reason)
+    assert ("lost" in court.verdict()) == is_committed
+
+
+@pytest.mark.parametrize("reason", ["max_deliver", "withdrawn"])
+def test_what_one_holds_may_be_lost_to_it_when_it_failed_at_others(
+    court: Court, reason: str
+) -> None:
+    contents = court.inserted(deliveries=2)
+    call = court.got(contents, "LeaseLost", verb="borrow")
+    assert "LeaseLost" in court.verdict()
+    stays = court.scenario.watch.lives[-1].stays
+    stays.come(contents.entry_id)
+    stays.leave(contents.entry_id, reason)
+    assert call.began <= stays.of(contents.entry_id)[0].left
+    assert ("LeaseLost" in court.verdict()) == (reason == "withdrawn")
+
+
 def test_failures_explain_max_deliver_if_there_were_so_many(court: Court) -> None:
     contents = court.inserted(reason="max_deliver")
     most = court.scenario.settings.max_deliver
