@@ -6,6 +6,7 @@ The one global of this package is here: which names are listened at.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import weakref
@@ -143,6 +144,12 @@ async def _join(link: Link, their_link: Link, lanes: int) -> None:
         await link.payload.open(b"", their_link.payload)
         await their_link.payload.open(b"", link.payload)
         return
-    pairs = [socket.socketpair() for _ in range(lanes)]
-    await link.payload.open(b"", [pair[0] for pair in pairs])
-    await their_link.payload.open(b"", [pair[1] for pair in pairs])
+    with contextlib.ExitStack() as stack:
+        pairs = []
+        for _ in range(lanes):
+            pairs.append(socket.socketpair())
+            for sock in pairs[-1]:
+                stack.enter_context(sock)
+        await link.payload.open(b"", [pair[0] for pair in pairs])
+        await their_link.payload.open(b"", [pair[1] for pair in pairs])
+        stack.pop_all()

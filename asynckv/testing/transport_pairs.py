@@ -52,8 +52,10 @@ async def open_transport_pair(
         await far.open(near.describe(), channels[1])
         yield near, far
     finally:
-        await near.aclose()
-        await far.aclose()
+        try:
+            await near.aclose()
+        finally:
+            await far.aclose()
 
 
 async def _connected(kind: TransportKind) -> tuple[socket.socket, socket.socket]:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from asynckv.abc import PayloadTransport
 from asynckv.errors import PeerLost
-from asynckv.testing import until
+from asynckv.testing import until, until_blocked
 from asynckv.testing.transport_pairs import (
     TRANSPORT_KINDS,
     TransportKind,
@@ -23,3 +26,25 @@ async def test_the_side_that_is_left_hears_of_it(kind: TransportKind) -> None:
         await until(lambda: bool(lost[1]))
     assert lost[0] == []
     assert [type(error) for error in lost[1]] == [PeerLost]
+
+
+async def test_both_ends_close_though_the_wait_for_the_first_is_cancelled() -> None:
+    opened: list[PayloadTransport] = []
+    told: list[BaseException | None] = []
+
+    async def use() -> None:
+        opening = open_transport_pair("unix", lambda _: None, lambda _: None)
+        async with opening as (near, far):
+            opened.append(far)
+            # Nobody takes it, so the end of the near side waits for it.
+            near.send(1, 0, memoryview(bytes(2**24)), lambda *_: None)
+
+    task = asyncio.create_task(use())
+    await until(lambda: bool(opened))
+    await until_blocked(task)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    opened[0].receive(1, 0, memoryview(bytearray(4)), lambda _, exc: told.append(exc))
+    await until(lambda: bool(told))
+    assert [type(error) for error in told] == [PeerLost]
