@@ -122,7 +122,7 @@ class Acts:
 
         :raises ActFailed: the decoder outlived the transfer, or its entry is lost
         """
-        execution = _Execution(decode, self._ready.layers)
+        execution = _Execution(decode.progress, self._ready.layers)
         entry_id = "demo-killed"
         prefilled, kept = await _both(
             self._prefill.ask(Prefill("layerwise", entry_id), Prefilled),
@@ -150,9 +150,10 @@ class Acts:
     ) -> KeptEntry:
         decode.progress = execution.note
         with contextlib.suppress(WorkerEnded):
-            await decode.ask(Select("layerwise", entry_id), Generated)
+            order = Select("layerwise", entry_id, dies_after=execution.after)
+            await decode.ask(order, Generated)
         if execution.at_s == 0.0:
-            raise ActFailed("the decoder was through before it could be killed")
+            raise ActFailed("the decoder was not killed in mid-transfer")
         kept = await self._prefill.ask(WaitReturned(), KeptEntry)
         if kept.matched_tokens != len(self._ready.prompt):
             raise ActFailed("the killed decoder's entry is lost")
@@ -170,22 +171,19 @@ class Acts:
 
 
 class _Execution:
-    """Kills a decoder as soon as a share of the layers has landed in it."""
+    """The death of a decoder as soon as a share of the layers has landed in it."""
 
-    def __init__(self, decode: Worker, layers: int) -> None:
+    def __init__(self, show: Callable[[Progress], None], layers: int) -> None:
+        self.after = max(1, int(layers * _KILL_AFTER_SHARE))
         self.landed = 0
         self.at_s = 0.0
-        self._decode = decode
-        self._show = decode.progress
-        self._enough = max(1, int(layers * _KILL_AFTER_SHARE))
+        self._show = show
 
     def note(self, progress: Progress) -> None:
         self._show(progress)
-        # What it had said, but was not read yet when it was killed, does not count.
-        if isinstance(progress, Landed) and self.at_s == 0.0:
+        if isinstance(progress, Landed):
             self.landed += 1
-            if self.landed >= self._enough:
-                self._decode.kill()
+            if self.landed == self.after:
                 self.at_s = time.monotonic()
 
 

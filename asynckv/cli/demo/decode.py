@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +59,7 @@ class DecodeWorker:
             case Select(way="bulk"):
                 return await self._select_in_bulk()
             case Select():
-                return await self._select_by_layer()
+                return await self._select_by_layer(order.dies_after)
             case SelectSlowly():
                 return await self._select_slowly(order.entries, order.pause_s)
         raise ValueError(f"a decode process does not know {type(order).__name__}")
@@ -113,7 +114,7 @@ class DecodeWorker:
         landed = (landed_s,) * len(engine.layers)
         return _generated(done, lag, began_s, landed, entry.attempt)
 
-    async def _select_by_layer(self) -> Generated:
+    async def _select_by_layer(self, dies_after: int) -> Generated:
         engine, lookup = self._ready()
         lag = LoopLag()
         landed: dict[int, float] = {}
@@ -122,6 +123,8 @@ class DecodeWorker:
             if event.what == "landed":
                 landed[event.layer] = event.at
                 self._tell(Landed(event.layer))
+                if len(landed) == dies_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         began_s = time.monotonic()
         with engine.recording() as recording:

@@ -85,10 +85,15 @@ class Continue(_Base, frozen=True, tag="continue"):
 
 
 class Select(_Base, frozen=True, tag="select"):
-    """Take the prompt's KV out of the buffer and go on."""
+    """Take the prompt's KV out of the buffer and go on.
+
+    If ``dies_after`` is not 0, it kills itself (SIGKILL) once so many layers have
+    landed: so it surely dies in mid-transfer, however fast layers come.
+    """
 
     way: Way
     entry_id: str
+    dies_after: int = 0
 
 
 class SelectSlowly(_Base, frozen=True, tag="select_slowly"):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -46,14 +45,13 @@ GENERATED = Generated(
 
 
 class FakeWorker(Worker):
-    """Answers from a table; lands layers until it is killed."""
+    """Answers from a table; dies of an order that it has no answer to."""
 
     def __init__(self, pid: int, answers: dict[type[Order], Note]) -> None:
         self.asked: list[Order] = []
         self.progress = lambda _: None
         self._pid = pid
         self._answers = answers
-        self._killed = asyncio.Event()
 
     @property
     def pid(self) -> int:
@@ -62,14 +60,11 @@ class FakeWorker(Worker):
     async def ask(self, order: Order, answer: type[Any]) -> Any:
         self.asked.append(order)
         if type(order) not in self._answers:
-            for layer in range(4):
+            assert isinstance(order, Select)
+            for layer in range(order.dies_after):
                 self.progress(Landed(layer))
-            await self._killed.wait()
             raise WorkerEnded
         return self._answers[type(order)]
-
-    def kill(self) -> None:
-        self._killed.set()
 
 
 def prefill_worker(kept: int = 3) -> FakeWorker:
@@ -135,6 +130,7 @@ async def test_the_decoder_is_killed_in_mid_transfer() -> None:
     successor = decode_worker(3)
     playing = acts(prefill_worker(), lambda: successor)
     survival, took_over = await playing.kill_decoder(FakeWorker(2, {}))
+    assert survival.landed_before == 2
     assert (survival.killed_pid, survival.successor_pid) == (2, 3)
     assert survival.landed_before < len(survival.taken_over.layers)
     assert took_over is successor
@@ -146,7 +142,7 @@ async def test_a_lost_entry_fails_the_act() -> None:
 
 
 async def test_a_decoder_that_outlives_the_transfer_fails_the_act() -> None:
-    with pytest.raises(ActFailed, match="before it could be killed"):
+    with pytest.raises(ActFailed, match="not killed in mid-transfer"):
         await acts(prefill_worker()).kill_decoder(decode_worker())
 
 
