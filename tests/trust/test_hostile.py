@@ -58,10 +58,12 @@ class Child:
         line = await asyncio.wait_for(self._process.stdout.readline(), 60)
         return line.decode().strip()
 
-    async def tell(self, word: str) -> None:
+    async def tell(self, word: str) -> int:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n".encode())
-        assert await self.hear() == word
+        answer, there = (await self.hear()).split()
+        assert answer == word
+        return int(there)
 
 
 @contextlib.contextmanager
@@ -124,10 +126,12 @@ async def test_who_is_honest_keeps_half_of_its_rate_and_memory_is_bounded(
     first, *others = sorted(os.sched_getaffinity(0))
     # The honest share a core at all times; what the crowd uses up is none of theirs.
     with on_cores({first}):
-        ratios, growth = await siege(scale.hostile_connections, set(others) or {first})
+        rounds, growth = await siege(scale.hostile_connections, set(others) or {first})
+    ratios, there = zip(*rounds, strict=True)
     kept = statistics.median(ratios)
     figures(
-        f"{scale.hostile_connections} connections, the server grew by "
+        f"{scale.hostile_connections} connections, {min(there)} to {max(there)} of "
+        f"them up at the end of a round and the others thrown out, the server grew by "
         f"{growth / MIB:.0f} MiB with a budget of {BUDGET_BYTES / MIB:.0f}, the honest "
         f"client kept {kept:.0%} of its rate "
         f"({', '.join(f'{ratio:.0%}' for ratio in ratios)})"
@@ -136,10 +140,13 @@ async def test_who_is_honest_keeps_half_of_its_rate_and_memory_is_bounded(
     assert kept >= KEPT
 
 
-async def siege(count: int, cores_of_the_crowd: set[int]) -> tuple[list[float], int]:
-    """By round, the honest client's rate in a siege beside its rate before it; and
-    the bytes by which the server has grown."""
-    ratios: list[float] = []
+async def siege(
+    count: int, cores_of_the_crowd: set[int]
+) -> tuple[list[tuple[float, int]], int]:
+    """By round, the honest client's rate in a siege beside its rate before it, and
+    how many of the crowd were connected at its end; and the bytes by which the
+    server has grown."""
+    rounds: list[tuple[float, int]] = []
     async with running("-c", SERVER) as server, contextlib.AsyncExitStack() as stack:
         url = await server.hear()
         with on_cores(cores_of_the_crowd):
@@ -153,6 +160,6 @@ async def siege(count: int, cores_of_the_crowd: set[int]) -> tuple[list[float], 
         for _ in range(ROUNDS):
             alone = await rate_of(peer.lookup)
             await crowd.tell("on")
-            ratios.append(await rate_of(peer.lookup) / alone)
-            await crowd.tell("off")
-        return ratios, memory_of(server.pid, "VmHWM") - before
+            kept = await rate_of(peer.lookup) / alone
+            rounds.append((kept, await crowd.tell("off")))
+        return rounds, memory_of(server.pid, "VmHWM") - before

@@ -1,8 +1,8 @@
 """Many hostile connections to one server, from a process of their own.
 
 Started as ``python -m asynckv.testing.faults.crowd URL COUNT``. A line ``on`` lets
-them come and ``off`` lets them go, in turn; each is answered by itself once it is
-so. Ends with its standard input.
+them come and ``off`` lets them go, in turn; each is answered once it is so, by
+itself and how many were connected when it was read. Ends with its standard input.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Final, TypeAlias
 
 from asynckv.errors import AsyncKVError
@@ -35,7 +35,7 @@ from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.faults.hostile import HostilePeer, claim, open_hostile_peer
 from asynckv.testing.faults.raw import RawConnection
 
-__all__ = ("GREETED", "LARGE", "STRANGE", "besiege", "main")
+__all__ = ("GREETED", "LARGE", "STRANGE", "Attendance", "besiege", "main")
 
 _SLOW_S: Final = 1.0
 _AGAIN_S: Final = 2.0
@@ -198,7 +198,7 @@ async def _greet_with_garbage(connection: RawConnection) -> None:
 
 
 _Greeted: TypeAlias = Callable[[HostilePeer], Awaitable[None]]
-_Way: TypeAlias = Callable[[str, Callable[[], object]], Awaitable[None]]
+_Way: TypeAlias = Callable[[str, "Attendance"], Awaitable[None]]
 _Strange: TypeAlias = Callable[[RawConnection], Awaitable[None]]
 
 GREETED: Final[tuple[_Greeted, ...]] = (
@@ -225,57 +225,67 @@ STRANGE: Final[tuple[_Strange, ...]] = (
 """What those do who were not."""
 
 
-async def besiege(
-    url: str, count: int, arrived: Callable[[], object] = lambda: None
-) -> None:
+class Attendance:
+    """Who is there: ``now`` so many, and ``arrivals`` is released by each of them."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.arrivals = asyncio.Semaphore(0)
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """One is there meanwhile."""
+        self.now += 1
+        self.arrivals.release()
+        try:
+            yield
+        finally:
+            self.now -= 1
+
+
+async def besiege(url: str, count: int, there: Attendance) -> None:
     """Misbehave in every way at once until cancelled, over ``count`` connections.
 
-    Who loses his connection comes again after two seconds. ``arrived`` is called
-    whenever one is connected.
+    Who loses his connection comes again after two seconds.
     """
     ways: list[_Way] = [_as_peer(way) for way in GREETED]
     ways += [_as_stranger(way) for way in STRANGE]
     ways.append(_flood_with_connects)
     async with asyncio.TaskGroup() as crowd:
         for way in itertools.islice(itertools.cycle(ways), count):
-            crowd.create_task(_misbehave(url, way, arrived), name="hostile")
+            crowd.create_task(_misbehave(url, way, there), name="hostile")
 
 
-async def _misbehave(url: str, way: _Way, arrived: Callable[[], object]) -> None:
+async def _misbehave(url: str, way: _Way, there: Attendance) -> None:
     while True:
         with contextlib.suppress(OSError, AsyncKVError):
-            await way(url, arrived)
+            await way(url, there)
         await asyncio.sleep(_AGAIN_S)
 
 
 def _as_peer(way: _Greeted) -> _Way:
-    async def misbehave(url: str, arrived: Callable[[], object]) -> None:
+    async def misbehave(url: str, there: Attendance) -> None:
         async with open_hostile_peer(url, limits=Limits()) as peer:
-            arrived()
-            await way(peer)
+            with there.one():
+                await way(peer)
 
     return misbehave
 
 
 def _as_stranger(way: _Strange) -> _Way:
-    async def misbehave(url: str, arrived: Callable[[], object]) -> None:
-        with await RawConnection.dial(url) as connection:
-            arrived()
+    async def misbehave(url: str, there: Attendance) -> None:
+        with await RawConnection.dial(url) as connection, there.one():
             await way(connection)
 
     return misbehave
 
 
-async def _flood_with_connects(url: str, arrived: Callable[[], object]) -> None:
+async def _flood_with_connects(url: str, there: Attendance) -> None:
     """Whole greetings, one after the other, that lead to nothing."""
-    while True:
-        async with open_hostile_peer(url, limits=Limits(), name=_new_id()):
-            arrived()
-            arrived = _nothing
-
-
-def _nothing() -> None:
-    """It has arrived before."""
+    with there.one():
+        while True:
+            async with open_hostile_peer(url, limits=Limits(), name=_new_id()):
+                pass
 
 
 def _new_id() -> str:
@@ -285,19 +295,20 @@ def _new_id() -> str:
 async def _obey(url: str, count: int) -> None:
     loop = asyncio.get_running_loop()
     while (await loop.run_in_executor(None, sys.stdin.readline)).strip():
-        there = asyncio.Semaphore(0)
-        siege = asyncio.create_task(besiege(url, count, there.release))
+        there = Attendance()
+        siege = asyncio.create_task(besiege(url, count, there))
         for _ in range(count):
-            await there.acquire()
-        _answer("on")
+            await there.arrivals.acquire()
+        _answer("on", there.now)
         await loop.run_in_executor(None, sys.stdin.readline)
+        last = there.now
         siege.cancel()
         await asyncio.wait({siege})
-        _answer("off")
+        _answer("off", last)
 
 
-def _answer(word: str) -> None:
-    sys.stdout.write(word + "\n")
+def _answer(word: str, connected: int) -> None:
+    sys.stdout.write(f"{word} {connected}\n")
     sys.stdout.flush()
 
 
