@@ -20,6 +20,7 @@ class Scale:
     kills_each_scheme: int
     frozen_cases: int
     hostile_connections: int
+    bad_connections: int
     drains: int
     soak_s: float
     waiters: int
@@ -34,6 +35,7 @@ _SCALES = {
         kills_each_scheme=67,
         frozen_cases=20,
         hostile_connections=100,
+        bad_connections=240,
         drains=4,
         soak_s=10,
         waiters=10_000,
@@ -46,6 +48,7 @@ _SCALES = {
         kills_each_scheme=500,
         frozen_cases=100,
         hostile_connections=100,
+        bad_connections=2_000,
         drains=100,
         soak_s=1_200,
         waiters=10_000,

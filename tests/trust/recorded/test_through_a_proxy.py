@@ -27,7 +27,7 @@ from asynckv.testing.faults.damaging import BitFlip
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.pairs import Scheme, new_url
 
-pytestmark = [pytest.mark.trust, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.trust, pytest.mark.timeout(1200)]
 
 Fault = Literal["flip", "cut"]
 Kind = Literal["control", "lanes", "both"]
@@ -106,17 +106,17 @@ async def serving(scheme: Scheme, **options: Any) -> AsyncIterator[Server]:
 
 
 @pytest.mark.parametrize("fault", ["flip", "cut"])
-@pytest.mark.parametrize(
-    ("scheme", "count"), [("tcp", 400), ("unix", 200), ("tls", 80)]
-)
+@pytest.mark.parametrize(("scheme", "one_in"), [("tcp", 1), ("unix", 2), ("tls", 4)])
 async def test_what_comes_back_through_a_bad_connection_is_right_or_an_error(
     scheme: Scheme,
-    count: int,
+    one_in: int,
     fault: Fault,
+    scale: Any,
     tls: TLS,
     caplog: pytest.LogCaptureFixture,
     figures: Callable[[str], None],
 ) -> None:
+    count = scale.bad_connections // one_in
     rng = random.Random(f"{scheme} {fault}")
     options = {"tls": tls} if scheme == "tls" else {}
     async with serving(scheme, **options) as server:
