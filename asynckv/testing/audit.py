@@ -1,104 +1,104 @@
 """A pytest plugin that fails a run in which asynckv turned data into code.
 
 ``pytest -p asynckv.testing.audit``, with pytest-xdist or without. It watches the
-interpreter's own audit events.
-Counted is each class that a pickle names, each code object that is unmarshalled
-and each shell command, if asynckv is anywhere in the stack, also where others do it
-for asynckv; and what asynckv itself compiles or runs. Importing does not count.
+interpreter's own audit events, in this process and in every Python that is started
+from here, unless it is started without its environment: see
+:mod:`asynckv.testing.audit_hook` for what counts.
 """
 
 from __future__ import annotations
 
-import sys
+import os
+import shutil
+import tempfile
+from collections import Counter
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
+from asynckv.testing import audit_hook
+from asynckv.testing.audit_hook import Listener
+
 __all__ = ("Audit", "pytest_configure")
 
-_BY_ANYBODY: Final = frozenset(
-    ("pickle.find_class", "marshal.load", "marshal.loads", "os.system")
-)
-_BY_OURSELVES: Final = frozenset(("compile", "exec"))
 _PACKAGE: Final = str(Path(__file__).resolve().parents[1]) + "/"
-_FOUND: Final = "asynckv.testing.audit"
-_IMPORTING: Final = "<frozen importlib._bootstrap>"
+_FOLDER: Final = "ASYNCKV_AUDIT"
+_PATH: Final = "PYTHONPATH"
+_ON_START: Final = """\
+import importlib.util
+spec = importlib.util.spec_from_file_location("asynckv_audit_hook", {hook!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.report_to({folder!r}, {package!r})
+"""
 
 
 class Audit:
-    """Hears of audit events, and keeps those that code of ``package`` has caused."""
+    """Collects what code of ``package`` did, here and in processes started meanwhile.
 
-    def __init__(self, package: str = _PACKAGE) -> None:
-        self.found: dict[str, int] = {}
+    Each of those reports to a file of ``folder``.
+    """
+
+    def __init__(self, folder: Path, package: str = _PACKAGE) -> None:
+        self._folder = folder
         self._package = package
-        self._is_on = True
+        self._found: Counter[str] = Counter()
+        self._listener = Listener(package, self._note)
+        self._before: dict[str, str | None] = {}
 
     def begin(self) -> None:
-        """Hear from now on, in every thread of this process."""
-        sys.addaudithook(self._hear)  # for ever: there is no other way
+        """Hear from now on, in every thread of this process and all it starts."""
+        text = _ON_START.format(
+            hook=audit_hook.__file__, folder=str(self._folder), package=self._package
+        )
+        (self._folder / "sitecustomize.py").write_text(text)
+        self._before = {name: os.environ.get(name) for name in (_FOLDER, _PATH)}
+        path = self._before[_PATH]
+        os.environ[_FOLDER] = str(self._folder)
+        os.environ[_PATH] = os.pathsep.join([str(self._folder), *filter(None, [path])])
+        self._listener.begin()
 
     def end(self) -> None:
-        """Hear no longer."""
-        self._is_on = False
+        """Hear no longer, and let what is started from now on be as it was."""
+        self._listener.end()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
-    def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
-        if not self._is_on:
-            return
-        if event in _BY_OURSELVES:
-            frame = sys._getframe(1)
-            if self._is_ours(frame):
-                self._note(event, frame)
-        elif event in _BY_ANYBODY:
-            cause = self._cause(sys._getframe(1))
-            if cause is not None:
-                self._note(event, cause)
+    def found(self) -> Counter[str]:
+        """Return where it was, and how often, so far."""
+        told = [path.read_text() for path in self._folder.glob("*.found")]
+        return self._found + Counter("".join(told).splitlines())
 
-    def _note(self, event: str, frame: FrameType) -> None:
-        where = f"{event} for {frame.f_code.co_filename}:{frame.f_lineno}"
-        self.found[where] = self.found.get(where, 0) + 1
-
-    def _is_ours(self, frame: FrameType) -> bool:
-        return frame.f_code.co_filename.startswith(self._package)
-
-    def _cause(self, frame: FrameType | None) -> FrameType | None:
-        """Return the package's innermost frame, unless a module is being imported."""
-        while frame is not None and frame.f_code.co_filename != _IMPORTING:
-            if self._is_ours(frame):
-                return frame
-            frame = frame.f_back
-        return None
+    def _note(self, where: str) -> None:
+        self._found[where] += 1
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail the run if there was anything; a worker of pytest-xdist tells it."""
-        if self.found:
+        """Fail the run if there was anything."""
+        if self.found():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput[_FOUND] = self.found
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        """Hear what a worker of pytest-xdist has found."""
-        told = getattr(node, "workeroutput", {}).get(_FOUND, {})
-        for where, count in told.items():
-            self.found[where] = self.found.get(where, 0) + count
 
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter
     ) -> None:
         """Say what there was."""
-        for where, count in self.found.items():
+        for where, count in self.found().items():
             terminalreporter.write_line(f"data became code: {where}, {count} times")
 
     def pytest_unconfigure(self) -> None:
         """The run is over."""
         self.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch this run."""
-    audit = Audit()
+    """Watch this run, unless the one that started this process does so."""
+    if _FOLDER in os.environ:
+        return
+    audit = Audit(Path(tempfile.mkdtemp(prefix="asynckv-audit-")))
     config.pluginmanager.register(audit)
     audit.begin()

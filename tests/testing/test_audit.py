@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import marshal  # noqa: TID251 - to be caught
+import os
 import pickle  # noqa: TID251 - to be caught
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -21,8 +23,8 @@ CODE = compile("1", "somewhere", "eval")
 
 
 @pytest.fixture
-def audit() -> Iterator[Audit]:
-    audit = Audit(PACKAGE)
+def audit(tmp_path: Path) -> Iterator[Audit]:
+    audit = Audit(tmp_path, PACKAGE)
     audit.begin()
     yield audit
     audit.end()
@@ -50,13 +52,13 @@ def test_what_the_package_does_is_found(
     audit: Audit, event: str, function: Callable[..., Any], argument: object
 ) -> None:
     as_if_in(OURS)(function, argument)
-    assert any(where.startswith(f"{event} for {OURS}:2") for where in audit.found)
+    assert any(where.startswith(f"{event} for {OURS}:2") for where in audit.found())
 
 
 def test_what_others_unpickle_for_the_package_is_found(audit: Audit) -> None:
     data = pickle.dumps(Fraction(1, 2))
     as_if_in(OURS)(as_if_in("/lib/other.py"), pickle.loads, data)
-    assert list(audit.found) == [f"pickle.find_class for {OURS}:2"]
+    assert list(audit.found()) == [f"pickle.find_class for {OURS}:2"]
 
 
 def test_what_others_do_by_themselves_is_theirs(audit: Audit) -> None:
@@ -64,7 +66,7 @@ def test_what_others_do_by_themselves_is_theirs(audit: Audit) -> None:
     other(pickle.loads, pickle.dumps(Fraction(1, 2)))
     other(eval, "1 + 1")
     as_if_in(OURS)(other, eval, "1 + 1")
-    assert audit.found == {}
+    assert not audit.found()
 
 
 def test_importing_is_no_code_from_data(
@@ -75,21 +77,54 @@ def test_importing_is_no_code_from_data(
     for _ in range(2):  # from its source, and from what was kept of it
         assert as_if_in(OURS)(__import__, "imported_once").value == 1
         del sys.modules["imported_once"]
-    assert audit.found == {}
+    assert not audit.found()
 
 
 def test_nothing_is_heard_after_the_end(audit: Audit) -> None:
     audit.end()
     as_if_in(OURS)(eval, "1 + 1")
-    assert audit.found == {}
+    assert not audit.found()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("forks", [False, True])
+def test_what_a_process_does_that_is_started_meanwhile_is_found(
+    audit: Audit, forks: bool
+) -> None:
+    code = f"""
+import os
+if not {forks} or os.fork() == 0:
+    exec(compile("eval('1 + 1')", {OURS!r}, "exec"))
+else:
+    os.wait()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert audit.found() == {f"compile for {OURS}:1": 1, f"exec for {OURS}:1": 1}
+
+
+def test_what_is_started_afterwards_is_as_it_was_before(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    audit = Audit(tmp_path, PACKAGE)
+    audit.begin()
+    assert dict(os.environ) != before
+    audit.end()
+    assert dict(os.environ) == before
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("argument", ["'1'", "1"])
 def test_a_run_in_which_data_became_code_fails(
-    pytester: pytest.Pytester, argument: str, workers: str
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    argument: str,
+    workers: str,
 ) -> None:
+    if watching := os.environ.get("ASYNCKV_AUDIT"):  # this very run is not to fail
+        paths = os.environ["PYTHONPATH"].split(os.pathsep)
+        paths.remove(watching)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        monkeypatch.delenv("ASYNCKV_AUDIT")
     path = str(Path(asynckv.__file__).parent / "made_up.py")
     pytester.makepyfile(
         f"""
