@@ -16,6 +16,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 ROOT = Path(__file__).parent
 WORKERS = ("-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal")
 LONGEST = ("test_cancellations", "test_fuzz", "test_simulation")
+FUZZED = ("wire", "greeting", "chunks", "manifest", "urls", "peer")
 TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
 
 
@@ -85,6 +86,16 @@ def sim(session: nox.Session) -> None:
     """Run asynckv's code on virtual machines: ``-- --seed N`` tells a seed's story."""
     install(session, ".")
     session.run("python", "-m", "asynckv.testing.simulation", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Let atheris steer the fuzzer: all briefly, or ``-- wire -max_total_time=600``."""
+    install(session, ".[test]", "atheris")
+    module = "asynckv.testing.fuzzing.coverage_guided"
+    for target in FUZZED if not session.posargs else session.posargs[:1]:
+        options = session.posargs[1:] or ("-max_total_time=60",)
+        session.run("python", "-m", module, target, *options)
 
 
 @nox.session
