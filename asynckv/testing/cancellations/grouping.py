@@ -126,7 +126,7 @@ GROUPING: Final = tuple(
     Scenario(run, covers, kinds, sizes=(0,), is_costly=True)
     for run, covers, kinds in (
         (a_barrier, ("Group.barrier",), _BY_TCP),
-        (a_joining, ("join_group", "Group.__aenter__", "Group.__aexit__"), _BY_TCP[:1]),
+        (a_joining, ("join_group", "Group.__aenter__", "Group.__aexit__"), _BY_TCP),
         (a_groups_end, ("Group.aclose",), _BY_TCP),
     )
 )

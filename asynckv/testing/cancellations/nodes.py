@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final
 
 from asynckv.abc import KVLookupBuffer
-from asynckv.config import KVTransferConfig
+from asynckv.config import KVRole, KVTransferConfig
 from asynckv.errors import EntryAborted
 from asynckv.node import Node, open as open_node
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import LARGE
-from asynckv.testing.cancellations.grounds import Ground
+from asynckv.testing.cancellations.grounds import Ground, Kind
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper
 from asynckv.testing.expectations import expect, noise
@@ -23,9 +23,16 @@ from asynckv.types import TensorSpec
 __all__ = ("NODES", "a_consumers_node", "a_producers_node", "the_verbs_of_nodes")
 
 
-def _config(role: str, port: int = 0) -> KVTransferConfig:
-    return KVTransferConfig.from_json(
-        f'{{"kv_role": "{role}", "kv_port": {port}, "kv_buffer_size": 1e6}}'
+def _config(ground: Ground, role: KVRole, port: int = 0) -> KVTransferConfig:
+    extra: dict[str, Any] = {}
+    if (tls := ground.options.get("tls")) is not None:
+        names = ("certificate", "key", "ca")
+        extra["tls"] = dict(zip(names, tls.paths, strict=True))
+    return KVTransferConfig(
+        kv_role=role,
+        kv_port=port,
+        kv_buffer_size=1e6,
+        kv_connector_extra_config=extra,
     )
 
 
@@ -33,7 +40,7 @@ async def a_producers_node(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
     """Entered, used and left."""
 
     async def visit() -> None:
-        async with open_node(_config("kv_producer"), drain_s=0) as node:
+        async with open_node(_config(ground, "kv_producer"), drain_s=0) as node:
             await node.lookup.insert([1], None, None, None, None)
             await asyncio.sleep(0)
 
@@ -45,11 +52,11 @@ async def a_producers_node(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
 
 async def a_consumers_node(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Entered, used and left; its producer is none the wiser."""
-    async with open_node(_config("kv_producer"), drain_s=0) as producer:
+    async with open_node(_config(ground, "kv_producer"), drain_s=0) as producer:
         port = int(producer.url.rpartition(":")[2])
 
         async def visit() -> None:
-            async with open_node(_config("kv_consumer", port)) as node:
+            async with open_node(_config(ground, "kv_consumer", port)) as node:
                 async with node.lookup.drop_select([1]):
                     pass
 
@@ -68,16 +75,16 @@ async def a_consumers_node(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
 
 
 @contextlib.asynccontextmanager
-async def _two_nodes() -> AsyncIterator[tuple[Node, Node]]:
-    async with open_node(_config("kv_producer"), drain_s=0) as producer:
+async def _two_nodes(ground: Ground) -> AsyncIterator[tuple[Node, Node]]:
+    async with open_node(_config(ground, "kv_producer"), drain_s=0) as producer:
         port = int(producer.url.rpartition(":")[2])
-        async with open_node(_config("kv_consumer", port)) as consumer:
+        async with open_node(_config(ground, "kv_consumer", port)) as consumer:
             yield producer, consumer
 
 
 async def the_verbs_of_nodes(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Each goes where its role sends it; what is inserted can be selected."""
-    async with _two_nodes() as (producer, consumer):
+    async with _two_nodes(ground) as (producer, consumer):
         producing, consuming = producer.lookup, consumer.lookup
 
         async def before() -> None:
@@ -93,7 +100,7 @@ async def the_verbs_of_nodes(ground: Ground, sweeper: Sweeper, nbytes: int) -> N
 
         for name, call in _verbs(producing, consuming, nbytes):
             await sweeper.sweep(f"{name} of a node", call, check, before)
-    await _cancel_the_end(sweeper)
+    await _cancel_the_end(ground, sweeper)
     await ground.check_quiet()
 
 
@@ -127,14 +134,14 @@ def _verbs(
     ]
 
 
-async def _cancel_the_end(sweeper: Sweeper) -> None:
+async def _cancel_the_end(ground: Ground, sweeper: Sweeper) -> None:
     """A consumer's node closes its peer, and its producer forgets it."""
     stack = contextlib.AsyncExitStack()
     nodes: tuple[Node, Node]
 
     async def before() -> None:
         nonlocal nodes
-        nodes = await stack.enter_async_context(_two_nodes())
+        nodes = await stack.enter_async_context(_two_nodes(ground))
 
     async def check(outcome: Outcome[None]) -> None:
         await nodes[1].lookup.aclose()
@@ -148,10 +155,13 @@ async def _cancel_the_end(sweeper: Sweeper) -> None:
         )
 
 
-NODES: Final = (
-    Scenario(a_producers_node, ("open",), ("tcp",), (0,), is_costly=True),
-    Scenario(a_consumers_node, ("open",), ("tcp",), (0,), is_costly=True),
-    Scenario(
-        the_verbs_of_nodes, ("LookupByRole.aclose",), ("tcp",), (LARGE,), is_costly=True
-    ),
+_BY_TCP: Final[tuple[Kind, ...]] = ("tcp", "tls")
+
+NODES: Final = tuple(
+    Scenario(run, covers, _BY_TCP, sizes, is_costly=True)
+    for run, covers, sizes in (
+        (a_producers_node, ("open",), (0,)),
+        (a_consumers_node, ("open",), (0,)),
+        (the_verbs_of_nodes, ("LookupByRole.aclose",), (LARGE,)),
+    )
 )
