@@ -74,7 +74,10 @@ class Account:
             case "left":
                 self._on_lost(report.pid)
                 if not self._server_leaves:
-                    self.find(f"process {report.pid} lost a server that is there")
+                    self.find(
+                        f"process {report.pid} lost a server that is there: "
+                        f"{report.why}"
+                    )
             case "gone":
                 self._on_gone(report)
         if report.word != "gone":

@@ -24,7 +24,7 @@ Word = Literal[
     "done",  # ... and its use was acknowledged
     "late",  # ... but the entry had been taken back before
     "wrong",  # ... but its bytes are not those of the entry
-    "left",  # the server has gone
+    "left",  # the server has gone, as far as it can tell (why)
 ]
 
 
@@ -48,3 +48,4 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     word: Word
     entry_id: str = ""
     number: int = 0
+    why: str = ""

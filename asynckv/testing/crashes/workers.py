@@ -32,6 +32,7 @@ from asynckv.testing.crashes.orders import AWAITS, Order, Report, Word
 
 __all__ = ("Worker",)
 
+_MAX_WHY: Final = 300
 _PLAIN_NBYTES: Final = 64 * 1024
 """Up to here a plain ``drop_select`` may deliver twice, above it may lose one."""
 
@@ -58,8 +59,9 @@ class Worker:
                     await self._produce_all(peer.lookup)
                 else:
                     await self._consume_all(peer.lookup)
-            except (PeerLost, BufferClosed):
-                self._tell("left")
+            except (PeerLost, BufferClosed) as exc:
+                why = f"{type(exc).__name__}: {exc}"
+                self._tell("left", why=why[:_MAX_WHY])
 
     async def _produce_all(self, lookup: KVLookupBuffer) -> None:
         for number in itertools.count(self._order.first):
@@ -73,8 +75,10 @@ class Worker:
     def _connect(self, identity: str) -> Peer:
         return connect(self._order.url, identity=identity, **self._options)
 
-    def _tell(self, word: Word, entry_id: str = "", number: int = 0) -> None:
-        line = self._encode(Report(os.getpid(), word, entry_id, number))
+    def _tell(
+        self, word: Word, entry_id: str = "", number: int = 0, *, why: str = ""
+    ) -> None:
+        line = self._encode(Report(os.getpid(), word, entry_id, number, why))
         os.write(1, line + b"\n")  # whole, as every write of a pipe's atomic size
 
     async def _produce(self, lookup: KVLookupBuffer, number: int) -> None:
