@@ -54,7 +54,8 @@ class Workshop:
         """
         if pid not in self._steps:
             return
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself just now
+            os.kill(pid, number)
         if number is signal.SIGKILL:
             await self._until(lambda: pid not in self._steps)
 

@@ -11,6 +11,14 @@ from asynckv.testing.crashes.orders import Order, Report
 from asynckv.testing.crashes.workshop import open_workshop
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 async def test_a_worker_is_heard_and_killed(local: LookupBuffer) -> None:
     told: list[Report] = []
     async with (
@@ -26,6 +34,20 @@ async def test_a_worker_is_heard_and_killed(local: LookupBuffer) -> None:
     assert told[-1] == Report(pid, "gone", number=signal.SIGKILL)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_one_that_has_just_ended_can_be_killed(local: LookupBuffer) -> None:
+    told: list[Report] = []
+    async with (
+        serve("tcp://127.0.0.1:0", lookup=local) as server,
+        open_workshop(told.append) as workshop,
+    ):
+        pid = await workshop.start(Order("producer", "p", server.url, seed=1))
+        os.kill(pid, signal.SIGKILL)
+        while is_alive(pid):
+            pass  # and nothing is heard meanwhile
+        await workshop.signal(pid, signal.SIGKILL)
+    assert told[-1] == Report(pid, "gone", number=signal.SIGKILL)
 
 
 async def test_leaving_kills_who_still_works(local: LookupBuffer) -> None:
