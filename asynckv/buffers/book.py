@@ -54,7 +54,7 @@ class EntryBook:
         self._counters = counters
         self._hide = hide
         self._seqs = itertools.count(1)
-        self._tombstones = Tombstones()
+        self.tombstones = Tombstones()
         self._expiry = ExpiryClock(self._expire_id, self.entries)
 
     def admit(self, draft: Draft) -> StoredEntry:
@@ -78,7 +78,7 @@ class EntryBook:
 
     def resume(self, entry: StoredEntry, digest: bytes) -> None:
         """Let a new entry go on where an insert of the same contents broke off."""
-        stone = self._tombstones.find(entry.entry_id, _now())
+        stone = self.tombstones.find(entry.entry_id, _now())
         if stone is None or not stone.attempts or stone.digest != digest:
             return
         entry.attempts, entry.failures = stone.attempts, stone.failures
@@ -87,12 +87,18 @@ class EntryBook:
         if entry.consumers is not None:
             entry.consumers.update(stone.consumers)
 
+    def is_known(self, entry_id: str) -> bool:
+        """Is an entry of that id here, or was one until it left lately?"""
+        if entry_id in self.entries:
+            return True
+        return self.tombstones.find(entry_id, _now()) is not None
+
     def known_digest(self, entry_id: str) -> bytes | None:
         """Return the digest of a committed or acknowledged entry of that id."""
         entry = self.entries.get(entry_id)
         if entry is not None:
             return entry.digest() if entry.complete else None
-        stone = self._tombstones.find(entry_id, _now())
+        stone = self.tombstones.find(entry_id, _now())
         return stone.digest if stone is not None and not stone.reason else None
 
     def is_undecided(self, entry_id: str) -> bool:
@@ -108,7 +114,7 @@ class EntryBook:
         entry = self.entries.get(entry_id)
         if entry is not None:
             return token in entry.acknowledged_tokens
-        stone = self._tombstones.find(entry_id, _now())
+        stone = self.tombstones.find(entry_id, _now())
         return stone is not None and token in stone.tokens
 
     def when_gone(self, entry_id: str) -> asyncio.Future[None]:
@@ -124,7 +130,7 @@ class EntryBook:
             entry.gone.add(future)
             future.add_done_callback(entry.gone.discard)
             return future
-        stone = self._tombstones.find(entry_id, _now())
+        stone = self.tombstones.find(entry_id, _now())
         if stone is None:
             raise KeyError(f"no entry {entry_id!r} is here, or was in the last minutes")
         if stone.reason:
@@ -223,11 +229,6 @@ class EntryBook:
             _tell_gone(entry)
         self.changed()
 
-    @property
-    def remembered(self) -> int:
-        """How many of those that left are known still."""
-        return len(self._tombstones)
-
     def close(self) -> None:
         """Nothing more expires."""
         self._expiry.stop()
@@ -256,7 +257,7 @@ class EntryBook:
             entry.failures if entry.left_by != "max_deliver" else 0,
             frozenset(entry.consumers or ()),
         )
-        self._tombstones.bury(entry.entry_id, stone)
+        self.tombstones.bury(entry.entry_id, stone)
 
     def _expire_id(self, entry_id: str) -> None:
         entry = self.entries.get(entry_id)

@@ -133,9 +133,7 @@ class Leases:
         entry = lease.entry
         if not lease.is_valid:
             return
-        self._end(lease)
-        if entry.consumers is not None:
-            entry.consumers.discard(lease.holder.consumer)
+        self._revoke(lease)
         self._counters.given_back += 1
         entry.failures += reached
         if entry.failures < self._max_deliver:
@@ -166,7 +164,7 @@ class Leases:
         """The entry leaves, and whoever holds it learns that it will not come."""
         leases = sorted(entry.leases.values(), key=lambda lease: lease.waiter.seq)
         for lease in leases:
-            self._end(lease)
+            self._revoke(lease)
         self._book.leave(entry, reason)
         for lease in leases:
             self._take_back(lease, reason)
@@ -189,7 +187,7 @@ class Leases:
             self.leave_to_consumers(entry)
             for lease in leases:
                 if lease not in held:
-                    self._end(lease)
+                    self._revoke(lease)
                     self._take_back(lease, "closed")
 
     def _lease(self, entry: StoredEntry, waiter: Waiter, matched_tokens: int) -> None:
@@ -213,6 +211,12 @@ class Leases:
         elif len(entry.leases) == entry.deliveries_left:
             self._matchmaker.hide(entry)
         waiter.holder.leased(lease)
+
+    def _revoke(self, lease: Lease) -> None:
+        """It does not count: its consumer may have the entry again."""
+        self._end(lease)
+        if lease.entry.consumers is not None:
+            lease.entry.consumers.discard(lease.holder.consumer)
 
     def _end(self, lease: Lease) -> None:
         lease.is_valid = False

@@ -125,7 +125,8 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         self.admission.check_open()
         source = LocalSource(tensors, self.pool)
         digest = None
-        if entry_id is not None and self.ledger.book.known_digest(entry_id) is not None:
+        # What is new here need not be read once more to know whether it goes on.
+        if entry_id is not None and self.ledger.book.is_known(entry_id):
             digest = await source.digest(draft)
         await self.admission.insert(draft, source, digest)
         return draft.entry_id

@@ -19,8 +19,9 @@ _HINT: Final = "send less at a time, or give the server more room"
 class Unfinished:
     """At most ``max_bytes`` of bodies that are under way.
 
-    Where there is no room the link whose body began first ends: one that is sent
-    in earnest is whole within moments, and one that is held back never is.
+    Where there is no room a link ends that has more than its share of it: of those
+    the one whose body began first. One that is sent in earnest is whole within
+    moments, and one that is held back never is; who sends little is left alone.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -40,13 +41,21 @@ class Unfinished:
         body = share, stream
         self._begun[body] = self._begun.get(body, 0) + nbytes
         self.nbytes += nbytes
+        share.nbytes += nbytes
         while self.nbytes > self.max_bytes:
-            (oldest, _) = next(iter(self._begun))
-            oldest.crowd_out()
+            self._greedy().crowd_out()
 
     def take_away(self, share: Share, stream: int) -> None:
         """A body is whole, or nobody waits for it any more."""
-        self.nbytes -= self._begun.pop((share, stream), 0)
+        nbytes = self._begun.pop((share, stream), 0)
+        self.nbytes -= nbytes
+        share.nbytes -= nbytes
+
+    def _greedy(self) -> Share:
+        shares = [share for share, _ in self._begun]
+        fair = self.max_bytes // len(set(shares))
+        # There is one: all together have more than that for each.
+        return next(share for share in shares if share.nbytes > fair)
 
 
 class Share:
@@ -55,6 +64,7 @@ class Share:
     def __init__(
         self, whole: Unfinished, give_way: Callable[[RemoteProtocolError], None]
     ) -> None:
+        self.nbytes = 0
         self._whole = whole
         self._give_way = give_way
         self._streams: set[int] = set()
@@ -84,7 +94,8 @@ class Share:
         self._give_way(
             RemoteProtocolError(
                 "the unfinished bodies of all links are more than "
-                f"{self._whole.max_bytes} bytes, and one of this link began first",
+                f"{self._whole.max_bytes} bytes, and this link has had more than its "
+                "share of them for longest",
                 hint=_HINT,
             )
         )

@@ -88,6 +88,38 @@ async def test_too_many_failures_drop_an_entry(
     assert caplog.messages == ["entry 'a' failed in 2 consumers and is dropped"]
 
 
+async def test_who_held_an_entry_that_left_can_have_it_when_it_is_sent_again() -> None:
+    bench = SteppedLedger()
+    first = bench.insert("a", deliveries=3)
+    bench.leases.acknowledge(bench.select(consumer="done")[0].held())
+    bench.leases.reach(bench.select(consumer="held")[0].held())
+    for _ in range(2):
+        bench.leases.give_back(bench.select()[0].held(), reached=True)
+    assert first.left_by == "max_deliver"
+    again = bench.begin("a", deliveries=3)
+    bench.book.resume(again, first.digest())
+    bench.finish(again)
+    names = ("done", "held")
+    got = [bench.select(consumer=name)[0].entry_id for name in names]
+    assert got == [None, "a"]
+
+
+async def test_who_was_being_sent_an_entry_can_have_it_when_it_is_sent_again() -> None:
+    bench = SteppedLedger()
+    bench.insert("full", tokens=(9,), nbytes=90)
+    entry = bench.begin("a", nbytes=50, deliveries=2)
+    done, _ = bench.select(consumer="done")
+    bench.finish(entry)
+    bench.leases.acknowledge(done.held())
+    held, _ = bench.select(consumer="held")
+    bench.ledger.forsake(entry)
+    again = bench.book.admit(entry.draft)
+    bench.book.resume(again, entry.delivered_digest)
+    bench.ledger.announce(again)
+    bench.select(consumer="done")
+    assert held.held().entry is again
+
+
 async def test_who_holds_too_long_loses_the_entry(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -53,6 +53,16 @@ async def ended(*tasks: asyncio.Task[Any]) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_sent_again_an_entry_goes_on_where_it_was_when_it_was_withdrawn() -> None:
+    async with LookupBuffer(MIB, drain_s=0) as buffer:
+        name = await insert(buffer, 1, entry_id="a", deliveries=2)
+        assert (await buffer.drop_select([1])).attempt == 1
+        assert await buffer.withdraw(name)
+        await insert(buffer, 1, entry_id="a", deliveries=2)
+        assert (await buffer.drop_select([1])).attempt == 2
+        assert buffer.statistics().entries == 0
+
+
 async def test_a_select_for_the_fifth_waiting_insert_comes_at_once() -> None:
     async with LookupBuffer(MIB + 100, drain_s=0) as buffer:
         await insert(buffer, 0, MIB)

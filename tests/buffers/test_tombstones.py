@@ -16,6 +16,24 @@ def test_the_oldest_are_forgotten_by_count() -> None:
     assert stones.find("2", 0) is not None
 
 
+def test_and_by_bytes_however_many_took_an_entry() -> None:
+    one = Tombstone("", b"", (bytes(16),) * 9, 0, consumers=frozenset(("name" * 9,)))
+    assert 512 + 9 * (16 + 33) < one.nbytes < 2048
+    stones = Tombstones(max_bytes=3 * one.nbytes)
+    for number in range(5):
+        stones.bury(str(number), one)
+        stones.bury(str(number), one)
+    assert (len(stones), stones.nbytes) == (3, 3 * one.nbytes)
+    assert stones.find("0", 601) is None
+    assert (len(stones), stones.nbytes) == (0, 0)
+
+
+def test_one_that_is_larger_than_all_may_be_is_not_remembered() -> None:
+    stones = Tombstones(max_bytes=100)
+    stones.bury("a", stone(0))
+    assert (len(stones), stones.nbytes) == (0, 0)
+
+
 def test_and_by_age() -> None:
     stones = Tombstones(max_age_s=10)
     stones.bury("old", stone(0))

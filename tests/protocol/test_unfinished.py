@@ -24,7 +24,7 @@ class Ended:
         return self.whole.share(lambda error: self.names.append(name))
 
 
-def test_who_began_first_gives_way_to_the_others() -> None:
+def test_of_those_who_have_more_than_their_share_who_began_first_ends() -> None:
     ended = Ended(10)
     first, second = ended.share("first"), ended.share("second")
     first.add(1, 4)
@@ -36,26 +36,35 @@ def test_who_began_first_gives_way_to_the_others() -> None:
 
 
 def test_what_is_whole_makes_room_and_is_not_old_any_more() -> None:
-    ended = Ended(10)
+    ended = Ended(21)
     first, second = ended.share("first"), ended.share("second")
-    first.add(1, 5)
-    second.add(1, 5)
+    first.add(1, 10)
+    second.add(1, 11)
     first.finish(1)
-    first.add(3, 5)
+    first.add(3, 10)
     assert ended.names == []
     first.add(3, 1)
     assert ended.names == ["second"]
 
 
+def test_who_has_little_stays_though_it_began_first() -> None:
+    ended = Ended(10)
+    slow, greedy, last = (ended.share(name) for name in ("slow", "greedy", "last"))
+    slow.add(1, 2)
+    greedy.add(1, 4)
+    last.add(1, 5)
+    assert ended.names == ["greedy"] and ended.whole.nbytes == 7
+
+
 def test_as_many_end_as_are_needed_and_the_last_may_be_oneself() -> None:
     ended = Ended(10)
     shares = [ended.share(str(number)) for number in range(3)]
-    for share in shares:
-        share.add(1, 3)
-    shares[2].add(1, 5)
-    assert ended.names == ["0", "1"] and ended.whole.nbytes == 8
-    shares[2].add(1, 5)
-    assert ended.names == ["0", "1", "2"] and ended.whole.nbytes == 0
+    shares[0].add(1, 4)
+    shares[1].add(1, 4)
+    shares[2].add(1, 9)
+    assert ended.names == ["0", "2"] and ended.whole.nbytes == 4
+    shares[1].add(3, 7)
+    assert ended.names == ["0", "2", "1"] and ended.whole.nbytes == 0
 
 
 def test_a_link_that_has_ended_counts_no_more() -> None:
@@ -91,7 +100,7 @@ def test_a_session_says_why_it_has_to_end_and_forgets_what_it_kept() -> None:
     for session in sessions:
         assert list(session.receive(first)) == []
     (error,) = errors
-    assert "65536 bytes" in str(error) and "began first" in str(error)
+    assert "65536 bytes" in str(error) and "its share" in str(error)
     assert whole.nbytes == BODY_PART_BYTES
     sessions[1].end_streams()
     assert whole.nbytes == 0

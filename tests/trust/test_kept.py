@@ -12,9 +12,9 @@ import pytest
 
 import asynckv
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.frames import Insert, OpeningFrame, Select
+from asynckv.protocol.frames import Insert, OpeningFrame, Peek, Result, Select
 from asynckv.protocol.values import Limits
-from asynckv.testing.faults.hostile import claim, open_hostile_peer
+from asynckv.testing.faults.hostile import HostilePeer, claim, open_hostile_peer
 
 pytestmark = [
     pytest.mark.trust,
@@ -30,6 +30,7 @@ SPARE_BYTES = 64 * MIB
 COUNT = 30
 BODY_BYTES = 12 * MIB
 HALF_BODIES = 25
+SLOW_BYTES = MIB // 4
 TOKENS = tuple(range(BODY_BYTES // 8))
 SERVER = f"""
 import asyncio, sys, torch, asynckv
@@ -109,11 +110,14 @@ async def test_requests_that_wait_make_a_server_keep_no_more_than_it_was_told(
     assert growth <= WAITING_BYTES + SPARE_BYTES
 
 
-async def begin_a_body(url: str, stack: contextlib.AsyncExitStack) -> None:
-    """All of a request but its end, over a link of its own."""
+async def begin_a_body(
+    url: str, stack: contextlib.AsyncExitStack, frame: OpeningFrame, nbytes: int
+) -> tuple[HostilePeer, bytes]:
+    """Send all of a request but its end, over a link of its own; return the end."""
     peer = await stack.enter_async_context(open_hostile_peer(url, limits=Limits()))
-    *parts, _ = encode_frame(1, Select(has_key=True), bytes(BODY_BYTES))
+    *parts, rest = encode_frame(1, frame, bytes(nbytes))
     await peer.control.send(b"".join(parts))
+    return peer, rest
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -123,14 +127,17 @@ async def test_requests_that_are_never_whole_make_a_server_keep_no_more_either(
     async with served() as process, contextlib.AsyncExitStack() as stack:
         url = await line_of(process)
         before = resident_bytes(process.pid)
+        slow, rest = await begin_a_body(url, stack, Peek(has_key=True), SLOW_BYTES)
         for _ in range(HALF_BODIES):
-            await begin_a_body(url, stack)
+            await begin_a_body(url, stack, Select(has_key=True), BODY_BYTES)
         async with asynckv.connect(url) as honest:  # its query is as long as they are
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1):
                     await honest.lookup.drop_select(TOKENS)
             assert honest.is_connected
         growth = resident_bytes(process.pid) - before
+        await slow.control.send(rest)  # it began before them, but with little
+        assert (await slow.expect(Result)).value == 0
     figures(
         f"{HALF_BODIES} links with {BODY_BYTES // MIB} MiB of a request that is not "
         f"whole: the server grew by {growth / MIB:.0f} MiB"

@@ -49,5 +49,5 @@ class Footprint:
             resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
             leased=state.leased,
             waiting=state.waiting_inserts + state.waiting_selects,
-            remembered=buffer.ledger.book.remembered,
+            remembered=len(buffer.ledger.book.tombstones),
         )
