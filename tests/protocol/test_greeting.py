@@ -215,6 +215,7 @@ def test_what_was_said_before_proves_nothing_to_a_dialling_side() -> None:
         near.receive(welcome)
 
 
+@pytest.mark.refusal
 def test_what_a_side_said_itself_proves_nothing_to_it() -> None:
     near = dialling()
     mine = near.receive(encode_frame(0, Challenge(NEAR_NONCE))[0])

@@ -39,6 +39,10 @@ def as_if_in(path: str) -> Callable[..., Any]:
     return call
 
 
+def test_this_very_run_is_audited() -> None:
+    assert (Path(os.environ["ASYNCKV_AUDIT"]) / "sitecustomize.py").exists()
+
+
 @pytest.mark.parametrize(
     ("event", "function", "argument"),
     [

@@ -136,6 +136,7 @@ async def test_who_is_honest_keeps_half_of_its_rate_and_memory_is_bounded(
         f"client kept {kept:.0%} of its rate "
         f"({', '.join(f'{ratio:.0%}' for ratio in ratios)})"
     )
+    assert min(there) >= scale.hostile_connections // 2
     assert growth <= BUDGET_BYTES + SPARE_BYTES
     assert kept >= KEPT
 

@@ -99,11 +99,11 @@ class Report:
 
 
 def fuzz(seed: int, inputs: int, recorded: Iterable[bytes] = ()) -> Report:
-    """Try about so many inputs, of all targets."""
+    """Try at least so many inputs, of all targets."""
     report, corpus = Report(), Corpus(seed, recorded)
     started, used = time.perf_counter(), time.process_time()
     for name, share in _SHARES.items():
-        count = max(inputs * share // sum(_SHARES.values()), 1)
+        count = -(-inputs * share // sum(_SHARES.values()))
         fuzz_target(TARGETS[name], seed, count, corpus, report)
     report.seconds = time.perf_counter() - started
     report.processor_s = time.process_time() - used

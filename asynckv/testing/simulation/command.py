@@ -18,7 +18,9 @@ __all__ = ("Totals", "main")
 _FEW: Final = 20
 """Of so many seeds each one's verdict is told."""
 
-_TOTALS: Final = re.compile(r"(\d+) seeds, (\d+) events, (\d+) calls: .*?([\d, ]*)$")
+_TOTALS: Final = re.compile(
+    r"(\d+) seeds, (\d+) events, at least (\d+) each, (\d+) calls: .*?([\d, ]*)$"
+)
 
 
 @dataclasses.dataclass
@@ -27,6 +29,7 @@ class Totals:
 
     seeds: int = 0
     events: int = 0
+    fewest: int = 0
     calls: int = 0
     broken: list[int] = dataclasses.field(default_factory=list)
 
@@ -35,7 +38,17 @@ class Totals:
         if self.broken:
             numbers = ", ".join(map(str, sorted(self.broken)))
             said = f"{len(self.broken)} BROKEN, seeds {numbers}"
-        return f"{self.seeds} seeds, {self.events} events, {self.calls} calls: {said}"
+        return (
+            f"{self.seeds} seeds, {self.events} events, at least {self.fewest} each, "
+            f"{self.calls} calls: {said}"
+        )
+
+    def count(self, seeds: int, events: int, fewest: int, calls: int) -> None:
+        """Add some seeds, none of which had fewer events than ``fewest``."""
+        self.fewest = min(self.fewest, fewest) if self.seeds else fewest
+        self.seeds += seeds
+        self.events += events
+        self.calls += calls
 
     def add(self, line: str) -> None:
         """Add what another process says in its last line.
@@ -45,10 +58,9 @@ class Totals:
         found = _TOTALS.search(line)
         if found is None:
             raise ValueError(f"no totals in {line!r}")
-        self.seeds += int(found[1])
-        self.events += int(found[2])
-        self.calls += int(found[3])
-        self.broken += map(int, re.findall(r"\d+", found[4]))
+        seeds, events, fewest, calls = map(int, found.groups()[:4])
+        self.count(seeds, events, fewest, calls)
+        self.broken += map(int, re.findall(r"\d+", found[5]))
 
 
 def main(arguments: Sequence[str] | None = None, out: TextIO | None = None) -> int:
@@ -68,9 +80,7 @@ def _run(chosen: argparse.Namespace, out: TextIO, totals: Totals) -> None:
     seeds = chosen.seeds if chosen.seed is None else [chosen.seed]
     for seed in seeds:
         verdict = simulate(seed, min_events=chosen.events)
-        totals.seeds += 1
-        totals.events += verdict.events
-        totals.calls += verdict.calls
+        totals.count(1, verdict.events, verdict.events, verdict.calls)
         totals.broken += [seed] if verdict.broken else []
         if chosen.seed is not None and not chosen.quiet:
             _write(out, verdict.story.text(with_bytes=chosen.bytes))

@@ -46,7 +46,7 @@ def run(target: Target, inputs: int = 3000) -> Report:
 def test_a_run_tries_all_targets_and_finds_nothing() -> None:
     report = fuzz(1, 400)
     assert set(report.inputs) == set(TARGETS)
-    assert report.total >= 390
+    assert report.total >= 400
     assert report.failing == {}
     assert report.slowest_s > 0
     assert report.most_held_bytes > 0

@@ -46,7 +46,9 @@ def test_many_seeds_name_those_that_broke_a_promise() -> None:
     assert "seed 3: 1 BROKEN" in text
     assert "    lost: e1" in text
     assert "seed 4" not in text
-    assert text.endswith("100 seeds, 200 events, 100 calls: 1 BROKEN, seeds 3\n")
+    assert text.endswith(
+        "100 seeds, 200 events, at least 2 each, 100 calls: 1 BROKEN, seeds 3\n"
+    )
 
 
 def test_a_story_can_be_kept_whole(tmp_path: Path) -> None:
@@ -62,10 +64,10 @@ def test_a_range_without_seeds_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_totals_of_several_processes_are_added() -> None:
-    totals = Totals(seeds=10, events=500, calls=50, broken=[7])
-    for other in (Totals(2, 20, 5), Totals(3, 30, 6, [11, 4])):
+    totals = Totals(seeds=10, events=500, fewest=12, calls=50, broken=[7])
+    for other in (Totals(2, 20, 9, 5), Totals(3, 30, 10, 6, [11, 4])):
         totals.add(str(other))
-    assert totals == Totals(15, 550, 61, [7, 4, 11])
+    assert totals == Totals(15, 550, 9, 61, [7, 4, 11])
     assert str(totals).endswith("3 BROKEN, seeds 4, 7, 11")
     with pytest.raises(ValueError, match="no totals"):
         totals.add("Killed")

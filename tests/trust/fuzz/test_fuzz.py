@@ -29,4 +29,4 @@ def test_no_hostile_input_breaks_a_promise(
     total = re.search(r"^([\d,]+) inputs in .*", ran.stdout, re.MULTILINE)
     assert total is not None
     figures(total[0])
-    assert int(total[1].replace(",", "")) >= scale.fuzz_inputs * 0.999
+    assert int(total[1].replace(",", "")) >= scale.fuzz_inputs
