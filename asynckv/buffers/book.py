@@ -211,6 +211,8 @@ class EntryBook:
 
     def leave(self, entry: StoredEntry, reason: str) -> None:
         """The entry is gone; nobody holds it. An acknowledgement has no reason."""
+        if not reason and entry.state is not EntryState.READY:
+            self._counters.inserted += 1  # straight to its consumers
         entry.state = EntryState.GONE
         entry.left_by = reason
         if entry.place is not None:

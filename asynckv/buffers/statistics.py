@@ -34,8 +34,9 @@ class LookupStatistics:
     consumer; ``waiting_inserts`` wait for room (``oldest_insert_wait_s`` the
     first of them), ``waiting_selects`` for a match. ``outside_bytes`` went
     straight to consumers and are charged to them. The counters count since the
-    buffer was made; ``expired``, ``withdrawn`` and ``undeliverable`` are the
-    three named exceptions to "never lose".
+    buffer was made; ``inserted`` are in, or were acknowledged before they had
+    room; ``expired``, ``withdrawn`` and ``undeliverable`` are the three named
+    exceptions to "never lose".
     """
 
     max_bytes: int

@@ -63,6 +63,16 @@ async def test_sent_again_an_entry_goes_on_where_it_was_when_it_was_withdrawn() 
         assert buffer.statistics().entries == 0
 
 
+async def test_what_was_taken_before_it_had_room_was_inserted() -> None:
+    async with full_buffer() as buffer:
+        await insert(buffer, 1, 80)
+        waiting = await started(insert(buffer, 2, 80))
+        await buffer.drop_select([2])
+        await waiting
+        now = buffer.statistics()
+        assert (now.direct, now.acknowledged, now.inserted) == (1, 1, 2)
+
+
 async def test_a_select_for_the_fifth_waiting_insert_comes_at_once() -> None:
     async with LookupBuffer(MIB + 100, drain_s=0) as buffer:
         await insert(buffer, 0, MIB)
