@@ -70,7 +70,7 @@ class Selecting:
         self._targets = targets
         self._budget = budget
         self._streams = streams
-        self._lent: list[Reception] = []
+        self._lent: tuple[Reception, ...] = ()
         self._watchers = Watchers()
         key = query.key or b""
         check_key_fits(key, link.limits.max_body_bytes)
@@ -187,7 +187,7 @@ class Selecting:
         """Wait until nothing touches memory that the caller lent (at most 1 s)."""
         while self._lent:
             await self._lent[-1].quiesce()
-            self._lent.pop()
+            self._lent = self._lent[:-1]
 
     def release(self) -> None:
         """The tensors are the application's now: no longer charged."""
@@ -266,7 +266,7 @@ class Selecting:
         delivery.reception = reception
         self._names, self._landed = [*delivery.tensors], delivery.landed
         if self._targets:
-            self._lent.append(reception)
+            self._lent += (reception,)
         reception.begin(whole=delivery.is_complete)
         self._stream.send(Grant(transfer))
 

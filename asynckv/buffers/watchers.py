@@ -8,22 +8,32 @@ __all__ = ("Watchers",)
 
 
 class Watchers:
-    """Futures of those who wait for the next change of one object."""
+    """Futures of those who wait for the next change of one object.
 
-    __slots__ = ("_futures",)
+    Of ten thousand objects each has one who waits: he costs no list.
+    """
+
+    __slots__ = ("_first", "_others")
 
     def __init__(self) -> None:
-        self._futures: list[asyncio.Future[None]] = []
+        self._first: asyncio.Future[None] | None = None
+        self._others: list[asyncio.Future[None]] | None = None
 
     def next_change(self) -> asyncio.Future[None]:
         """Return what is done when the object has changed; look at it then."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._futures.append(future)
+        if self._first is None:
+            self._first = future
+        elif self._others is None:
+            self._others = [future]
+        else:
+            self._others.append(future)
         return future
 
     def wake(self) -> None:
         """The object has changed. Never waits."""
-        futures, self._futures = self._futures, []
-        for future in futures:
-            if not future.done():
+        first, others = self._first, self._others
+        self._first = self._others = None
+        for future in (first, *(others or ())):
+            if future is not None and not future.done():
                 future.set_result(None)

@@ -8,11 +8,14 @@ from asynckv.testing.blocked import until_blocked
 
 async def test_all_who_wait_are_woken_once() -> None:
     watchers = Watchers()
-    waiting = [watchers.next_change(), watchers.next_change()]
+    waiting = [watchers.next_change() for _ in range(3)]
     watchers.wake()
     await asyncio.gather(*waiting)
     later = watchers.next_change()
     assert not later.done()
+    watchers.wake()
+    assert later.done()
+    watchers.wake()  # nobody waits
 
 
 async def test_who_was_cancelled_is_passed_over() -> None:
