@@ -242,8 +242,8 @@ def serve(
     ``max_waiting_bytes`` bounds what queries that wait keep beside the buffers
     (their tokens and 2 KiB each), and as much what inserts and puts keep; of one
     peer a half of that. A request beyond it is refused with ``Overloaded``. As
-    much, or 32 MiB, may be kept of requests of which a part has come: beyond that
-    the link whose request began first ends.
+    much, or 32 MiB, may be kept of requests of which a part has come: beyond that a
+    link ends that has more than an equal share of it.
 
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
