@@ -29,6 +29,9 @@ ELSEWHERE: dict[Kind, tuple[str, ...]] = {
 }
 """What a ground has not, or what waits for nothing there."""
 
+BY_CHANCE = ("MemTransport.quiesce",)
+"""The copy it waits for may be through: tests/transports/test_mem.py stops one."""
+
 
 async def cancel_on(kind: Kind, authority: Authority, at_least: int) -> Sweeper:
     sweeper = Sweeper()
@@ -62,4 +65,5 @@ async def test_no_cancellation_anywhere_breaks_a_promise(
         f"{total} cancellations in {len(places)} coroutines, "
         f"{len(public)} of them public"
     )
-    assert [name for name, code in public.items() if code not in places] == []
+    left_out = [name for name, code in public.items() if code not in places]
+    assert [name for name in left_out if name not in BY_CHANCE] == []
