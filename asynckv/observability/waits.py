@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -17,6 +18,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LONG_WAIT_S = 30.0
+_SAME_S = 0.01
 
 
 class LoggedWait:
@@ -53,11 +55,12 @@ class LoggedWaits(Generic[T]):
     :meth:`end` cost next to nothing. ``who`` names a wait, if it is to be logged.
     """
 
-    __slots__ = ("_long", "_since", "_timer", "_what", "_who")
+    __slots__ = ("_long", "_now", "_since", "_timer", "_what", "_who")
 
     def __init__(self, who: Callable[[T], str], what: str, until: str) -> None:
         self._who = who
         self._what = (what, until)
+        self._now = -math.inf  # one number for those who begin at about the same time
         self._since: dict[T, float] = {}
         self._long: set[T] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -70,7 +73,9 @@ class LoggedWaits(Generic[T]):
         if logger.isEnabledFor(logging.DEBUG):
             _log_begin(self._who(wait), *self._what)
         loop = asyncio.get_running_loop()
-        self._since[wait] = loop.time()
+        if (now := loop.time()) - self._now > _SAME_S:
+            self._now = now
+        self._since[wait] = self._now
         if self._timer is None:
             self._timer = loop.call_later(LONG_WAIT_S, self._look)
 
