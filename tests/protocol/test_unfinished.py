@@ -41,6 +41,7 @@ def test_what_is_whole_makes_room_and_is_not_old_any_more() -> None:
     first.add(1, 10)
     second.add(1, 11)
     first.finish(1)
+    assert (first.nbytes, second.nbytes) == (0, 11)
     first.add(3, 10)
     assert ended.names == []
     first.add(3, 1)
