@@ -115,7 +115,7 @@ class Leases:
                 f"the lease on entry {entry.entry_id!r} ended before it was "
                 "acknowledged; somebody else may have the entry"
             )
-        self._end(lease)
+        self._end(lease, counts=True)
         entry.acknowledged_tokens.append(lease.token)
         entry.deliveries_left -= 1
         self._counters.acknowledged += 1
@@ -133,7 +133,7 @@ class Leases:
         entry = lease.entry
         if not lease.is_valid:
             return
-        self._revoke(lease)
+        self._end(lease)
         self._counters.given_back += 1
         entry.failures += reached
         if entry.failures < self._max_deliver:
@@ -164,7 +164,7 @@ class Leases:
         """The entry leaves, and whoever holds it learns that it will not come."""
         leases = sorted(entry.leases.values(), key=lambda lease: lease.waiter.seq)
         for lease in leases:
-            self._revoke(lease)
+            self._end(lease)
         self._book.leave(entry, reason)
         for lease in leases:
             self._take_back(lease, reason)
@@ -187,7 +187,7 @@ class Leases:
             self.leave_to_consumers(entry)
             for lease in leases:
                 if lease not in held:
-                    self._revoke(lease)
+                    self._end(lease)
                     self._take_back(lease, "closed")
 
     def _lease(self, entry: StoredEntry, waiter: Waiter, matched_tokens: int) -> None:
@@ -212,13 +212,8 @@ class Leases:
             self._matchmaker.hide(entry)
         waiter.holder.leased(lease)
 
-    def _revoke(self, lease: Lease) -> None:
-        """It does not count: its consumer may have the entry again."""
-        self._end(lease)
-        if lease.entry.consumers is not None:
-            lease.entry.consumers.discard(lease.holder.consumer)
-
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: Lease, *, counts: bool = False) -> None:
+        """If it does not count its consumer may have the entry again."""
         lease.is_valid = False
         del lease.entry.leases[lease.token]
         lease.waiter.lease = None
@@ -226,6 +221,8 @@ class Leases:
             lease.lapse.cancel()
         if lease.charged_bytes:
             lease.uncharge()
+        if not counts and lease.entry.consumers is not None:
+            lease.entry.consumers.discard(lease.holder.consumer)
 
     def _go_on(self, entry: StoredEntry) -> None:
         """A delivery ended and others are left."""
