@@ -150,7 +150,7 @@ def welcome_to(
     agreement: Agreement,
     *,
     link_token: bytes,
-    payload_description: bytes = b"",
+    payload_description: bytes,
 ) -> Welcome:
     """Return the listening side's answer to a Hello that was agreed to."""
     return Welcome(

@@ -51,6 +51,11 @@ class Unfinished:
         self.nbytes -= nbytes
         share.nbytes -= nbytes
 
+    def forget(self, share: Share) -> None:
+        """Take away all bodies of a link."""
+        for stream in [stream for owner, stream in self._begun if owner is share]:
+            self.take_away(share, stream)
+
     def _greedy(self) -> Share:
         shares = [share for share, _ in self._begun]
         fair = self.max_bytes // len(set(shares))
@@ -67,26 +72,21 @@ class Share:
         self.nbytes = 0
         self._whole = whole
         self._give_way = give_way
-        self._streams: set[int] = set()
         self._has_ended = False
 
     def add(self, stream: int, nbytes: int) -> None:
         """Count bytes of the body on ``stream``."""
         if not self._has_ended:
-            self._streams.add(stream)
             self._whole.add(self, stream, nbytes)
 
     def finish(self, stream: int) -> None:
         """The body on ``stream`` is whole."""
-        self._streams.discard(stream)
         self._whole.take_away(self, stream)
 
     def end(self) -> None:
         """The link is over."""
         self._has_ended = True
-        for stream in self._streams:
-            self._whole.take_away(self, stream)
-        self._streams.clear()
+        self._whole.forget(self)
 
     def crowd_out(self) -> None:
         """Others have no room: the link is to end."""

@@ -38,7 +38,8 @@ def test_both_sides_agree_on_the_same() -> None:
     ours = terms("dials", limits=Limits(max_streams=7), lanes=3)
     theirs = terms("listens", limits=Limits(heartbeat_ms=50), digest="off")
     there = agree(theirs, hello_from(ours))
-    here, _ = accept_welcome(ours, welcome_to(theirs, there, link_token=b"t"))
+    welcome = welcome_to(theirs, there, link_token=b"t", payload_description=b"")
+    here, _ = accept_welcome(ours, welcome)
     assert here.limits == there.limits == Limits(max_streams=7, heartbeat_ms=50)
     assert (here.lanes, here.digest, here.payload_path) == (3, "full", "map")
     assert (here.peer.id, there.peer.id) == ("listens", "dials")
@@ -178,7 +179,8 @@ def test_anything_but_a_welcome_is_a_broken_rule() -> None:
 
 @pytest.mark.parametrize("change", [{"lanes": 9}, {"digest": "off"}])
 def test_a_welcome_to_something_else_is_a_broken_rule(change: dict[str, Any]) -> None:
-    welcome = welcome_to(terms(), agree(terms(), hello_from(terms())), link_token=b"")
+    agreement = agree(terms(), hello_from(terms()))
+    welcome = welcome_to(terms(), agreement, link_token=b"", payload_description=b"")
     with pytest.raises(RemoteProtocolError, match="not what was offered"):
         accept_welcome(terms(), msgspec.structs.replace(welcome, **change))
 

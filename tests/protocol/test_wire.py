@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from asynckv.protocol.bodies import BODY_PART_BYTES
+from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.codec import FrameDecoder, encode_frame
-from asynckv.protocol.frames import Frame
+from asynckv.protocol.frames import Frame, Get
 from asynckv.protocol.header import WIRE_VERSION
 
 WRITTEN: list[dict[str, Any]] = json.loads(
@@ -38,3 +40,27 @@ def test_a_frame_is_read_and_written_as_it_always_was(written: dict[str, Any]) -
     assert (stream, repr(frame)) == (written["stream"], written["frame"])
     assert body == written["body"].encode()
     assert b"".join(encode_frame(stream, frame, body)) == data
+
+
+def test_the_header_of_a_chunk_is_written_as_it_always_was() -> None:
+    assert encode_chunk_header(2**40 + 1, 2, 3 * 2**20, 4 * 2**20) == bytes.fromhex(
+        "414b5631 01 02 0000 00000014 0000000000400000 00000000 74a74cba84e0d06b"
+        "73cbe615 0000010000000001 00000002 0000000000300000"
+    )
+
+
+def test_a_long_body_goes_on_as_it_always_did() -> None:
+    first, last = bytes(BODY_PART_BYTES), b"end"
+    data = b"".join(encode_frame(5, Get("key"), first + last))
+    assert data == (
+        bytes.fromhex(
+            "414b5631 01 00 0001 0000000f 0000000000010000 00000005 3040cd67634c9dda"
+            "8ae57bf6 82a174a3676574a36b6579a36b6579"
+        )
+        + first
+        + bytes.fromhex(
+            "414b5631 01 01 0000 00000000 0000000000000003 00000005 bf77492ac2aa299c"
+            "8cf55346"
+        )
+        + last
+    )

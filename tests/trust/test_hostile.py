@@ -1,4 +1,4 @@
-"""A hundred hostile connections, a server, and one who only wants to work."""
+"""A crowd of hostile connections, a server, and one who only wants to work."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ MIB = 2**20
 BUDGET_BYTES = 64 * MIB
 SPARE_BYTES = 64 * MIB
 ROUNDS = 11
+# Of the crowd about a third are thrown out at any moment, and come again.
+UP = 100
 KEPT = 0.5
 ROUND_S = 1.0
 SETTLED_S = 0.25
@@ -136,7 +138,7 @@ async def test_who_is_honest_keeps_half_of_its_rate_and_memory_is_bounded(
         f"client kept {kept:.0%} of its rate "
         f"({', '.join(f'{ratio:.0%}' for ratio in ratios)})"
     )
-    assert min(there) >= scale.hostile_connections // 2
+    assert statistics.median(there) >= UP
     assert growth <= BUDGET_BYTES + SPARE_BYTES
     assert kept >= KEPT
 
