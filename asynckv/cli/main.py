@@ -22,5 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     # By name, so that one command does not load what another needs.
     app.command("asynckv.cli.demo.command:demo", name="demo")
+    app.command("asynckv.cli.bench.command:bench", name="bench")
     status = app(arguments)
     sys.exit(status if isinstance(status, int) else 0)

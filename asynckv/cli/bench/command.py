@@ -1,0 +1,159 @@
+"""``asynckv bench``: what its options mean, and what it leaves behind.
+
+What needs torch is imported when it is used, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+from rich.text import Text
+
+from asynckv.cli.bench.settings import Settings
+from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.links.options import Digest
+from asynckv.security.tls import TLS
+
+if TYPE_CHECKING:
+    from asynckv.cli.bench.report import BenchReport
+
+__all__ = ("bench",)
+
+_T = TypeVar("_T")
+
+_INTERRUPTED = 130
+_POLITE_ENDS = (signal.SIGTERM, signal.SIGHUP)
+_SERVE_AT = "tcp://127.0.0.1:0"
+_Flag = Annotated[bool, Parameter(negative=())]
+
+
+def bench(
+    url: str | None = None,
+    /,
+    *,
+    serve: _Flag = False,
+    quick: _Flag = False,
+    json: Path | None = None,
+    html: Path | None = None,
+    digest: Digest = "auto",
+    lanes: int | None = None,
+    secret_file: Path | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    ca: Path | None = None,
+    allow_plaintext: _Flag = False,
+) -> int:
+    """Measure asynckv on your own machines, each figure beside a baseline.
+
+    Without a URL both sides are processes of this machine. The exit status is 0
+    unless a case failed; a row whose baseline disagrees with itself is void.
+
+    Parameters
+    ----------
+    url
+        Where `asynckv bench --serve` runs, or, with --serve, where to serve.
+    serve
+        Be the other side, until Ctrl-C.
+    quick
+        Tiny sizes: shows in seconds that everything works, and measures little.
+    json
+        Where to write the report, as docs/bench.md describes it.
+    html
+        Where to write the page with the plots.
+    digest
+        ``full``, ``edges``, ``off``, or what suits the path.
+    lanes
+        Payload lanes of the link.
+    secret_file
+        The secret that both sides share, as for ``serve`` and ``connect``.
+    certificate
+        This side's certificate for ``tls://``, with --key and --ca.
+    key
+        The key of the certificate.
+    ca
+        The authorities that certify peers.
+    allow_plaintext
+        Allow ``tcp://`` beyond this host.
+    """
+    console = Console()
+    try:
+        settings = Settings(
+            digest=digest,
+            lanes=lanes,
+            secret_file=None if secret_file is None else str(secret_file),
+            tls=_tls_of(certificate, key, ca),
+            allow_plaintext=allow_plaintext,
+        )
+        if serve:
+            asyncio.run(_until_ended(_serve(url or _SERVE_AT, settings, console)))
+            return 0
+        report = asyncio.run(_until_ended(_measure(url, settings, console, quick)))
+        return _leave_behind(report, console, json, html)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print("interrupted; nothing is left behind")
+        return _INTERRUPTED
+    except (AsyncKVError, OSError, RuntimeError) as exc:
+        console.print(Text(f"the bench failed: {exc}", style="bold red"))
+        return 1
+
+
+def _tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS | None:
+    if certificate is None and key is None and ca is None:
+        return None
+    if certificate is None or key is None or ca is None:
+        raise ConfigError("--certificate, --key and --ca belong together")
+    return TLS(certificate=certificate, key=key, ca=ca)
+
+
+async def _until_ended(work: Coroutine[object, object, _T]) -> _T:
+    # asyncio.run turns Ctrl-C into a cancellation; other polite ends are no different.
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    if task is not None:
+        for number in _POLITE_ENDS:
+            loop.add_signal_handler(number, task.cancel)
+    try:
+        return await work
+    finally:
+        for number in _POLITE_ENDS:
+            loop.remove_signal_handler(number)
+
+
+async def _serve(url: str, settings: Settings, console: Console) -> None:
+    from asynckv.cli.bench.serving import serving
+
+    async with serving(url, settings) as served:
+        words = f"serving; on the other host: asynckv bench {served}"
+        console.print(words, highlight=False, soft_wrap=True)
+        await asyncio.get_running_loop().create_future()
+
+
+async def _measure(
+    url: str | None, settings: Settings, console: Console, quick: bool
+) -> BenchReport:
+    from asynckv.cli.bench.live import BenchDisplay
+    from asynckv.cli.bench.running import run_bench
+
+    with BenchDisplay(console) as display:
+        return await run_bench(url, settings, display, quick=quick)
+
+
+def _leave_behind(
+    report: BenchReport, console: Console, json: Path | None, html: Path | None
+) -> int:
+    from asynckv.cli.bench.page import render_page
+    from asynckv.cli.bench.wording import write_summary
+
+    console.print(write_summary(report), highlight=False)
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    if html is not None:
+        html.write_text(render_page(report), encoding="utf-8")
+        console.print(f"page: {html.resolve()}", highlight=False, soft_wrap=True)
+    return 1 if any(row.verdict == "failed" for row in report.rows) else 0

@@ -1,0 +1,76 @@
+"""From rounds to a row: ratios round by round, A/A, and whether the row counts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+from asynckv.cli.bench.figures import histogram_of, percentiles_of, spread_of
+from asynckv.cli.bench.measuring import Round, Sample
+from asynckv.cli.bench.report import Baseline, Measured, Row, Subject
+
+__all__ = ("A_A_BOUNDS", "failed_row", "judge")
+
+A_A_BOUNDS: Final = (0.85, 1.15)
+"""A baseline that differs more from itself is the measure of nothing."""
+
+
+def judge(
+    subject: Subject, rounds: Sequence[Round], edges: Sequence[float] = ()
+) -> Row:
+    """Return the row that the rounds add up to.
+
+    :raises ValueError: there are no rounds
+    """
+    ours = _measured([one.ours for one in rounds], edges)
+    names = list(rounds[0].baselines) if rounds else []
+    baselines = tuple(_baseline(name, rounds, edges) for name in names)
+    if not baselines:
+        return failed_row(subject, "nothing to compare it with")
+    first = baselines[0]
+    return Row(
+        subject,
+        verdict="void" if first.is_void else "ok",
+        rounds=len(rounds),
+        ours=ours,
+        baselines=baselines,
+        reason=_why_void(first) if first.is_void else "",
+    )
+
+
+def _why_void(baseline: Baseline) -> str:
+    low, high = A_A_BOUNDS
+    return f"{baseline.name} / itself = {baseline.a_a:.3f}, outside {low}-{high}"
+
+
+def failed_row(subject: Subject, reason: str) -> Row:
+    """Return the row of a case that could not be measured."""
+    return Row(subject, verdict="failed", reason=reason)
+
+
+def _baseline(name: str, rounds: Sequence[Round], edges: Sequence[float]) -> Baseline:
+    pairs = [one.baselines[name] for one in rounds]
+    # Between the two turns of the baseline a steady drift cancels out.
+    ratios = [
+        one.ours.value * 2 / (first.value + second.value)
+        for one, (first, second) in zip(rounds, pairs, strict=True)
+    ]
+    a_a = statistics.median(first.value / second.value for first, second in pairs)
+    samples = [sample for pair in pairs for sample in pair]
+    low, high = A_A_BOUNDS
+    is_void = not low <= a_a <= high
+    return Baseline(name, _measured(samples, edges), spread_of(ratios), a_a, is_void)
+
+
+def _measured(samples: Sequence[Sample], edges: Sequence[float]) -> Measured:
+    nbytes = sum(sample.nbytes for sample in samples)
+    calls = [call for sample in samples for call in sample.calls]
+    return Measured(
+        value=spread_of([sample.value for sample in samples]),
+        cpu_s_per_gb=sum(sample.cpu_s for sample in samples) / nbytes * 1e9
+        if nbytes
+        else None,
+        calls=percentiles_of(calls) if calls else None,
+        histogram=histogram_of(calls, edges) if calls and edges else None,
+    )

@@ -1,0 +1,79 @@
+"""Paired rounds: each measures every baseline, asynckv, and every baseline again.
+
+So what disturbs the one disturbs the others, and a baseline is compared with itself
+in the very rounds that it is the measure of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+
+__all__ = ("Case", "CpuClock", "Measurement", "Round", "Sample", "measure")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One measurement: its value in the row's unit, and what single calls took."""
+
+    value: float
+    nbytes: int = 0
+    calls: tuple[float, ...] = ()
+    cpu_s: float = 0.0
+
+
+Measurement = Callable[[], Awaitable[Sample]]
+CpuClock = Callable[[], Awaitable[float]]
+"""CPU seconds that both processes have used, together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How to measure one subject once, and each of its baselines once.
+
+    The first baseline decides whether the row is void. ``edges`` are those of a
+    histogram over single calls, if it has one.
+    """
+
+    ours: Measurement
+    baselines: Mapping[str, Measurement]
+    edges: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One paired round: asynckv between the two turns of each baseline."""
+
+    ours: Sample
+    baselines: Mapping[str, tuple[Sample, Sample]]
+
+
+async def measure(
+    case: Case, rounds: int, cpu: CpuClock, done: Callable[[int], None]
+) -> list[Round]:
+    """Measure ``rounds`` rounds after one that is not counted.
+
+    ``done`` is called between rounds, with how many are over. A cancelled call
+    leaves nothing under way.
+    """
+    found = []
+    for number in range(rounds + 1):
+        done(number)
+        before = {
+            name: await _metered(baseline, cpu)
+            for name, baseline in case.baselines.items()
+        }
+        ours = await _metered(case.ours, cpu)
+        after = {
+            name: await _metered(case.baselines[name], cpu)
+            for name in reversed(list(case.baselines))
+        }
+        pairs = {name: (before[name], after[name]) for name in before}
+        found.append(Round(ours, pairs))
+    return found[1:]  # the first touches new memory
+
+
+async def _metered(measurement: Measurement, cpu: CpuClock) -> Sample:
+    before_s = await cpu()
+    sample = await measurement()
+    return dataclasses.replace(sample, cpu_s=await cpu() - before_s)

@@ -1,0 +1,109 @@
+"""Cases of throughput: entries of any shape into memory that is there already."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+
+from asynckv.abc import KVLookupBuffer
+from asynckv.cli.bench.measuring import Case, Sample
+from asynckv.cli.bench.memory import Memory, copy_all, make_memory
+from asynckv.cli.bench.report import Subject
+from asynckv.cli.bench.rig import Rig
+
+__all__ = ("open_fetching", "open_moving", "pull")
+
+_Transfer = Callable[[], Coroutine[object, object, float]]
+
+
+class _GiveBack(Exception):
+    """Leaves ``async with drop_select()`` so that the entry stays."""
+
+
+async def pull(lookup: KVLookupBuffer, tokens: list[int], memory: Memory) -> float:
+    """Select the entry into ``memory`` and give it back; return the seconds.
+
+    They count until the last tensor is verified and in its place.
+    """
+    began_s = time.perf_counter()
+    try:
+        async with lookup.drop_select(tokens, into=memory.into):
+            elapsed_s = time.perf_counter() - began_s
+            raise _GiveBack
+    except _GiveBack:
+        return elapsed_s
+
+
+@contextlib.asynccontextmanager
+async def _placed(
+    rig: Rig, subject: Subject, *, scattered: bool = False
+) -> AsyncIterator[tuple[list[int], Memory]]:
+    """Put an entry of that shape into the other process; take it out at the end."""
+    memory = await rig.in_thread(
+        make_memory, subject.parts, subject.part_nbytes, scattered=scattered
+    )
+    tokens = rig.new_tokens()
+    entry_id = await rig.lookup.insert(
+        tokens, None, memory.layers, None, None, ttl_s=None
+    )
+    try:
+        memory.poison()
+        await pull(rig.lookup, tokens, memory)
+        memory.check()
+        yield tokens, memory
+    finally:
+        await rig.lookup.withdraw(entry_id)
+
+
+@contextlib.asynccontextmanager
+async def open_moving(
+    rig: Rig, subject: Subject, *, repeats: int, scattered: bool = False
+) -> AsyncIterator[Case]:
+    """Yield the case that moves such an entry ``repeats`` times a measurement.
+
+    Its bytes are compared once, before anything counts.
+
+    :raises WrongBytes: they differ
+    """
+    async with _placed(rig, subject, scattered=scattered) as (tokens, memory):
+        sources, targets = memory.source_views, memory.target_views
+
+        async def measure(transfer: _Transfer) -> Sample:
+            elapsed_s = sum([await transfer() for _ in range(repeats)])
+            nbytes = memory.nbytes * repeats
+            return Sample(nbytes / elapsed_s / 1e9, nbytes)
+
+        yield Case(
+            ours=lambda: measure(lambda: pull(rig.lookup, tokens, memory)),
+            baselines={
+                "raw TCP": lambda: measure(
+                    lambda: rig.in_thread(rig.raw.pull, targets)
+                ),
+                "memcpy": lambda: measure(
+                    lambda: rig.in_thread(copy_all, targets, sources)
+                ),
+            },
+        )
+
+
+@contextlib.asynccontextmanager
+async def open_fetching(rig: Rig, subject: Subject, times: int) -> AsyncIterator[Case]:
+    """Yield the case that fetches one entry again and again, each call timed.
+
+    :raises WrongBytes: what landed was not what was sent
+    """
+    async with _placed(rig, subject) as (tokens, memory):
+        targets = memory.target_views
+
+        async def measure(transfer: _Transfer) -> Sample:
+            calls = [await transfer() * 1e6 for _ in range(times)]
+            value = sorted(calls)[len(calls) // 2]
+            return Sample(value, memory.nbytes * times, tuple(calls))
+
+        yield Case(
+            ours=lambda: measure(lambda: pull(rig.lookup, tokens, memory)),
+            baselines={
+                "raw TCP": lambda: measure(lambda: rig.in_thread(rig.raw.pull, targets))
+            },
+        )

@@ -1,0 +1,177 @@
+"""The bench's page: one self-contained HTML file, in light and in dark.
+
+A pure function of the report; nothing on the page is fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from html import escape
+
+from asynckv.cli.bench.figures import Percentiles, Spread
+from asynckv.cli.bench.plots import Line, Point, draw_histograms, draw_lines
+from asynckv.cli.bench.report import BenchReport, Row
+from asynckv.cli.bench.wording import (
+    write_baseline,
+    write_cpu,
+    write_nbytes,
+    write_summary,
+    write_value,
+    write_verdict,
+)
+
+__all__ = ("render_page",)
+
+_NOT_DRAWN = '<p class="note">Nothing was measured that could be drawn here.</p>'
+
+
+def render_page(report: BenchReport) -> str:
+    """Return the whole page as text."""
+    folder = importlib.resources.files(__package__)
+    style = folder.joinpath("page.css").read_text(encoding="utf-8")
+    parts = (_head, _throughput, _latency, _lag, _table, _foot)
+    body = "\n".join(part(report) for part in parts)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>asynckv bench</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _head(report: BenchReport) -> str:
+    machine = report.machine
+    where = "both processes on this machine" if report.own_server else "between hosts"
+    facts = (
+        f"asynckv {report.version} · {report.began} · {where} · {report.scheme}, "
+        f"{report.transport}, digest {report.digest}, lanes {report.lanes or 'default'}"
+        f" · {machine.processor}, {machine.cores} cores, load {machine.load_before:.1f}"
+        f" before · {machine.system} · Python {machine.python}, torch {machine.torch}"
+    )
+    return (
+        f'<h1>asynckv bench</h1>\n<p class="facts">{escape(facts)}</p>\n'
+        f'<p class="summary" id="summary">{escape(write_summary(report))}</p>\n'
+        '<p class="note">Every figure was measured in rounds, between two turns of '
+        "its baseline; read the ratios, since absolute figures drift. A row is void, "
+        "and its points are hollow, where the baseline did not agree with itself.</p>"
+    )
+
+
+def _key(*entries: tuple[str, str]) -> str:
+    items = "".join(
+        f'<li style="--swatch: var(--{kind})">{escape(name)}</li>'
+        for name, kind in entries
+    )
+    return f'<ul class="key">{items}</ul>'
+
+
+def _throughput(report: BenchReport) -> str:
+    rows = sorted(
+        (row for row in report.rows if row.subject.group == "throughput" and row.ours),
+        key=_nbytes,
+    )
+    lines = [
+        Line("asynckv", "ours", [_our_point(row) for row in rows]),
+        Line("raw TCP", "raw", _beside(rows, "raw TCP")),
+        Line("memcpy", "copy", _beside(rows, "memcpy")),
+    ]
+    key = _key(*((line.name, line.kind) for line in lines))
+    drawn = draw_lines(
+        "Throughput against size", lines, "GB/s", lambda x: write_nbytes(int(x))
+    )
+    return f"<h2>Throughput against size</h2>\n{key}\n{drawn or _NOT_DRAWN}"
+
+
+def _nbytes(row: Row) -> int:
+    return row.subject.parts * row.subject.part_nbytes
+
+
+def _our_point(row: Row) -> Point:
+    value = row.ours.value if row.ours else Spread(0, 0, 0)
+    return Point(_nbytes(row), value, row.verdict == "ok")
+
+
+def _beside(rows: list[Row], name: str) -> list[Point]:
+    return [
+        Point(_nbytes(row), baseline.measured.value, not baseline.is_void)
+        for row in rows
+        for baseline in row.baselines
+        if baseline.name == name
+    ]
+
+
+def _latency(report: BenchReport) -> str:
+    rows = [row for row in report.rows if row.subject.group == "concurrency"]
+    ours: list[tuple[Row, Percentiles]] = []
+    bare: list[tuple[Row, Percentiles]] = []
+    for row in rows:
+        if row.ours and row.ours.calls:
+            ours.append((row, row.ours.calls))
+        bare += [(row, b.measured.calls) for b in row.baselines if b.measured.calls]
+    lines = []
+    for name, kind, found in (("asynckv", "ours", ours), ("streams", "raw", bare)):
+        medians = [_call_point(row, calls.p50) for row, calls in found]
+        tails = [_call_point(row, calls.p99) for row, calls in found]
+        lines += [
+            Line(f"{name}, p50", kind, medians),
+            Line(f"{name}, p99", f"{kind} thin", tails),
+        ]
+    key = _key(("asynckv", "ours"), ("bare asyncio streams", "raw"))
+    title = "Latency against outstanding requests"
+    drawn = draw_lines(title, lines, "us", lambda x: f"{x:,.0f}")
+    note = '<p class="note">Lines are p50, dashed lines p99, of single requests.</p>'
+    return f"<h2>{title}</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"
+
+
+def _call_point(row: Row, value: float) -> Point:
+    return Point(
+        row.subject.outstanding, Spread(value, value, value), row.verdict == "ok"
+    )
+
+
+def _lag(report: BenchReport) -> str:
+    found = []
+    for row in report.rows:
+        if row.subject.group == "lag" and row.ours and row.ours.histogram:
+            found.append(("while payload moves", "ours", row.ours.histogram))
+            found += [
+                (baseline.name, "raw", baseline.measured.histogram)
+                for baseline in row.baselines
+                if baseline.measured.histogram
+            ]
+    key = _key(*((name, kind) for name, kind, _ in found))
+    drawn = draw_histograms("Loop lag", found, "ms")
+    note = '<p class="note">How late a ticker of 1 ms came, as shares of all ticks.</p>'
+    return f"<h2>Loop lag</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"
+
+
+def _table(report: BenchReport) -> str:
+    rows = "\n".join(_table_row(row) for row in report.rows)
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("case", "asynckv", "beside, in the same rounds", "CPU", "")
+    )
+    return (
+        '<h2>All rows</h2>\n<p class="note">Medians of the rounds, with the least and '
+        "the most. A ratio is asynckv's figure over the baseline's.</p>\n"
+        f'<div class="wide"><table id="rows"><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>"
+    )
+
+
+def _table_row(row: Row) -> str:
+    beside = "<br>".join(escape(write_baseline(one)) for one in row.baselines)
+    return (
+        f'<tr class="{row.verdict}"><th scope="row">{escape(row.subject.title)}</th>'
+        f'<td class="value">{escape(write_value(row))}</td><td>{beside}</td>'
+        f"<td>{escape(write_cpu(row))}</td>"
+        f'<td class="{row.verdict}">{escape(write_verdict(row))}</td></tr>'
+    )
+
+
+def _foot(report: BenchReport) -> str:
+    rounds = max((row.rounds for row in report.rows), default=0)
+    return (
+        f"<footer>Written by <code>asynckv bench</code> after {report.seconds:.0f} s, "
+        f"{rounds} rounds a case.</footer>"
+    )

@@ -1,0 +1,121 @@
+"""What every case works with: the peer, and the baselines' connections to it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import ParamSpec, TypeVar
+
+import msgspec
+
+from asynckv.abc import KVLookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.cli.bench.meeting import MEETING_KEY, Meeting, meeting_from
+from asynckv.cli.bench.raw import RawConnection
+from asynckv.cli.bench.settings import Settings
+from asynckv.cli.bench.streams import StreamsConnection
+from asynckv.errors import ConfigError
+from asynckv.links.address import LOOPBACK, parse_url
+
+__all__ = ("Rig", "open_rig")
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_MAX_BYTES = "3GiB"
+
+
+class Rig:
+    """The measuring side, connected. Made by :func:`open_rig`.
+
+    What blocks runs in one thread by :meth:`in_thread`, so that the link stays
+    alive beside a baseline that takes its time.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        raw: RawConnection,
+        streams: StreamsConnection,
+        thread: concurrent.futures.Executor,
+    ) -> None:
+        self.peer = peer
+        self.raw = raw
+        self.streams = streams
+        self._thread = thread
+        self._numbers = itertools.count(1)
+
+    @property
+    def lookup(self) -> KVLookupBuffer:
+        """The buffer of the other process."""
+        return self.peer.lookup
+
+    def new_tokens(self) -> list[int]:
+        """Return a key that no case had before."""
+        return [next(self._numbers)]
+
+    async def in_thread(
+        self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
+        """Call what blocks. A cancelled call goes on; closing the rig ends it."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._thread, lambda: function(*args, **kwargs)
+        )
+
+    async def cpu_s(self) -> float:
+        """Return the CPU seconds of this process and of the peer's."""
+        theirs_s = await self.in_thread(self.raw.cpu_s)
+        return theirs_s + time.process_time()
+
+
+@contextlib.asynccontextmanager
+async def open_rig(url: str, settings: Settings) -> AsyncIterator[Rig]:
+    """Connect to the serving side of a bench.
+
+    :raises ConfigError: what serves there is no bench
+    :raises PeerLost: nothing answers at ``url``
+    """
+    host = parse_url(url).host or LOOPBACK
+    async with contextlib.AsyncExitStack() as stack:
+        peer = await stack.enter_async_context(
+            connect(
+                url,
+                max_bytes=_MAX_BYTES,
+                digest=settings.digest,
+                lanes=settings.lanes,
+                secret_file=settings.secret_file,
+                tls=settings.tls,
+                allow_plaintext=settings.allow_plaintext,
+            )
+        )
+        meeting = await _meet(peer, url)
+        thread = concurrent.futures.ThreadPoolExecutor(1, "bench")
+        stack.callback(thread.shutdown, wait=False)
+        loop = asyncio.get_running_loop()
+        raw = await loop.run_in_executor(
+            thread, RawConnection, host, meeting.raw_port, meeting.token
+        )
+        stack.callback(raw.close)
+        streams = await StreamsConnection.open(
+            host, meeting.streams_port, meeting.token
+        )
+        stack.callback(streams.close)
+        yield Rig(peer, raw, streams, thread)
+
+
+async def _meet(peer: Peer, url: str) -> Meeting:
+    try:
+        found = await peer.store.get(MEETING_KEY)
+        if found is not None:
+            return meeting_from(found)
+    except (ConfigError, ValueError, msgspec.MsgspecError):
+        pass  # it has no store, or somebody else's
+    raise ConfigError(
+        f"what serves at {url} is no bench",
+        hint="run `asynckv bench --serve URL` there: the baselines need its sockets",
+    )

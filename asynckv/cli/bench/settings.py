@@ -1,0 +1,92 @@
+"""What a user chooses for a bench, and how much the cases then move.
+
+Plain values: nothing here imports torch, so that ``--help`` does not either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from asynckv.links.options import Digest
+from asynckv.security.tls import TLS
+
+__all__ = ("FULL", "QUICK", "Scale", "Settings")
+
+_KIB, _MIB = 2**10, 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of the link, the same as those of ``serve`` and ``connect``."""
+
+    digest: Digest = "auto"
+    lanes: int | None = None
+    secret_file: str | None = None
+    tls: TLS | None = None
+    allow_plaintext: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much the cases move. Shapes are (number of tensors, bytes of each)."""
+
+    rounds: int
+    sizes: tuple[int, ...]
+    entry: int
+    layers: tuple[int, int]
+    small: tuple[int, int]
+    scattered_nbytes: tuple[int, ...]
+    scattered_total: int
+    repeat_to: int
+    """Transfers are repeated within a measurement until so many bytes have moved."""
+    pings: int
+    fetches: int
+    outstanding: tuple[int, ...]
+    requests: int
+    pairs: int
+    tail: tuple[int, int]
+    compute_s: float
+    """How long the layer-wise case pretends to compute one layer."""
+    ticks: int
+
+
+_SCATTERED: Final = (8 * _KIB, 18 * _KIB, 64 * _KIB, 2 * _MIB)
+
+FULL: Final = Scale(
+    rounds=5,
+    sizes=(64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB),
+    entry=64 * _MIB,
+    layers=(64, 16 * _MIB),
+    small=(10_000, 4 * _KIB),
+    scattered_nbytes=_SCATTERED,
+    scattered_total=32 * _MIB,
+    repeat_to=64 * _MIB,
+    pings=1000,
+    fetches=100,
+    outstanding=(1, 10, 100, 1000),
+    requests=2000,
+    pairs=500,
+    tail=(32, 4 * _MIB),
+    compute_s=0.01,
+    ticks=1000,
+)
+QUICK: Final = Scale(
+    rounds=5,
+    sizes=(64 * _KIB,),
+    entry=_MIB,
+    layers=(8, 128 * _KIB),
+    small=(100, 4 * _KIB),
+    scattered_nbytes=_SCATTERED,
+    scattered_total=4 * _MIB,
+    repeat_to=128 * _KIB,
+    pings=10,
+    fetches=2,
+    outstanding=(1, 10),
+    requests=20,
+    pairs=5,
+    tail=(4, 64 * _KIB),
+    compute_s=0.001,
+    ticks=10,
+)
+"""Shows that everything works; its figures say little."""
