@@ -41,7 +41,7 @@ def render_page(report: BenchReport) -> str:
 
 def _head(report: BenchReport) -> str:
     machine = report.machine
-    where = "both processes on this machine" if report.own_server else "between hosts"
+    where = "to a process of this machine" if report.own_server else "to a given URL"
     facts = (
         f"asynckv {report.version} · {report.began} · {where} · {report.scheme}, "
         f"{report.transport}, digest {report.digest}, lanes {report.lanes or 'default'}"

@@ -6,6 +6,7 @@ Everything in this file blocks; the bench calls it in a thread of its own.
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Sequence
 
@@ -36,6 +37,11 @@ class RawConnection:
         self, host: str, port: int, token: bytes, *, timeout_s: float = 60.0
     ) -> None:
         self._socket = socket.create_connection((host, port), timeout_s)
+        # Python's own timeout would make it a non-blocking socket, which is slower.
+        self._socket.settimeout(None)
+        kernel_timeout = struct.pack("@ll", int(timeout_s), 0)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, kernel_timeout)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(token)
 

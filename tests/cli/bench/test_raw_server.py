@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from asynckv.cli.bench.meeting import MAX_NBYTES, ORDER, What
+from asynckv.cli.bench.raw import RawConnection
+from asynckv.cli.bench.raw_server import RawServer
+
+TOKEN = bytes(range(32))
+
+
+def dial(server: RawServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), 10)
+
+
+def test_who_has_another_token_is_hung_up_on() -> None:
+    server = RawServer("127.0.0.1", TOKEN)
+    try:
+        with dial(server) as stranger:
+            stranger.sendall(bytes(32))
+            assert stranger.recv(1) == b""
+    finally:
+        server.close()
+
+
+def test_who_asks_for_too_much_is_hung_up_on() -> None:
+    server = RawServer("127.0.0.1", TOKEN)
+    try:
+        with dial(server) as peer:
+            peer.sendall(TOKEN + ORDER.pack(What.PULL, 1, MAX_NBYTES + 1))
+            assert peer.recv(1) == b""
+    finally:
+        server.close()
+
+
+def test_closing_hangs_up_on_everybody() -> None:
+    server = RawServer("127.0.0.1", TOKEN)
+    connection = RawConnection("127.0.0.1", server.port, TOKEN)
+    connection.ping(1)
+    server.close()
+    with pytest.raises(OSError):
+        connection.ping(1)
+    connection.close()
+
+
+def test_there_are_only_so_many_connections() -> None:
+    server = RawServer("127.0.0.1", TOKEN)
+    held = [RawConnection("127.0.0.1", server.port, TOKEN) for _ in range(4)]
+    for connection in held:
+        connection.ping(1)
+    with dial(server) as one_more:
+        assert one_more.recv(1) == b""
+    for connection in held:
+        connection.close()
+    server.close()

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import asynckv
+from asynckv.cli.bench.rig import Rig, open_rig
+from asynckv.cli.bench.settings import Settings
+
+
+async def test_a_rig_reaches_buffer_and_baselines(rig: Rig) -> None:
+    assert await rig.lookup.peek() == 0
+    assert len(await rig.in_thread(rig.raw.ping, 2)) == 2
+    assert len(await rig.streams.exchange(2, 1, 10)) == 2
+
+
+async def test_cpu_seconds_grow(rig: Rig) -> None:
+    assert 0 < await rig.cpu_s() < await rig.cpu_s()
+
+
+async def test_no_two_keys_are_the_same(rig: Rig) -> None:
+    assert rig.new_tokens() != rig.new_tokens()
+
+
+async def test_what_blocks_does_not_run_in_the_loop_s_thread(rig: Rig) -> None:
+    assert await rig.in_thread(threading.get_ident) != threading.get_ident()
+
+
+async def test_a_server_that_is_no_bench_is_refused() -> None:
+    async with (
+        asynckv.LookupBuffer("1MiB", drain_s=0) as buffer,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+    ):
+        with pytest.raises(asynckv.ConfigError, match="no bench"):
+            async with open_rig(server.url, Settings()):
+                pass
+
+
+async def test_a_store_without_a_meeting_is_no_bench() -> None:
+    async with (
+        asynckv.StoreBuffer("1MiB") as store,
+        asynckv.serve("tcp://127.0.0.1:0", store=store) as server,
+    ):
+        with pytest.raises(asynckv.ConfigError, match="no bench"):
+            async with open_rig(server.url, Settings()):
+                pass
