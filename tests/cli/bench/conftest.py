@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -23,7 +23,7 @@ from asynckv.cli.bench.rig import Rig, open_rig
 from asynckv.cli.bench.serving import serving
 from asynckv.cli.bench.settings import Settings
 
-__all__ = ("rig", "sample_report", "void_row")
+__all__ = ("count_entries", "rig", "sample_report", "void_row")
 
 _CALLS = Percentiles(5000, 210.0, 300.0, 420.0, 3000.0)
 _EDGES = (0.0, 1.0, 10.0, 1000.0)
@@ -36,6 +36,16 @@ async def rig() -> AsyncIterator[Rig]:
     async with serving("tcp://127.0.0.1:0", settings) as url:
         async with open_rig(url, settings) as rig:
             yield rig
+
+
+@pytest.fixture
+def count_entries(rig: Rig) -> Callable[[], Awaitable[int]]:
+    """Return what counts the cases' keys under which something can be selected."""
+
+    async def count() -> int:
+        return sum([await rig.lookup.peek([key]) for key in range(1, 20)])
+
+    return count
 
 
 def spread(median: float) -> Spread:

@@ -10,7 +10,7 @@ from asynckv.cli.bench.settings import Settings
 
 
 async def test_a_rig_reaches_buffer_and_baselines(rig: Rig) -> None:
-    assert await rig.lookup.peek() == 0
+    assert await rig.lookup.peek([1]) == 0
     assert len(await rig.in_thread(rig.raw.ping, 2)) == 2
     assert len(await rig.streams.exchange(2, 1, 10)) == 2
 

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from asynckv.cli.bench.asking import open_outstanding, open_pairs, open_ping
+from asynckv.cli.bench.measuring import Case
+from asynckv.cli.bench.report import Subject
+from asynckv.cli.bench.rig import Rig
+
+Counter = Callable[[], Awaitable[int]]
+
+
+async def calls_of(case: Case) -> list[int]:
+    """How many calls each contender timed, asynckv first."""
+    samples = [await case.ours()]
+    samples += [await one() for one in case.baselines.values()]
+    assert min(sample.value for sample in samples) > 0
+    return [len(sample.calls) for sample in samples]
+
+
+async def test_a_ping_takes_as_many_entries_as_it_times(
+    rig: Rig, count_entries: Counter
+) -> None:
+    subject = Subject("ping", "ping", "latency", "us", False, 64)
+    async with open_ping(rig, subject, 5) as case:
+        assert await calls_of(case) == [5, 5]
+    assert await count_entries() == 0
+
+
+async def test_as_many_requests_are_made_whatever_is_outstanding(
+    rig: Rig, count_entries: Counter
+) -> None:
+    for outstanding in (1, 3, 100):
+        subject = Subject(
+            "n", "n", "concurrency", "requests/s", True, 100, outstanding=outstanding
+        )
+        async with open_outstanding(rig, subject, 7) as case:
+            assert await calls_of(case) == [7, 7]
+    assert await count_entries() == 0
+
+
+async def test_a_pair_is_measured_beside_two_pings(
+    rig: Rig, count_entries: Counter
+) -> None:
+    subject = Subject("pairs", "pairs", "rate", "pairs/s", True, 64)
+    async with open_pairs(rig, subject, 4) as case:
+        assert await calls_of(case) == [4, 4]
+    assert await count_entries() == 0

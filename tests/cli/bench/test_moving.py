@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from asynckv.cli.bench.memory import make_memory
+from asynckv.cli.bench.moving import open_fetching, open_moving, pull
+from asynckv.cli.bench.report import Subject
+from asynckv.cli.bench.rig import Rig
+
+Counter = Callable[[], Awaitable[int]]
+
+SUBJECT = Subject("small", "small", "blocks", "GB/s", True, 70_000, 3)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+async def test_every_contender_moves_all_bytes_so_many_times(
+    rig: Rig, scattered: bool
+) -> None:
+    async with open_moving(rig, SUBJECT, repeats=2, scattered=scattered) as case:
+        samples = [await case.ours()]
+        samples += [await one() for one in case.baselines.values()]
+    assert list(case.baselines) == ["raw TCP", "memcpy"]
+    assert [sample.nbytes for sample in samples] == [420_000] * 3
+    assert min(sample.value for sample in samples) > 0
+
+
+async def test_a_case_takes_its_entry_away_with_it(
+    rig: Rig, count_entries: Counter
+) -> None:
+    async with open_moving(rig, SUBJECT, repeats=1):
+        assert await count_entries() == 1
+    assert await count_entries() == 0
+
+
+async def test_a_pull_lands_in_the_memory_and_leaves_the_entry(rig: Rig) -> None:
+    memory = make_memory(2, 100_000)
+    await rig.lookup.insert([7], None, memory.layers, None, None)
+    memory.poison()
+    for _ in range(3):
+        assert await pull(rig.lookup, [7], memory) > 0
+    memory.check()
+
+
+async def test_each_fetch_is_timed(rig: Rig) -> None:
+    async with open_fetching(rig, SUBJECT, 3) as case:
+        ours, raw = await case.ours(), await case.baselines["raw TCP"]()
+    assert (len(ours.calls), len(raw.calls)) == (3, 3)
+    assert ours.value == sorted(ours.calls)[1]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from asynckv.cli.bench.catalogue import Exhibit
+from asynckv.cli.bench.measuring import Case, Sample
+from asynckv.cli.bench.report import Row, Subject
+from asynckv.cli.bench.rig import Rig
+from asynckv.cli.bench.running import run_bench, run_case
+from asynckv.cli.bench.serving import serving
+from asynckv.cli.bench.settings import Settings
+from asynckv.errors import PeerLost
+
+SUBJECT = Subject("one", "one", "rate", "pairs/s", True, 64)
+
+
+class Noting:
+    """Progress that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def expect(self, cases: int) -> None:
+        self.told.append(cases)
+
+    def begin(self, title: str, rounds: int) -> None:
+        self.told.append(title)
+
+    def advance(self, rounds: int) -> None:
+        self.told.append(rounds)
+
+    def end(self, row: Row) -> None:
+        self.told.append(row.verdict)
+
+
+async def steady() -> Sample:
+    return Sample(1.0)
+
+
+async def lost() -> Sample:
+    raise PeerLost("gone")
+
+
+def exhibit(case: Case) -> Exhibit:
+    @contextlib.asynccontextmanager
+    async def opened(_: Rig) -> AsyncIterator[Case]:
+        yield case
+
+    return Exhibit(SUBJECT, opened)
+
+
+async def test_a_case_is_measured_and_judged(rig: Rig) -> None:
+    progress = Noting()
+    case = exhibit(Case(steady, {"raw": steady}))
+    row = await run_case(rig, case, 2, progress)
+    assert (row.verdict, row.rounds) == ("ok", 2)
+    assert progress.told == ["one", 0, 1, 2, "ok"]
+
+
+async def test_a_case_that_fails_is_a_row_that_says_why(rig: Rig) -> None:
+    progress = Noting()
+    row = await run_case(rig, exhibit(Case(lost, {"raw": steady})), 2, progress)
+    assert (row.verdict, row.ours) == ("failed", None)
+    assert row.reason.startswith("PeerLost: gone")
+    assert progress.told[-1] == "failed"
+
+
+async def test_a_run_has_a_row_for_every_case() -> None:
+    progress = Noting()
+    async with serving("tcp://127.0.0.1:0", Settings()) as url:
+        report = await run_bench(url, Settings(), progress, quick=True)
+    assert [row.reason for row in report.rows if row.verdict == "failed"] == []
+    assert len(report.rows) == progress.told[0]
+    assert all(row.baselines and row.rounds == 5 for row in report.rows)
+    assert (report.own_server, report.quick, report.scheme) == (False, True, "tcp")
