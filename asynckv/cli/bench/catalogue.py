@@ -22,6 +22,7 @@ __all__ = ("Exhibit", "catalogue")
 _REQUEST_NBYTES = 16 * 2**10
 _FETCH_NBYTES = 2 * 2**20
 _MAX_REPEATS = 100
+_MAX_TENSORS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +55,17 @@ def _moving(
 ) -> Exhibit:
     parts, nbytes = shape
     subject = Subject(case, title, group, "GB/s", True, nbytes, parts)
-    repeats = min(_MAX_REPEATS, max(1, scale.repeat_to // (parts * nbytes)))
+    repeats = _repeats(scale, parts, nbytes)
     return Exhibit(
         subject,
         lambda rig: open_moving(rig, subject, repeats=repeats, scattered=scattered),
     )
+
+
+def _repeats(scale: Scale, parts: int, nbytes: int) -> int:
+    """How often to transfer in one measurement, so that it takes long enough."""
+    enough = scale.repeat_to // (parts * nbytes)
+    return max(1, min(enough, _MAX_REPEATS, _MAX_TENSORS // parts))
 
 
 def _entries(scale: Scale) -> list[Exhibit]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import time
 from collections.abc import Sequence
@@ -34,12 +35,12 @@ class Memory:
         """Bytes that one transfer moves."""
         return sum(source.nbytes for source in self.sources)
 
-    @property
+    @functools.cached_property
     def layers(self) -> dict[str, torch.Tensor]:
         """The sources as ``insert`` takes them for its key."""
         return {str(index): source for index, source in enumerate(self.sources)}
 
-    @property
+    @functools.cached_property
     def into(self) -> dict[str, torch.Tensor]:
         """The targets as ``drop_select`` takes them."""
         return {f"{index}.key": target for index, target in enumerate(self.targets)}

@@ -26,9 +26,10 @@ async def pull(lookup: KVLookupBuffer, tokens: list[int], memory: Memory) -> flo
 
     They count until the last tensor is verified and in its place.
     """
+    into = memory.into
     began_s = time.perf_counter()
     try:
-        async with lookup.drop_select(tokens, into=memory.into):
+        async with lookup.drop_select(tokens, into=into):
             elapsed_s = time.perf_counter() - began_s
             raise _GiveBack
     except _GiveBack:
@@ -48,9 +49,9 @@ async def _placed(
         tokens, None, memory.layers, None, None, ttl_s=None
     )
     try:
-        memory.poison()
+        await rig.in_thread(memory.poison)
         await pull(rig.lookup, tokens, memory)
-        memory.check()
+        await rig.in_thread(memory.check)
         yield tokens, memory
     finally:
         await rig.lookup.withdraw(entry_id)

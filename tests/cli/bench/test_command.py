@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 
 from asynckv.cli.bench.command import bench
 from asynckv.cli.bench.report import FORMAT, BenchReport
+from asynckv.cli.bench.rig import open_rig
+from asynckv.cli.bench.settings import Settings
 
 COMMAND = (sys.executable, "-m", "asynckv", "bench")
 
@@ -30,6 +33,11 @@ def test_a_quick_bench_leaves_a_row_for_every_case(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8").count("<svg") == 3
 
 
+async def ping_at(url: str) -> int:
+    async with open_rig(url, Settings()) as rig:
+        return len(await rig.in_thread(rig.raw.ping, 3))
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_the_serving_side_says_what_to_call_and_ends_when_told() -> None:
@@ -37,7 +45,7 @@ def test_the_serving_side_says_what_to_call_and_ends_when_told() -> None:
     try:
         assert process.stdout is not None
         line = process.stdout.readline().decode()
-        assert "asynckv bench tcp://127.0.0.1:" in line
+        assert asyncio.run(ping_at(line.split()[-1])) == 3
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 130
     finally:
