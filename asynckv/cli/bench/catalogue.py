@@ -123,7 +123,7 @@ def _latencies(scale: Scale) -> list[Exhibit]:
 def _outstanding(scale: Scale, outstanding: int) -> Exhibit:
     subject = Subject(
         f"outstanding-{outstanding}",
-        f"{outstanding:,} outstanding requests of {write_nbytes(_REQUEST_NBYTES)}",
+        f"{write_nbytes(_REQUEST_NBYTES)} requests, {outstanding:,} outstanding",
         "concurrency",
         "requests/s",
         True,

@@ -99,7 +99,7 @@ def bench(
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; nothing is left behind")
         return _INTERRUPTED
-    except (AsyncKVError, OSError, RuntimeError) as exc:
+    except (AsyncKVError, OSError) as exc:
         console.print(Text(f"the bench failed: {exc}", style="bold red"))
         return 1
 

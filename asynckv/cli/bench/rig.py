@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import itertools
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import ParamSpec, TypeVar
@@ -46,6 +47,8 @@ class Rig:
         self.peer = peer
         self.raw = raw
         self.streams = streams
+        # What an interrupted bench has left at the server is not this one's.
+        self.prefix = [secrets.randbits(48)]
         self._thread = thread
         self._numbers = itertools.count(1)
 
@@ -55,8 +58,8 @@ class Rig:
         return self.peer.lookup
 
     def new_tokens(self) -> list[int]:
-        """Return a key that no case had before."""
-        return [next(self._numbers)]
+        """Return a key that no case of any bench had before."""
+        return [*self.prefix, next(self._numbers)]
 
     async def in_thread(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs

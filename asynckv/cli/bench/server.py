@@ -22,7 +22,7 @@ __all__ = ("ServerEnded", "main", "own_server")
 _STOP_GRACE_S = 5.0
 
 
-class ServerEnded(RuntimeError):
+class ServerEnded(ChildProcessError):
     """The bench's own server process ended before it served."""
 
 

@@ -16,6 +16,7 @@ from asynckv.cli.bench.meeting import ORDER, TOKEN_NBYTES, What, read_order
 __all__ = ("StreamsConnection", "StreamsServer")
 
 _MAX_ANSWER_NBYTES = 2**20
+_TOKEN_TIMEOUT_S = 5.0
 
 
 class StreamsServer:
@@ -61,7 +62,9 @@ class StreamsServer:
     async def _answer_forever(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        if not hmac.compare_digest(await reader.readexactly(TOKEN_NBYTES), self._token):
+        async with asyncio.timeout(_TOKEN_TIMEOUT_S):
+            token = await reader.readexactly(TOKEN_NBYTES)
+        if not hmac.compare_digest(token, self._token):
             return
         answer = b""
         while True:

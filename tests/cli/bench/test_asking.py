@@ -19,16 +19,16 @@ async def calls_of(case: Case) -> list[int]:
 
 
 async def test_a_ping_takes_as_many_entries_as_it_times(
-    rig: Rig, count_entries: Counter
+    rig: Rig, any_left: Counter
 ) -> None:
     subject = Subject("ping", "ping", "latency", "us", False, 64)
     async with open_ping(rig, subject, 5) as case:
         assert await calls_of(case) == [5, 5]
-    assert await count_entries() == 0
+    assert await any_left() == 0
 
 
 async def test_as_many_requests_are_made_whatever_is_outstanding(
-    rig: Rig, count_entries: Counter
+    rig: Rig, any_left: Counter
 ) -> None:
     for outstanding in (1, 3, 100):
         subject = Subject(
@@ -36,13 +36,11 @@ async def test_as_many_requests_are_made_whatever_is_outstanding(
         )
         async with open_outstanding(rig, subject, 7) as case:
             assert await calls_of(case) == [7, 7]
-    assert await count_entries() == 0
+    assert await any_left() == 0
 
 
-async def test_a_pair_is_measured_beside_two_pings(
-    rig: Rig, count_entries: Counter
-) -> None:
+async def test_a_pair_is_measured_beside_two_pings(rig: Rig, any_left: Counter) -> None:
     subject = Subject("pairs", "pairs", "rate", "pairs/s", True, 64)
     async with open_pairs(rig, subject, 4) as case:
         assert await calls_of(case) == [4, 4]
-    assert await count_entries() == 0
+    assert await any_left() == 0

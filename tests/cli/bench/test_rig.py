@@ -10,7 +10,7 @@ from asynckv.cli.bench.settings import Settings
 
 
 async def test_a_rig_reaches_buffer_and_baselines(rig: Rig) -> None:
-    assert await rig.lookup.peek([1]) == 0
+    assert await rig.lookup.peek(rig.prefix) == 0
     assert len(await rig.in_thread(rig.raw.ping, 2)) == 2
     assert len(await rig.streams.exchange(2, 1, 10)) == 2
 
@@ -20,7 +20,9 @@ async def test_cpu_seconds_grow(rig: Rig) -> None:
 
 
 async def test_no_two_keys_are_the_same(rig: Rig) -> None:
-    assert rig.new_tokens() != rig.new_tokens()
+    keys = [rig.new_tokens(), rig.new_tokens()]
+    assert keys[0] != keys[1]
+    assert {key[0] for key in keys} == set(rig.prefix)
 
 
 async def test_what_blocks_does_not_run_in_the_loop_s_thread(rig: Rig) -> None:
