@@ -37,7 +37,7 @@ class Link:
     """A connection that is up. Made by :func:`dial` and by a listener.
 
     ``limits`` is what both sides keep to, ``peer_limits`` what the peer said
-    of itself. ``own_host`` and ``peer_host`` are the IP addresses of both ends
+    of itself. ``lanes`` is how many carry payload. ``own_host`` and ``peer_host`` are the IP addresses of both ends
     as the kernel has them, empty within this host. ``progress`` watches payload
     that is to come. ``turns`` and ``unfinished`` are shared with the
     other links of a listener.
@@ -59,6 +59,7 @@ class Link:
         self.peer_limits = agreement.peer_limits
         self.transport_name = agreement.payload_path
         self.digest = agreement.digest
+        self.lanes = agreement.lanes
         self.url = url
         self.own_host = stream.own_host
         self.peer_host = stream.peer_host

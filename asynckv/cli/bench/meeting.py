@@ -32,8 +32,8 @@ __all__ = (
 MEETING_KEY: Final = "asynckv bench"
 TOKEN_NBYTES: Final = 32
 PING_NBYTES: Final = 64
-MAX_NBYTES: Final = 256 * 2**20
-"""The raw side's memory, and so the largest part that it sends or receives."""
+MAX_NBYTES: Final = 128 * 2**20
+"""Memory of a raw socket's other end, and so the largest part that one moves."""
 MAX_PARTS: Final = 2**20
 ORDER: Final = struct.Struct("!BxxxIQ")
 """What to do, with how many parts, of how many bytes each."""

@@ -7,8 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 
 from asynckv.abc import KVLookupBuffer
-from asynckv.cli.bench.measuring import Case, Sample
+from asynckv.cli.bench.measuring import Case, Measurement, Sample
 from asynckv.cli.bench.memory import Memory, copy_all, make_memory
+from asynckv.cli.bench.raw_streams import name_of_streams
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig
 
@@ -78,14 +79,27 @@ async def open_moving(
         yield Case(
             ours=lambda: measure(lambda: pull(rig.lookup, tokens, memory)),
             baselines={
-                "raw TCP": lambda: measure(
-                    lambda: rig.in_thread(rig.raw.pull, targets)
-                ),
+                **_raw_baselines(rig, targets, measure),
                 "memcpy": lambda: measure(
                     lambda: rig.in_thread(copy_all, targets, sources)
                 ),
             },
         )
+
+
+def _raw_baselines(
+    rig: Rig,
+    targets: list[memoryview],
+    measure: Callable[[_Transfer], Coroutine[object, object, Sample]],
+) -> dict[str, Measurement]:
+    """As many streams as the link has lanes, of which a tensor uses one; and one."""
+
+    def over(streams: int) -> Measurement:
+        pull_raw = rig.raw_streams.pull
+        return lambda: measure(lambda: rig.in_thread(pull_raw, targets, streams))
+
+    most = min(rig.lanes, len(targets))
+    return {name_of_streams(count): over(count) for count in dict.fromkeys((most, 1))}
 
 
 @contextlib.asynccontextmanager
@@ -104,7 +118,5 @@ async def open_fetching(rig: Rig, subject: Subject, times: int) -> AsyncIterator
 
         yield Case(
             ours=lambda: measure(lambda: pull(rig.lookup, tokens, memory)),
-            baselines={
-                "raw TCP": lambda: measure(lambda: rig.in_thread(rig.raw.pull, targets))
-            },
+            baselines=_raw_baselines(rig, targets, measure),
         )

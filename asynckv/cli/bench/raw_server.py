@@ -23,10 +23,10 @@ from asynckv.cli.bench.meeting import (
     read_order,
 )
 from asynckv.cli.bench.raw import receive_into
+from asynckv.protocol.handshake import MAX_LANES
 
 __all__ = ("RawServer",)
 
-_MAX_CONNECTIONS = 4
 _TOKEN_TIMEOUT_S = 5.0
 
 
@@ -63,7 +63,7 @@ class RawServer:
 
     def _add(self, connection: socket.socket) -> bool:
         with self._lock:
-            if self._is_closed or len(self._connections) >= _MAX_CONNECTIONS:
+            if self._is_closed or len(self._connections) >= MAX_LANES:
                 connection.close()
                 return False
             self._connections.add(connection)

@@ -17,6 +17,7 @@ from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.cli.bench.meeting import MEETING_KEY, Meeting, meeting_from
 from asynckv.cli.bench.raw import RawConnection
+from asynckv.cli.bench.raw_streams import RawStreams
 from asynckv.cli.bench.settings import Settings
 from asynckv.cli.bench.streams import StreamsConnection
 from asynckv.errors import ConfigError
@@ -40,17 +41,27 @@ class Rig:
     def __init__(
         self,
         peer: Peer,
-        raw: RawConnection,
+        raw_streams: RawStreams,
         streams: StreamsConnection,
         thread: concurrent.futures.Executor,
     ) -> None:
         self.peer = peer
-        self.raw = raw
+        self.raw_streams = raw_streams
         self.streams = streams
         # What an interrupted bench has left at the server is not this one's.
         self.prefix = [secrets.randbits(48)]
         self._thread = thread
         self._numbers = itertools.count(1)
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes the link has, and so how many raw streams there are."""
+        return len(self.raw_streams)
+
+    @property
+    def raw(self) -> RawConnection:
+        """The one raw socket of what needs but one."""
+        return self.raw_streams.first
 
     @property
     def lookup(self) -> KVLookupBuffer:
@@ -100,15 +111,16 @@ async def open_rig(url: str, settings: Settings) -> AsyncIterator[Rig]:
         thread = concurrent.futures.ThreadPoolExecutor(1, "bench")
         stack.callback(thread.shutdown, wait=False)
         loop = asyncio.get_running_loop()
-        raw = await loop.run_in_executor(
-            thread, RawConnection, host, meeting.raw_port, meeting.token
+        lanes = (await peer.link()).lanes
+        raw_streams = await loop.run_in_executor(
+            thread, RawStreams, host, meeting.raw_port, meeting.token, lanes
         )
-        stack.callback(raw.close)
+        stack.callback(raw_streams.close)
         streams = await StreamsConnection.open(
             host, meeting.streams_port, meeting.token
         )
         stack.callback(streams.close)
-        yield Rig(peer, raw, streams, thread)
+        yield Rig(peer, raw_streams, streams, thread)
 
 
 async def _meet(peer: Peer, url: str) -> Meeting:

@@ -79,7 +79,7 @@ async def run_bench(
         scheme=parse_url(address).scheme,
         transport=transport,
         digest=settings.digest,
-        lanes=settings.lanes,
+        lanes=rig.lanes,
         machine=machine,
         rows=tuple(rows),
     )

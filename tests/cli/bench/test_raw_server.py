@@ -7,6 +7,7 @@ import pytest
 from asynckv.cli.bench.meeting import MAX_NBYTES, ORDER, What
 from asynckv.cli.bench.raw import RawConnection
 from asynckv.cli.bench.raw_server import RawServer
+from asynckv.protocol.handshake import MAX_LANES
 
 TOKEN = bytes(range(32))
 
@@ -47,7 +48,7 @@ def test_closing_hangs_up_on_everybody() -> None:
 
 def test_there_are_only_so_many_connections() -> None:
     server = RawServer("127.0.0.1", TOKEN)
-    held = [RawConnection("127.0.0.1", server.port, TOKEN) for _ in range(4)]
+    held = [RawConnection("127.0.0.1", server.port, TOKEN) for _ in range(MAX_LANES)]
     for connection in held:
         connection.ping(1)
     with dial(server) as one_more:

@@ -6,6 +6,7 @@ import pytest
 
 import asynckv
 from asynckv.cli.bench.rig import Rig, open_rig
+from asynckv.cli.bench.serving import serving
 from asynckv.cli.bench.settings import Settings
 
 
@@ -13,6 +14,13 @@ async def test_a_rig_reaches_buffer_and_baselines(rig: Rig) -> None:
     assert await rig.lookup.peek(rig.prefix) == 0
     assert len(await rig.in_thread(rig.raw.ping, 2)) == 2
     assert len(await rig.streams.exchange(2, 1, 10)) == 2
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+async def test_there_are_as_many_raw_streams_as_lanes(lanes: int) -> None:
+    async with serving("tcp://127.0.0.1:0", Settings(lanes=3)) as url:
+        async with open_rig(url, Settings(lanes=lanes)) as rig:
+            assert (rig.lanes, len(rig.raw_streams)) == (lanes, lanes)
 
 
 async def test_cpu_seconds_grow(rig: Rig) -> None:
