@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from asynckv.cli.bench.figures import histogram_of, percentiles_of, spread_of
@@ -56,11 +57,27 @@ def _baseline(name: str, rounds: Sequence[Round], edges: Sequence[float]) -> Bas
         one.ours.value * 2 / (first.value + second.value)
         for one, (first, second) in zip(rounds, pairs, strict=True)
     ]
-    a_a = statistics.median(first.value / second.value for first, second in pairs)
+    second_turn = [second.value / first.value for first, second in pairs]
+    # The turns change places from round to round, so what a turn's place does
+    # is no difference of the baseline from itself.
+    a_a = _middle(
+        one if number % 2 else 1 / one for number, one in enumerate(second_turn)
+    )
     samples = [sample for pair in pairs for sample in pair]
     low, high = A_A_BOUNDS
-    is_void = not low <= a_a <= high
-    return Baseline(name, _measured(samples, edges), spread_of(ratios), a_a, is_void)
+    return Baseline(
+        name,
+        _measured(samples, edges),
+        spread_of(ratios),
+        a_a,
+        is_void=not low <= a_a <= high,
+        second_turn=_middle(second_turn),
+    )
+
+
+def _middle(quotients: Iterable[float]) -> float:
+    """The median of quotients: those of b and of 1 / b cancel out."""
+    return math.exp(statistics.median(map(math.log, quotients)))
 
 
 def _measured(samples: Sequence[Sample], edges: Sequence[float]) -> Measured:

@@ -61,7 +61,9 @@ class Baseline(msgspec.Struct, frozen=True):
     """What the same rounds measured beside it.
 
     ``ratio`` is asynckv's value over the baseline's, round by round. ``a_a`` is
-    the baseline over itself: the median of first over second time in a round.
+    the baseline over itself: of its two turns in a round, the first over the second
+    and the second over the first in turns. ``second_turn`` is always the second
+    over the first: what a turn's place does, if that is steady.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Baseline(msgspec.Struct, frozen=True):
     ratio: Spread
     a_a: float
     is_void: bool
+    second_turn: float = 1.0
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -109,6 +112,6 @@ class BenchReport(msgspec.Struct, frozen=True):
     scheme: str
     transport: str
     digest: str
-    lanes: int | None
+    lanes: int
     machine: Machine
     rows: tuple[Row, ...] = ()

@@ -32,6 +32,7 @@ class Scale:
     """How much the cases move. Shapes are (number of tensors, bytes of each)."""
 
     rounds: int
+    """Even, so that each turn of a baseline comes first as often as second."""
     sizes: tuple[int, ...]
     entry: int
     layers: tuple[int, int]
@@ -54,7 +55,7 @@ class Scale:
 _SCATTERED: Final = (8 * _KIB, 18 * _KIB, 64 * _KIB, 2 * _MIB)
 
 FULL: Final = Scale(
-    rounds=5,
+    rounds=6,
     sizes=(64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB),
     entry=64 * _MIB,
     layers=(64, 16 * _MIB),
@@ -72,7 +73,7 @@ FULL: Final = Scale(
     ticks=1000,
 )
 QUICK: Final = Scale(
-    rounds=5,
+    rounds=6,
     sizes=(64 * _KIB,),
     entry=_MIB,
     layers=(8, 256 * _KIB),

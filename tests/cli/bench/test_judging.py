@@ -39,9 +39,19 @@ def test_cpu_is_counted_in_seconds_a_gigabyte() -> None:
 def test_a_row_whose_baseline_differs_from_itself_is_void(
     first: float, verdict: str
 ) -> None:
-    row = judge(SUBJECT, [round_of(1.0, first, 1.0)] * 5)
+    # Whichever turn comes first, one of the two is always less.
+    rounds = [round_of(1.0, first, 1.0), round_of(1.0, 1.0, first)] * 3
+    row = judge(SUBJECT, rounds)
     assert row.verdict == verdict
     assert bool(row.reason) == (verdict == "void")
+
+
+def test_what_a_turn_s_place_does_is_no_difference_from_itself() -> None:
+    row = judge(SUBJECT, [round_of(1.0, 1.0, 0.5)] * 6)
+    raw = row.baselines[0]
+    assert row.verdict == "ok"
+    assert raw.a_a == pytest.approx(1.0)
+    assert raw.second_turn == pytest.approx(0.5)
 
 
 def test_another_baseline_may_be_void_without_the_row() -> None:

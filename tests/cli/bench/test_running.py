@@ -3,6 +3,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+import pytest
+
 from asynckv.cli.bench.catalogue import Exhibit
 from asynckv.cli.bench.measuring import Case, Sample
 from asynckv.cli.bench.report import Row, Subject
@@ -66,11 +68,13 @@ async def test_a_case_that_fails_is_a_row_that_says_why(rig: Rig) -> None:
     assert progress.told[-1] == "failed"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 async def test_a_run_has_a_row_for_every_case() -> None:
     progress = Noting()
     async with serving("tcp://127.0.0.1:0", Settings()) as url:
         report = await run_bench(url, Settings(), progress, quick=True)
     assert [row.reason for row in report.rows if row.verdict == "failed"] == []
     assert len(report.rows) == progress.told[0]
-    assert all(row.baselines and row.rounds == 5 for row in report.rows)
+    assert all(row.baselines and row.rounds == 6 for row in report.rows)
     assert (report.own_server, report.quick, report.scheme) == (False, True, "tcp")

@@ -6,8 +6,9 @@ from asynckv.cli.bench.settings import FULL, QUICK, Scale
 
 
 @pytest.mark.parametrize("scale", [FULL, QUICK], ids=["full", "quick"])
-def test_every_case_has_at_least_five_rounds(scale: Scale) -> None:
+def test_every_case_has_at_least_five_rounds_and_an_even_number(scale: Scale) -> None:
     assert scale.rounds >= 5
+    assert scale.rounds % 2 == 0
 
 
 def test_the_full_scale_is_what_was_promised() -> None:
