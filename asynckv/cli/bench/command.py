@@ -66,7 +66,8 @@ def bench(
     json
         Where to write the report, as docs/bench.md describes it.
     html
-        Where to write the page with the plots.
+        Where to write the page with the plots; the plots also as PNG beside it,
+        where matplotlib is installed.
     digest
         ``full``, ``edges``, ``off``, or what suits the path.
     lanes
@@ -94,8 +95,9 @@ def bench(
         if serve:
             asyncio.run(_until_ended(_serve(url or _SERVE_AT, settings, console)))
             return 0
+        png = _picture_beside(html, console)
         report = asyncio.run(_until_ended(_measure(url, settings, console, quick)))
-        return _leave_behind(report, console, json, html)
+        return _leave_behind(report, console, (json, html, png))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; nothing is left behind")
         return _INTERRUPTED
@@ -110,6 +112,17 @@ def _tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS 
     if certificate is None or key is None or ca is None:
         raise ConfigError("--certificate, --key and --ca belong together")
     return TLS(certificate=certificate, key=key, ca=ca)
+
+
+def _picture_beside(html: Path | None, console: Console) -> Path | None:
+    """Where the PNG goes; said before anything is measured if there will be none."""
+    from asynckv.cli.bench.picture import can_draw
+
+    if html is None or can_draw():
+        return None if html is None else html.with_suffix(".png")
+    words = 'no PNG beside the page: it takes matplotlib, pip install "asynckv[plots]"'
+    console.print(Text(words, style="yellow"), soft_wrap=True)
+    return None
 
 
 async def _until_ended(work: Coroutine[object, object, _T]) -> _T:
@@ -145,15 +158,20 @@ async def _measure(
 
 
 def _leave_behind(
-    report: BenchReport, console: Console, json: Path | None, html: Path | None
+    report: BenchReport, console: Console, paths: tuple[Path | None, ...]
 ) -> int:
     from asynckv.cli.bench.page import render_page
+    from asynckv.cli.bench.picture import draw_picture
     from asynckv.cli.bench.wording import write_summary
 
+    json, html, png = paths
     console.print(write_summary(report), highlight=False)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if html is not None:
         html.write_text(render_page(report), encoding="utf-8")
         console.print(f"page: {html.resolve()}", highlight=False, soft_wrap=True)
+    if png is not None:
+        draw_picture(report, png)
+        console.print(f"PNG: {png.resolve()}", highlight=False, soft_wrap=True)
     return 1 if any(row.verdict == "failed" for row in report.rows) else 0

@@ -8,13 +8,15 @@ from __future__ import annotations
 import importlib.resources
 from html import escape
 
-from asynckv.cli.bench.figures import Percentiles, Spread
-from asynckv.cli.bench.plots import Line, Point, draw_histograms, draw_lines
+from asynckv.cli.bench.curves import lag_bars, latency_lines, throughput_lines
+from asynckv.cli.bench.plots import draw_histograms, draw_lines
 from asynckv.cli.bench.report import BenchReport, Row
 from asynckv.cli.bench.wording import (
     write_baseline,
     write_cpu,
+    write_machine,
     write_nbytes,
+    write_run,
     write_summary,
     write_value,
     write_verdict,
@@ -40,14 +42,7 @@ def render_page(report: BenchReport) -> str:
 
 
 def _head(report: BenchReport) -> str:
-    machine = report.machine
-    where = "to a process of this machine" if report.own_server else "to a given URL"
-    facts = (
-        f"asynckv {report.version} · {report.began} · {where} · {report.scheme}, "
-        f"{report.transport}, digest {report.digest}, lanes {report.lanes or 'default'}"
-        f" · {machine.processor}, {machine.cores} cores, load {machine.load_before:.1f}"
-        f" before · {machine.system} · Python {machine.python}, torch {machine.torch}"
-    )
+    facts = f"{write_run(report)} · {write_machine(report)}"
     return (
         f'<h1>asynckv bench</h1>\n<p class="facts">{escape(facts)}</p>\n'
         f'<p class="summary" id="summary">{escape(write_summary(report))}</p>\n'
@@ -66,80 +61,28 @@ def _key(*entries: tuple[str, str]) -> str:
 
 
 def _throughput(report: BenchReport) -> str:
-    rows = sorted(
-        (row for row in report.rows if row.subject.group == "throughput" and row.ours),
-        key=_nbytes,
-    )
-    lines = [
-        Line("asynckv", "ours", [_our_point(row) for row in rows]),
-        Line("raw TCP", "raw", _beside(rows, "raw TCP")),
-        Line("memcpy", "copy", _beside(rows, "memcpy")),
-    ]
+    title = "Throughput against size"
+    lines = throughput_lines(report)
     key = _key(*((line.name, line.kind) for line in lines))
-    drawn = draw_lines(
-        "Throughput against size", lines, "GB/s", lambda x: write_nbytes(int(x))
+    drawn = draw_lines(title, lines, "GB/s", lambda x: write_nbytes(int(x)))
+    note = (
+        '<p class="note">Raw TCP has as many streams as the link has lanes, at most '
+        "one a tensor: all but the largest entry are one tensor each.</p>"
     )
-    return f"<h2>Throughput against size</h2>\n{key}\n{drawn or _NOT_DRAWN}"
-
-
-def _nbytes(row: Row) -> int:
-    return row.subject.parts * row.subject.part_nbytes
-
-
-def _our_point(row: Row) -> Point:
-    value = row.ours.value if row.ours else Spread(0, 0, 0)
-    return Point(_nbytes(row), value, row.verdict == "ok")
-
-
-def _beside(rows: list[Row], name: str) -> list[Point]:
-    return [
-        Point(_nbytes(row), baseline.measured.value, not baseline.is_void)
-        for row in rows
-        for baseline in row.baselines
-        if baseline.name == name
-    ]
+    return f"<h2>{title}</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"
 
 
 def _latency(report: BenchReport) -> str:
-    rows = [row for row in report.rows if row.subject.group == "concurrency"]
-    ours: list[tuple[Row, Percentiles]] = []
-    bare: list[tuple[Row, Percentiles]] = []
-    for row in rows:
-        if row.ours and row.ours.calls:
-            ours.append((row, row.ours.calls))
-        bare += [(row, b.measured.calls) for b in row.baselines if b.measured.calls]
-    lines = []
-    for name, kind, found in (("asynckv", "ours", ours), ("streams", "raw", bare)):
-        medians = [_call_point(row, calls.p50) for row, calls in found]
-        tails = [_call_point(row, calls.p99) for row, calls in found]
-        lines += [
-            Line(f"{name}, p50", kind, medians),
-            Line(f"{name}, p99", f"{kind} thin", tails),
-        ]
     key = _key(("asynckv", "ours"), ("bare asyncio streams", "raw"))
     title = "Latency against outstanding requests"
-    drawn = draw_lines(title, lines, "us", lambda x: f"{x:,.0f}")
+    drawn = draw_lines(title, latency_lines(report), "us", lambda x: f"{x:,.0f}")
     note = '<p class="note">Lines are p50, dashed lines p99, of single requests.</p>'
     return f"<h2>{title}</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"
 
 
-def _call_point(row: Row, value: float) -> Point:
-    return Point(
-        row.subject.outstanding, Spread(value, value, value), row.verdict == "ok"
-    )
-
-
 def _lag(report: BenchReport) -> str:
-    found = []
-    for row in report.rows:
-        if row.subject.group == "lag" and row.ours and row.ours.histogram:
-            found.append(("while payload moves", "ours", row.ours.histogram))
-            found += [
-                (baseline.name, "raw", baseline.measured.histogram)
-                for baseline in row.baselines
-                if baseline.measured.histogram
-            ]
-    key = _key(*((name, kind) for name, kind, _ in found))
+    found = lag_bars(report)
+    key = _key(*((bars.name, bars.kind) for bars in found))
     drawn = draw_histograms("Loop lag", found, "ms")
     note = '<p class="note">How late a ticker of 1 ms came, as shares of all ticks.</p>'
     return f"<h2>Loop lag</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"

@@ -10,31 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from asynckv.cli.bench.figures import Histogram, Spread
-from asynckv.cli.bench.wording import write_number
+from asynckv.cli.bench.curves import Bars, Line, Point
+from asynckv.cli.bench.wording import write_bin, write_number
 
-__all__ = ("Line", "Point", "draw_histograms", "draw_lines")
+__all__ = ("draw_histograms", "draw_lines")
 
 _WIDTH, _HEIGHT = 960, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 24, 20, 40
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One value over ``x``; the whisker is its spread."""
-
-    x: float
-    value: Spread
-    is_sure: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """Points of one contender; ``kind`` is a class of the page's style."""
-
-    name: str
-    kind: str
-    points: Sequence[Point]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,34 +103,26 @@ def _draw_line(line: Line, x: _Axis, y: _Axis, unit: str) -> list[str]:
     return parts
 
 
-def draw_histograms(
-    title: str, histograms: Sequence[tuple[str, str, Histogram]], unit: str
-) -> str:
-    """Draw histograms of equal edges side by side: name, kind, counts as shares.
+def draw_histograms(title: str, all_bars: Sequence[Bars], unit: str) -> str:
+    """Draw histograms of equal edges side by side, their counts as shares.
 
     :raises ValueError: the edges differ
     """
-    if not histograms:
+    if not all_bars:
         return ""
-    edges = histograms[0][2].edges
-    if any(histogram.edges != edges for _, _, histogram in histograms):
+    edges = all_bars[0].histogram.edges
+    if any(bars.histogram.edges != edges for bars in all_bars):
         raise ValueError("histograms of different edges cannot be compared")
     parts = [_share_line(share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
     step = (_WIDTH - _LEFT - _RIGHT) / (len(edges) - 1)
     for index in range(len(edges) - 1):
         left = _LEFT + index * step
-        label = _bin_name(edges, index)
+        label = write_bin(edges, index)
         middle = round(left + step / 2, 2)
         parts.append(_text(middle, _HEIGHT - _BOTTOM + 18, label, "middle"))
-        parts += _bars(histograms, index, left, step)
+        parts += _draw_bars(all_bars, index, left, step)
     parts.append(_text(_WIDTH - _RIGHT, _HEIGHT - 4, f"{unit} late", "end"))
     return _svg(title, parts)
-
-
-def _bin_name(edges: Sequence[float], index: int) -> str:
-    if index == len(edges) - 2:
-        return f"{edges[index]:g}+"
-    return f"{edges[index]:g}-{edges[index + 1]:g}"
 
 
 def _share_line(share: float) -> str:
@@ -163,24 +137,23 @@ def _share_place(share: float) -> float:
     return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _BOTTOM - _TOP), 2)
 
 
-def _bars(
-    histograms: Sequence[tuple[str, str, Histogram]],
-    index: int,
-    left: float,
-    step: float,
+def _draw_bars(
+    all_bars: Sequence[Bars], index: int, left: float, step: float
 ) -> list[str]:
-    width = round(step * 0.8 / len(histograms), 2)
+    width = round(step * 0.8 / len(all_bars), 2)
     parts = []
-    for number, (name, kind, histogram) in enumerate(histograms):
-        count, total = histogram.counts[index], sum(histogram.counts)
+    for number, bars in enumerate(all_bars):
+        counts = bars.histogram.counts
+        count, total = counts[index], sum(counts)
         top = _share_place(count / max(total, 1))
         # A bin that has any value is seen.
         height = max(_share_place(0.0) - top, 1.5 if count else 0.0)
         place = f'x="{round(left + step * 0.1 + number * width, 2)}"'
         place += f' y="{round(_share_place(0.0) - height, 2)}"'
+        place += f' width="{width}" height="{round(height, 2)}"'
         parts.append(
-            f'<rect class="{kind}" {place} width="{width}" height="{round(height, 2)}">'
-            f"<title>{escape(name)}: {count:,} of {total:,}</title></rect>"
+            f'<rect class="{bars.kind}" {place}>'
+            f"<title>{escape(bars.name)}: {count:,} of {total:,}</title></rect>"
         )
     return parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from asynckv.cli.bench.figures import Spread
@@ -9,15 +10,19 @@ from asynckv.cli.bench.report import Baseline, BenchReport, Row
 
 __all__ = (
     "write_baseline",
+    "write_bin",
     "write_cpu",
+    "write_machine",
     "write_nbytes",
     "write_number",
+    "write_run",
     "write_spread",
     "write_summary",
     "write_value",
     "write_verdict",
 )
 
+_STEADY: Final = 0.15
 _UNITS: Final = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -39,7 +44,7 @@ def write_number(value: float) -> str:
     >>> write_number(0.04321), write_number(3.14159), write_number(12345.6)
     ('0.0432', '3.14', '12,346')
     """
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def write_spread(spread: Spread) -> str:
@@ -63,9 +68,10 @@ def write_baseline(baseline: Baseline) -> str:
     >>> write_baseline(Baseline("memcpy", Measured(one), one, 1.3, True))
     '0.5 [0.4-0.6] × memcpy (A/A 1.300: VOID)'
     """
-    void = ": VOID" if baseline.is_void else ""
-    ratio = write_spread(baseline.ratio)
-    return f"{ratio} × {baseline.name} (A/A {baseline.a_a:.3f}{void})"
+    a_a = f"A/A {baseline.a_a:.3f}{': VOID' if baseline.is_void else ''}"
+    if abs(baseline.second_turn - 1) > _STEADY:
+        a_a += f"; second turns {baseline.second_turn:.2f} of first ones"
+    return f"{write_spread(baseline.ratio)} × {baseline.name} ({a_a})"
 
 
 def write_cpu(row: Row) -> str:
@@ -76,6 +82,35 @@ def write_cpu(row: Row) -> str:
     if theirs is None:
         return ""
     return f"{row.ours.cpu_s_per_gb:.2f} CPU s/GB, {row.baselines[0].name} {theirs:.2f}"
+
+
+def write_run(report: BenchReport) -> str:
+    """Write when it was, and over which link."""
+    where = "to a process of this machine" if report.own_server else "to a given URL"
+    return (
+        f"asynckv {report.version} · {report.began} · {where} · {report.scheme}, "
+        f"{report.transport}, digest {report.digest}, lanes {report.lanes}"
+    )
+
+
+def write_machine(report: BenchReport) -> str:
+    """Write where the measuring side ran."""
+    machine = report.machine
+    return (
+        f"{machine.processor}, {machine.cores} cores, load {machine.load_before:.1f}"
+        f" before · {machine.system} · Python {machine.python}, torch {machine.torch}"
+    )
+
+
+def write_bin(edges: Sequence[float], index: int) -> str:
+    """Write where a bin of a histogram begins and ends; the last one is open.
+
+    >>> write_bin((0.0, 0.5, 1000.0), 0), write_bin((0.0, 0.5, 1000.0), 1)
+    ('0-0.5', '0.5+')
+    """
+    if index == len(edges) - 2:
+        return f"{edges[index]:g}+"
+    return f"{edges[index]:g}-{edges[index + 1]:g}"
 
 
 def write_summary(report: BenchReport) -> str:

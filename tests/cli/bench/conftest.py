@@ -103,7 +103,7 @@ def sample_report(void_row: Row) -> BenchReport:
         scheme="tcp",
         transport="inline",
         digest="auto",
-        lanes=None,
+        lanes=2,
         machine=Machine("Linux 6", "a <CPU>", 2, 0.2, "3.11", "2.13", "asyncio"),
         rows=rows,
     )

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from asynckv.cli.bench.curves import Bars, Line, Point
 from asynckv.cli.bench.figures import Histogram, Spread
-from asynckv.cli.bench.plots import Line, Point, draw_histograms, draw_lines
+from asynckv.cli.bench.plots import draw_histograms, draw_lines
 
 
 def point(x: float, value: float, *, is_sure: bool = True) -> Point:
@@ -50,7 +51,7 @@ def test_one_size_alone_can_be_drawn() -> None:
 
 def test_a_bar_is_as_high_as_its_share_and_never_invisible() -> None:
     found = Histogram((0.0, 1.0, 2.0, 9.0), (9999, 1, 0))
-    svg = draw_histograms("lag", [("idle", "raw", found)], "ms")
+    svg = draw_histograms("lag", [Bars("idle", "raw", found)], "ms")
     heights = [float(h) for h in re.findall(r'<rect [^>]*height="([\d.]+)"', svg)]
     assert heights[0] > 100 * heights[1] > 0
     assert heights[1:] == [1.5, 0.0]
@@ -59,4 +60,4 @@ def test_a_bar_is_as_high_as_its_share_and_never_invisible() -> None:
 def test_histograms_of_different_edges_are_not_compared() -> None:
     one, other = Histogram((0.0, 1.0), (1,)), Histogram((0.0, 2.0), (1,))
     with pytest.raises(ValueError, match="edges"):
-        draw_histograms("lag", [("a", "raw", one), ("b", "ours", other)], "ms")
+        draw_histograms("lag", [Bars("a", "raw", one), Bars("b", "ours", other)], "ms")

@@ -31,7 +31,7 @@ def test_numbers_have_three_digits_or_all_before_the_point() -> None:
     assert [write_number(one) for one in numbers] == [
         "0.0432",
         "3.14",
-        "1e+03",
+        "1,000",
         "12,346",
     ]
 
