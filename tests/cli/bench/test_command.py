@@ -1,20 +1,59 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from asynckv.cli.bench import picture
 from asynckv.cli.bench.command import bench
 from asynckv.cli.bench.report import FORMAT, BenchReport
 from asynckv.cli.bench.rig import open_rig
 from asynckv.cli.bench.settings import Settings
 
-COMMAND = (sys.executable, "-m", "asynckv", "bench")
+COMMAND = (sys.executable, "-u", "-m", "asynckv", "bench")
+# Whatever a shell starts in the background ignores SIGINT, and so do its children.
+HEED = ("env", "--default-signal=INT")
+INTERRUPTED = 130
+# On a busy machine most of a process's time goes into its imports.
+pytestmark = pytest.mark.timeout(180)
+
+
+def belonging_to(folder: Path) -> Iterator[int]:
+    """The processes whose files go to ``folder``."""
+    wanted = f"TMPDIR={folder}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (process / "environ").read_bytes().split(b"\0"):
+                yield int(process.name)
+        except OSError:
+            continue  # it has just ended
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, *arguments: str | Path
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A bench whose files go to ``folder``, and the first line that it prints."""
+    process = subprocess.Popen(
+        [*HEED, *COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "200"},
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().decode()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.multiprocess
@@ -31,6 +70,44 @@ def test_a_quick_bench_leaves_a_row_for_every_case(tmp_path: Path) -> None:
     assert (found.format, found.own_server) == (FORMAT, True)
     assert all(row.baselines for row in found.rows)
     assert page.read_text(encoding="utf-8").count("<svg") == 3
+    assert (tmp_path / "bench.png").exists() == picture.can_draw()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_leaves_nothing_behind(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    files, report = tmp_path / "files", tmp_path / "bench.json"
+    files.mkdir()
+    with started(files, "--json", report) as (process, line):
+        assert "64 KiB entry" in line  # the first of many rows
+        assert len([*belonging_to(files)]) == 2
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=50)
+    assert process.returncode == INTERRUPTED
+    assert output.endswith(b"interrupted; nothing is left behind\n")
+    assert errors == b""
+    assert [*belonging_to(files)] == []
+    assert [*files.iterdir()] == []
+    assert not report.exists()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_an_interrupted_serving_side_leaves_nothing_behind(tmp_path: Path) -> None:
+    files, socket = tmp_path / "files", tmp_path / "bench"
+    files.mkdir()
+    with started(files, "--serve", f"unix://{socket}") as (process, line):
+        assert asyncio.run(ping_at(line.split()[-1])) == 3
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=50)
+    assert process.returncode == INTERRUPTED
+    assert (output, errors) == (b"interrupted; nothing is left behind\n", b"")
+    assert [*belonging_to(files)] == []
+    assert [*files.iterdir()] == []
+    assert not socket.exists()
 
 
 async def ping_at(url: str) -> int:
@@ -40,17 +117,23 @@ async def ping_at(url: str) -> int:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_the_serving_side_says_what_to_call_and_ends_when_told() -> None:
-    process = subprocess.Popen([*COMMAND, "--serve"], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline().decode()
+def test_the_serving_side_says_what_to_call_and_ends_when_told(tmp_path: Path) -> None:
+    with started(tmp_path, "--serve") as (process, line):
         assert asyncio.run(ping_at(line.split()[-1])) == 3
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 130
-    finally:
-        process.kill()
-        process.communicate()
+        assert process.wait(50) == INTERRUPTED
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_missing_matplotlib_is_said_before_anything_is_measured(
+    is_installed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(picture, "can_draw", lambda: is_installed)
+    assert bench("nonsense", html=tmp_path / "bench.html") == 1
+    assert ("asynckv[plots]" in capsys.readouterr().out) != is_installed
 
 
 @pytest.mark.parametrize(

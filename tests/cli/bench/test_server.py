@@ -7,6 +7,9 @@ from asynckv.cli.bench.server import ServerEnded, own_server
 from asynckv.cli.bench.settings import Settings
 from asynckv.errors import PeerLost
 
+# On a busy machine most of a process's time goes into its imports.
+pytestmark = pytest.mark.timeout(180)
+
 
 @pytest.mark.multiprocess
 async def test_a_server_of_our_own_ends_with_the_bench() -> None:
