@@ -33,6 +33,7 @@ __all__ = ("can_draw", "draw_picture")
 _COLOURS: Final = {"ours": "#4c78a8", "raw": "#c2701c", "copy": "#7a828e"}
 _INK: Final = "#1d2127"
 _SOFT: Final = "#626a75"
+_GRID: Final = "#e3e3de"
 _SIZE_INCHES: Final = (10.2, 12.4)
 _DPI: Final = 110
 
@@ -58,11 +59,13 @@ def draw_picture(report: BenchReport, path: Path) -> None:
     )
     size, outstanding, late = figure.subplots(3)
     _draw_lines(size, throughput_lines(report), "GB/s", lambda x: write_nbytes(int(x)))
-    size.set_title("Throughput against size")
+    size.set_title("Throughput against size", loc="left", fontsize=11)
     _draw_lines(outstanding, latency_lines(report), "us", lambda x: f"{x:,.0f}")
-    outstanding.set_title("Latency against outstanding requests")
+    outstanding.set_title(
+        "Latency against outstanding requests", loc="left", fontsize=11
+    )
     _draw_bars(late, lag_bars(report))
-    late.set_title("Loop lag: how late a ticker of 1 ms came")
+    late.set_title("Loop lag: how late a ticker of 1 ms came", loc="left", fontsize=11)
     figure.savefig(path, format="png")
 
 
@@ -123,8 +126,11 @@ def _say_nothing_drawn(axes: Axes) -> None:
 
 
 def _finish(axes: Axes) -> None:
-    axes.grid(axis="y", color="#e3e3de")
+    axes.grid(axis="y", color=_GRID)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_SOFT, labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    # A place of its own: matplotlib takes its time to find the best one.
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8
+    )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,9 @@ def streams(server: RawServer) -> Iterator[RawStreams]:
     streams = RawStreams("127.0.0.1", server.port, TOKEN, 3)
     yield streams
     streams.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("raw stream"):
+            thread.join()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
