@@ -37,10 +37,10 @@ class Link:
     """A connection that is up. Made by :func:`dial` and by a listener.
 
     ``limits`` is what both sides keep to, ``peer_limits`` what the peer said
-    of itself. ``lanes`` is how many carry payload. ``own_host`` and ``peer_host`` are the IP addresses of both ends
-    as the kernel has them, empty within this host. ``progress`` watches payload
-    that is to come. ``turns`` and ``unfinished`` are shared with the
-    other links of a listener.
+    of itself, ``lanes`` how many carry payload. ``own_host`` and ``peer_host``
+    are the IP addresses of both ends as the kernel has them, empty within this
+    host. ``progress`` watches payload that is to come. ``turns`` and
+    ``unfinished`` are shared with the other links of a listener.
     """
 
     def __init__(
