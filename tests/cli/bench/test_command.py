@@ -75,13 +75,15 @@ def test_a_quick_bench_leaves_a_row_for_every_case(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.trust)]
+)
 def test_an_interrupted_bench_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     files, report = tmp_path / "files", tmp_path / "bench.json"
     files.mkdir()
-    with started(files, "--json", report) as (process, line):
+    with started(files, "--quick", "--json", report) as (process, line):
         assert "64 KiB entry" in line  # the first of many rows
         assert len([*belonging_to(files)]) == 2
         process.send_signal(number)
