@@ -22,8 +22,12 @@ class Opened(msgspec.Struct, frozen=True, gc=False):
     body: bytes
 
 
-class Came(msgspec.Struct, Generic[T], frozen=True, gc=False):
-    """A frame for the stream to which ``owner`` was attached."""
+class Came(msgspec.Struct, Generic[T], frozen=True):
+    """A frame for the stream to which ``owner`` was attached.
+
+    Unlike others it is seen by the garbage collector: an owner that keeps an error
+    keeps the frames of its traceback, and these the event.
+    """
 
     owner: T
     frame: Frame
