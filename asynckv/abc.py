@@ -295,15 +295,14 @@ class KVLookupBuffer(KVCacheBuffer):
         acknowledged on clean exit, and given back on an error or a
         cancellation (at least once; ``attempt`` and ``entry_id`` tell).
 
-        Without tokens and without ``entry_id`` any entry is selected. Among
-        entries the longest match wins, then the first in. Tensors named in
-        ``into`` land there (``"hidden"``, ``"LAYER.key"``, ``"extras.NAME"``,
-        as in :meth:`open_insert`).
+        Without tokens and without ``entry_id`` any entry is selected. Among entries the
+        longest match wins, then the first in. Tensors named in ``into`` land there
+        (``"hidden"``, ``"LAYER.key"``, ``"extras.NAME"``, as in :meth:`open_insert`).
 
-        A cancelled call gives the entry back; ``into`` is no longer written to
-        by then, but may hold part of an entry. One exception: awaited, remote
-        and above 64 KiB, if the link is cut between the acknowledgement and its
-        answer, the entry counts as taken, also if the call is cancelled then.
+        A cancelled call gives the entry back; ``into`` is no longer written to by then,
+        but may hold part of an entry. One exception: awaited, remote and above 64 KiB,
+        if the link is cut between the acknowledgement and its answer, the entry counts
+        as taken, also if the call is cancelled then.
 
         :raises LeaseLost: (on leaving ``async with``) the entry was taken back
         :raises ChecksumError: the bytes changed on their way; given back

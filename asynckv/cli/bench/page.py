@@ -5,7 +5,6 @@ A pure function of the report; nothing on the page is fetched from anywhere.
 
 from __future__ import annotations
 
-import importlib.resources
 from html import escape
 
 from asynckv.cli.bench.curves import lag_bars, latency_lines, throughput_lines
@@ -21,6 +20,7 @@ from asynckv.cli.bench.wording import (
     write_value,
     write_verdict,
 )
+from asynckv.cli.document import write_document
 
 __all__ = ("render_page",)
 
@@ -29,16 +29,9 @@ _NOT_DRAWN = '<p class="note">Nothing was measured that could be drawn here.</p>
 
 def render_page(report: BenchReport) -> str:
     """Return the whole page as text."""
-    folder = importlib.resources.files(__package__)
-    style = folder.joinpath("page.css").read_text(encoding="utf-8")
     parts = (_head, _throughput, _latency, _lag, _table, _foot)
     body = "\n".join(part(report) for part in parts)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>asynckv bench</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    return write_document("asynckv bench", __package__, body)
 
 
 def _head(report: BenchReport) -> str:

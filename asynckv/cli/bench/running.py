@@ -111,12 +111,19 @@ def _machine() -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         processor=_processor(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=_cores(),
         load_before=os.getloadavg()[0],
         python=sys.version.split()[0],
         torch=str(torch.__version__),
         loop=f"{loop.__module__}.{loop.__qualname__}",
     )
+
+
+def _cores() -> int:
+    """Return how many this process may use, or has where nobody says which."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _processor() -> str:

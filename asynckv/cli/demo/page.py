@@ -5,7 +5,6 @@ A pure function of the report; nothing on the page is fetched from anywhere.
 
 from __future__ import annotations
 
-import importlib.resources
 from html import escape
 
 from asynckv.cli.demo.report import DemoReport
@@ -16,6 +15,7 @@ from asynckv.cli.demo.wording import (
     write_seconds,
     write_sooner,
 )
+from asynckv.cli.document import write_document
 
 __all__ = ("render_page",)
 
@@ -29,8 +29,6 @@ _KEY = """<ul class="key">
 
 def render_page(report: DemoReport) -> str:
     """Return the whole page as text."""
-    folder = importlib.resources.files(__package__)
-    style = folder.joinpath("page.css").read_text(encoding="utf-8")
     body = "\n".join(
         (
             _head(report),
@@ -43,13 +41,7 @@ def render_page(report: DemoReport) -> str:
             _foot(report),
         )
     )
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<title>asynckv: prefill here, decode there</title>\n"
-        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
-        "</body>\n</html>\n"
-    )
+    return write_document("asynckv: prefill here, decode there", __package__, body)
 
 
 def _head(report: DemoReport) -> str:
