@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from hypothesis import given, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from asynckv.tensors.allocator import PageAllocator
+
+_PAGE, _LARGEST = 4096, 16 * 2**20
+
+
+_Draw: TypeAlias = Callable[[random.Random, int], list[int]]
+
+
+class PagesOneByOne(RuleBasedStateMachine):
+    """Knows of each page whether it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PageAllocator()
+        self.is_taken: list[bool] = []
+        self.blocks: list[tuple[int, int]] = []
+
+    @rule(pages=st.integers(1, 300))
+    def extend(self, pages: int) -> None:
+        self.allocator.extend(pages)
+        self.is_taken += [False] * pages
+
+    @rule(blocks=st.lists(st.integers(0, 300) | st.integers(0, 20), min_size=1))
+    def allocate(self, blocks: list[int]) -> None:
+        fits, runs = self.allocator.fits(blocks), self.free_runs()
+        firsts = self.allocator.allocate(blocks)
+        assert fits is (firsts is not None)
+        if len(blocks) == 1:
+            assert fits is (blocks[0] <= max((n for _, n in runs), default=0))
+        if firsts is None:
+            assert list(self.allocator.free_blocks()) == runs
+            return
+        for first, pages in zip(firsts, blocks, strict=True):
+            self.take(first, pages)
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.blocks) - 1))
+        first, pages = self.blocks.pop(index)
+        self.allocator.free(first, pages)
+        self.is_taken[first : first + pages] = [False] * pages
+
+    @invariant()
+    def free_blocks_are_the_free_pages(self) -> None:
+        runs = self.free_runs()
+        assert list(self.allocator.free_blocks()) == runs
+        assert self.allocator.free_pages == sum(pages for _, pages in runs)
+        assert self.allocator.largest_free == max((n for _, n in runs), default=0)
+        assert self.allocator.pages == len(self.is_taken)
+
+    def take(self, first: int, pages: int) -> None:
+        assert first + pages <= len(self.is_taken)
+        assert not any(self.is_taken[first : first + pages])
+        self.is_taken[first : first + pages] = [True] * pages
+        if pages:
+            self.blocks.append((first, pages))
+
+    def free_runs(self) -> list[tuple[int, int]]:
+        runs: list[tuple[int, int]] = []
+        for page, is_taken in enumerate(self.is_taken):
+            if is_taken:
+                continue
+            if runs and sum(runs[-1]) == page:
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
+            else:
+                runs.append((page, 1))
+        return runs
+
+
+TestPagesOneByOne = PagesOneByOne.TestCase
+TestPagesOneByOne.settings = settings(max_examples=40)
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
+def test_an_empty_range_takes_blocks_of_all_its_pages(blocks: list[int]) -> None:
+    allocator = PageAllocator(sum(blocks))
+    assert allocator.fits(blocks)
+    assert allocator.allocate(blocks) is not None
+    assert (allocator.free_pages, allocator.largest_free) == (0, 0)
+    assert not allocator.fits([1])
+
+
+def test_small_blocks_stay_away_from_large_ones() -> None:
+    allocator = PageAllocator(10_000)
+    assert allocator.allocate([1, 1000, 1, 1000]) == [9999, 0, 9998, 1000]
+
+
+def test_a_block_goes_where_the_address_is_lowest_not_where_it_fits_best() -> None:
+    allocator = PageAllocator(10_000)
+    firsts = allocator.allocate([3000, 300, 301, 302]) or []
+    allocator.free(firsts[0], 3000)
+    allocator.free(firsts[2], 301)
+    assert allocator.allocate([300]) == [firsts[0]]
+
+
+def test_churn_of_entries_keeps_nine_tenths_of_the_range_usable() -> None:
+    for seed, draw in enumerate((_of_one_size, _of_all_sizes)):
+        refused = sorted(_churn(random.Random(seed), draw, pages=2**19, entries=500))
+        assert sum(refused) / len(refused) > 0.97
+        assert refused[len(refused) // 20] > 0.9
+
+
+def _churn(
+    random_: random.Random, draw: _Draw, *, pages: int, entries: int
+) -> list[float]:
+    """Return the part of the range asked for, each time that there was no room.
+
+    A quarter of the entries is leased and stays, whatever leaves.
+    """
+    allocator, refused = PageAllocator(pages), []
+    inside: list[list[tuple[int, int]]] = []
+    leased: list[list[tuple[int, int]]] = []
+    for _ in range(entries):
+        blocks = _entry(random_, draw, pages // 4)
+        while (firsts := allocator.allocate(blocks)) is None:
+            asked = pages - allocator.free_pages + sum(blocks)
+            refused.append(min(1.0, asked / pages))
+            too_many = len(leased) * 3 >= len(inside) and random_.random() < 0.25
+            group = leased if too_many else inside
+            for block in group.pop(random_.randrange(len(group))):
+                allocator.free(*block)
+        inside.append(list(zip(firsts, blocks, strict=True)))
+        while len(leased) * 3 < len(inside):
+            leased.append(inside.pop(random_.randrange(len(inside))))
+    return refused
+
+
+def _entry(random_: random.Random, draw: _Draw, max_pages: int) -> Sequence[int]:
+    while True:
+        blocks = draw(random_, random_.randint(2, 128))
+        if sum(blocks) <= max_pages:
+            return blocks
+
+
+def _of_one_size(random_: random.Random, count: int) -> list[int]:
+    return [_pages(random_)] * count
+
+
+def _of_all_sizes(random_: random.Random, count: int) -> list[int]:
+    return [_pages(random_) for _ in range(count)]
+
+
+def _pages(random_: random.Random) -> int:
+    nbytes = _PAGE * (_LARGEST / _PAGE) ** random_.random()
+    return -(-int(nbytes) // _PAGE)
