@@ -1,0 +1,141 @@
+"""Shared memory that grows slab by slab: a memfd, mapped whole, allocated in parts.
+
+The file has its final size from the start, sealed, so that nothing can cut it
+under a mapping; a region may lie across slabs. Only what :meth:`Slabs.grow` has
+returned may be touched: the rest has no pages yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Final, TypeAlias
+
+import numpy
+import numpy.typing
+
+__all__ = ("MAX_SLAB_NBYTES", "MIN_SLAB_NBYTES", "PAGE_NBYTES", "Slabs", "has_slabs")
+
+PAGE_NBYTES: Final = mmap.PAGESIZE
+MAX_SLAB_NBYTES: Final = 256 * 2**20
+MIN_SLAB_NBYTES: Final = 16 * 2**20
+_LEAST_NBYTES: Final = 2**20
+"""Where a whole slab cannot be had, halves of it are tried down to this."""
+
+_PIECE_NBYTES: Final = 16 * 2**20
+"""A thread that allocates a slab asks whether to go on after as much."""
+
+_MADV_POPULATE_WRITE: Final = 23
+
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
+
+def has_slabs() -> bool:
+    """Does this system have memory files?"""
+    return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
+
+
+class Slabs:
+    """One memory file of ``max_bytes`` (rounded up to pages), none of it there yet.
+
+    ``memory`` is the mapping, also for writing. It is unmapped when the last
+    view of it is gone, whatever was closed before.
+
+    :raises OSError: the system has no file descriptor or no address range for it
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = -(-max_bytes // PAGE_NBYTES) * PAGE_NBYTES
+        self.nbytes = 0
+        """What can be touched. :meth:`grow` adds to it, from a thread."""
+        self._is_closed = False
+        self._fd = os.memfd_create("asynckv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, self.max_bytes)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+        self.memory = self._map(mmap.PROT_READ | mmap.PROT_WRITE)
+        self._constant: _Bytes | None = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return the file's descriptor. It is open until :meth:`close`."""
+        return self._fd
+
+    @property
+    def constant(self) -> _Bytes:
+        """The same memory, mapped for reading only: writing to it is a crash."""
+        if self._constant is None:
+            self._constant = self._map(mmap.PROT_READ)
+        return self._constant
+
+    def next_nbytes(self) -> int:
+        """How large the next slab is: as much as there is, within limits."""
+        wanted = min(max(self.nbytes, MIN_SLAB_NBYTES), MAX_SLAB_NBYTES)
+        return min(wanted, self.max_bytes - self.nbytes)
+
+    def grow(self) -> int:
+        """Allocate the next slab, or what can be had of it; return its bytes.
+
+        Blocks for as long as the system needs to clear the pages, without the
+        GIL: to be called in a thread, by one at a time.
+        """
+        nbytes = self.next_nbytes()
+        while nbytes and not self._is_closed:
+            try:
+                self._allocate(nbytes)
+            except OSError:  # no memory, or more than this process may have
+                nbytes = _half(nbytes)
+            else:
+                self.nbytes += nbytes
+                return nbytes
+        return 0
+
+    def close(self) -> None:
+        """Close the file and let a thread in :meth:`grow` end soon. Never waits."""
+        self._is_closed = True
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _allocate(self, nbytes: int) -> None:
+        end = self.nbytes + nbytes
+        for start in range(self.nbytes, end, _PIECE_NBYTES):
+            if self._is_closed:
+                raise OSError("closed meanwhile")
+            piece = self.memory[start : min(start + _PIECE_NBYTES, end)]
+            os.posix_fallocate(self._fd, start, piece.nbytes)
+            _populate(piece)
+
+    def _map(self, protection: int) -> _Bytes:
+        # Never closed by hand: numpy keeps it until the last view is gone.
+        mapping = mmap.mmap(
+            self._fd, self.max_bytes, mmap.MAP_SHARED | _NORESERVE, protection
+        )
+        with contextlib.suppress(AttributeError, OSError):  # no use in a core dump
+            mapping.madvise(mmap.MADV_DONTDUMP, 0, self.max_bytes)
+        return numpy.frombuffer(mapping, numpy.uint8)
+
+
+_NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
+
+
+def _half(nbytes: int) -> int:
+    """Return half as many bytes, in whole pages; 0 where that is too few."""
+    half = nbytes // 2 // PAGE_NBYTES * PAGE_NBYTES
+    return half if half >= _LEAST_NBYTES else 0
+
+
+def _populate(piece: _Bytes) -> None:
+    """Map pages that are there already, so that the first write does not fault.
+
+    By ctypes, which lets the GIL go where :meth:`mmap.mmap.madvise` keeps it. An
+    old kernel refuses; then each first write to a page costs a fault.
+    """
+    libc = ctypes.CDLL(None)
+    address = ctypes.c_void_p(piece.ctypes.data)
+    libc.madvise(address, ctypes.c_size_t(piece.nbytes), _MADV_POPULATE_WRITE)
