@@ -1,131 +1,201 @@
 """Where a buffer's bytes live: the seam between admission and memory.
 
 A buffer asks its arena for regions, one a tensor, and never counts bytes
-itself. :class:`HeapArena` takes them from the heap; shared and device memory
-stand behind the same class.
+itself. :class:`HeapArena` takes them from the heap,
+:class:`~asynckv.tensors.slab_arena.SlabArena` from memory that can be shared; that
+of a device stands behind the same class.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import ClassVar, Final
 
 import torch
 
 from asynckv.tensors.views import bytes_of, tensor_over
 from asynckv.types import TensorSpec
 
-__all__ = ("Arena", "HeapArena", "Region")
+__all__ = ("Arena", "HeapArena", "Hold", "Region", "Room", "heap_memory")
 
 _SMALL_NBYTES: Final = 4096
 
 
-class Region:
-    """Memory of one tensor, charged to an arena until it is released or detached.
+class Room:
+    """Pages that some regions of one entry share; free when the last has left."""
 
-    It is made when it is first looked at.
+    __slots__ = ("first", "left", "pages")
+
+    def __init__(self, first: int, pages: int) -> None:
+        self.first = first
+        self.pages = pages
+        self.left = 0
+
+
+class Region:
+    """Memory of one tensor, charged to an arena until it is given back.
+
+    That is when it was released *and* nobody holds it any more. Heap memory is
+    made when it is first looked at, and lives as long as anything refers to it.
     """
 
-    __slots__ = ("_arena", "_make", "_view", "nbytes")
+    __slots__ = ("_arena", "_holds", "_is_released", "_view", "nbytes", "room")
 
-    def __init__(
-        self,
-        nbytes: int,
-        make: Callable[[int], memoryview],
-        arena: Arena | None,
-    ) -> None:
+    is_shared: ClassVar[bool] = False
+    """Is it memory that will be somebody else's, once it is given back?"""
+
+    def __init__(self, nbytes: int, arena: Arena | None) -> None:
         self.nbytes = nbytes
-        self._make = make
+        self.room: Room | None = None
+        """Pages of the arena that it takes, be they its memory or a charge."""
         self._arena = arena
         self._view: memoryview | None = None
+        self._holds = 0
+        self._is_released = False
 
     def view(self) -> memoryview:
         """Return the bytes, writable, without a copy."""
         if self._view is None:
-            self._view = self._make(self.nbytes)
+            self._view = heap_memory(self.nbytes)
         return self._view
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor over these bytes, without a copy."""
         return tensor_over(self.view(), spec)
 
-    def release(self) -> None:
-        """Give the charge back to the arena. A second call does nothing.
+    def hold(self) -> Hold:
+        """Keep the memory as it is, also when it is released, until the hold ends."""
+        self._holds += 1
+        return Hold(self)
 
-        Heap memory itself lives as long as anything refers to it.
-        """
-        arena, self._arena = self._arena, None
-        if arena is not None:
-            arena.discharge(self.nbytes)
+    def release(self) -> None:
+        """Give the charge back, once nobody holds it. A second call does nothing."""
+        if not self._is_released:
+            self._is_released = True
+            self._give_back_if_over()
 
     def charge_to(self, arena: Arena) -> None:
         """Charge memory that belonged to nobody to ``arena``."""
         self._arena = arena
 
+    def end_hold(self) -> None:
+        """One hold is over. Called by holds, on the arena's thread."""
+        self._holds -= 1
+        self._give_back_if_over()
+
+    def _give_back_if_over(self) -> None:
+        if self._is_released and not self._holds:
+            arena, self._arena = self._arena, None
+            if arena is not None:
+                arena.give_back(self)
+
+
+class Hold:
+    """One user of a region's memory. Ends when it is released, once."""
+
+    __slots__ = ("_region",)
+
+    def __init__(self, region: Region) -> None:
+        self._region: Region | None = region
+
+    def release(self) -> None:
+        """Let the memory go. A second call does nothing."""
+        region, self._region = self._region, None
+        if region is not None:
+            region.end_hold()
+
 
 class Arena(abc.ABC):
-    """A hard bound on bytes and the memory below it."""
+    """A hard bound on bytes and the memory below it.
+
+    ``charges`` are bytes that live elsewhere and count here: each has a region
+    too, after those of the ``sizes``, which is never looked at.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
+        self.refused_slabs = 0
+        """How often the system had less memory than the bound allows."""
+        self.is_closed = False
 
-    def could_ever_fit(self, sizes: Sequence[int]) -> bool:
+    @property
+    def is_growing(self) -> bool:
+        """Can there be room where there is none now, although nobody leaves?"""
+        return False
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that were released, and that somebody still has a view of."""
+        return 0
+
+    def could_ever_fit(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
         """Would regions of these sizes fit if the arena were empty?"""
-        return sum(sizes) <= self.max_bytes
+        return sum(sizes) + sum(charges) <= self.max_bytes
 
-    def fits(self, sizes: Sequence[int]) -> bool:
+    def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
         """Would regions of these sizes fit now?"""
-        return self.used_bytes + sum(sizes) <= self.max_bytes
+        return self.used_bytes + sum(sizes) + sum(charges) <= self.max_bytes
 
-    def allocate(self, sizes: Sequence[int]) -> list[Region] | None:
+    @abc.abstractmethod
+    def allocate(
+        self, sizes: Sequence[int], charges: Sequence[int] = ()
+    ) -> list[Region] | None:
         """Take one region a size, all or none. Never waits."""
-        if not self.fits(sizes):
-            return None
-        regions = [Region(nbytes, self._memory, self) for nbytes in sizes]
-        self._charge(sum(sizes))
-        return regions
 
-    def allocate_outside(self, sizes: Sequence[int]) -> list[Region]:
+    def allocate_outside(
+        self, sizes: Sequence[int], charges: Sequence[int] = ()
+    ) -> list[Region]:
         """Make regions that are charged to nobody here (a consumer pays for them)."""
-        return [Region(nbytes, self._memory, None) for nbytes in sizes]
+        return [Region(nbytes, None) for nbytes in (*sizes, *charges)]
 
-    def adopt(self, regions: Sequence[Region]) -> bool:
-        """Charge regions from :meth:`allocate_outside` to this arena, if they fit."""
-        sizes = [region.nbytes for region in regions]
-        if not self.fits(sizes):
+    def adopt(self, regions: Sequence[Region], charges: int = 0) -> bool:
+        """Charge regions from :meth:`allocate_outside` to this arena, if they fit.
+
+        The last ``charges`` of them are bytes that live elsewhere.
+        """
+        if not self.fits([region.nbytes for region in regions]):
             return False
         for region in regions:
             region.charge_to(self)
-        self._charge(sum(sizes))
+        self._charge(sum(region.nbytes for region in regions))
         return True
 
     def free(self, regions: Sequence[Region]) -> None:
         """Release every one of ``regions``."""
         for region in regions:
-            if region._arena is not None:
-                region._arena = None
-                self.used_bytes -= region.nbytes
+            region.release()
 
-    def discharge(self, nbytes: int) -> None:
-        """Called by a region that is released."""
-        self.used_bytes -= nbytes
+    def give_back(self, region: Region) -> None:
+        """Called by a region that was released and that nobody holds."""
+        self.used_bytes -= region.nbytes
+
+    def close(self) -> None:
+        """No more memory is needed. What is held stays until it is let go."""
+        self.is_closed = True
 
     def _charge(self, nbytes: int) -> None:
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    @abc.abstractmethod
-    def _memory(self, nbytes: int) -> memoryview:
-        """Return ``nbytes`` of new memory, writable."""
-
 
 class HeapArena(Arena):
     """Regions from the process's heap."""
 
-    def _memory(self, nbytes: int) -> memoryview:
-        if nbytes <= _SMALL_NBYTES:  # far cheaper to make and to free
-            return memoryview(bytearray(nbytes))
-        return bytes_of(torch.empty(nbytes, dtype=torch.uint8))
+    def allocate(
+        self, sizes: Sequence[int], charges: Sequence[int] = ()
+    ) -> list[Region] | None:
+        if not self.fits(sizes, charges):
+            return None
+        regions = [Region(nbytes, self) for nbytes in (*sizes, *charges)]
+        self._charge(sum(sizes) + sum(charges))
+        return regions
+
+
+def heap_memory(nbytes: int) -> memoryview:
+    """Return ``nbytes`` of new memory, writable."""
+    if nbytes <= _SMALL_NBYTES:  # far cheaper to make and to free
+        return memoryview(bytearray(nbytes))
+    return bytes_of(torch.empty(nbytes, dtype=torch.uint8))

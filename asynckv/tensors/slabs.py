@@ -17,7 +17,14 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
-__all__ = ("MAX_SLAB_NBYTES", "MIN_SLAB_NBYTES", "PAGE_NBYTES", "Slabs", "has_slabs")
+__all__ = (
+    "MAX_SLAB_NBYTES",
+    "MIN_SLAB_NBYTES",
+    "PAGE_NBYTES",
+    "Slabs",
+    "has_slabs",
+    "next_slab_nbytes",
+)
 
 PAGE_NBYTES: Final = mmap.PAGESIZE
 MAX_SLAB_NBYTES: Final = 256 * 2**20
@@ -29,6 +36,7 @@ _PIECE_NBYTES: Final = 16 * 2**20
 """A thread that allocates a slab asks whether to go on after as much."""
 
 _MADV_POPULATE_WRITE: Final = 23
+_NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
@@ -36,6 +44,12 @@ _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 def has_slabs() -> bool:
     """Does this system have memory files?"""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
+
+
+def next_slab_nbytes(nbytes: int, max_bytes: int) -> int:
+    """How large is the slab after ``nbytes``: as much again, within limits."""
+    wanted = min(max(nbytes, MIN_SLAB_NBYTES), MAX_SLAB_NBYTES)
+    return min(wanted, max_bytes - nbytes)
 
 
 class Slabs:
@@ -73,18 +87,13 @@ class Slabs:
             self._constant = self._map(mmap.PROT_READ)
         return self._constant
 
-    def next_nbytes(self) -> int:
-        """How large the next slab is: as much as there is, within limits."""
-        wanted = min(max(self.nbytes, MIN_SLAB_NBYTES), MAX_SLAB_NBYTES)
-        return min(wanted, self.max_bytes - self.nbytes)
-
     def grow(self) -> int:
         """Allocate the next slab, or what can be had of it; return its bytes.
 
         Blocks for as long as the system needs to clear the pages, without the
         GIL: to be called in a thread, by one at a time.
         """
-        nbytes = self.next_nbytes()
+        nbytes = next_slab_nbytes(self.nbytes, self.max_bytes)
         while nbytes and not self._is_closed:
             try:
                 self._allocate(nbytes)
@@ -119,9 +128,6 @@ class Slabs:
         with contextlib.suppress(AttributeError, OSError):  # no use in a core dump
             mapping.madvise(mmap.MADV_DONTDUMP, 0, self.max_bytes)
         return numpy.frombuffer(mapping, numpy.uint8)
-
-
-_NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
 
 
 def _half(nbytes: int) -> int:

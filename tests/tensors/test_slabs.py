@@ -21,6 +21,7 @@ from asynckv.tensors.slabs import (
     PAGE_NBYTES,
     Slabs,
     has_slabs,
+    next_slab_nbytes,
 )
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
@@ -53,9 +54,9 @@ def test_it_grows_by_as_much_as_there_is_up_to_its_bound() -> None:
 
 
 def test_a_slab_is_never_larger_than_its_limit() -> None:
-    slabs = Slabs(8 * MAX_SLAB_NBYTES)
-    slabs.nbytes = 3 * MAX_SLAB_NBYTES
-    assert slabs.next_nbytes() == MAX_SLAB_NBYTES
+    large = 8 * MAX_SLAB_NBYTES
+    assert next_slab_nbytes(3 * MAX_SLAB_NBYTES, large) == MAX_SLAB_NBYTES
+    assert next_slab_nbytes(large - 4096, large) == 4096
 
 
 def test_nothing_is_allocated_before_it_grows() -> None:

@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from asynckv.tensors import slab_arena as slab_arena_module
+from asynckv.tensors.arena import Region
+from asynckv.tensors.slab_arena import SlabArena, SlabRegion
+from asynckv.tensors.slabs import MIN_SLAB_NBYTES, PAGE_NBYTES, has_slabs
+from asynckv.types import TensorSpec
+
+pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
+
+_MIB = 2**20
+_LARGE = TensorSpec((_MIB,), "uint8")
+
+
+class Bench:
+    """An arena whose slabs come when the test says so."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.wanted = 0
+        self.freed = 0
+        self.arena = SlabArena(max_bytes, wanted=self._want, freed=self._free)
+
+    def _want(self) -> None:
+        self.wanted += 1
+
+    def _free(self) -> None:
+        self.freed += 1
+
+    def grow(self) -> None:
+        self.arena.add_slab(self.arena.make_slab())
+
+    def take(self, *sizes: int) -> list[SlabRegion]:
+        while (regions := self.arena.allocate(sizes)) is None:
+            assert self.arena.is_growing
+            self.grow()
+        return [region for region in regions if isinstance(region, SlabRegion)]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(64 * _MIB)
+    yield bench
+    bench.arena.close()
+    del bench.arena
+    gc.collect()
+
+
+def test_a_slab_is_asked_for_and_then_there_is_room(bench: Bench) -> None:
+    assert bench.arena.allocate([_MIB]) is None
+    assert bench.wanted == 1
+    assert bench.arena.could_ever_fit([_MIB])
+    assert not bench.arena.fits([_MIB])
+    bench.grow()
+    assert bench.arena.fits([_MIB])
+    (region,) = bench.arena.allocate([_MIB]) or []
+    assert region.is_shared
+    assert bench.wanted == 1
+
+
+def test_what_rides_with_its_frame_is_on_the_heap_and_counted(bench: Bench) -> None:
+    (region, tokens) = bench.arena.allocate([64 * 1024], [24]) or []
+    assert not region.is_shared
+    assert bench.arena.used_bytes == 64 * 1024 + 24
+    bench.arena.free([region, tokens])
+    assert bench.arena.used_bytes == 0
+
+
+def test_small_entries_beyond_their_share_are_in_the_slabs(bench: Bench) -> None:
+    for _ in range(64):
+        assert bench.arena.allocate([64 * 1024]) is not None
+    (region,) = bench.take(64 * 1024)
+    assert region.is_shared
+
+
+def test_small_tensors_of_one_entry_share_pages(bench: Bench) -> None:
+    sizes = [5000] * 20 + [_MIB + 1]
+    regions = bench.take(*sizes)
+    offsets = [region.offset for region in regions]
+    assert all(offset % 64 == 0 for offset in offsets)
+    assert offsets[-1] % PAGE_NBYTES == 0
+    free = bench.arena._pages.free_pages
+    for region in regions[:20]:
+        assert bench.arena._pages.free_pages == free
+        region.release()
+    assert bench.arena._pages.free_pages == free + -(-5056 * 20 // PAGE_NBYTES)
+
+
+def test_an_entry_of_all_bytes_fits_also_when_larger_than_a_slab(bench: Bench) -> None:
+    (region,) = bench.take(64 * _MIB)
+    assert region.view().nbytes == 64 * _MIB
+    assert not bench.arena.is_growing
+    assert not bench.arena.could_ever_fit([64 * _MIB, 1])
+
+
+def test_memory_is_not_reused_while_a_view_lives(bench: Bench) -> None:
+    (region,) = bench.take(48 * _MIB)
+    tensor = region.tensor(TensorSpec((48 * _MIB,), "uint8"))
+    part = tensor[:4].view(torch.int32)
+    region.release()
+    del tensor
+    assert not bench.arena.fits([48 * _MIB])
+    assert bench.arena.pinned_bytes == bench.arena.used_bytes == 48 * _MIB
+    del part
+    assert bench.freed == 1
+    bench.arena.collect()
+    assert bench.arena.pinned_bytes == bench.arena.used_bytes == 0
+    assert bench.arena.fits([48 * _MIB])
+
+
+def test_memory_without_a_view_is_free_at_once(bench: Bench) -> None:
+    (region,) = bench.take(_MIB)
+    region.view()
+    region.release()
+    region.release()
+    assert bench.arena.used_bytes == 0
+    assert bench.freed == 0
+
+
+def test_a_hold_keeps_memory_that_nobody_looks_at(bench: Bench) -> None:
+    (region,) = bench.take(_MIB)
+    hold = region.hold()
+    region.release()
+    assert bench.arena.pinned_bytes == _MIB
+    for _ in range(2):
+        hold.release()
+    assert bench.arena.used_bytes == bench.arena.pinned_bytes == 0
+
+
+def test_a_view_may_die_in_another_thread(bench: Bench) -> None:
+    (region,) = bench.take(_MIB)
+    views = [region.view()]
+    region.release()
+    thread = threading.Thread(target=views.clear)
+    thread.start()
+    thread.join()
+    assert bench.freed == 1
+    assert bench.arena.fits([_MIB])
+    assert bench.arena.used_bytes == 0
+
+
+def test_a_released_region_shows_scratch_memory(bench: Bench) -> None:
+    (region,) = bench.take(_MIB)
+    region.view()[0] = 7
+    region.release()
+    (other,) = bench.take(_MIB)
+    region.view()[0] = 9
+    assert other.view()[0] == 7
+    assert other.generation != region.generation
+
+
+def test_constant_tensors_show_what_is_there_and_hold_it(bench: Bench) -> None:
+    (region,) = bench.take(_MIB)
+    region.view()[3] = 5
+    constant = region.constant(_LARGE)
+    assert constant[3] == 5
+    region.release()
+    assert bench.arena.pinned_bytes == _MIB
+    del constant
+    bench.arena.collect()
+    assert bench.arena.used_bytes == 0
+    with pytest.raises(RuntimeError):
+        region.constant(_LARGE)
+
+
+def test_what_came_from_outside_is_charged_pages_too(bench: Bench) -> None:
+    regions = bench.arena.allocate_outside([40 * _MIB], [16])
+    while not bench.arena.adopt(regions, 1):
+        bench.grow()
+    assert bench.arena.used_bytes == 40 * _MIB + 16
+    assert not regions[0].is_shared
+    assert not bench.arena.fits([40 * _MIB])
+    bench.arena.free(regions)
+    assert bench.arena.used_bytes == 0
+    bench.take(40 * _MIB)
+
+
+def test_less_memory_lowers_the_bound_and_says_so_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.take(_MIB)
+
+    def refuse(fd: int, start: int, count: int) -> None:
+        raise OSError(errno.ENOSPC, "no memory")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    bench.grow()
+    assert bench.arena.max_bytes == MIN_SLAB_NBYTES
+    assert not bench.arena.is_growing
+    assert not bench.arena.could_ever_fit([20 * _MIB])
+    assert bench.arena.could_ever_fit([MIN_SLAB_NBYTES])
+    assert bench.arena.refused_slabs == len(caplog.records) == 1
+
+
+def test_without_shared_memory_everything_is_on_the_heap(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    bench.grow()
+    (region,) = bench.arena.allocate([64 * _MIB]) or []
+    assert not region.is_shared
+    assert bench.arena.max_bytes == 64 * _MIB
+    assert bench.arena.refused_slabs == len(caplog.records) == 1
+
+
+def test_slabs_are_unmapped_when_the_last_view_is_gone(bench: Bench) -> None:
+    (region,) = bench.take(_MIB)
+    tensor = region.tensor(_LARGE)
+    bench.arena.close()
+    region.release()
+    tensor.fill_(3)
+    assert "memfd:asynckv" in Path("/proc/self/maps").read_text()
+    del tensor
+    bench.arena.collect()
+    gc.collect()
+    assert "memfd:asynckv" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_slab_that_comes_too_late_is_let_go(bench: Bench) -> None:
+    nbytes = bench.arena.make_slab()
+    bench.arena.close()
+    bench.arena.add_slab(nbytes)
+    assert bench.arena.slab_bytes == 0
+    assert bench.arena.allocate([_MIB]) is None
+    assert bench.wanted == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_no_view_ever_changes_under_its_reader(seed: int, threaded: bool) -> None:
+    random_, bench = random.Random(seed), Bench(32 * _MIB)
+    inside: list[tuple[list[Region], int]] = []
+    kept: list[tuple[memoryview, int]] = []
+    for mark in range(1, 120):
+        sizes = [random_.choice((3000, 70_000, _MIB)) for _ in range(4)]
+        while (regions := bench.arena.allocate(sizes)) is None:
+            if bench.arena.is_growing:
+                bench.grow()
+            elif inside:
+                bench.arena.free(inside.pop(random_.randrange(len(inside)))[0])
+            else:
+                _let_go(kept, threaded=threaded)
+        for region in regions:
+            region.view()[:8] = bytes([mark % 256] * 8)
+        if random_.random() < 0.5:
+            kept.append((random_.choice(regions).view(), mark % 256))
+        inside.append((regions, mark % 256))
+        for view, expected in kept:
+            assert bytes(view[:8]) == bytes([expected] * 8)
+    bench.arena.free([r for regions, _ in inside for r in regions])
+    inside.clear()
+    _let_go(kept, threaded=threaded, count=len(kept))
+    del view, region, regions
+    bench.arena.collect()
+    assert bench.arena.used_bytes == bench.arena.pinned_bytes == 0
+    assert bench.arena._pages.free_pages == bench.arena._pages.pages
+
+
+def _let_go(
+    kept: list[tuple[memoryview, int]], *, threaded: bool, count: int = 1
+) -> None:
+    if threaded:
+        thread = threading.Thread(target=lambda: kept.__delitem__(slice(count)))
+        thread.start()
+        thread.join()
+    else:
+        del kept[:count]
+
+
+def test_a_lent_tensor_is_charged_as_long_as_it_lives(bench: Bench) -> None:
+    assert bench.arena.lend(_LARGE) is None
+    bench.grow()
+    tensor = bench.arena.lend(_LARGE)
+    assert tensor is not None
+    assert bench.arena.used_bytes == _MIB
+    assert bench.arena.lent(tensor) is not None
+    assert bench.arena.lent(tensor[1:]) is None
+    assert bench.arena.lent(torch.empty(_MIB, dtype=torch.uint8)) is None
+    del tensor
+    bench.arena.collect()
+    assert bench.arena.used_bytes == 0
+
+
+def test_an_owner_keeps_a_lent_tensors_memory(bench: Bench) -> None:
+    bench.grow()
+    tensor = bench.arena.lend(_LARGE)
+    assert tensor is not None
+    tensor[5] = 6
+    region = bench.arena.lent(tensor)
+    assert region is not None
+    region.own()
+    assert bench.arena.lent(tensor) is None
+    assert bench.arena.pinned_bytes == 0
+    del tensor
+    bench.arena.collect()
+    assert region.view()[5] == 6
+    region.release()
+    assert bench.arena.used_bytes == 0
+
+
+def test_few_bytes_are_not_lent(bench: Bench) -> None:
+    bench.grow()
+    assert bench.arena.lend(TensorSpec((16,), "uint8")) is None
+
+
+def test_the_heaps_share_is_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_arena_module, "_HEAP_LEAST_NBYTES", 0)
+    bench = Bench(16 * 128 * 1024)
+    taken = [bench.arena.allocate([64 * 1024]) for _ in range(3)]
+    assert [regions is None for regions in taken] == [False, False, True]
