@@ -86,7 +86,8 @@ class Admission:
     async def finish(self, entry: StoredEntry) -> None:
         """Commit a streaming entry whose parts have all landed.
 
-        Waits, if it began without room, until it has room or was acknowledged.
+        Waits, if it began without room, until it has room or was acknowledged; it
+        can turn out that it will never have any, where memory was refused.
         Cancelling that wait aborts the entry, unless a consumer holds it: then
         it is that consumer's alone.
         """
@@ -94,9 +95,15 @@ class Admission:
         try:
             await self._room.until(
                 lambda: (
-                    entry.in_arena or entry.owner_gone or entry.state is EntryState.GONE
+                    entry.in_arena
+                    or entry.owner_gone
+                    or entry.state is EntryState.GONE
+                    or entry.seq not in self._room
                 )
             )
+            if not entry.in_arena and entry.state is not EntryState.GONE:
+                self._check_owned(entry)
+                self._book.check_size(entry)
         except BaseException:
             self.abort(entry)
             raise

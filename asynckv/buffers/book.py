@@ -71,10 +71,21 @@ class EntryBook:
                 hint="use a new entry_id for new contents",
             )
         entry = StoredEntry(draft, next(self._seqs))
-        if not self._arena.could_ever_fit(entry.draft.sizes):
-            raise EntryTooLarge(nbytes=entry.nbytes, max_bytes=self._arena.max_bytes)
+        self.check_size(entry)
         self.entries[entry.entry_id] = entry
         return entry
+
+    def check_size(self, entry: StoredEntry) -> None:
+        """Refuse what could not be in the arena if it were empty.
+
+        :raises EntryTooLarge: it could never fit, or since memory was refused
+        """
+        if not self.could_ever_fit(entry):
+            raise EntryTooLarge(nbytes=entry.nbytes, max_bytes=self._arena.max_bytes)
+
+    def could_ever_fit(self, entry: StoredEntry) -> bool:
+        """Would it fit if the arena were empty?"""
+        return self._arena.could_ever_fit(entry.draft.sizes, entry.draft.charges)
 
     def resume(self, entry: StoredEntry, digest: bytes) -> None:
         """Let a new entry go on where an insert of the same contents broke off."""
@@ -145,7 +156,7 @@ class EntryBook:
         """
         if not self._may_be_booked(entry):
             return False
-        regions = self._arena.allocate(entry.draft.sizes)
+        regions = self._arena.allocate(entry.draft.sizes, entry.draft.charges)
         if regions is None:
             return False
         self._account_bytes += entry.account_nbytes
@@ -167,7 +178,8 @@ class EntryBook:
 
     def place_outside(self, entry: StoredEntry) -> None:
         """Somebody selects it while it waits: its bytes go straight there."""
-        entry.place_regions(self._arena.allocate_outside(entry.draft.sizes))
+        draft = entry.draft
+        entry.place_regions(self._arena.allocate_outside(draft.sizes, draft.charges))
         self.outside_bytes += entry.nbytes
         self._counters.direct += 1
         streaming = entry.draft.streaming
@@ -175,7 +187,9 @@ class EntryBook:
 
     def move_in(self, entry: StoredEntry) -> bool:
         """Charge the arena for a streaming entry that began outside, if it fits."""
-        if not self._may_be_booked(entry) or not self._arena.adopt(entry.regions):
+        if not self._may_be_booked(entry):
+            return False
+        if not self._arena.adopt(entry.regions, len(entry.draft.charges)):
             return False
         self._account_bytes += entry.account_nbytes
         entry.in_arena = True

@@ -29,9 +29,13 @@ class Draft:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each tensor, then of the tokens and the roi."""
-        tokens = [len(t.data) for t in (self.input_tokens, self.roi) if t is not None]
-        return [spec.nbytes for spec in self.specs.values()] + tokens
+        """Bytes of each tensor."""
+        return [spec.nbytes for spec in self.specs.values()]
+
+    @property
+    def charges(self) -> list[int]:
+        """Bytes of the tokens and the roi, which need no memory of the arena."""
+        return [len(t.data) for t in (self.input_tokens, self.roi) if t is not None]
 
 
 def make_draft(

@@ -104,10 +104,10 @@ class StoredEntry:
         """What it holds now: one a part, then those of the tokens and the roi."""
         self.input_tokens = draft.input_tokens
         self.roi = draft.roi
-        self.nbytes = sum(draft.sizes)
+        tensor_nbytes = sum(draft.sizes)
+        self.nbytes = tensor_nbytes + sum(draft.charges)
         self.account_nbytes = _ACCOUNT_NBYTES + _PART_NBYTES * len(self.parts)
         """What it costs beside its bytes, about."""
-        tensor_nbytes = sum(spec.nbytes for spec in draft.specs.values())
         self.is_small = tensor_nbytes <= INLINE_NBYTES
         self.landed: list[int] = []
         self.complete = False

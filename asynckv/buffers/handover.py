@@ -64,17 +64,18 @@ async def hand_over(
 ) -> KVEntry:
     """Make the entry the consumer's own, just before it is acknowledged.
 
-    Where this is the entry's last delivery its memory itself changes hands;
-    otherwise, and for what is named in ``targets``, it is copied.
+    Where this is the entry's last delivery, memory on the heap itself changes
+    hands; that of the slabs, and what is named in ``targets``, is copied.
     """
     if lease.entry.deliveries_left > 1:
         return await lend(lease, pool, targets)
     named = {
         part.name: _tensor(part)
         for part in lease.entry.parts
-        if part.name not in targets
+        if part.name not in targets and not _is_shared(part)
     }
-    copies = await _copies(lease, pool, targets, only=set(targets))
+    copied = {part.name for part in lease.entry.parts} - named.keys()
+    copies = await _copies(lease, pool, targets, only=copied | targets.keys())
     return build_entry(lease, named | copies)
 
 
@@ -127,6 +128,10 @@ async def _copies(
     wanted = [part for part in parts if only is None or part.name in only]
     tensors = await tensors_of(wanted, pool, targets)
     return {part.name: t for part, t in zip(wanted, tensors, strict=True)}
+
+
+def _is_shared(part: Part) -> bool:
+    return part.region is not None and part.region.is_shared
 
 
 def _tensor(part: Part) -> torch.Tensor:

@@ -21,6 +21,7 @@ from asynckv.buffers.admission import Admission
 from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drafts import make_draft
 from asynckv.buffers.drop_select import PendingSelect
+from asynckv.buffers.growth import Growth
 from asynckv.buffers.handover import check_targets
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.local_consumer import LocalConsumer
@@ -35,7 +36,6 @@ from asynckv.buffers.room import Room
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
 from asynckv.loops import LoopBound
-from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
@@ -74,12 +74,14 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             raise ValueError("max_deliver is at least 1")
         self.fingerprint = KVFingerprint.of(fingerprint)
         self.pool = CopyPool()
-        self._arena = HeapArena(parse_bytes(max_bytes))
+        self._growth = Growth(parse_bytes(max_bytes), lambda: self.room.change())
+        self._arena = self._growth.arena
         self._drain_s = drain_s
         self.room = Room(
             give_room=lambda entry: self.ledger.give_room(entry),
             adopt=lambda entry: self.ledger.adopt(entry),
             bound=f"a buffer of {self._arena.max_bytes} bytes",
+            check_size=lambda entry: self.ledger.book.check_size(entry),
         )
         self.ledger = Ledger(
             self._arena,
@@ -259,6 +261,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         self.ledger.close()
         self.room.change()
         self.pool.close()
+        self._growth.close()
 
     async def _close(self, drain_s: float) -> None:
         self._check_loop()
@@ -272,3 +275,4 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             finally:  # also if the task is cancelled: nobody is left waiting
                 self.abort()
             await self.room.aclose()
+            await self._growth.aclose()

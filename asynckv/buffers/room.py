@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from asynckv.buffers.changes import Changes
 from asynckv.buffers.entries import EntryState, StoredEntry
-from asynckv.errors import BufferClosed, EntryAborted
+from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge
 from asynckv.observability.waits import LoggedWait
 
 __all__ = ("Room", "check_not_aborted")
@@ -22,7 +22,8 @@ _ENDS_WITH = "a drop_select, a withdraw or aclose"
 class Room:
     """The line of entries that have no room in the arena yet.
 
-    ``give_room`` and ``adopt`` try to take memory for the first in line;
+    ``give_room`` and ``adopt`` try to take memory for the first in line, and
+    ``check_size`` raises ``EntryTooLarge`` for what can have none any more;
     ``bound`` says in logs what it is that has no room.
     """
 
@@ -31,9 +32,12 @@ class Room:
         give_room: Callable[[StoredEntry], bool],
         adopt: Callable[[StoredEntry], bool],
         bound: str = "the buffer",
+        *,
+        check_size: Callable[[StoredEntry], None] = lambda entry: None,
     ) -> None:
         self._give_room = give_room
         self._adopt = adopt
+        self._check_size = check_size
         self._bound = bound
         self._line: dict[int, tuple[StoredEntry, float]] = {}
         self._changes = Changes()
@@ -67,7 +71,7 @@ class Room:
             raise BufferClosed("the buffer takes no more entries")
         self._line[entry.seq] = (entry, asyncio.get_running_loop().time())
         self.advance()
-        return entry.seq not in self._line
+        return entry.seq not in self._line and entry.state is not EntryState.WAITING
 
     def quit(self, entry: StoredEntry) -> None:
         """Leave the line; nothing happens if the entry is not in it."""
@@ -81,15 +85,22 @@ class Room:
 
         :raises BufferClosed: the buffer was closed meanwhile
         :raises EntryAborted: the entry was withdrawn meanwhile
+        :raises EntryTooLarge: it can never fit, since memory was refused
         """
         if entry.state is EntryState.WAITING and not self.closed:
             who = f"insert of {entry.entry_id} ({entry.nbytes} bytes)"
             with LoggedWait(who, f"room in {self._bound}", _ENDS_WITH):
                 await self.until(
-                    lambda: entry.state is not EntryState.WAITING or self.closed
+                    lambda: (
+                        entry.state is not EntryState.WAITING
+                        or self.closed
+                        or entry.seq not in self._line
+                    )
                 )
         check_not_aborted(entry)
         if entry.state is EntryState.WAITING:
+            if not self.closed:
+                self._check_size(entry)
             raise BufferClosed("the buffer was closed while the insert waited")
 
     async def until(self, predicate: Callable[[], bool]) -> None:
@@ -112,9 +123,16 @@ class Room:
                 moved = self._adopt(entry)
             else:
                 moved = True
-            if not moved:
+            if not moved and (self.closed or self._could_fit(entry)):
                 break
             self._line.pop(entry.seq, None)
+
+    def _could_fit(self, entry: StoredEntry) -> bool:
+        try:
+            self._check_size(entry)
+        except EntryTooLarge:
+            return False
+        return True
 
     def _first_without_room(self) -> StoredEntry | None:
         for entry, _ in self._line.values():

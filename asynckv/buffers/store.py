@@ -10,12 +10,12 @@ import anyio
 import torch
 
 from asynckv.abc import KVStoreBuffer
+from asynckv.buffers.growth import Growth
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.store_ledger import PendingPut, PinnedValue, StoreLedger
 from asynckv.buffers.store_room import StoreRoom
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.loops import LoopBound
-from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, check_into, empty_tensor, spec_of
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
@@ -52,7 +52,8 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
             raise ValueError(f"device {device!r}: only 'cpu' memory is here yet")
         self.fingerprint = KVFingerprint.of(fingerprint)
         self.pool = CopyPool()
-        self._arena = HeapArena(parse_bytes(max_bytes))
+        self._growth = Growth(parse_bytes(max_bytes), lambda: self._room.advance())
+        self._arena = self._growth.arena
         self._ledger = StoreLedger(self._arena, lambda: self._room.advance())
         self._room = StoreRoom(self._ledger)
 
@@ -119,10 +120,12 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         self.abort()
         with anyio.CancelScope(shield=True):
             await self._room.aclose()
+            await self._growth.aclose()
 
     def abort(self) -> None:
         self._ledger.close()
         self.pool.close()
+        self._growth.close()
 
     async def reserve(
         self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None

@@ -88,16 +88,27 @@ class StoreLedger:
     def __contains__(self, name: object) -> bool:
         return name in self._values
 
+    @property
+    def max_bytes(self) -> int:
+        return self._arena.max_bytes
+
+    def could_ever_fit(self, spec: TensorSpec) -> bool:
+        """Would there be room for it if nothing else was here?"""
+        return self._arena.could_ever_fit([spec.nbytes])
+
     def reserve(self, name: StoreName, spec: TensorSpec) -> PendingPut | None:
         """Take memory for a value, dropping what was used least recently.
 
         The value that is stored as ``name`` now goes last. ``None``, and nothing
-        dropped, if too much of the arena is being read or written.
+        dropped, if too much of the arena is being read or written, or if the arena
+        is about to grow.
         """
         free_nbytes = self._arena.max_bytes - self._arena.used_bytes
         if spec.nbytes > free_nbytes + self._idle.nbytes:
             return None
         while (regions := self._arena.allocate([spec.nbytes])) is None:
+            if self._arena.is_growing and spec.nbytes <= free_nbytes:
+                return None
             victim = self._idle.victim(spare=name)
             if victim is None:
                 return None

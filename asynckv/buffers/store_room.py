@@ -7,7 +7,7 @@ import dataclasses
 
 from asynckv.buffers.changes import Changes
 from asynckv.buffers.store_ledger import PendingPut, StoreLedger, StoreName
-from asynckv.errors import BufferClosed
+from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.observability.waits import LoggedWait
 from asynckv.types import TensorSpec
 
@@ -16,12 +16,16 @@ __all__ = ("StoreRoom",)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Ticket:
-    """One put's place in the line; ``pending`` is what it waited for."""
+    """One put's place in the line; ``pending`` is what it waited for.
+
+    Over without it, it can never have any.
+    """
 
     name: StoreName
     spec: TensorSpec
     since_s: float
     pending: PendingPut | None = None
+    is_over: bool = False
 
 
 class StoreRoom:
@@ -49,6 +53,7 @@ class StoreRoom:
         """Wait for memory, last in line. A cancelled call leaves no trace.
 
         :raises BufferClosed: the ledger was closed meanwhile
+        :raises EntryTooLarge: it can never fit, since memory was refused
         """
         ticket = _Ticket(name, spec, now_s)
         self._line.append(ticket)
@@ -64,8 +69,9 @@ class StoreRoom:
         while self._line and not self._ledger.closed:
             ticket = self._line[0]
             ticket.pending = self._ledger.reserve(ticket.name, ticket.spec)
-            if ticket.pending is None:
+            if ticket.pending is None and self._ledger.could_ever_fit(ticket.spec):
                 break
+            ticket.is_over = True
             self._line.popleft()
         self._changes.notify_soon()
 
@@ -76,16 +82,18 @@ class StoreRoom:
     async def _turn_of(self, ticket: _Ticket) -> PendingPut:
         who = f"put of {ticket.name[0]!r} ({ticket.spec.nbytes} bytes)"
         with LoggedWait(who, "room", "the end of a get or put, or aclose"):
-            await self._changes.until(
-                lambda: ticket.pending is not None or self._ledger.closed
-            )
-        if ticket.pending is None or self._ledger.closed:
+            await self._changes.until(lambda: ticket.is_over or self._ledger.closed)
+        if self._ledger.closed:
             raise BufferClosed("the buffer was closed while the put waited")
+        if ticket.pending is None:
+            raise EntryTooLarge(
+                nbytes=ticket.spec.nbytes, max_bytes=self._ledger.max_bytes
+            )
         return ticket.pending
 
     def _quit(self, ticket: _Ticket) -> None:
         if ticket.pending is not None:
             self._ledger.discard(ticket.pending)
-        else:
+        elif not ticket.is_over:
             self._line.remove(ticket)
             self.advance()

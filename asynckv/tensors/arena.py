@@ -17,19 +17,19 @@ import torch
 from asynckv.tensors.views import bytes_of, tensor_over
 from asynckv.types import TensorSpec
 
-__all__ = ("Arena", "HeapArena", "Hold", "Region", "Room", "heap_memory")
+__all__ = ("Arena", "HeapArena", "Hold", "Pages", "Region", "heap_memory")
 
 _SMALL_NBYTES: Final = 4096
 
 
-class Room:
+class Pages:
     """Pages that some regions of one entry share; free when the last has left."""
 
-    __slots__ = ("first", "left", "pages")
+    __slots__ = ("count", "first", "left")
 
-    def __init__(self, first: int, pages: int) -> None:
+    def __init__(self, first: int, count: int) -> None:
         self.first = first
-        self.pages = pages
+        self.count = count
         self.left = 0
 
 
@@ -40,14 +40,14 @@ class Region:
     made when it is first looked at, and lives as long as anything refers to it.
     """
 
-    __slots__ = ("_arena", "_holds", "_is_released", "_view", "nbytes", "room")
+    __slots__ = ("_arena", "_holds", "_is_released", "_view", "nbytes", "pages")
 
     is_shared: ClassVar[bool] = False
     """Is it memory that will be somebody else's, once it is given back?"""
 
     def __init__(self, nbytes: int, arena: Arena | None) -> None:
         self.nbytes = nbytes
-        self.room: Room | None = None
+        self.pages: Pages | None = None
         """Pages of the arena that it takes, be they its memory or a charge."""
         self._arena = arena
         self._view: memoryview | None = None

@@ -22,7 +22,7 @@ import numpy.typing
 import torch
 
 from asynckv.tensors.allocator import PageAllocator
-from asynckv.tensors.arena import Arena, Region, Room, heap_memory
+from asynckv.tensors.arena import Arena, Pages, Region, heap_memory
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs, next_slab_nbytes
 from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
@@ -73,13 +73,13 @@ class SlabRegion(Region):
     is_shared = True
 
     def __init__(
-        self, nbytes: int, arena: SlabArena, room: Room, offset: int, generation: int
+        self, nbytes: int, arena: SlabArena, pages: Pages, offset: int, generation: int
     ) -> None:
         super().__init__(nbytes, arena)
-        self.room = room
+        self.pages = pages
         self.offset = offset
         self.generation = generation
-        room.left += 1
+        pages.left += 1
 
     def view(self) -> memoryview:
         """Return the bytes, writable, without a copy; scratch once it is released."""
@@ -133,7 +133,7 @@ class SlabArena(Arena):
         self._wanted = wanted
         self._freed = freed
         self._pages = PageAllocator()
-        self._max_pages = _pages(max_bytes)
+        self._max_pages = _pages_of(max_bytes)
         self._max_heap_bytes = max(max_bytes // _HEAP_SHARE, _HEAP_LEAST_NBYTES)
         self._heap_bytes = 0
         self._has_slabs = max_bytes > 0
@@ -189,8 +189,8 @@ class SlabArena(Arena):
             if placed is None:
                 return None
             regions += [
-                SlabRegion(n, self, room, offset, next(self._generations))
-                for n, (room, offset) in zip(sizes, placed, strict=True)
+                SlabRegion(n, self, pages, offset, next(self._generations))
+                for n, (pages, offset) in zip(sizes, placed, strict=True)
             ]
         regions += [Region(nbytes, self) for nbytes in charges]
         self._heap_bytes += charged
@@ -209,10 +209,10 @@ class SlabArena(Arena):
             placed = self._place(sizes)
             if placed is None:
                 return False
-            for region, (room, _) in zip(regions, placed, strict=False):
-                region.room = room
-                room.left += 1
-        self._heap_bytes += sum(r.nbytes for r in regions if r.room is None)
+            for region, (pages, _) in zip(regions, placed, strict=False):
+                region.pages = pages
+                pages.left += 1
+        self._heap_bytes += sum(r.nbytes for r in regions if r.pages is None)
         for region in regions:
             region.charge_to(self)
         self._charge(total)
@@ -284,13 +284,13 @@ class SlabArena(Arena):
         if isinstance(region, SlabRegion):
             self._pinned.discard(region)
             self._lent.pop(region.offset, None)
-        room = region.room
-        if room is None:
+        pages = region.pages
+        if pages is None:
             self._heap_bytes -= region.nbytes
         else:
-            room.left -= 1
-            if not room.left:
-                self._pages.free(room.first, room.pages)
+            pages.left -= 1
+            if not pages.left:
+                self._pages.free(pages.first, pages.count)
         self._unmap_if_over()
 
     def make_slab(self) -> int | None:
@@ -345,17 +345,17 @@ class SlabArena(Arena):
         left = self._max_heap_bytes - self._heap_bytes
         return nbytes <= _HEAP_NBYTES and nbytes <= left
 
-    def _place(self, sizes: Sequence[int]) -> list[tuple[Room, int]] | None:
-        """Return each size's room and offset, or ask for a slab."""
+    def _place(self, sizes: Sequence[int]) -> list[tuple[Pages, int]] | None:
+        """Return each size's pages and offset, or ask for a slab."""
         blocks, places = _plan(sizes)
         firsts = self._pages.allocate(blocks)
         if firsts is None:
             if self.is_growing and not self.is_closed:
                 self._wanted()
             return None
-        rooms = [Room(first, n) for first, n in zip(firsts, blocks, strict=True)]
+        taken = [Pages(first, n) for first, n in zip(firsts, blocks, strict=True)]
         return [
-            (rooms[block], rooms[block].first * PAGE_NBYTES + offset)
+            (taken[block], taken[block].first * PAGE_NBYTES + offset)
             for block, offset in places
         ]
 
@@ -371,16 +371,16 @@ def _plan(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     for nbytes in sizes:
         if nbytes >= _PACKED_BELOW:
             places.append((len(blocks), 0))
-            blocks.append(_pages(nbytes))
+            blocks.append(_pages_of(nbytes))
             continue
         if packed < 0 or filled + nbytes > _PACKED_NBYTES:
             packed, filled = len(blocks), 0
             blocks.append(0)
         places.append((packed, filled))
-        blocks[packed] = _pages(filled + nbytes)
+        blocks[packed] = _pages_of(filled + nbytes)
         filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return blocks, places
 
 
-def _pages(nbytes: int) -> int:
+def _pages_of(nbytes: int) -> int:
     return -(-nbytes // PAGE_NBYTES)
