@@ -37,6 +37,11 @@ class Draft:
         """Bytes of the tokens and the roi, which need no memory of the arena."""
         return [len(t.data) for t in (self.input_tokens, self.roi) if t is not None]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors and of its tokens."""
+        return sum(self.sizes) + sum(self.charges)
+
 
 def make_draft(
     input_tokens: TokenIds | None,

@@ -105,7 +105,7 @@ class StoredEntry:
         self.input_tokens = draft.input_tokens
         self.roi = draft.roi
         tensor_nbytes = sum(draft.sizes)
-        self.nbytes = tensor_nbytes + sum(draft.charges)
+        self.nbytes = draft.nbytes
         self.account_nbytes = _ACCOUNT_NBYTES + _PART_NBYTES * len(self.parts)
         """What it costs beside its bytes, about."""
         self.is_small = tensor_nbytes <= INLINE_NBYTES

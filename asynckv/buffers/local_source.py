@@ -44,10 +44,13 @@ class LocalSource:
         ]
         if len(targets) != len(self._tensors):
             raise LeaseLost("the entry has left already")
-        for some in _batches(self._tensors):
-            digests = await self._pool.copy(self._tensors[some], targets[some])
-            for index, digest in enumerate(digests, some.start):
-                landed(index, digest)
+        try:
+            for some in _batches(self._tensors):
+                digests = await self._pool.copy(self._tensors[some], targets[some])
+                for index, digest in enumerate(digests, some.start):
+                    landed(index, digest)
+        finally:
+            targets.clear()  # an error's traceback would keep the memory in use
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:

@@ -229,7 +229,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
 
     def _waiting_for_room(self, call: str, draft: Draft) -> LoggedWait:
         return LoggedWait(
-            f"{call} of {draft.entry_id} ({sum(draft.sizes)} bytes)",
+            f"{call} of {draft.entry_id} ({draft.nbytes} bytes)",
             f"room in the buffer at {self._peer.url}",
             "a drop_select or a withdraw there",
         )

@@ -66,8 +66,10 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
             raise TypeError(f"a value is a tensor, not {type(value).__name__}")
         pending = await self.reserve(key, spec_of(value), self.fingerprint)
         try:
-            target = pending.region.tensor(pending.spec)
-            [digest] = await self.pool.copy([value], [target])
+            # No variable: an error's traceback would keep the memory in use.
+            [digest] = await self.pool.copy(
+                [value], [pending.region.tensor(pending.spec)]
+            )
             self.commit(pending, digest)
         finally:
             self.discard(pending)
@@ -85,8 +87,9 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
             if into is not None:
                 check_into(into, pinned.spec, key)
             target = empty_tensor(pinned.spec) if into is None else into
-            source = pinned.region.tensor(pinned.spec)
-            await self.pool.copy([source], [target], digest=False)
+            await self.pool.copy(
+                [pinned.region.tensor(pinned.spec)], [target], digest=False
+            )
             return target
         finally:
             self.release(pinned)

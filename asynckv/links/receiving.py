@@ -39,6 +39,7 @@ class Reception:
         self.transfer = transfer
         self._link = link
         self._targets = targets
+        self._parts = len(targets)
         self._sink: PartSink | None = sink
         self._unverified = len(targets)
         self._landed: dict[int, bytes] = {}
@@ -54,12 +55,13 @@ class Reception:
             self._link.payload.receive(
                 self.transfer, index, target, self._done_with(index)
             )
+        self._targets = ()  # the transport's alone: its memory may be wanted back
         if whole:
             self.expect()
 
     def expect(self) -> None:
         """From here on bytes that do not come end the link (``STALL_S``)."""
-        if not self._is_stopped and len(self._landed) < len(self._targets):
+        if not self._is_stopped and len(self._landed) < self._parts:
             self._link.progress.expect(self.transfer)
 
     def on_done(self, frame: Done) -> None:
@@ -69,7 +71,7 @@ class Reception:
         """
         if self._is_stopped:
             return
-        if frame.part >= len(self._targets) or frame.part in self._sent:
+        if frame.part >= self._parts or frame.part in self._sent:
             raise RemoteProtocolError(f"a Done for part {frame.part} makes no sense")
         self._sent[frame.part] = frame.digest
         self._compare(frame.part)
@@ -92,7 +94,7 @@ class Reception:
         def done(digest: bytes, error: BaseException | None) -> None:
             if error is None and not self._is_stopped:
                 self._landed[index] = digest
-                if len(self._landed) == len(self._targets):
+                if len(self._landed) == self._parts:
                     self._link.progress.forget(self.transfer)
                 self._compare(index)
 

@@ -58,15 +58,20 @@ class _Call:
         self.error: BaseException | None = None
         self.digests = [b""] * len(sources)
 
+    def forget(self) -> None:
+        """It is over: keep no tensor alive, whoever keeps the call."""
+        if not self.busy_threads:
+            self._sources = self._targets = ()
+
     @property
     def is_taken(self) -> bool:
         """No thread needs to come any more."""
-        return self.stopped or self.next_index == len(self._sources)
+        return self.stopped or self.next_index == len(self.digests)
 
     def take(self) -> range:
         """Take the next tensors: one large one, or several small ones."""
         first, nbytes = self.next_index, 0
-        while self.next_index < len(self._sources) and nbytes < _PIECE_NBYTES:
+        while self.next_index < len(self.digests) and nbytes < _PIECE_NBYTES:
             nbytes += self._sources[self.next_index].nbytes
             self.next_index += 1
         return range(first, self.next_index)
@@ -128,7 +133,9 @@ class CopyPool(ProcessBound):
         """
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
-        return await self._run(_Call(sources, targets, digest), sources)
+        call, is_small = _Call(sources, targets, digest), _is_small(sources)
+        del sources, targets  # an error's traceback would keep them alive
+        return await self._run(call, is_small=is_small)
 
     async def digest(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
         """Return the digest of each tensor's elements in order, dense or not.
@@ -138,7 +145,9 @@ class CopyPool(ProcessBound):
         :raises ValueError: a tensor has no bytes in CPU memory
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
-        return await self._run(_Call(tensors, None, True), tensors)
+        call, is_small = _Call(tensors, None, True), _is_small(tensors)
+        del tensors
+        return await self._run(call, is_small=is_small)
 
     def close(self) -> None:
         """Take no more calls. Threads end after those under way; never waits."""
@@ -148,11 +157,11 @@ class CopyPool(ProcessBound):
             self._closed = True
             self._changed.notify_all()
 
-    async def _run(self, call: _Call, sources: Sequence[torch.Tensor]) -> list[bytes]:
+    async def _run(self, call: _Call, *, is_small: bool) -> list[bytes]:
         if self._closed:
             raise RuntimeError("the copy pool is closed")
-        if _is_small(sources):
-            call.run(range(len(sources)))
+        if is_small:
+            call.run(range(len(call.digests)))
             return call.digests
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
@@ -162,7 +171,10 @@ class CopyPool(ProcessBound):
                 loop.call_soon_threadsafe(_set_done, future)
 
         self._submit(call, end_soon)
-        await wait_or_stop(future, lambda: self._stop(call))
+        try:
+            await wait_or_stop(future, lambda: self._stop(call))
+        finally:
+            call.forget()
         if call.error is not None:
             raise call.error
         return call.digests

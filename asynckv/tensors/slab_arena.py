@@ -141,6 +141,7 @@ class SlabArena(Arena):
         self._generations = itertools.count(1)
         self._gone: collections.deque[SlabRegion] = collections.deque()
         self._pinned: set[SlabRegion] = set()
+        self._pinned_bytes = 0
         self._lent: dict[int, SlabRegion] = {}
         """Regions of tensors that :meth:`lend` has returned, by their offsets."""
         self._address = 0
@@ -152,7 +153,7 @@ class SlabArena(Arena):
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(region.nbytes for region in self._pinned)
+        return self._pinned_bytes
 
     @property
     def is_growing(self) -> bool:
@@ -169,7 +170,7 @@ class SlabArena(Arena):
     def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
         self.collect()
         total = sum(sizes)
-        if self.used_bytes + total + sum(charges) > self.max_bytes:
+        if self._held_bytes + total + sum(charges) > self.max_bytes:
             return False
         return self._is_for_heap(total) or self._pages.fits(_plan(sizes)[0])
 
@@ -178,7 +179,7 @@ class SlabArena(Arena):
     ) -> list[Region] | None:
         self.collect()
         total, charged = sum(sizes), sum(charges)
-        if self.used_bytes + total + charged > self.max_bytes:
+        if self._held_bytes + total + charged > self.max_bytes:
             return None
         regions: list[Region] = []
         if self._is_for_heap(total):
@@ -201,7 +202,7 @@ class SlabArena(Arena):
         self.collect()
         sizes = [region.nbytes for region in regions]
         total = sum(sizes)
-        if self.used_bytes + total > self.max_bytes:
+        if self._held_bytes + total > self.max_bytes:
             return False
         sizes = sizes[: len(sizes) - charges]
         if not self._is_for_heap(sum(sizes)):
@@ -253,10 +254,15 @@ class SlabArena(Arena):
     def pin(self, region: SlabRegion) -> None:
         """Note a region that was released while somebody has a view."""
         self._pinned.add(region)
+        self._pinned_bytes += region.nbytes
+        self.used_bytes -= region.nbytes
 
     def unpin(self, region: SlabRegion) -> None:
         """Its memory was given back, or has an owner again."""
-        self._pinned.discard(region)
+        if region in self._pinned:
+            self._pinned.discard(region)
+            self._pinned_bytes -= region.nbytes
+            self.used_bytes += region.nbytes
 
     def window(self, region: SlabRegion, *, writable: bool = True) -> _Bytes:
         """Return a region's bytes, held as long as they or a view of them live."""
@@ -280,10 +286,10 @@ class SlabArena(Arena):
             self._gone.popleft().end_hold()
 
     def give_back(self, region: Region) -> None:
-        super().give_back(region)
         if isinstance(region, SlabRegion):
-            self._pinned.discard(region)
+            self.unpin(region)
             self._lent.pop(region.offset, None)
+        super().give_back(region)
         pages = region.pages
         if pages is None:
             self._heap_bytes -= region.nbytes
@@ -326,6 +332,10 @@ class SlabArena(Arena):
             self._slabs.close()
         self._unmap_if_over()
 
+    @property
+    def _held_bytes(self) -> int:
+        return self.used_bytes + self._pinned_bytes
+
     def _lower(self) -> None:
         self._max_pages = self._pages.pages
         self.max_bytes = max(self.slab_bytes, self._max_heap_bytes)
@@ -336,7 +346,7 @@ class SlabArena(Arena):
         logger.warning("%s", what)
 
     def _unmap_if_over(self) -> None:
-        if self.is_closed and not self.used_bytes:
+        if self.is_closed and not self._held_bytes:
             self._slabs = None  # unmapped with the last view
 
     def _is_for_heap(self, nbytes: int) -> bool:

@@ -13,7 +13,7 @@ def placed(tokens: torch.Tensor) -> StoredEntry:
     draft = draft_of("it", tuple(tokens.tolist()))
     object.__setattr__(draft, "input_tokens", as_tokens(tokens))
     entry = StoredEntry(draft, 1)
-    entry.place_regions(HeapArena(100).allocate(draft.sizes) or [])
+    entry.place_regions(HeapArena(100).allocate(draft.sizes, draft.charges) or [])
     entry.complete = True
     return entry
 

@@ -82,7 +82,9 @@ def test_what_is_read_is_never_dropped() -> None:
 class ArenaInPieces(HeapArena):
     """One that has free bytes, but not in one piece, while anything is charged."""
 
-    def allocate(self, sizes: Sequence[int]) -> list[Region] | None:
+    def allocate(
+        self, sizes: Sequence[int], charges: Sequence[int] = ()
+    ) -> list[Region] | None:
         return None if self.used_bytes else super().allocate(sizes)
 
 
