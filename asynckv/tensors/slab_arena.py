@@ -256,6 +256,7 @@ class SlabArena(Arena):
         self._pinned.add(region)
         self._pinned_bytes += region.nbytes
         self.used_bytes -= region.nbytes
+        self._unmap_if_over()
 
     def unpin(self, region: SlabRegion) -> None:
         """Its memory was given back, or has an owner again."""
@@ -346,8 +347,8 @@ class SlabArena(Arena):
         logger.warning("%s", what)
 
     def _unmap_if_over(self) -> None:
-        if self.is_closed and not self._held_bytes:
-            self._slabs = None  # unmapped with the last view
+        if self.is_closed and not self.used_bytes:
+            self._slabs = None  # what is pinned is unmapped with its last view
 
     def _is_for_heap(self, nbytes: int) -> bool:
         if not self._has_slabs:

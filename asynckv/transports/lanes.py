@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -119,9 +120,11 @@ class Lanes:
         self._call_soon(self._let_go)
 
     def sender_ended(self, error: BaseException | None) -> None:
+        _forget_memory(error)
         self._call_soon(self._after_sender, error)
 
     def receiver_ended(self, error: BaseException | None) -> None:
+        _forget_memory(error)
         self._call_soon(self._after_receiver, error)
 
     def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
@@ -159,3 +162,9 @@ class Lanes:
         self._patience = None
         if self._table.is_waiting:
             self._lost(None)
+
+
+def _forget_memory(error: BaseException | None) -> None:
+    """Let an error that is kept not keep what was being moved."""
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
