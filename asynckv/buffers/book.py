@@ -17,7 +17,7 @@ from asynckv.buffers.expiry import ExpiryClock
 from asynckv.buffers.statistics import Counters
 from asynckv.buffers.tombstones import Tombstone, Tombstones
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
-from asynckv.tensors.arena import Arena
+from asynckv.tensors.arena import Arena, Region
 
 __all__ = ("LEAST_ACCOUNT_BYTES", "EntryBook")
 
@@ -156,7 +156,7 @@ class EntryBook:
         """
         if not self._may_be_booked(entry):
             return False
-        regions = self._arena.allocate(entry.draft.sizes, entry.draft.charges)
+        regions = self._allocate(entry.draft)
         if regions is None:
             return False
         self._account_bytes += entry.account_nbytes
@@ -165,6 +165,24 @@ class EntryBook:
         streaming = entry.draft.streaming
         entry.state = EntryState.STREAMING if streaming else EntryState.FILLING
         return True
+
+    def _allocate(self, draft: Draft) -> list[Region] | None:
+        """Take memory, but for tensors that are in the arena's own already."""
+        if not any(draft.lent):
+            return self._arena.allocate(draft.sizes, draft.charges)
+        lent = {
+            index: region
+            for index, region in enumerate(draft.lent)
+            if region is not None and region.own()
+        }
+        sizes = [n for i, n in enumerate(draft.sizes) if i not in lent]
+        regions = self._arena.allocate(sizes, draft.charges)
+        if regions is None:
+            self._arena.free(list(lent.values()))
+            return None
+        for index, region in lent.items():  # in rising order
+            regions.insert(index, region)
+        return regions
 
     def may_place_outside(self, nbytes: int) -> bool:
         """Are so many bytes free outside, for a peer, which pays for them?

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from asynckv.abc import TokenIds
 from asynckv.buffers.queries import MAX_ID_LENGTH, Tokens, as_mask, as_tokens
+from asynckv.tensors.slab_arena import SlabRegion
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = ("Draft", "make_draft")
@@ -26,6 +27,8 @@ class Draft:
     ttl_s: float | None = 600.0
     deliveries: int = 1
     streaming: bool = False
+    lent: tuple[SlabRegion | None, ...] = ()
+    """Memory of the arena's own that a tensor is in already, if any is."""
 
     @property
     def sizes(self) -> list[int]:
@@ -53,6 +56,7 @@ def make_draft(
     deliveries: int,
     fingerprint: KVFingerprint | None = None,
     streaming: bool = False,
+    lent: tuple[SlabRegion | None, ...] = (),
 ) -> Draft:
     """Check what a caller says about an entry, but for the names of its tensors.
 
@@ -75,4 +79,5 @@ def make_draft(
         ttl_s=ttl_s,
         deliveries=deliveries,
         streaming=streaming,
+        lent=lent,
     )

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from asynckv.links.offloading import in_thread
 from asynckv.tensors.arena import Arena, HeapArena
-from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.slab_arena import SlabArena, SlabRegion
 from asynckv.tensors.slabs import has_slabs
+from asynckv.tensors.views import empty_tensor
+from asynckv.types import TensorSpec
 
 __all__ = ("Growth",)
 
@@ -37,10 +41,17 @@ class Growth:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._growing: asyncio.Task[None] | None = None
 
-    @property
-    def slabs(self) -> SlabArena | None:
-        """The arena, if it has shared memory."""
-        return self._slabs
+    def empty(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor in the arena, or where there is no room an ordinary one."""
+        tensor = None if self._slabs is None else self._slabs.lend(spec)
+        return empty_tensor(spec) if tensor is None else tensor
+
+    def lent(self, tensors: Iterable[torch.Tensor]) -> tuple[SlabRegion | None, ...]:
+        """Return the region of each tensor that :meth:`empty` has returned."""
+        slabs = self._slabs
+        if slabs is None or not slabs.has_lent:
+            return ()
+        return tuple(map(slabs.lent, tensors))
 
     def close(self) -> None:
         """Get no more slabs; one under way ends soon. Never waits."""

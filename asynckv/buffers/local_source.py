@@ -26,6 +26,7 @@ class LocalSource:
     def __init__(self, tensors: Mapping[str, torch.Tensor], pool: CopyPool) -> None:
         self._tensors = list(tensors.values())
         self._pool = pool
+        self._digests: dict[int, bytes] = {}
 
     async def digest(self, draft: Draft) -> bytes:
         """Return what the entry's digest will be."""
@@ -44,13 +45,32 @@ class LocalSource:
         ]
         if len(targets) != len(self._tensors):
             raise LeaseLost("the entry has left already")
+        lent = entry.draft.lent
+        in_place = {
+            index
+            for index, region in enumerate(lent)
+            if region is not None and region is entry.parts[index].region
+        }
         try:
             for some in _batches(self._tensors):
-                digests = await self._pool.copy(self._tensors[some], targets[some])
-                for index, digest in enumerate(digests, some.start):
-                    landed(index, digest)
+                await self._move(range(some.start, some.stop), targets, in_place)
+                for index in range(some.start, some.stop):
+                    landed(index, self._digests[index])
         finally:
             targets.clear()  # an error's traceback would keep the memory in use
+
+    async def _move(
+        self, some: range, targets: list[torch.Tensor], in_place: set[int]
+    ) -> None:
+        """Copy and digest some tensors, but copy none that is there already."""
+        there = [index for index in some if index in in_place]
+        others = [index for index in some if index not in in_place]
+        sources = [self._tensors[index] for index in others]
+        digests = await self._pool.copy(sources, [targets[index] for index in others])
+        self._digests.update(zip(others, digests, strict=True))
+        if there:
+            digests = await self._pool.digest([self._tensors[i] for i in there])
+            self._digests.update(zip(there, digests, strict=True))
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:

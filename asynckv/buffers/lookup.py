@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 
@@ -100,6 +100,21 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         """Whether every wait has ended for good."""
         return self.ledger.leases.is_closed
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor in the buffer's own memory: inserting it copies nothing.
+
+        Its elements are not set. It is charged as long as it lives, as
+        ``pinned_bytes`` of the statistics, and inserted as the whole tensor that it
+        is. Once it is inserted it must not be written to any more. Where it is
+        small, or there is no room for it now, it is an ordinary tensor, and
+        inserting it copies it. Never waits.
+
+        :raises ValueError: tensors of this dtype cannot be sent
+        """
+        self._check_loop()
+        name = spec_of(torch.empty(0, dtype=dtype)).dtype
+        return self._growth.empty(TensorSpec(tuple(shape), name))
+
     async def insert(
         self,
         input_tokens: TokenIds | None,
@@ -123,6 +138,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             ttl_s=ttl_s,
             deliveries=deliveries,
             fingerprint=self.fingerprint,
+            lent=self._growth.lent(tensors.values()),
         )
         self.admission.check_open()
         source = LocalSource(tensors, self.pool)
@@ -236,6 +252,8 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             max_bytes=self._arena.max_bytes,
             used_bytes=self._arena.used_bytes,
             peak_bytes=self._arena.peak_bytes,
+            pinned_bytes=self._arena.pinned_bytes,
+            refused_slabs=self._arena.refused_slabs,
             outside_bytes=ledger.book.outside_bytes,
             entries=len(ledger.book.entries) - waiting,
             leased=sum(bool(entry.leases) for entry in ledger.book.entries.values()),

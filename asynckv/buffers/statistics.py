@@ -30,6 +30,10 @@ class Counters:
 class LookupStatistics:
     """A lookup buffer at one moment. Bytes are of the arena unless said otherwise.
 
+    ``pinned_bytes`` are of entries that left while somebody still has a view of
+    their memory; ``refused_slabs`` says how often the system had less memory than
+    ``max_bytes``, which is lower since.
+
     ``entries`` are committed or streaming, ``leased`` of them held by a
     consumer; ``waiting_inserts`` wait for room (``oldest_insert_wait_s`` the
     first of them), ``waiting_selects`` for a match. ``outside_bytes`` went
@@ -42,6 +46,8 @@ class LookupStatistics:
     max_bytes: int
     used_bytes: int
     peak_bytes: int
+    pinned_bytes: int
+    refused_slabs: int
     outside_bytes: int
     entries: int
     leased: int
@@ -79,6 +85,7 @@ class StoreCounters:
 class StoreStatistics:
     """A store buffer at one moment.
 
+    ``pinned_bytes`` and ``refused_slabs`` are as for a lookup buffer.
     ``used_bytes`` are those of the ``keys`` stored, of puts under way, and of
     replaced or deleted values that somebody still reads. ``waiting_puts`` wait
     for room (``oldest_put_wait_s`` the first of them). The counters count since
@@ -88,6 +95,8 @@ class StoreStatistics:
     max_bytes: int
     used_bytes: int
     peak_bytes: int
+    pinned_bytes: int
+    refused_slabs: int
     keys: int
     waiting_puts: int
     oldest_put_wait_s: float

@@ -112,6 +112,8 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
             max_bytes=self._arena.max_bytes,
             used_bytes=self._arena.used_bytes,
             peak_bytes=self._arena.peak_bytes,
+            pinned_bytes=self._arena.pinned_bytes,
+            refused_slabs=self._arena.refused_slabs,
             keys=len(ledger),
             waiting_puts=len(self._room),
             oldest_put_wait_s=self._room.longest_wait_s(now),

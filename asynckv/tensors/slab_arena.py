@@ -95,11 +95,14 @@ class SlabRegion(Region):
             raise RuntimeError("the region was released")
         return tensor_over(arena.window(self, writable=False), spec)
 
-    def own(self) -> None:
-        """Undo a release, as long as somebody holds it."""
+    def own(self) -> bool:
+        """Undo a release that is not over yet; ``False`` if there is none."""
+        arena = self._arena
+        if not self._is_released or not isinstance(arena, SlabArena):
+            return False
         self._is_released = False
-        if isinstance(self._arena, SlabArena):
-            self._arena.unpin(self)
+        arena.unpin(self)
+        return True
 
     def release(self) -> None:
         arena = self._arena
@@ -235,6 +238,11 @@ class SlabArena(Arena):
         self._lent[region.offset] = region
         region.release()
         return tensor
+
+    @property
+    def has_lent(self) -> bool:
+        """Is there a tensor from :meth:`lend` that lives?"""
+        return bool(self._lent)
 
     def lent(self, tensor: torch.Tensor) -> SlabRegion | None:
         """Return the region that is all of a tensor from :meth:`lend`.

@@ -302,7 +302,8 @@ def test_an_owner_keeps_a_lent_tensors_memory(bench: Bench) -> None:
     tensor[5] = 6
     region = bench.arena.lent(tensor)
     assert region is not None
-    region.own()
+    assert region.own()
+    assert not region.own()
     assert bench.arena.lent(tensor) is None
     assert bench.arena.pinned_bytes == 0
     del tensor
