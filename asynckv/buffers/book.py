@@ -85,7 +85,7 @@ class EntryBook:
 
     def could_ever_fit(self, entry: StoredEntry) -> bool:
         """Would it fit if the arena were empty?"""
-        return self._arena.could_ever_fit(entry.draft.sizes, entry.draft.charges)
+        return self._arena.could_ever_fit(entry.sizes, entry.charges)
 
     def resume(self, entry: StoredEntry, digest: bytes) -> None:
         """Let a new entry go on where an insert of the same contents broke off."""
@@ -156,7 +156,7 @@ class EntryBook:
         """
         if not self._may_be_booked(entry):
             return False
-        regions = self._allocate(entry.draft)
+        regions = self._allocate(entry)
         if regions is None:
             return False
         self._account_bytes += entry.account_nbytes
@@ -166,17 +166,17 @@ class EntryBook:
         entry.state = EntryState.STREAMING if streaming else EntryState.FILLING
         return True
 
-    def _allocate(self, draft: Draft) -> list[Region] | None:
+    def _allocate(self, entry: StoredEntry) -> list[Region] | None:
         """Take memory, but for tensors that are in the arena's own already."""
-        if not any(draft.lent):
-            return self._arena.allocate(draft.sizes, draft.charges)
+        if not entry.draft.lent:
+            return self._arena.allocate(entry.sizes, entry.charges)
         lent = {
             index: region
-            for index, region in enumerate(draft.lent)
+            for index, region in enumerate(entry.draft.lent)
             if region is not None and region.own()
         }
-        sizes = [n for i, n in enumerate(draft.sizes) if i not in lent]
-        regions = self._arena.allocate(sizes, draft.charges)
+        sizes = [n for i, n in enumerate(entry.sizes) if i not in lent]
+        regions = self._arena.allocate(sizes, entry.charges)
         if regions is None:
             self._arena.free(list(lent.values()))
             return None
@@ -196,8 +196,8 @@ class EntryBook:
 
     def place_outside(self, entry: StoredEntry) -> None:
         """Somebody selects it while it waits: its bytes go straight there."""
-        draft = entry.draft
-        entry.place_regions(self._arena.allocate_outside(draft.sizes, draft.charges))
+        regions = self._arena.allocate_outside(entry.sizes, entry.charges)
+        entry.place_regions(regions)
         self.outside_bytes += entry.nbytes
         self._counters.direct += 1
         streaming = entry.draft.streaming
@@ -207,7 +207,7 @@ class EntryBook:
         """Charge the arena for a streaming entry that began outside, if it fits."""
         if not self._may_be_booked(entry):
             return False
-        if not self._arena.adopt(entry.regions, len(entry.draft.charges)):
+        if not self._arena.adopt(entry.regions, len(entry.charges)):
             return False
         self._account_bytes += entry.account_nbytes
         entry.in_arena = True

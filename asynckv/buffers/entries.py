@@ -69,6 +69,7 @@ class StoredEntry:
         "account_nbytes",
         "acknowledged_tokens",
         "attempts",
+        "charges",
         "complete",
         "consumers",
         "delivered_digest",
@@ -91,6 +92,7 @@ class StoredEntry:
         "regions",
         "roi",
         "seq",
+        "sizes",
         "state",
     )
 
@@ -104,8 +106,9 @@ class StoredEntry:
         """What it holds now: one a part, then those of the tokens and the roi."""
         self.input_tokens = draft.input_tokens
         self.roi = draft.roi
-        tensor_nbytes = sum(draft.sizes)
-        self.nbytes = draft.nbytes
+        self.sizes, self.charges = draft.sizes, draft.charges
+        tensor_nbytes = sum(self.sizes)
+        self.nbytes = tensor_nbytes + sum(self.charges)
         self.account_nbytes = _ACCOUNT_NBYTES + _PART_NBYTES * len(self.parts)
         """What it costs beside its bytes, about."""
         self.is_small = tensor_nbytes <= INLINE_NBYTES

@@ -79,9 +79,9 @@ class Growth:
             nbytes = await in_thread(slabs.make_slab)
         except RuntimeError:  # the process can have no thread
             logger.exception("no thread to get shared memory in")
-        finally:  # also if the loop is being closed
+        finally:
             self._growing = None
-            slabs.add_slab(nbytes)
+        slabs.add_slab(nbytes)
         self._changed()
 
     def _look_soon(self) -> None:

@@ -71,9 +71,12 @@ class Region:
 
     def release(self) -> None:
         """Give the charge back, once nobody holds it. A second call does nothing."""
-        if not self._is_released:
-            self._is_released = True
-            self._give_back_if_over()
+        if self._is_released:
+            return
+        self._is_released = True
+        if not self._holds and (arena := self._arena) is not None:
+            self._arena = None
+            arena.give_back(self)
 
     def charge_to(self, arena: Arena) -> None:
         """Charge memory that belonged to nobody to ``arena``."""

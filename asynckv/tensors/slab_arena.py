@@ -23,6 +23,7 @@ import torch
 
 from asynckv.tensors.allocator import PageAllocator
 from asynckv.tensors.arena import Arena, Pages, Region, heap_memory
+from asynckv.tensors.packing import pack, pages_of
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs, next_slab_nbytes
 from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
@@ -37,12 +38,6 @@ _HEAP_NBYTES: Final = 64 * 1024
 _HEAP_SHARE: Final = 16
 _HEAP_LEAST_NBYTES: Final = 4 * 2**20
 """They stay on the heap up to a 16th of the bound, or 4 MiB: it comes on top."""
-
-_PACKED_BELOW: Final = 64 * 1024
-"""Smaller tensors of an entry share pages, which are free when the last has left."""
-
-_PACKED_NBYTES: Final = 256 * 1024
-_ALIGNMENT: Final = 64
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
@@ -136,7 +131,7 @@ class SlabArena(Arena):
         self._wanted = wanted
         self._freed = freed
         self._pages = PageAllocator()
-        self._max_pages = _pages_of(max_bytes)
+        self._max_pages = pages_of(max_bytes)
         self._max_heap_bytes = max(max_bytes // _HEAP_SHARE, _HEAP_LEAST_NBYTES)
         self._heap_bytes = 0
         self._has_slabs = max_bytes > 0
@@ -168,21 +163,22 @@ class SlabArena(Arena):
             return False
         if not self._has_slabs or total <= _HEAP_NBYTES:
             return True
-        return sum(_plan(sizes)[0]) <= self._max_pages
+        return sum(pack(sizes)[0]) <= self._max_pages
 
     def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
         self.collect()
         total = sum(sizes)
         if self._held_bytes + total + sum(charges) > self.max_bytes:
             return False
-        return self._is_for_heap(total) or self._pages.fits(_plan(sizes)[0])
+        return self._is_for_heap(total) or self._pages.fits(pack(sizes)[0])
 
     def allocate(
         self, sizes: Sequence[int], charges: Sequence[int] = ()
     ) -> list[Region] | None:
-        self.collect()
+        if self._gone:
+            self.collect()
         total, charged = sum(sizes), sum(charges)
-        if self._held_bytes + total + charged > self.max_bytes:
+        if self.used_bytes + self._pinned_bytes + total + charged > self.max_bytes:
             return None
         regions: list[Region] = []
         if self._is_for_heap(total):
@@ -295,18 +291,19 @@ class SlabArena(Arena):
             self._gone.popleft().end_hold()
 
     def give_back(self, region: Region) -> None:
+        pages = region.pages
         if isinstance(region, SlabRegion):
             self.unpin(region)
             self._lent.pop(region.offset, None)
-        super().give_back(region)
-        pages = region.pages
+        self.used_bytes -= region.nbytes
         if pages is None:
             self._heap_bytes -= region.nbytes
         else:
             pages.left -= 1
             if not pages.left:
                 self._pages.free(pages.first, pages.count)
-        self._unmap_if_over()
+        if self.is_closed:
+            self._unmap_if_over()
 
     def make_slab(self) -> int | None:
         """Allocate the next slab; return its bytes, ``None`` for no shared memory.
@@ -366,7 +363,7 @@ class SlabArena(Arena):
 
     def _place(self, sizes: Sequence[int]) -> list[tuple[Pages, int]] | None:
         """Return each size's pages and offset, or ask for a slab."""
-        blocks, places = _plan(sizes)
+        blocks, places = pack(sizes)
         firsts = self._pages.allocate(blocks)
         if firsts is None:
             if self.is_growing and not self.is_closed:
@@ -377,29 +374,3 @@ class SlabArena(Arena):
             (taken[block], taken[block].first * PAGE_NBYTES + offset)
             for block, offset in places
         ]
-
-
-def _plan(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return blocks in pages, and for each size its block and the offset in that.
-
-    Small tensors share blocks; the others have one each.
-    """
-    blocks: list[int] = []
-    places: list[tuple[int, int]] = []
-    packed, filled = -1, 0
-    for nbytes in sizes:
-        if nbytes >= _PACKED_BELOW:
-            places.append((len(blocks), 0))
-            blocks.append(_pages_of(nbytes))
-            continue
-        if packed < 0 or filled + nbytes > _PACKED_NBYTES:
-            packed, filled = len(blocks), 0
-            blocks.append(0)
-        places.append((packed, filled))
-        blocks[packed] = _pages_of(filled + nbytes)
-        filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return blocks, places
-
-
-def _pages_of(nbytes: int) -> int:
-    return -(-nbytes // PAGE_NBYTES)
