@@ -1,15 +1,16 @@
-"""A buffer's arena, and the task that lets it grow while others wait for room."""
+"""A buffer's arena, and the thread that lets it grow while others wait for room."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import torch
 
-from asynckv.links.offloading import in_thread
 from asynckv.tensors.arena import Arena, HeapArena
 from asynckv.tensors.slab_arena import SlabArena, SlabRegion
 from asynckv.tensors.slabs import has_slabs
@@ -19,6 +20,8 @@ from asynckv.types import TensorSpec
 __all__ = ("Growth",)
 
 logger = logging.getLogger(__name__)
+
+_Slab: TypeAlias = asyncio.Future[int | None]
 
 
 class Growth:
@@ -39,7 +42,8 @@ class Growth:
             self.arena = HeapArena(max_bytes)
         self._changed = changed
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._growing: asyncio.Task[None] | None = None
+        self._growing: _Slab | None = None
+        self._is_looking = False
 
     def empty(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor in the arena, or where there is no room an ordinary one."""
@@ -64,33 +68,50 @@ class Growth:
             await asyncio.wait({self._growing})
 
     def _grow_soon(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        if self._growing is None:
-            self._growing = self._loop.create_task(
-                self._grow(), name="asynckv: a slab for a buffer"
-            )
-
-    async def _grow(self) -> None:
-        slabs = self._slabs
-        if slabs is None:
+        if self._growing is not None:
             return
-        nbytes: int | None = None
+        loop = self._loop = asyncio.get_running_loop()
+        self._growing = slab = loop.create_future()
+        slab.add_done_callback(self._add_slab)
+        # A thread of its own for each, as there are few: no daemon, because one
+        # that is in the kernel while the interpreter ends takes the process down.
+        thread = threading.Thread(
+            target=self._make_slab, args=(loop, slab), name="asynckv-slab", daemon=False
+        )
         try:
-            nbytes = await in_thread(slabs.make_slab)
-        except RuntimeError:  # the process can have no thread
+            thread.start()
+        except RuntimeError:  # the process has as many threads as it may
             logger.exception("no thread to get shared memory in")
+            slab.set_result(None)
+
+    def _make_slab(self, loop: asyncio.AbstractEventLoop, slab: _Slab) -> None:
+        nbytes: int | None = 0
+        try:
+            if self._slabs is not None:
+                nbytes = self._slabs.make_slab()
         finally:
-            self._growing = None
-        slabs.add_slab(nbytes)
-        self._changed()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(slab.set_result, nbytes)
+
+    def _add_slab(self, slab: _Slab) -> None:
+        self._growing = None
+        if self._slabs is not None and not slab.cancelled():
+            self._slabs.add_slab(slab.result())
+            self._changed()
 
     def _look_soon(self) -> None:
+        """Called by finalizers: in any thread, at any moment."""
         loop = self._loop
-        if loop is not None:  # else nobody has ever waited for room
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._look)
+        if loop is None or self._is_looking:
+            return  # nobody has ever waited for room, or it will be seen anyway
+        self._is_looking = True
+        try:
+            loop.call_soon_threadsafe(self._look)
+        except RuntimeError:  # the loop is closed
+            self._is_looking = False
 
     def _look(self) -> None:
+        self._is_looking = False  # what comes from here on is looked at again
         if self._slabs is not None:
             self._slabs.collect()
         self._changed()
