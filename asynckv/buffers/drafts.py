@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from asynckv.abc import TokenIds
 from asynckv.buffers.queries import MAX_ID_LENGTH, Tokens, as_mask, as_tokens
-from asynckv.tensors.slab_arena import SlabRegion
+from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = ("Draft", "make_draft")

@@ -6,16 +6,13 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeAlias
 
-import torch
-
-from asynckv.tensors.arena import Arena, HeapArena
-from asynckv.tensors.slab_arena import SlabArena, SlabRegion
+from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.lending import Lending
+from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slabs import has_slabs
-from asynckv.tensors.views import empty_tensor
-from asynckv.types import TensorSpec
 
 __all__ = ("Growth",)
 
@@ -32,30 +29,17 @@ class Growth:
     """
 
     def __init__(self, max_bytes: int, changed: Callable[[], None]) -> None:
-        self.arena: Arena
         self._slabs: SlabArena | None = None
         if has_slabs():
-            self.arena = self._slabs = SlabArena(
+            self._slabs = SlabArena(
                 max_bytes, wanted=self._grow_soon, freed=self._look_soon
             )
-        else:
-            self.arena = HeapArena(max_bytes)
+        self.arena = self._slabs or HeapArena(max_bytes)
+        self.lending = Lending(self.arena)
         self._changed = changed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._growing: _Slab | None = None
         self._is_looking = False
-
-    def empty(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a tensor in the arena, or where there is no room an ordinary one."""
-        tensor = None if self._slabs is None else self._slabs.lend(spec)
-        return empty_tensor(spec) if tensor is None else tensor
-
-    def lent(self, tensors: Iterable[torch.Tensor]) -> tuple[SlabRegion | None, ...]:
-        """Return the region of each tensor that :meth:`empty` has returned."""
-        slabs = self._slabs
-        if slabs is None or not slabs.has_lent:
-            return ()
-        return tuple(map(slabs.lent, tensors))
 
     def close(self) -> None:
         """Get no more slabs; one under way ends soon. Never waits."""

@@ -13,7 +13,7 @@ from asynckv.buffers.queries import tensor_of
 from asynckv.errors import LeaseLost
 from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.views import bytes_of, check_into, empty_tensor
+from asynckv.tensors.views import bytes_of, check_into
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -64,18 +64,25 @@ async def hand_over(
 ) -> KVEntry:
     """Make the entry the consumer's own, just before it is acknowledged.
 
-    Where this is the entry's last delivery, memory on the heap itself changes
-    hands; that of the slabs, and what is named in ``targets``, is copied.
+    Where this is the entry's last delivery its memory itself changes hands, unless
+    somebody else has a view of it; the rest, and what is named in ``targets``, is
+    copied.
     """
     if lease.entry.deliveries_left > 1:
         return await lend(lease, pool, targets)
-    named = {
-        part.name: _tensor(part)
+    own = [
+        part
         for part in lease.entry.parts
-        if part.name not in targets and not _is_shared(part)
-    }
-    copied = {part.name for part in lease.entry.parts} - named.keys()
-    copies = await _copies(lease, pool, targets, only=copied | targets.keys())
+        if part.name not in targets
+        and (part.region is None or part.region.can_change_hands())
+    ]
+    named = {part.name: _tensor(part) for part in own}
+    others = {part.name for part in lease.entry.parts} - named.keys()
+    copies = await _copies(lease, pool, targets, only=others | targets.keys())
+    if lease.is_valid:
+        for part in own:
+            if part.region is not None:
+                part.region.hand_out()
     return build_entry(lease, named | copies)
 
 
@@ -91,7 +98,7 @@ async def tensors_of(
 ) -> list[torch.Tensor]:
     """Copy some landed parts out, into ``targets`` where they are named there."""
     copies = [
-        targets[part.name] if part.name in targets else empty_tensor(part.spec)
+        targets[part.name] if part.name in targets else pool.empty(part.spec)
         for part in parts
     ]
     await pool.copy([_tensor(part) for part in parts], copies, digest=False)
@@ -128,10 +135,6 @@ async def _copies(
     wanted = [part for part in parts if only is None or part.name in only]
     tensors = await tensors_of(wanted, pool, targets)
     return {part.name: t for part, t in zip(wanted, tensors, strict=True)}
-
-
-def _is_shared(part: Part) -> bool:
-    return part.region is not None and part.region.is_shared
 
 
 def _tensor(part: Part) -> torch.Tensor:

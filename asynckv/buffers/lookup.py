@@ -73,8 +73,8 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         if max_deliver < 1:
             raise ValueError("max_deliver is at least 1")
         self.fingerprint = KVFingerprint.of(fingerprint)
-        self.pool = CopyPool()
         self._growth = Growth(parse_bytes(max_bytes), lambda: self.room.change())
+        self.pool = CopyPool(empty=self._growth.lending.spare)
         self._arena = self._growth.arena
         self._drain_s = drain_s
         self.room = Room(
@@ -113,7 +113,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         """
         self._check_loop()
         name = spec_of(torch.empty(0, dtype=dtype)).dtype
-        return self._growth.empty(TensorSpec(tuple(shape), name))
+        return self._growth.lending.empty(TensorSpec(tuple(shape), name))
 
     async def insert(
         self,
@@ -138,7 +138,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             ttl_s=ttl_s,
             deliveries=deliveries,
             fingerprint=self.fingerprint,
-            lent=self._growth.lent(tensors.values()),
+            lent=self._growth.lending.regions_of(tensors.values()),
         )
         self.admission.check_open()
         source = LocalSource(tensors, self.pool)
@@ -253,6 +253,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             used_bytes=self._arena.used_bytes,
             peak_bytes=self._arena.peak_bytes,
             pinned_bytes=self._arena.pinned_bytes,
+            handed_out_bytes=self._arena.handed_out_bytes,
             refused_slabs=self._arena.refused_slabs,
             outside_bytes=ledger.book.outside_bytes,
             entries=len(ledger.book.entries) - waiting,

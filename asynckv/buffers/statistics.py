@@ -31,8 +31,10 @@ class LookupStatistics:
     """A lookup buffer at one moment. Bytes are of the arena unless said otherwise.
 
     ``pinned_bytes`` are of entries that left while somebody still has a view of
-    their memory; ``refused_slabs`` says how often the system had less memory than
-    ``max_bytes``, which is lower since.
+    their memory; ``handed_out_bytes`` are those that the application took by a plain
+    ``await`` and still has, in memory that comes back: they do not count towards
+    ``max_bytes``. ``refused_slabs`` says how often the system had less memory than
+    that, which is lower since.
 
     ``entries`` are committed or streaming, ``leased`` of them held by a
     consumer; ``waiting_inserts`` wait for room (``oldest_insert_wait_s`` the
@@ -47,6 +49,7 @@ class LookupStatistics:
     used_bytes: int
     peak_bytes: int
     pinned_bytes: int
+    handed_out_bytes: int
     refused_slabs: int
     outside_bytes: int
     entries: int
@@ -85,7 +88,8 @@ class StoreCounters:
 class StoreStatistics:
     """A store buffer at one moment.
 
-    ``pinned_bytes`` and ``refused_slabs`` are as for a lookup buffer.
+    ``pinned_bytes``, ``handed_out_bytes`` and ``refused_slabs`` are as for a lookup
+    buffer.
     ``used_bytes`` are those of the ``keys`` stored, of puts under way, and of
     replaced or deleted values that somebody still reads. ``waiting_puts`` wait
     for room (``oldest_put_wait_s`` the first of them). The counters count since
@@ -96,6 +100,7 @@ class StoreStatistics:
     used_bytes: int
     peak_bytes: int
     pinned_bytes: int
+    handed_out_bytes: int
     refused_slabs: int
     keys: int
     waiting_puts: int

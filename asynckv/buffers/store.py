@@ -17,7 +17,7 @@ from asynckv.buffers.store_room import StoreRoom
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.loops import LoopBound
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.views import bytes_of, check_into, empty_tensor, spec_of
+from asynckv.tensors.views import bytes_of, check_into, spec_of
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
 
 __all__ = ("StoreBuffer", "check_key")
@@ -51,8 +51,8 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         if device not in (None, "cpu"):
             raise ValueError(f"device {device!r}: only 'cpu' memory is here yet")
         self.fingerprint = KVFingerprint.of(fingerprint)
-        self.pool = CopyPool()
         self._growth = Growth(parse_bytes(max_bytes), lambda: self._room.advance())
+        self.pool = CopyPool(empty=self._growth.lending.spare)
         self._arena = self._growth.arena
         self._ledger = StoreLedger(self._arena, lambda: self._room.advance())
         self._room = StoreRoom(self._ledger)
@@ -86,7 +86,7 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         try:
             if into is not None:
                 check_into(into, pinned.spec, key)
-            target = empty_tensor(pinned.spec) if into is None else into
+            target = self.pool.empty(pinned.spec) if into is None else into
             await self.pool.copy(
                 [pinned.region.tensor(pinned.spec)], [target], digest=False
             )
@@ -113,6 +113,7 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
             used_bytes=self._arena.used_bytes,
             peak_bytes=self._arena.peak_bytes,
             pinned_bytes=self._arena.pinned_bytes,
+            handed_out_bytes=self._arena.handed_out_bytes,
             refused_slabs=self._arena.refused_slabs,
             keys=len(ledger),
             waiting_puts=len(self._room),

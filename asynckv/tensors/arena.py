@@ -69,6 +69,16 @@ class Region:
         self._holds += 1
         return Hold(self)
 
+    def can_change_hands(self) -> bool:
+        """Can the memory itself be given away, because nobody else has a view?"""
+        return True
+
+    def hand_out(self) -> None:
+        """From its release on the memory is the application's, and charged to nobody.
+
+        For regions that can change hands, after the application's view was made.
+        """
+
     def release(self) -> None:
         """Give the charge back, once nobody holds it. A second call does nothing."""
         if self._is_released:
@@ -132,6 +142,11 @@ class Arena(abc.ABC):
     @property
     def pinned_bytes(self) -> int:
         """Bytes that were released, and that somebody still has a view of."""
+        return 0
+
+    @property
+    def handed_out_bytes(self) -> int:
+        """Bytes that the application took and has not forgotten yet: not counted."""
         return 0
 
     def could_ever_fit(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:

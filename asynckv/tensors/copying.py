@@ -20,7 +20,8 @@ import torch
 from asynckv.processes import ProcessBound
 from asynckv.protocol.digests import Digester
 from asynckv.shielding import wait_or_stop
-from asynckv.tensors.views import bytes_of, check_sendable
+from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor
+from asynckv.types import TensorSpec
 
 __all__ = ("CopyPool",)
 
@@ -99,10 +100,17 @@ class CopyPool(ProcessBound):
     """A few threads that copy tensors and digest them.
 
     They are started when there is work for them, and end soon after there is none.
+    ``empty`` makes tensors to copy into.
     """
 
-    def __init__(self, threads: int = 2) -> None:
+    def __init__(
+        self,
+        threads: int = 2,
+        *,
+        empty: Callable[[TensorSpec], torch.Tensor] = empty_tensor,
+    ) -> None:
         self._own()
+        self.empty = empty
         self._max_threads = threads
         self._threads = 0
         self._closed = False

@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 from asynckv.tensors import slab_arena as slab_arena_module
 from asynckv.tensors.arena import Region
-from asynckv.tensors.slab_arena import SlabArena, SlabRegion
+from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, PAGE_NBYTES, has_slabs
 from asynckv.types import TensorSpec
 
@@ -117,61 +118,6 @@ def test_memory_is_not_reused_while_a_view_lives(bench: Bench) -> None:
     bench.arena.collect()
     assert bench.arena.pinned_bytes == bench.arena.used_bytes == 0
     assert bench.arena.fits([48 * _MIB])
-
-
-def test_memory_without_a_view_is_free_at_once(bench: Bench) -> None:
-    (region,) = bench.take(_MIB)
-    region.view()
-    region.release()
-    region.release()
-    assert bench.arena.used_bytes == 0
-    assert bench.freed == 0
-
-
-def test_a_hold_keeps_memory_that_nobody_looks_at(bench: Bench) -> None:
-    (region,) = bench.take(_MIB)
-    hold = region.hold()
-    region.release()
-    assert bench.arena.pinned_bytes == _MIB
-    for _ in range(2):
-        hold.release()
-    assert bench.arena.used_bytes == bench.arena.pinned_bytes == 0
-
-
-def test_a_view_may_die_in_another_thread(bench: Bench) -> None:
-    (region,) = bench.take(_MIB)
-    views = [region.view()]
-    region.release()
-    thread = threading.Thread(target=views.clear)
-    thread.start()
-    thread.join()
-    assert bench.freed == 1
-    assert bench.arena.fits([_MIB])
-    assert bench.arena.used_bytes == 0
-
-
-def test_a_released_region_shows_scratch_memory(bench: Bench) -> None:
-    (region,) = bench.take(_MIB)
-    region.view()[0] = 7
-    region.release()
-    (other,) = bench.take(_MIB)
-    region.view()[0] = 9
-    assert other.view()[0] == 7
-    assert other.generation != region.generation
-
-
-def test_constant_tensors_show_what_is_there_and_hold_it(bench: Bench) -> None:
-    (region,) = bench.take(_MIB)
-    region.view()[3] = 5
-    constant = region.constant(_LARGE)
-    assert constant[3] == 5
-    region.release()
-    assert bench.arena.pinned_bytes == _MIB
-    del constant
-    bench.arena.collect()
-    assert bench.arena.used_bytes == 0
-    with pytest.raises(RuntimeError):
-        region.constant(_LARGE)
 
 
 def test_what_came_from_outside_is_charged_pages_too(bench: Bench) -> None:
@@ -286,41 +232,61 @@ def _let_go(
         del kept[:count]
 
 
-def test_a_lent_tensor_is_charged_as_long_as_it_lives(bench: Bench) -> None:
-    assert bench.arena.lend(_LARGE) is None
-    bench.grow()
-    tensor = bench.arena.lend(_LARGE)
-    assert tensor is not None
-    assert bench.arena.pinned_bytes == _MIB
-    assert bench.arena.lent(tensor) is not None
-    assert bench.arena.lent(tensor[1:]) is None
-    assert bench.arena.lent(torch.empty(_MIB, dtype=torch.uint8)) is None
-    del tensor
-    bench.arena.collect()
-    assert bench.arena.pinned_bytes == bench.arena.used_bytes == 0
-
-
-def test_an_owner_keeps_a_lent_tensors_memory(bench: Bench) -> None:
-    bench.grow()
-    tensor = bench.arena.lend(_LARGE)
-    assert tensor is not None
-    tensor[5] = 6
-    region = bench.arena.lent(tensor)
-    assert region is not None
-    assert region.own()
-    assert not region.own()
-    assert bench.arena.lent(tensor) is None
-    assert bench.arena.pinned_bytes == 0
-    del tensor
-    bench.arena.collect()
-    assert region.view()[5] == 6
+def test_memory_handed_out_does_not_count_but_is_nobody_elses(bench: Bench) -> None:
+    (region,) = bench.take(48 * _MIB)
+    tensor = region.tensor(_LARGE).fill_(7)
+    region.hand_out()
     region.release()
-    assert bench.arena.used_bytes == 0
+    arena = bench.arena
+    assert (arena.used_bytes, arena.pinned_bytes) == (0, 0)
+    assert arena.handed_out_bytes == 48 * _MIB
+    bench.take(16 * _MIB)[0].view()[:] = bytes(16 * _MIB)
+    assert arena.fits([48 * _MIB])
+    assert bool((tensor == 7).all())
 
 
-def test_few_bytes_are_not_lent(bench: Bench) -> None:
+def test_what_has_no_place_beside_memory_handed_out_is_on_the_heap(
+    bench: Bench,
+) -> None:
+    (region,) = bench.take(48 * _MIB)
+    tensor = region.tensor(_LARGE)
+    region.hand_out()
+    region.release()
     bench.grow()
-    assert bench.arena.lend(TensorSpec((16,), "uint8")) is None
+    (spilled,) = bench.arena.allocate([64 * _MIB]) or []
+    assert not spilled.is_shared
+    assert bench.arena.allocate([1]) is None
+    spilled.release()
+    outside = bench.arena.allocate_outside([64 * _MIB])
+    assert bench.arena.adopt(outside)
+    bench.arena.free(outside)
+    del tensor
+    (region,) = bench.take(64 * _MIB)
+    assert bench.arena.handed_out_bytes == 0
+
+
+def test_the_slabs_grow_before_anything_is_on_the_heap(bench: Bench) -> None:
+    (region,) = bench.take(10 * _MIB)
+    tensor = region.tensor(_LARGE)
+    region.hand_out()
+    region.release()
+    wanted = bench.wanted
+    assert bench.arena.allocate([20 * _MIB]) is None
+    assert bench.wanted == wanted + 1
+    assert not bench.arena.adopt(bench.arena.allocate_outside([20 * _MIB]))
+    assert bench.wanted == wanted + 2
+    del tensor
+
+
+def test_spare_memory_is_what_lies_idle(bench: Bench) -> None:
+    assert bench.arena.take_spare(_MIB) is None
+    bench.grow()
+    assert bench.arena.take_spare(64 * 1024) is None
+    region = bench.arena.take_spare(_MIB)
+    assert region is not None and region.is_shared
+    assert bench.wanted == 0
+    bench.arena.close()
+    assert bench.arena.take_spare(_MIB) is None
 
 
 def test_the_heaps_share_is_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:

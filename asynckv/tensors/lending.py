@@ -1,0 +1,79 @@
+"""Tensors in an arena that somebody else made, or fills, than who stores them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.views import empty_tensor
+from asynckv.types import TensorSpec
+
+__all__ = ("Lending",)
+
+
+class Lending:
+    """Lends memory of ``arena``, and knows again what was lent."""
+
+    def __init__(self, arena: SlabArena | HeapArena) -> None:
+        self._slabs = arena if isinstance(arena, SlabArena) else None
+        self._address = 0
+        self._lent: weakref.WeakValueDictionary[int, SlabRegion] = (
+            weakref.WeakValueDictionary()
+        )
+        """Regions of tensors that :meth:`empty` has returned, by their offsets."""
+
+    def empty(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor that is charged as long as it lives.
+
+        An ordinary one where it is small, or there is no room for it now.
+        """
+        slabs = self._slabs
+        if slabs is None or slabs.is_closed:
+            return empty_tensor(spec)
+        (region,) = slabs.allocate([spec.nbytes]) or (None,)
+        if not isinstance(region, SlabRegion):
+            slabs.free([] if region is None else [region])
+            return empty_tensor(spec)
+        tensor = region.tensor(spec)
+        self._address = tensor.data_ptr() - region.offset
+        self._lent[region.offset] = region
+        region.release()
+        return tensor
+
+    def spare(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor for the application, charged to nobody.
+
+        In memory that was used before, where any lies idle, else an ordinary one.
+        """
+        region = None if self._slabs is None else self._slabs.take_spare(spec.nbytes)
+        if region is None:
+            return empty_tensor(spec)
+        tensor = region.tensor(spec)
+        region.hand_out()
+        region.release()
+        return tensor
+
+    def regions_of(
+        self, tensors: Iterable[torch.Tensor]
+    ) -> tuple[SlabRegion | None, ...]:
+        """Return for each tensor from :meth:`empty` the region that is all of it.
+
+        ``None`` for any other tensor, and for one whose region has an owner;
+        nothing where there is none from :meth:`empty` at all.
+        """
+        return tuple(map(self._region_of, tensors)) if self._lent else ()
+
+    def _region_of(self, tensor: torch.Tensor) -> SlabRegion | None:
+        if tensor.layout is not torch.strided:
+            return None
+        region = self._lent.get(tensor.data_ptr() - self._address)
+        if region is None or not region.is_released or region.is_handed_out:
+            return None
+        is_whole = tensor.nbytes == region.nbytes and tensor.is_contiguous()
+        is_plain = not (tensor.is_conj() or tensor.is_neg())
+        return region if is_whole and is_plain else None

@@ -1,0 +1,148 @@
+"""One tensor's memory in the slabs, and who has a view of it.
+
+A region's memory is somebody else's only when the region was released *and* the
+last tensor or view of it is gone, wherever that is: each hold on it ends by the
+finalizer of what the views are based on. That may run in any thread and at any
+moment, so it only notes the region; the owner's thread does the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import numpy
+import numpy.typing
+import torch
+
+from asynckv.tensors.arena import Pages, Region, heap_memory
+from asynckv.tensors.views import tensor_over
+from asynckv.types import TensorSpec
+
+__all__ = ("SlabRegion", "SlabRegionOwner")
+
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
+
+class SlabRegionOwner(Protocol):
+    """The arena, as its regions see it."""
+
+    def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
+        """Return a region's bytes, without a hold on it."""
+
+    def let_go(self, region: SlabRegion) -> None:
+        """A hold ended. Called by finalizers: in any thread, at any moment."""
+
+    def collect(self) -> None:
+        """Take memory back that was let go of."""
+
+    def pin(self, region: SlabRegion) -> None:
+        """A region was released while somebody has a view."""
+
+    def unpin(self, region: SlabRegion) -> None:
+        """Its memory was given back, or has an owner again."""
+
+    def give_back(self, region: Region) -> None:
+        """A region was released, and nobody holds it."""
+
+
+class _Window:
+    """What the views of one region are based on: its life is a hold on the region."""
+
+    __slots__ = ("__array_interface__", "_memory", "_owner", "_region")
+
+    def __init__(
+        self, region: SlabRegion, owner: SlabRegionOwner, memory: _Bytes
+    ) -> None:
+        self._region = region
+        self._owner = owner
+        self._memory = memory
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._owner.let_go(self._region)
+
+
+class SlabRegion(Region):
+    """Memory of one tensor in the slabs, at ``offset``.
+
+    ``generation`` differs between all regions that an arena has ever had.
+    """
+
+    __slots__ = ("__weakref__", "_owner", "generation", "is_handed_out", "offset")
+
+    is_shared = True
+
+    def __init__(
+        self,
+        nbytes: int,
+        owner: SlabRegionOwner,
+        pages: Pages,
+        offset: int,
+        generation: int,
+    ) -> None:
+        super().__init__(nbytes, None)
+        self.pages = pages
+        self.offset = offset
+        self.generation = generation
+        self.is_handed_out = False
+        """Do its last views belong to the application, which nobody charges?"""
+        self._owner: SlabRegionOwner | None = owner
+        pages.left += 1
+
+    def view(self) -> memoryview:
+        """Return the bytes, writable, without a copy; scratch once it is released."""
+        if self._is_released or self._owner is None:
+            return heap_memory(self.nbytes)
+        return self._window(self._owner).data  # not kept here: it holds this region
+
+    def constant(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor over these bytes that must never be written: a crash."""
+        if self._is_released or self._owner is None:
+            raise RuntimeError("the region was released")
+        return tensor_over(self._window(self._owner, writable=False), spec)
+
+    def can_change_hands(self) -> bool:
+        owner = self._owner
+        if self._is_released or owner is None:
+            return False
+        owner.collect()
+        return not self._holds
+
+    def hand_out(self) -> None:
+        self.is_handed_out = True
+
+    @property
+    def is_released(self) -> bool:
+        """Has it no owner any more, but those of its views?"""
+        return self._is_released
+
+    def own(self) -> bool:
+        """Undo a release that is not over yet; ``False`` if there is none."""
+        if not self._is_released or self._owner is None:
+            return False
+        self._is_released = False
+        self._owner.unpin(self)
+        return True
+
+    def release(self) -> None:
+        owner = self._owner
+        if owner is not None and not self._is_released:
+            self._is_released = True
+            owner.collect()
+            self._give_back_if_over()
+            if self._holds:
+                owner.pin(self)
+
+    def charge_to(self, arena: object) -> None:
+        raise RuntimeError("a region of the slabs is charged from the start")
+
+    def _give_back_if_over(self) -> None:
+        if self._is_released and not self._holds:
+            owner, self._owner = self._owner, None
+            if owner is not None:
+                owner.give_back(self)
+
+    def _window(self, owner: SlabRegionOwner, *, writable: bool = True) -> _Bytes:
+        memory = owner.memory_of(self, writable=writable)
+        self._holds += 1
+        return numpy.asarray(_Window(self, owner, memory))
