@@ -78,9 +78,10 @@ class PagesOneByOne(RuleBasedStateMachine):
 
 
 TestPagesOneByOne = PagesOneByOne.TestCase
-TestPagesOneByOne.settings = settings(max_examples=40)
+TestPagesOneByOne.settings = settings(max_examples=40, deadline=None)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
 def test_an_empty_range_takes_blocks_of_all_its_pages(blocks: list[int]) -> None:
     allocator = PageAllocator(sum(blocks))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from asynckv.tensors.packing import pack, pages_of
 from asynckv.tensors.slabs import PAGE_NBYTES
@@ -15,6 +15,7 @@ def test_small_tensors_share_blocks_at_aligned_offsets() -> None:
     assert (blocks, places) == ([1, 25], [(0, 0), (1, 0), (0, 64), (0, 192)])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 70_000), max_size=60))
 def test_no_two_tensors_overlap_and_each_is_inside_its_block(sizes: list[int]) -> None:
     blocks, places = pack(sizes)
