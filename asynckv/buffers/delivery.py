@@ -15,7 +15,7 @@ from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.links.receiving import Reception
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
-from asynckv.tensors.views import bytes_of, empty_tensor, tensor_from
+from asynckv.tensors.views import bytes_of, tensor_from
 
 __all__ = ("Delivery",)
 
@@ -84,10 +84,12 @@ class Delivery:
         match_targets(specs, targets)
         return sum(spec.nbytes for name, spec in specs.items() if name not in targets)
 
-    def allocate(self, targets: Mapping[str, torch.Tensor]) -> list[memoryview]:
+    def allocate(
+        self, targets: Mapping[str, torch.Tensor], budget: ReceiveBudget
+    ) -> list[memoryview]:
         """Make the tensors, and return the memory that is to be filled."""
         self.tensors = {
-            name: targets[name] if name in targets else empty_tensor(spec)
+            name: targets[name] if name in targets else budget.empty(spec)
             for name, spec in self.manifest.specs.items()
         }
         return [bytes_of(tensor) for tensor in self.tensors.values()]

@@ -20,7 +20,7 @@ from asynckv.protocol.frames import (
     Result,
     Took,
 )
-from asynckv.tensors.views import bytes_of, check_into, empty_tensor
+from asynckv.tensors.views import bytes_of, check_into
 
 __all__ = ("Getting",)
 
@@ -56,7 +56,7 @@ class Getting:
         elif not offer.inline:
             await self._budget.reserve(record.spec.nbytes)
             self._charged_bytes = record.spec.nbytes
-        target = empty_tensor(record.spec) if self._into is None else self._into
+        target = self._budget.empty(record.spec) if self._into is None else self._into
         if offer.inline:
             verify_inline(manifest)
             bytes_of(target)[:] = manifest.inline[0]  # at most 64 KiB

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import collections
+from collections.abc import Callable
+
+import torch
 
 from asynckv.errors import EntryTooLarge
 from asynckv.observability.waits import LoggedWait
+from asynckv.tensors.views import empty_tensor
+from asynckv.types import TensorSpec
 
 __all__ = ("ReceiveBudget",)
 
@@ -14,10 +19,13 @@ _ENDS_WITH = "the end of another drop_select or get"
 
 
 class ReceiveBudget:
-    """Bytes, first come, first served."""
+    """Bytes, first come, first served. ``empty`` makes the tensors that take them."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(
+        self, max_bytes: int, empty: Callable[[TensorSpec], torch.Tensor] = empty_tensor
+    ) -> None:
         self.max_bytes = max_bytes
+        self.empty = empty
         self.used_bytes = 0
         self._line: collections.deque[tuple[int, asyncio.Future[None]]] = (
             collections.deque()

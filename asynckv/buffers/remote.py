@@ -13,6 +13,7 @@ from typing import Final, Literal, Self
 import anyio
 
 from asynckv.buffers.backoff import Backoff
+from asynckv.buffers.growth import Growth
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.buffers.remote_store import RemoteStoreBuffer
@@ -64,7 +65,8 @@ class Peer(LoopBound):
     ) -> None:
         self.url = url
         self.own_identity = own_identity
-        self.budget = ReceiveBudget(max_bytes)
+        self._growth = Growth(max_bytes, lambda: None)
+        self.budget = ReceiveBudget(max_bytes, self._growth.lending.spare)
         self.pool = CopyPool()
         self.lookup = RemoteLookupBuffer(self)
         self.store = RemoteStoreBuffer(self)
@@ -171,6 +173,8 @@ class Peer(LoopBound):
                     await self._link.aclose()
         finally:  # also if the task is cancelled: nothing stays open
             self.abort()
+            with anyio.CancelScope(shield=True):
+                await self._growth.aclose()
 
     def abort(self) -> None:
         """Hang up now. Never waits."""
@@ -180,6 +184,7 @@ class Peer(LoopBound):
         if self._link is not None:
             self._link.abort()
         self.pool.close()
+        self._growth.close()
 
     async def _dial(self, timeout_s: float) -> Link:
         return await dial(

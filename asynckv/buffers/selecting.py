@@ -256,7 +256,7 @@ class Selecting:
         nbytes = delivery.own_nbytes(self._targets)
         await self._budget.reserve(nbytes)
         delivery.charged_bytes = nbytes
-        views = delivery.allocate(self._targets)
+        views = delivery.allocate(self._targets, self._budget)
         await self.quiesce()  # what was lent to an offer that was retracted
         if self.delivery is not delivery or self._error is not None:
             delivery.uncharge(self._budget)

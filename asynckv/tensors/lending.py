@@ -48,7 +48,7 @@ class Lending:
     def spare(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor for the application, charged to nobody.
 
-        In memory that was used before, where any lies idle, else an ordinary one.
+        In memory that comes back, where enough of it lies idle, else an ordinary one.
         """
         region = None if self._slabs is None else self._slabs.take_spare(spec.nbytes)
         if region is None:

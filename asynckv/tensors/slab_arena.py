@@ -129,15 +129,17 @@ class SlabArena(Arena):
         return regions
 
     def take_spare(self, nbytes: int) -> SlabRegion | None:
-        """Take a region for the application, if so much lies idle. Never grows.
+        """Take a region for the application, if so much lies idle.
 
-        It may exceed the bound until it is handed out and released.
+        If not, a slab is asked for, so that it does next time. The region may exceed
+        the bound until it is handed out and released.
         """
         self.collect()
         if self.is_closed or nbytes <= _HEAP_NBYTES:
             return None
         regions = self._take([nbytes])
         if regions is None:
+            self._want()
             return None
         self.used_bytes += nbytes  # not at its peak: it will be no one's soon
         return regions[0]

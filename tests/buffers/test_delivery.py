@@ -6,6 +6,7 @@ import torch
 from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.manifest import INLINE_NBYTES, pack, unpack
 from asynckv.buffers.queries import as_tokens
+from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import ChecksumError
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
@@ -80,7 +81,7 @@ def test_only_what_is_lent_by_nobody_needs_memory_of_its_own() -> None:
     assert delivery.own_nbytes({}) == 10
     lent = {"key": torch.zeros(10, dtype=torch.uint8)}
     assert delivery.own_nbytes(lent) == 0
-    (view,) = delivery.allocate(lent)
+    (view,) = delivery.allocate(lent, ReceiveBudget(0))
     view[:] = bytes([1] * 10)
     assert bool(lent["key"].all()) and delivery.tensors["key"] is lent["key"]
 

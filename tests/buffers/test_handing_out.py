@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import gc
 import resource
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
+from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing.blocked import until
 
@@ -123,3 +128,84 @@ async def test_values_are_copied_into_memory_that_comes_back() -> None:
         evictions = store.statistics().evictions
         await store.put("b", _tensor(40))  # where there is no place
         assert store.statistics().evictions == evictions
+
+
+@pytest.fixture
+async def peer(lookup: LookupBuffer) -> AsyncIterator[Peer]:
+    async with (
+        StoreBuffer("64MiB") as store,
+        serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
+        connect(server.url, max_bytes="64MiB") as peer,
+    ):
+        yield peer
+
+
+async def test_what_is_received_lands_in_memory_that_comes_back(
+    lookup: LookupBuffer, peer: Peer
+) -> None:
+    addresses = []
+    for value in range(4):
+        await lookup.insert([1], None, _tensor(12, value), None, None)
+        key = (await peer.lookup.drop_select([1])).key
+        assert isinstance(key, torch.Tensor) and bool((key == value).all())
+        addresses.append(key.data_ptr())
+        del key
+        await _slab_is_there(peer)
+    assert addresses[1] == addresses[2] == addresses[3]
+
+
+async def test_values_are_received_in_memory_that_comes_back(peer: Peer) -> None:
+    addresses = []
+    for value in range(4):
+        await peer.store.put("key", _tensor(12, value))
+        found = await peer.store.get("key")
+        assert found is not None and bool((found == value).all())
+        addresses.append(found.data_ptr())
+        del found
+        await _slab_is_there(peer)
+    assert addresses[1] == addresses[2] == addresses[3]
+
+
+async def test_what_was_received_waits_for_no_garbage_collector(
+    lookup: LookupBuffer, peer: Peer, no_collector: None
+) -> None:
+    await lookup.insert([1], None, _tensor(1), None, None)
+    await peer.store.put("key", _tensor(1))
+    entry = await peer.lookup.drop_select([1])
+    value = await peer.store.get("key")
+    assert isinstance(entry.key, torch.Tensor) and value is not None
+    seen = [weakref.ref(entry.key), weakref.ref(value)]
+    del entry, value
+    await until(lambda: [ref() for ref in seen] == [None, None])
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_what_was_received_outlives_the_connection(
+    lookup: LookupBuffer,
+) -> None:
+    async with (
+        serve("tcp://127.0.0.1:0", lookup=lookup) as server,
+        connect(server.url) as peer,
+    ):
+        for value in range(2):
+            await lookup.insert([1], None, _tensor(12, value), None, None)
+            key = (await peer.lookup.drop_select([1])).key
+            await _slab_is_there(peer)
+    assert isinstance(key, torch.Tensor) and bool((key == 1).all())
+    key.fill_(2)
+
+
+def _slab_bytes(peer: Peer) -> int:
+    arena = peer._growth.arena
+    assert isinstance(arena, SlabArena)
+    return arena.slab_bytes
+
+
+async def _slab_is_there(peer: Peer) -> None:
+    await until(lambda: _slab_bytes(peer) > 0)
