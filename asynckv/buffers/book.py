@@ -18,6 +18,7 @@ from asynckv.buffers.statistics import Counters
 from asynckv.buffers.tombstones import Tombstone, Tombstones
 from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
+from asynckv.tensors.lending import allocate_but
 
 __all__ = ("LEAST_ACCOUNT_BYTES", "EntryBook")
 
@@ -167,22 +168,10 @@ class EntryBook:
         return True
 
     def _allocate(self, entry: StoredEntry) -> list[Region] | None:
-        """Take memory, but for tensors that are in the arena's own already."""
-        if not entry.draft.lent:
+        lent = entry.draft.lent
+        if not lent:
             return self._arena.allocate(entry.sizes, entry.charges)
-        lent = {
-            index: region
-            for index, region in enumerate(entry.draft.lent)
-            if region is not None and region.own()
-        }
-        sizes = [n for i, n in enumerate(entry.sizes) if i not in lent]
-        regions = self._arena.allocate(sizes, entry.charges)
-        if regions is None:
-            self._arena.free(list(lent.values()))
-            return None
-        for index, region in lent.items():  # in rising order
-            regions.insert(index, region)
-        return regions
+        return allocate_but(lent, self._arena, entry.sizes, entry.charges)
 
     def may_place_outside(self, nbytes: int) -> bool:
         """Are so many bytes free outside, for a peer, which pays for them?

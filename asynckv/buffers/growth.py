@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.lending import Lending
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slabs import has_slabs
@@ -34,6 +35,7 @@ class Growth:
             self._slabs = SlabArena(
                 max_bytes, wanted=self._grow_soon, freed=self._look_soon
             )
+            watch_forks(self._slabs)
         self.arena = self._slabs or HeapArena(max_bytes)
         self.lending = Lending(self.arena)
         self._changed = changed

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.arena import Arena, HeapArena, Region
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.views import empty_tensor
 from asynckv.types import TensorSpec
 
-__all__ = ("Lending",)
+__all__ = ("Lending", "allocate_but")
 
 
 class Lending:
@@ -77,3 +77,25 @@ class Lending:
         is_whole = tensor.nbytes == region.nbytes and tensor.is_contiguous()
         is_plain = not (tensor.is_conj() or tensor.is_neg())
         return region if is_whole and is_plain else None
+
+
+def allocate_but(
+    lent: Sequence[SlabRegion | None],
+    arena: Arena,
+    sizes: Sequence[int],
+    charges: Sequence[int],
+) -> list[Region] | None:
+    """Take one region a size, all or none, but for those that are there already."""
+    owned = {
+        index: region
+        for index, region in enumerate(lent)
+        if region is not None and region.own()
+    }
+    others = [nbytes for index, nbytes in enumerate(sizes) if index not in owned]
+    regions = arena.allocate(others, charges)
+    if regions is None:
+        arena.free(list(owned.values()))
+        return None
+    for index, region in owned.items():  # in rising order
+        regions.insert(index, region)
+    return regions

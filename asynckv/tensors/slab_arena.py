@@ -184,6 +184,14 @@ class SlabArena(Arena):
             else:
                 self._pinned_bytes -= region.nbytes
 
+    def keep_for_child(self) -> None:
+        """This process is about to be copied, views and all: their memory is theirs.
+
+        Called in any thread.
+        """
+        for region in list(self._pinned):
+            region.is_kept = True
+
     def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
         slabs = self._slabs
         if slabs is None:

@@ -68,7 +68,14 @@ class SlabRegion(Region):
     ``generation`` differs between all regions that an arena has ever had.
     """
 
-    __slots__ = ("__weakref__", "_owner", "generation", "is_handed_out", "offset")
+    __slots__ = (
+        "__weakref__",
+        "_owner",
+        "generation",
+        "is_handed_out",
+        "is_kept",
+        "offset",
+    )
 
     is_shared = True
 
@@ -86,6 +93,8 @@ class SlabRegion(Region):
         self.generation = generation
         self.is_handed_out = False
         """Do its last views belong to the application, which nobody charges?"""
+        self.is_kept = False
+        """Has a forked child views too, whose end nobody here learns of?"""
         self._owner: SlabRegionOwner | None = owner
         pages.left += 1
 
@@ -130,17 +139,23 @@ class SlabRegion(Region):
             self._is_released = True
             owner.collect()
             self._give_back_if_over()
-            if self._holds:
+            if self._owner is not None:
                 owner.pin(self)
 
     def charge_to(self, arena: object) -> None:
         raise RuntimeError("a region of the slabs is charged from the start")
 
     def _give_back_if_over(self) -> None:
-        if self._is_released and not self._holds:
-            owner, self._owner = self._owner, None
-            if owner is not None:
-                owner.give_back(self)
+        owner = self._owner
+        if owner is None or self._holds or not self._is_released:
+            return
+        if self.is_kept:
+            owner.unpin(self)
+            self.is_handed_out = True  # for good: it must not count for ever
+            owner.pin(self)
+        else:
+            self._owner = None
+            owner.give_back(self)
 
     def _window(self, owner: SlabRegionOwner, *, writable: bool = True) -> _Bytes:
         memory = owner.memory_of(self, writable=writable)

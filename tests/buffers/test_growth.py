@@ -220,3 +220,27 @@ async def test_an_empty_tensor_without_room_is_an_ordinary_one(
     await lookup.insert([1], None, tensor, None, None)
     entry = await lookup.drop_select([1])
     assert isinstance(entry.key, torch.Tensor) and torch.equal(entry.key, tensor)
+
+
+async def test_memory_that_a_forked_child_sees_is_not_used_again(
+    lookup: LookupBuffer,
+) -> None:
+    await _arena_is_there(lookup)
+    await lookup.insert([1], None, _tensor(40, 3), None, None)
+    key = (await lookup.drop_select([1])).key
+    assert isinstance(key, torch.Tensor)
+    go_on, say = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(go_on, 1)
+        os._exit(int(key[-1]))  # no torch operation that would need threads
+    del key
+    await lookup.insert([1], None, _tensor(60, 4), None, None)
+    os.write(say, b"!")
+    assert _exit_code(pid) == 3
+    for end in (go_on, say):
+        os.close(end)
+
+
+def _exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

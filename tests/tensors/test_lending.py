@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asynckv.tensors.arena import HeapArena
-from asynckv.tensors.lending import Lending
+from asynckv.tensors.lending import Lending, allocate_but
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import has_slabs
@@ -124,3 +124,18 @@ def test_a_heap_lends_ordinary_tensors() -> None:
         assert tensor.nbytes == _MIB
         assert _region(lending, tensor) is None
     assert arena.used_bytes == arena.handed_out_bytes == 0
+
+
+def test_what_is_there_already_is_not_taken_twice(
+    arena: SlabArena, lending: Lending
+) -> None:
+    tensor = lending.empty(TensorSpec((10 * _MIB,), "uint8"))
+    lent = lending.regions_of([tensor])
+    sizes = [_MIB, 10 * _MIB, 2 * _MIB]
+    assert allocate_but((None, *lent, None), arena, [7 * _MIB, *sizes[1:]], []) is None
+    assert (arena.used_bytes, arena.pinned_bytes) == (0, 10 * _MIB)
+    regions = allocate_but((None, *lent, None), arena, sizes, [5]) or []
+    assert [region.nbytes for region in regions] == [*sizes, 5]
+    assert regions[1] is lent[0]
+    assert (arena.used_bytes, arena.pinned_bytes) == (13 * _MIB + 5, 0)
+    arena.free(regions)
