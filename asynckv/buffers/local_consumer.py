@@ -49,6 +49,7 @@ class LocalConsumer:
                 if lease.is_valid:
                     self._leases.acknowledge(lease)
                     return entry
+                del entry  # its views: the next may be long in coming
         except BaseException:
             holder.forget()
             raise
@@ -107,3 +108,4 @@ class LocalConsumer:
             if lease.is_valid:
                 self._leases.reach(lease)
                 return lease, entry
+            del entry

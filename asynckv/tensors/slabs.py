@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 from typing import Final, TypeAlias
 
 import numpy
@@ -65,7 +66,8 @@ class Slabs:
         self.max_bytes = -(-max_bytes // PAGE_NBYTES) * PAGE_NBYTES
         self.nbytes = 0
         """What can be touched. :meth:`grow` adds to it, from a thread."""
-        self._is_closed = False
+        self._lock = threading.Lock()
+        self._is_closed = self._is_growing = False
         self._fd = os.memfd_create("asynckv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, self.max_bytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -74,7 +76,8 @@ class Slabs:
         self._constant: _Bytes | None = None
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_fd"):
+            self.close()
 
     def fileno(self) -> int:
         """Return the file's descriptor. It is open until :meth:`close`."""
@@ -93,6 +96,24 @@ class Slabs:
         Blocks for as long as the system needs to clear the pages, without the
         GIL: to be called in a thread, by one at a time.
         """
+        with self._lock:
+            self._is_growing = True
+        try:
+            return self._grow()
+        finally:
+            with self._lock:
+                self._is_growing = False
+                if self._is_closed:
+                    self._close_file()
+
+    def close(self) -> None:
+        """Close the file and let a thread in :meth:`grow` end soon. Never waits."""
+        with self._lock:
+            self._is_closed = True
+            if not self._is_growing:  # else its number may be another file's there
+                self._close_file()
+
+    def _grow(self) -> int:
         nbytes = next_slab_nbytes(self.nbytes, self.max_bytes)
         while nbytes and not self._is_closed:
             try:
@@ -104,10 +125,8 @@ class Slabs:
                 return nbytes
         return 0
 
-    def close(self) -> None:
-        """Close the file and let a thread in :meth:`grow` end soon. Never waits."""
-        self._is_closed = True
-        fd, self._fd = getattr(self, "_fd", -1), -1
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 

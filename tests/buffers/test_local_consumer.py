@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.local_consumer import LocalConsumer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import Query
@@ -116,9 +117,9 @@ async def test_nothing_is_taken_from_a_closed_buffer() -> None:
 class Voiding(CopyPool):
     """Voids the entry the first time that something is copied."""
 
-    def __init__(self, bench: SteppedLedger) -> None:
+    def __init__(self, bench: SteppedLedger | Ledger) -> None:
         super().__init__()
-        self.bench: SteppedLedger | None = bench
+        self.bench: SteppedLedger | Ledger | None = bench
 
     async def copy(self, *args: Any, **options: Any) -> list[bytes]:
         bench, self.bench = self.bench, None
@@ -143,3 +144,18 @@ async def test_an_entry_taken_back_while_it_is_copied_is_not_handed_out(
             pass
     assert entry.entry_id == "second"
     assert not bench.book.entries
+
+
+async def test_an_entry_taken_back_pins_nothing_while_another_is_waited_for() -> None:
+    tensors = {"0": noise(MIB), "1": noise(MIB)}
+    targets = {"0.key": torch.zeros(MIB, dtype=torch.uint8)}
+    async with LookupBuffer(8 * MIB, drain_s=0) as buffer:
+        await buffer.insert([1], None, tensors, None, None, entry_id="first")
+        pool = Voiding(buffer.ledger)
+        consumer = LocalConsumer(buffer.ledger.leases, pool, None, lambda: None)
+        taking = asyncio.create_task(consumer.take(Query(None), targets))
+        await until(lambda: not buffer.statistics().entries)
+        await until(lambda: buffer.statistics().pinned_bytes == 0)
+        await insert(buffer, 2)
+        with pytest.raises(ValueError, match=r"0\.key"):
+            await taking

@@ -139,13 +139,14 @@ def test_growing_ends_soon_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) ->
     slabs.nbytes = 2**30
     allocate = os.posix_fallocate
 
-    def close_then_allocate(fd: int, start: int, count: int) -> None:
-        allocate(fd, start, count)
+    def close_and_allocate(fd: int, start: int, count: int) -> None:
         slabs.close()
+        allocate(fd, start, count)  # the file is not closed under it
 
-    monkeypatch.setattr(os, "posix_fallocate", close_then_allocate)
+    monkeypatch.setattr(os, "posix_fallocate", close_and_allocate)
     assert slabs.grow() == 0
     assert slabs.nbytes == 2**30
+    assert slabs.fileno() < 0
 
 
 def test_an_old_kernel_that_does_not_populate_is_no_error(
