@@ -1,0 +1,177 @@
+"""How much of a lookup buffer's memory stays usable while entries come and go.
+
+Entries of 2 to 128 tensors of 4 KiB to 16 MiB are inserted without an end into a
+buffer that is full; whenever one has to wait, the share of ``max_bytes`` that was
+asked for with it is noted (1, if it would have been too much for any buffer of that
+bound), and entries leave in any order until it has room. A quarter of the entries is
+leased and stays, whatever else leaves. The exit status is 1 if a limit is missed.
+
+    python benchmarks/churn.py [--seconds 600] [--max-bytes 4GiB] [--seed 0] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Final, TypeAlias
+
+import torch
+
+import asynckv
+from asynckv.abc import SelectStream
+from asynckv.types import parse_bytes
+
+__all__ = ("main",)
+
+_LEAST, _MOST = 4096, 16 * 2**20
+_LEASED: Final = 0.25
+
+_Draw: TypeAlias = Callable[[random.Random, int], list[int]]
+_Lease: TypeAlias = contextlib.AbstractAsyncContextManager[SelectStream, bool | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure; ``least`` is what it must reach, if anything."""
+
+    name: str
+    value: float
+    unit: str
+    least: float | None = None
+
+    @property
+    def is_met(self) -> bool:
+        return self.least is None or self.value >= self.least
+
+
+class Churn:
+    """A buffer, who is in it, and what share of it was asked for at each refusal."""
+
+    def __init__(self, buffer: asynckv.LookupBuffer, random_: random.Random) -> None:
+        self._buffer = buffer
+        self._random = random_
+        self._source = torch.ones(_MOST, dtype=torch.uint8)
+        self._inside: list[str] = []
+        self._leased: list[_Lease] = []
+        self.shares: list[float] = []
+        self.entries = self.moved_bytes = 0
+
+    async def run(self, draw: _Draw, end_s: float) -> None:
+        while time.monotonic() < end_s:
+            await self._insert(draw)
+            while len(self._leased) * 3 < len(self._inside):
+                entry_id = self._inside.pop(self._random.randrange(len(self._inside)))
+                self._leased.append(self._buffer.open_drop_select(entry_id=entry_id))
+                await self._leased[-1].__aenter__()
+
+    async def leave(self) -> None:
+        """Let all who hold an entry let it go."""
+        while self._leased:
+            await self._leased.pop().__aexit__(None, None, None)
+
+    async def _insert(self, draw: _Draw) -> None:
+        max_bytes = self._buffer.statistics().max_bytes
+        sizes = draw(self._random, self._random.randint(2, 128))
+        while sum(sizes) > max_bytes // 4:
+            sizes = draw(self._random, self._random.randint(2, 128))
+        tensors = {str(i): self._source[:nbytes] for i, nbytes in enumerate(sizes)}
+        inserting = asyncio.create_task(
+            self._buffer.insert(None, None, tensors, None, None, ttl_s=None)
+        )
+        while not inserting.done():
+            statistics = self._buffer.statistics()
+            asked = (statistics.used_bytes + sum(sizes)) / max_bytes
+            # Until the buffer has all its memory, that is what is waited for.
+            is_growing = self._buffer._growth.arena.is_growing and asked <= 1
+            if statistics.waiting_inserts and not is_growing:
+                self.shares.append(min(1.0, asked))
+                await self._let_one_leave()
+            await asyncio.wait({inserting}, timeout=0.0005)
+        self._inside.append(inserting.result())
+        self.entries += 1
+        self.moved_bytes += sum(sizes)
+
+    async def _let_one_leave(self) -> None:
+        too_many = len(self._leased) * 3 >= len(self._inside)
+        if self._leased and too_many and self._random.random() < _LEASED:
+            index = self._random.randrange(len(self._leased))
+            await self._leased.pop(index).__aexit__(None, None, None)
+            return
+        entry_id = self._inside.pop(self._random.randrange(len(self._inside)))
+        async with self._buffer.open_drop_select(entry_id=entry_id):
+            pass  # left cleanly, it is gone
+
+
+def of_one_size(random_: random.Random, count: int) -> list[int]:
+    return [_nbytes(random_)] * count
+
+
+def of_all_sizes(random_: random.Random, count: int) -> list[int]:
+    return [_nbytes(random_) for _ in range(count)]
+
+
+def _nbytes(random_: random.Random) -> int:
+    return int(_LEAST * (_MOST / _LEAST) ** random_.random())
+
+
+async def measure(
+    name: str, draw: _Draw, max_bytes: int, seconds: float, seed: int
+) -> list[Row]:
+    buffer = asynckv.LookupBuffer(max_bytes, drain_s=0)
+    async with buffer:
+        churn = Churn(buffer, random.Random(seed))
+        await churn.run(draw, time.monotonic() + seconds / 10)  # until it is full
+        warm = len(churn.shares), churn.moved_bytes, _faults()
+        await churn.run(draw, time.monotonic() + seconds)
+        await churn.leave()
+        faults = _faults() - warm[2]
+        gib = (churn.moved_bytes - warm[1]) / 2**30
+    shares = sorted(churn.shares[warm[0] :]) or [0.0]
+    return [
+        Row(f"{name}: entries", churn.entries, ""),
+        Row(f"{name}: refusals", len(shares), ""),
+        Row(f"{name}: usable, mean", sum(shares) / len(shares), "", 0.9),
+        Row(f"{name}: usable, p1", shares[len(shares) // 100], ""),
+        Row(f"{name}: usable, least", shares[0], "", 0.9),
+        Row(f"{name}: moved", gib, "GiB"),
+        Row(f"{name}: page faults a GiB", faults / gib, ""),
+    ]
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def main() -> int:
+    """Run both mixes, print them, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0, help="for both mixes")
+    parser.add_argument("--max-bytes", default="4GiB")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    max_bytes, rows = parse_bytes(options.max_bytes), []
+    for name, draw in (("one size", of_one_size), ("all sizes", of_all_sizes)):
+        rows += asyncio.run(
+            measure(name, draw, max_bytes, options.seconds / 2, options.seed)
+        )
+    if options.json:
+        print(json.dumps([asdict(row) | {"is_met": row.is_met} for row in rows]))
+    else:
+        for row in rows:
+            limit = "" if row.least is None else f"  >= {row.least:,.2f}"
+            mark = "" if row.least is None else "  pass" if row.is_met else "  FAIL"
+            print(f"{row.name:<36}{row.value:>14,.3f} {row.unit:<4}{limit}{mark}")
+    return 0 if all(row.is_met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
