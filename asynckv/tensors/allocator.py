@@ -3,16 +3,19 @@
 The lowest address that fits, with neighbours joined as they are freed: of what
 was tried on entries that come whole and leave in any order, this kept most of the
 range usable. Small blocks are taken from the other end, so that they do not cut up
-the room of large ones.
+the room of large ones. What fits nowhere in one piece can be taken in several.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, TypeAlias
 
-__all__ = ("PageAllocator",)
+__all__ = ("PageAllocator", "Run")
+
+Run: TypeAlias = tuple[int, int]
+"""The first of some pages that lie together, and their number."""
 
 _SMALL_PAGES: Final = 256
 """Blocks below it are placed from the top."""
@@ -48,41 +51,43 @@ class PageAllocator:
         self.pages += pages
         self.free(first, pages)
 
-    def fits(self, blocks: Sequence[int]) -> bool:
+    def fits(self, blocks: Sequence[int], *, max_runs: int = 1) -> bool:
         """Would :meth:`allocate` find room for blocks of so many pages now?"""
         total = sum(blocks)
         if total <= self.largest_free:
             return True  # whatever goes elsewhere leaves more of that block
-        if total > self.free_pages or max(blocks) > self.largest_free:
+        if total > self.free_pages:
             return False
-        firsts = self.allocate(blocks)
-        if firsts is None:
+        taken = self.allocate(blocks, max_runs=max_runs)
+        if taken is None:
             return False
-        for first, pages in zip(firsts, blocks, strict=True):
-            self.free(first, pages)
+        self._free_all(taken)
         return True
 
-    def allocate(self, blocks: Sequence[int]) -> list[int] | None:
-        """Take a block of each number of pages, all or none; return first pages.
+    def allocate(
+        self, blocks: Sequence[int], *, max_runs: int = 1
+    ) -> list[list[Run]] | None:
+        """Take a block of each number of pages, all or none; return the runs of each.
 
-        A block of no pages is at page 0 and takes none.
+        That is one where some place is large enough, else up to ``max_runs`` of the
+        largest there are. A block of no pages has none.
         """
         if sum(blocks) > self.free_pages:
             return None
-        firsts = [0] * len(blocks)
-        taken: list[tuple[int, int]] = []
+        taken: list[list[Run]] = [[] for _ in blocks]
         order = sorted(range(len(blocks)), key=blocks.__getitem__, reverse=True)
         for index in order:
-            if not (pages := blocks[index]):
-                continue
-            first = self._take(pages)
-            if first is None:
-                for block in taken:
-                    self.free(*block)
+            left = blocks[index]
+            while left and len(taken[index]) < max_runs:
+                if left > self.largest_free and max_runs == 1:
+                    break
+                count = min(left, self.largest_free)
+                taken[index].append((self._take(count), count))
+                left -= count
+            if left:
+                self._free_all(taken)
                 return None
-            firsts[index] = first
-            taken.append((first, pages))
-        return firsts
+        return taken
 
     def free(self, first: int, pages: int) -> None:
         """Give a block back. It is joined with free neighbours at once."""
@@ -101,11 +106,15 @@ class PageAllocator:
         """Yield first page and pages of every free block, from the bottom up."""
         yield from sorted(self._count_of.items())
 
-    def _take(self, pages: int) -> int | None:
+    def _free_all(self, taken: Iterable[Iterable[Run]]) -> None:
+        for runs in taken:
+            for run in runs:
+                self.free(*run)
+
+    def _take(self, pages: int) -> int:
+        """Take pages that lie together, no more than the largest block has."""
         from_top = pages < _SMALL_PAGES
         found = self._find(pages, from_top=from_top)
-        if found is None:
-            return None
         count = self._remove(found)
         self.free_pages -= pages
         left = count - pages
@@ -117,7 +126,7 @@ class PageAllocator:
         self._add(found + pages, left)
         return found
 
-    def _find(self, pages: int, *, from_top: bool) -> int | None:
+    def _find(self, pages: int, *, from_top: bool) -> int:
         # Every block of these classes is large enough; of its own class, some are.
         classes = self._filled & (-1 << _class_that_holds(pages))
         best: int | None = None
@@ -128,7 +137,7 @@ class PageAllocator:
             first = firsts[-1] if from_top else firsts[0]
             if best is None or (first > best) is from_top:
                 best = first
-        if best is None and pages <= self.largest_free:
+        if best is None:
             return self._by_size[bisect.bisect_left(self._by_size, (pages, 0))][1]
         return best
 

@@ -12,8 +12,11 @@ import abc
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
+import numpy
+import numpy.typing
 import torch
 
+from asynckv.tensors.allocator import Run
 from asynckv.tensors.views import bytes_of, tensor_over
 from asynckv.types import TensorSpec
 
@@ -25,11 +28,12 @@ _SMALL_NBYTES: Final = 4096
 class Pages:
     """Pages that some regions of one entry share; free when the last has left."""
 
-    __slots__ = ("count", "first", "left")
+    __slots__ = ("left", "memory", "runs")
 
-    def __init__(self, first: int, count: int) -> None:
-        self.first = first
-        self.count = count
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self.memory: numpy.typing.NDArray[numpy.uint8] | None = None
+        """Where they are mapped in one piece, if they do not lie together."""
         self.left = 0
 
 

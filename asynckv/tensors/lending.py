@@ -21,11 +21,10 @@ class Lending:
 
     def __init__(self, arena: SlabArena | HeapArena) -> None:
         self._slabs = arena if isinstance(arena, SlabArena) else None
-        self._address = 0
         self._lent: weakref.WeakValueDictionary[int, SlabRegion] = (
             weakref.WeakValueDictionary()
         )
-        """Regions of tensors that :meth:`empty` has returned, by their offsets."""
+        """Regions of tensors that :meth:`empty` has returned, by their addresses."""
 
     def empty(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor that is charged as long as it lives.
@@ -40,8 +39,7 @@ class Lending:
             slabs.free([] if region is None else [region])
             return empty_tensor(spec)
         tensor = region.tensor(spec)
-        self._address = tensor.data_ptr() - region.offset
-        self._lent[region.offset] = region
+        self._lent[tensor.data_ptr()] = region
         region.release()
         return tensor
 
@@ -71,7 +69,7 @@ class Lending:
     def _region_of(self, tensor: torch.Tensor) -> SlabRegion | None:
         if tensor.layout is not torch.strided:
             return None
-        region = self._lent.get(tensor.data_ptr() - self._address)
+        region = self._lent.get(tensor.data_ptr())
         if region is None or not region.is_released or region.is_handed_out:
             return None
         is_whole = tensor.nbytes == region.nbytes and tensor.is_contiguous()

@@ -32,6 +32,11 @@ _HEAP_SHARE: Final = 16
 _HEAP_LEAST_NBYTES: Final = 4 * 2**20
 """They stay on the heap up to a 16th of the bound, or 4 MiB: it comes on top."""
 
+_MAX_RUNS: Final = 64
+_MAX_STITCHED_RUNS: Final = 8192
+"""Places that one block may be in, and those that are mapped for such blocks: a
+process may have 65,530 mappings."""
+
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
 
@@ -44,6 +49,8 @@ class SlabArena(Arena):
 
     A slab that cannot be had lowers ``max_bytes``; where there is no shared memory
     at all, regions are on the heap.
+
+    What fits nowhere in one piece, once all slabs are there, is mapped in several.
 
     Memory that was handed out is the application's: it counts no more, but its pages
     are nobody else's while a view lives. What has no place because of it is on the
@@ -64,6 +71,7 @@ class SlabArena(Arena):
         self._max_pages = pages_of(max_bytes)
         self._max_heap_bytes = max(max_bytes // _HEAP_SHARE, _HEAP_LEAST_NBYTES)
         self._heap_bytes = 0
+        self._stitched_runs = 0
         self._has_slabs = max_bytes > 0
         self._slabs: Slabs | None = None
         self._generations = itertools.count(1)
@@ -102,7 +110,9 @@ class SlabArena(Arena):
         total = sum(sizes)
         if self._held_bytes + total + sum(charges) > self.max_bytes:
             return False
-        if self._is_for_heap(total) or self._pages.fits(pack(sizes)[0]):
+        blocks, _ = pack(sizes)
+        fits = self._pages.fits(blocks, max_runs=self._max_runs)
+        if fits or self._is_for_heap(total):
             return True
         return self._may_spill
 
@@ -193,10 +203,12 @@ class SlabArena(Arena):
             region.is_kept = True
 
     def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
-        slabs = self._slabs
-        if slabs is None:
+        pages, slabs = region.pages, self._slabs
+        if pages is None or slabs is None:
             raise RuntimeError("a region outlived the slabs of its arena")
-        memory = slabs.memory if writable else slabs.constant
+        memory = pages.memory if writable else None
+        if memory is None:
+            memory = slabs.of_runs(pages.runs, writable=writable)
         return memory[region.offset : region.offset + region.nbytes]
 
     def let_go(self, region: SlabRegion) -> None:
@@ -218,7 +230,7 @@ class SlabArena(Arena):
         else:
             pages.left -= 1
             if not pages.left:
-                self._pages.free(pages.first, pages.count)
+                self._free_pages(pages)
         if self.is_closed:
             self._unmap_if_over()
 
@@ -269,8 +281,11 @@ class SlabArena(Arena):
         logger.warning("%s", what)
 
     def _unmap_if_over(self) -> None:
-        if self.is_closed and not self.used_bytes:
+        if self.is_closed and not self.used_bytes and self._slabs is not None:
             self._slabs = None  # what is pinned is unmapped with its last view
+            for region in self._pinned:
+                if region.pages is not None:
+                    region.pages.memory = None
 
     def _is_for_heap(self, nbytes: int) -> bool:
         if not self._has_slabs:
@@ -286,9 +301,23 @@ class SlabArena(Arena):
         if self.is_growing and not self.is_closed:
             self._wanted()
 
+    @property
+    def _max_runs(self) -> int:
+        is_for_one = self.is_growing or self._stitched_runs >= _MAX_STITCHED_RUNS
+        return 1 if is_for_one else _MAX_RUNS
+
     def _take(self, sizes: Sequence[int]) -> list[SlabRegion] | None:
-        placed = self._place(sizes)
-        if placed is None:
+        placed, slabs = self._place(sizes), self._slabs
+        if placed is None or slabs is None:
+            return None
+        taken = list(dict.fromkeys(pages for pages, _ in placed))
+        try:
+            for pages in taken:
+                if len(pages.runs) > 1:
+                    pages.memory = slabs.of_runs(pages.runs, writable=True)
+        except OSError:  # too many mappings: there is room when others have left
+            for pages in taken:
+                self._free_pages(pages)
             return None
         return [
             SlabRegion(n, self, pages, offset, next(self._generations))
@@ -296,13 +325,18 @@ class SlabArena(Arena):
         ]
 
     def _place(self, sizes: Sequence[int]) -> list[tuple[Pages, int]] | None:
-        """Return each size's pages and offset."""
+        """Return each size's pages, and the offset in them."""
         blocks, places = pack(sizes)
-        firsts = self._pages.allocate(blocks)
-        if firsts is None:
+        taken = self._pages.allocate(blocks, max_runs=self._max_runs)
+        if taken is None:
             return None
-        taken = [Pages(first, n) for first, n in zip(firsts, blocks, strict=True)]
-        return [
-            (taken[block], taken[block].first * PAGE_NBYTES + offset)
-            for block, offset in places
-        ]
+        self._stitched_runs += sum(len(runs) for runs in taken if len(runs) > 1)
+        pages = [Pages(runs) for runs in taken]
+        return [(pages[block], offset) for block, offset in places]
+
+    def _free_pages(self, pages: Pages) -> None:
+        pages.memory = None
+        if len(pages.runs) > 1:
+            self._stitched_runs -= len(pages.runs)
+        for run in pages.runs:
+            self._pages.free(*run)

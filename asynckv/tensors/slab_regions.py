@@ -63,7 +63,7 @@ class _Window:
 
 
 class SlabRegion(Region):
-    """Memory of one tensor in the slabs, at ``offset``.
+    """Memory of one tensor in the slabs, at ``offset`` of its ``pages``.
 
     ``generation`` differs between all regions that an arena has ever had.
     """

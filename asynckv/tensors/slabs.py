@@ -2,7 +2,8 @@
 
 The file has its final size from the start, sealed, so that nothing can cut it
 under a mapping; a region may lie across slabs. Only what :meth:`Slabs.grow` has
-returned may be touched: the rest has no pages yet.
+returned may be touched: the rest has no pages yet. Pages that do not lie together
+are mapped once more, one after the other.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy
 import numpy.typing
+
+from asynckv.tensors.allocator import Run
+from asynckv.tensors.stitching import stitch
 
 __all__ = (
     "MAX_SLAB_NBYTES",
@@ -89,6 +94,18 @@ class Slabs:
         if self._constant is None:
             self._constant = self._map(mmap.PROT_READ)
         return self._constant
+
+    def of_runs(self, runs: Sequence[Run], *, writable: bool) -> _Bytes:
+        """Return the memory of some pages, also where they do not lie together.
+
+        :raises OSError: the process may have no more mappings
+        """
+        if len(runs) < 2:
+            memory = self.memory if writable else self.constant
+            first, pages = runs[0] if runs else (0, 0)
+            return memory[first * PAGE_NBYTES : (first + pages) * PAGE_NBYTES]
+        spans = [(first * PAGE_NBYTES, pages * PAGE_NBYTES) for first, pages in runs]
+        return stitch(self._fd, spans, writable=writable)
 
     def grow(self) -> int:
         """Allocate the next slab, or what can be had of it; return its bytes.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from asynckv.tensors import slab_arena as slab_arena_module
+from asynckv.tensors import slab_arena as slab_arena_module, slabs as slabs_module
 from asynckv.tensors.arena import Region
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
@@ -296,3 +296,74 @@ def test_the_heaps_share_is_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None
     bench = Bench(16 * 128 * 1024)
     taken = [bench.arena.allocate([64 * 1024]) for _ in range(3)]
     assert [regions is None for regions in taken] == [False, False, True]
+
+
+def _with_gaps(bench: Bench) -> list[SlabRegion]:
+    """Let every second MiB of the whole arena be free; return the others."""
+    regions = bench.take(*[_MIB] * 64)
+    regions.sort(key=lambda region: region.tensor(_LARGE).data_ptr())
+    for mark, region in enumerate(regions):
+        region.view()[:] = bytes([mark]) * _MIB
+    for region in regions[::2]:
+        region.release()
+    return regions[1::2]
+
+
+def test_what_fits_nowhere_in_one_piece_is_in_several(bench: Bench) -> None:
+    others, mappings = _with_gaps(bench), _mappings()
+    (region,) = bench.take(24 * _MIB)
+    assert _mappings() == mappings + 24
+    tensor = region.tensor(TensorSpec((24, _MIB), "uint8"))
+    tensor.copy_(torch.arange(100, 124, dtype=torch.uint8).unsqueeze(1))
+    assert [bytes(other.view()[::4096]) for other in others] == [
+        bytes([mark]) * 256 for mark in range(1, 64, 2)
+    ]
+    constant = region.constant(TensorSpec((24, _MIB), "uint8"))
+    assert constant[:, -1].tolist() == list(range(100, 124))
+    region.release()
+    assert bench.arena.pinned_bytes == 24 * _MIB
+    del tensor, constant
+    bench.arena.collect()
+    assert _mappings() == mappings
+    assert bench.arena._pages.free_pages * PAGE_NBYTES == 32 * _MIB
+
+
+def test_pieces_outlive_their_arena_with_the_last_view(bench: Bench) -> None:
+    gc.collect()  # what others left
+    before, others = _mappings(), _with_gaps(bench)
+    (region,) = bench.take(8 * _MIB)
+    view = region.view()
+    bench.arena.close()
+    bench.arena.free([region, *others])
+    view[:] = bytes(8 * _MIB)
+    del view
+    bench.arena.collect()
+    assert _mappings() == before
+
+
+@pytest.mark.parametrize("limit", ["_MAX_RUNS", "_MAX_STITCHED_RUNS"])
+def test_nothing_is_in_more_pieces_than_there_may_be(
+    limit: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_arena_module, limit, 3)
+    others = _with_gaps(bench)
+    (region,) = bench.take(3 * _MIB)
+    assert bench.arena.allocate([4 * _MIB]) is None
+    region.release()
+    (region,) = bench.take(3 * _MIB)
+    bench.arena.free([region, *others])
+
+
+def test_where_no_more_can_be_mapped_there_is_no_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, runs: object, *, writable: bool) -> None:
+        raise OSError(errno.ENOMEM, "too many mappings")
+
+    others, free = _with_gaps(bench), bench.arena._pages.free_pages
+    monkeypatch.setattr(slabs_module, "stitch", refuse)
+    assert bench.arena.allocate([4 * _MIB]) is None
+    assert bench.arena._pages.free_pages == free
+    monkeypatch.undo()
+    assert bench.arena.allocate([4 * _MIB]) is not None
+    bench.arena.free(others)

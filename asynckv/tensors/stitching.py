@@ -1,0 +1,88 @@
+"""Pages of a file that lie apart, mapped one after the other.
+
+By ctypes, because :mod:`mmap` cannot put a mapping at an address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+from collections.abc import Iterable
+from typing import Any, Final, TypeAlias
+
+import numpy
+import numpy.typing
+
+__all__ = ("stitch",)
+
+_MAP_FIXED: Final = 0x10
+_NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
+_FAILED: Final = ctypes.c_void_p(-1).value
+
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
+
+class _Mapping:
+    """A range of addresses, unmapped when nothing is based on it any more."""
+
+    __slots__ = ("__array_interface__", "_unmap", "address", "nbytes")
+
+    def __init__(self, nbytes: int, *, writable: bool) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        self.address = _map(None, nbytes, 0, flags, -1, 0)
+        self.nbytes = nbytes
+        self._unmap = _libc().munmap
+        self.__array_interface__: dict[str, Any] = {
+            "data": (self.address, not writable),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        if hasattr(self, "_unmap"):
+            self._unmap(self.address, self.nbytes)
+
+
+def stitch(fd: int, runs: Iterable[tuple[int, int]], *, writable: bool) -> _Bytes:
+    """Return one array over ``runs``, offsets and bytes of whole pages of a file.
+
+    It shares memory with every other mapping of the file, and is unmapped with the
+    last array over it. Its first use costs a page fault a page.
+
+    :raises OSError: the process may have no more mappings, or has no addresses
+    """
+    runs = list(runs)
+    mapping = _Mapping(sum(nbytes for _, nbytes in runs), writable=writable)
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = mapping.address
+    for offset, nbytes in runs:
+        _map(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+        address += nbytes
+    with contextlib.suppress(AttributeError):  # no use in a core dump
+        _libc().madvise(mapping.address, mapping.nbytes, mmap.MADV_DONTDUMP)
+    return numpy.asarray(mapping)
+
+
+def _map(
+    address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int
+) -> int:
+    mapped: int = _libc().mmap(address, nbytes, protection, flags, fd, offset)
+    if mapped == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return mapped
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = pointer
+    libc.mmap.argtypes = (pointer, size, number, number, number, ctypes.c_long)
+    libc.munmap.argtypes = (pointer, size)
+    libc.madvise.argtypes = (pointer, size, number)
+    return libc
