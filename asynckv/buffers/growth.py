@@ -35,7 +35,7 @@ class Growth:
             self._slabs = SlabArena(
                 max_bytes, wanted=self._grow_soon, freed=self._look_soon
             )
-            watch_forks(self._slabs)
+            watch_forks(self._slabs.pins)
         self.arena = self._slabs or HeapArena(max_bytes)
         self.lending = Lending(self.arena)
         self._changed = changed
@@ -74,7 +74,7 @@ class Growth:
         nbytes: int | None = 0
         try:
             if self._slabs is not None:
-                nbytes = self._slabs.make_slab()
+                nbytes = self._slabs.pages.make_slab()
         finally:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(slab.set_result, nbytes)

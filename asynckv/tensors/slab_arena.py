@@ -1,25 +1,19 @@
 """Regions in shared memory that grows, beside few small ones on the heap.
 
-Rule of this file: everything but :meth:`SlabArena.make_slab` and the finalizers runs
-on one thread, and nothing waits.
+Rule of this file: everything runs on one thread, and nothing waits.
 """
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
-import numpy
-import numpy.typing
-
-from asynckv.tensors.allocator import PageAllocator
-from asynckv.tensors.arena import Arena, Pages, Region
-from asynckv.tensors.packing import pack, pages_of
+from asynckv.tensors.arena import Arena, Region
+from asynckv.tensors.pinning import Pins
+from asynckv.tensors.slab_pages import SlabPages
 from asynckv.tensors.slab_regions import SlabRegion
-from asynckv.tensors.slabs import PAGE_NBYTES, Slabs, next_slab_nbytes
 
 __all__ = ("SlabArena",)
 
@@ -32,25 +26,17 @@ _HEAP_SHARE: Final = 16
 _HEAP_LEAST_NBYTES: Final = 4 * 2**20
 """They stay on the heap up to a 16th of the bound, or 4 MiB: it comes on top."""
 
-_MAX_RUNS: Final = 64
-_MAX_STITCHED_RUNS: Final = 8192
-"""Places that one block may be in, and those that are mapped for such blocks: a
-process may have 65,530 mappings."""
-
-_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
-
 
 class SlabArena(Arena):
     """Regions in slabs that are allocated as they are needed, up to ``max_bytes``.
 
-    ``wanted`` is called when a slab is needed: :meth:`make_slab`, in a thread, then
-    :meth:`add_slab` are to follow. ``freed`` is called, in any thread, when memory
-    may have become free otherwise than by a call here: :meth:`collect` is to follow.
+    ``wanted`` is called when a slab is needed: :meth:`SlabPages.make_slab`, in a
+    thread, then :meth:`add_slab` are to follow. ``freed`` is called, in any thread,
+    when memory may have become free otherwise than by a call here: :meth:`collect`
+    is to follow.
 
     A slab that cannot be had lowers ``max_bytes``; where there is no shared memory
     at all, regions are on the heap.
-
-    What fits nowhere in one piece, once all slabs are there, is mapped in several.
 
     Memory that was handed out is the application's: it counts no more, but its pages
     are nobody else's while a view lives. What has no place because of it is on the
@@ -65,64 +51,50 @@ class SlabArena(Arena):
         freed: Callable[[], None],
     ) -> None:
         super().__init__(max_bytes)
-        self._wanted = wanted
-        self._freed = freed
-        self._pages = PageAllocator()
-        self._max_pages = pages_of(max_bytes)
         self._max_heap_bytes = max(max_bytes // _HEAP_SHARE, _HEAP_LEAST_NBYTES)
         self._heap_bytes = 0
-        self._stitched_runs = 0
-        self._has_slabs = max_bytes > 0
-        self._slabs: Slabs | None = None
         self._generations = itertools.count(1)
-        self._gone: collections.deque[SlabRegion] = collections.deque()
-        self._pinned: set[SlabRegion] = set()
-        self._pinned_bytes = 0
-        self._handed_out_bytes = 0
-
-    @property
-    def slab_bytes(self) -> int:
-        """What the slabs have of this machine's memory."""
-        return self._pages.pages * PAGE_NBYTES
+        self.pages = SlabPages(max_bytes, wanted)
+        self.pins = Pins(
+            self.pages,
+            freed=freed,
+            charge=self._charge_pinned,
+            give_back=self.give_back,
+        )
 
     @property
     def pinned_bytes(self) -> int:
-        return self._pinned_bytes
+        return self.pins.pinned_bytes
 
     @property
     def handed_out_bytes(self) -> int:
-        return self._handed_out_bytes
+        return self.pins.handed_out_bytes
 
     @property
     def is_growing(self) -> bool:
-        return self._has_slabs and self._pages.pages < self._max_pages
+        return self.pages.is_growing
 
     def could_ever_fit(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
         total = sum(sizes)
         if total + sum(charges) > self.max_bytes:
             return False
-        if not self._has_slabs or total <= _HEAP_NBYTES:
+        if not self.pages.is_usable or total <= _HEAP_NBYTES:
             return True
-        return sum(pack(sizes)[0]) <= self._max_pages
+        return self.pages.could_ever_fit(sizes)
 
     def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
         self.collect()
         total = sum(sizes)
-        if self._held_bytes + total + sum(charges) > self.max_bytes:
+        if not self._may_charge(total + sum(charges)):
             return False
-        blocks, _ = pack(sizes)
-        fits = self._pages.fits(blocks, max_runs=self._max_runs)
-        if fits or self._is_for_heap(total):
-            return True
-        return self._may_spill
+        return self.pages.fits(sizes) or self._is_for_heap(total) or self._may_spill
 
     def allocate(
         self, sizes: Sequence[int], charges: Sequence[int] = ()
     ) -> list[Region] | None:
-        if self._gone:
-            self.collect()
+        self.collect()
         total, charged = sum(sizes), sum(charges)
-        if self.used_bytes + self._pinned_bytes + total + charged > self.max_bytes:
+        if not self._may_charge(total + charged):
             return None
         taken = None if self._is_for_heap(total) else self._take(sizes)
         if taken is not None:
@@ -131,7 +103,7 @@ class SlabArena(Arena):
             regions = [Region(nbytes, self) for nbytes in sizes]
             self._heap_bytes += total
         else:
-            self._want()
+            self.pages.want()
             return None
         regions += [Region(nbytes, self) for nbytes in charges]
         self._heap_bytes += charged
@@ -149,7 +121,7 @@ class SlabArena(Arena):
             return None
         regions = self._take([nbytes])
         if regions is None:
-            self._want()
+            self.pages.want()
             return None
         self.used_bytes += nbytes  # not at its peak: it will be no one's soon
         return regions[0]
@@ -158,14 +130,14 @@ class SlabArena(Arena):
         self.collect()
         sizes = [region.nbytes for region in regions]
         total = sum(sizes)
-        if self._held_bytes + total > self.max_bytes:
+        if not self._may_charge(total):
             return False
         sizes = sizes[: len(sizes) - charges]
         if not self._is_for_heap(sum(sizes)):
             # Their memory stays where it is; as many pages are kept for them.
-            placed = self._place(sizes)
+            placed = self.pages.place(sizes)
             if placed is None and not self._may_spill:
-                self._want()
+                self.pages.want()
                 return False
             for region, (pages, _) in zip(regions, placed or (), strict=False):
                 region.pages = pages
@@ -176,167 +148,67 @@ class SlabArena(Arena):
         self._charge(total)
         return True
 
-    def pin(self, region: SlabRegion) -> None:
-        self._pinned.add(region)
-        self.used_bytes -= region.nbytes
-        if region.is_handed_out:
-            self._handed_out_bytes += region.nbytes
-        else:
-            self._pinned_bytes += region.nbytes
-        self._unmap_if_over()
-
-    def unpin(self, region: SlabRegion) -> None:
-        if region in self._pinned:
-            self._pinned.discard(region)
-            self.used_bytes += region.nbytes
-            if region.is_handed_out:
-                self._handed_out_bytes -= region.nbytes
-            else:
-                self._pinned_bytes -= region.nbytes
-
-    def keep_for_child(self) -> None:
-        """This process is about to be copied, views and all: their memory is theirs.
-
-        Called in any thread.
-        """
-        for region in list(self._pinned):
-            region.is_kept = True
-
-    def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
-        pages, slabs = region.pages, self._slabs
-        if pages is None or slabs is None:
-            raise RuntimeError("a region outlived the slabs of its arena")
-        memory = pages.memory if writable else None
-        if memory is None:
-            memory = slabs.of_runs(pages.runs, writable=writable)
-        return memory[region.offset : region.offset + region.nbytes]
-
-    def let_go(self, region: SlabRegion) -> None:
-        self._gone.append(region)
-        if region.is_released:  # else its release finds it
-            self._freed()
-
     def collect(self) -> None:
-        while self._gone:
-            self._gone.popleft().end_hold()
+        """Take memory back whose last view is gone."""
+        self.pins.collect()
 
     def give_back(self, region: Region) -> None:
         pages = region.pages
-        if isinstance(region, SlabRegion):
-            self.unpin(region)
         self.used_bytes -= region.nbytes
         if pages is None:
             self._heap_bytes -= region.nbytes
         else:
             pages.left -= 1
             if not pages.left:
-                self._free_pages(pages)
-        if self.is_closed:
-            self._unmap_if_over()
-
-    def make_slab(self) -> int | None:
-        """Allocate the next slab; return its bytes, ``None`` for no shared memory.
-
-        Blocks: to be called in a thread, by one at a time.
-        """
-        if self._slabs is None:
-            try:
-                self._slabs = Slabs(self.max_bytes)
-            except (OSError, OverflowError, ValueError):
-                return None
-        return self._slabs.grow()
+                self.pages.free(pages)
+        self._unmap_if_over()
 
     def add_slab(self, nbytes: int | None) -> None:
-        """Use what :meth:`make_slab` has returned, be it less than was needed."""
+        """Use what :meth:`SlabPages.make_slab` has returned, be it too little."""
         if self.is_closed:
             self._unmap_if_over()
             return
-        if nbytes is None:
-            self._has_slabs = False
-            self._refused("this process cannot have shared memory: it uses the heap")
+        if self.pages.add_slab(nbytes):
             return
-        asked = next_slab_nbytes(self.slab_bytes, self._max_pages * PAGE_NBYTES)
-        if nbytes:
-            self._pages.extend(nbytes // PAGE_NBYTES)
-        if nbytes < asked:
-            self._lower()
+        self.refused_slabs += 1
+        if nbytes is None:
+            logger.warning("this process cannot have shared memory: it uses the heap")
+            return
+        self.max_bytes = max(self.pages.nbytes, self._max_heap_bytes)
+        logger.warning("no more memory: the bound is %d bytes now", self.max_bytes)
 
     def close(self) -> None:
         super().close()
-        if self._slabs is not None:
-            self._slabs.close()
+        self.pages.close()
         self._unmap_if_over()
 
-    @property
-    def _held_bytes(self) -> int:
-        return self.used_bytes + self._pinned_bytes
+    def _take(self, sizes: Sequence[int]) -> list[SlabRegion] | None:
+        placed = self.pages.take(sizes)
+        if placed is None:
+            return None
+        return [
+            SlabRegion(n, self.pins, pages, offset, next(self._generations))
+            for n, (pages, offset) in zip(sizes, placed, strict=True)
+        ]
 
-    def _lower(self) -> None:
-        self._max_pages = self._pages.pages
-        self.max_bytes = max(self.slab_bytes, self._max_heap_bytes)
-        self._refused(f"no more memory: the bound is {self.max_bytes} bytes now")
+    def _charge_pinned(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self._unmap_if_over()
 
-    def _refused(self, what: str) -> None:
-        self.refused_slabs += 1
-        logger.warning("%s", what)
+    def _may_charge(self, nbytes: int) -> bool:
+        return self.used_bytes + self.pinned_bytes + nbytes <= self.max_bytes
 
     def _unmap_if_over(self) -> None:
-        if self.is_closed and not self.used_bytes and self._slabs is not None:
-            self._slabs = None  # what is pinned is unmapped with its last view
-            for region in self._pinned:
-                if region.pages is not None:
-                    region.pages.memory = None
+        if self.is_closed and not self.used_bytes:
+            self.pages.unmap()
+            self.pins.forget_mappings()
 
     def _is_for_heap(self, nbytes: int) -> bool:
-        if not self._has_slabs:
+        if not self.pages.is_usable:
             return True
         left = self._max_heap_bytes - self._heap_bytes
         return nbytes <= _HEAP_NBYTES and nbytes <= left
 
     @property
     def _may_spill(self) -> bool:
-        return bool(self._handed_out_bytes) and not self.is_growing
-
-    def _want(self) -> None:
-        if self.is_growing and not self.is_closed:
-            self._wanted()
-
-    @property
-    def _max_runs(self) -> int:
-        is_for_one = self.is_growing or self._stitched_runs >= _MAX_STITCHED_RUNS
-        return 1 if is_for_one else _MAX_RUNS
-
-    def _take(self, sizes: Sequence[int]) -> list[SlabRegion] | None:
-        placed, slabs = self._place(sizes), self._slabs
-        if placed is None or slabs is None:
-            return None
-        taken = list(dict.fromkeys(pages for pages, _ in placed))
-        try:
-            for pages in taken:
-                if len(pages.runs) > 1:
-                    pages.memory = slabs.of_runs(pages.runs, writable=True)
-        except OSError:  # too many mappings: there is room when others have left
-            for pages in taken:
-                self._free_pages(pages)
-            return None
-        return [
-            SlabRegion(n, self, pages, offset, next(self._generations))
-            for n, (pages, offset) in zip(sizes, placed, strict=True)
-        ]
-
-    def _place(self, sizes: Sequence[int]) -> list[tuple[Pages, int]] | None:
-        """Return each size's pages, and the offset in them."""
-        blocks, places = pack(sizes)
-        taken = self._pages.allocate(blocks, max_runs=self._max_runs)
-        if taken is None:
-            return None
-        self._stitched_runs += sum(len(runs) for runs in taken if len(runs) > 1)
-        pages = [Pages(runs) for runs in taken]
-        return [(pages[block], offset) for block, offset in places]
-
-    def _free_pages(self, pages: Pages) -> None:
-        pages.memory = None
-        if len(pages.runs) > 1:
-            self._stitched_runs -= len(pages.runs)
-        for run in pages.runs:
-            self._pages.free(*run)
+        return bool(self.handed_out_bytes) and not self.is_growing

@@ -204,7 +204,7 @@ async def test_what_was_received_outlives_the_connection(
 def _slab_bytes(peer: Peer) -> int:
     arena = peer._growth.arena
     assert isinstance(arena, SlabArena)
-    return arena.slab_bytes
+    return arena.pages.nbytes
 
 
 async def _slab_is_there(peer: Peer) -> None:

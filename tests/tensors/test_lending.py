@@ -22,7 +22,7 @@ _LARGE = TensorSpec((_MIB,), "uint8")
 @pytest.fixture
 def arena() -> Iterator[SlabArena]:
     arena = SlabArena(16 * _MIB, wanted=lambda: None, freed=lambda: None)
-    arena.add_slab(arena.make_slab())
+    arena.add_slab(arena.pages.make_slab())
     yield arena
     arena.close()
     gc.collect()

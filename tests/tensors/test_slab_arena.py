@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from asynckv.tensors import slab_arena as slab_arena_module, slabs as slabs_module
+from asynckv.tensors import slab_arena as slab_arena_module
 from asynckv.tensors.arena import Region
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
@@ -40,7 +40,7 @@ class Bench:
         self.freed += 1
 
     def grow(self) -> None:
-        self.arena.add_slab(self.arena.make_slab())
+        self.arena.add_slab(self.arena.pages.make_slab())
 
     def take(self, *sizes: int) -> list[SlabRegion]:
         while (regions := self.arena.allocate(sizes)) is None:
@@ -91,11 +91,12 @@ def test_small_tensors_of_one_entry_share_pages(bench: Bench) -> None:
     offsets = [region.offset for region in regions]
     assert all(offset % 64 == 0 for offset in offsets)
     assert offsets[-1] % PAGE_NBYTES == 0
-    free = bench.arena._pages.free_pages
+    free = bench.arena.pages.free_bytes
     for region in regions[:20]:
-        assert bench.arena._pages.free_pages == free
+        assert bench.arena.pages.free_bytes == free
         region.release()
-    assert bench.arena._pages.free_pages == free + -(-5056 * 20 // PAGE_NBYTES)
+    pages = -(-5056 * 20 // PAGE_NBYTES)
+    assert bench.arena.pages.free_bytes == free + pages * PAGE_NBYTES
 
 
 def test_an_entry_of_all_bytes_fits_also_when_larger_than_a_slab(bench: Bench) -> None:
@@ -182,10 +183,10 @@ def _mappings() -> int:
 
 
 def test_a_slab_that_comes_too_late_is_let_go(bench: Bench) -> None:
-    nbytes = bench.arena.make_slab()
+    nbytes = bench.arena.pages.make_slab()
     bench.arena.close()
     bench.arena.add_slab(nbytes)
-    assert bench.arena.slab_bytes == 0
+    assert bench.arena.pages.nbytes == 0
     assert bench.arena.allocate([_MIB]) is None
     assert bench.wanted == 0
 
@@ -218,7 +219,7 @@ def test_no_view_ever_changes_under_its_reader(seed: int, threaded: bool) -> Non
     del view, region, regions
     bench.arena.collect()
     assert bench.arena.used_bytes == bench.arena.pinned_bytes == 0
-    assert bench.arena._pages.free_pages == bench.arena._pages.pages
+    assert bench.arena.pages.free_bytes == bench.arena.pages.nbytes
 
 
 def _let_go(
@@ -325,7 +326,7 @@ def test_what_fits_nowhere_in_one_piece_is_in_several(bench: Bench) -> None:
     del tensor, constant
     bench.arena.collect()
     assert _mappings() == mappings
-    assert bench.arena._pages.free_pages * PAGE_NBYTES == 32 * _MIB
+    assert bench.arena.pages.free_bytes == 32 * _MIB
 
 
 def test_pieces_outlive_their_arena_with_the_last_view(bench: Bench) -> None:
@@ -339,31 +340,3 @@ def test_pieces_outlive_their_arena_with_the_last_view(bench: Bench) -> None:
     del view
     bench.arena.collect()
     assert _mappings() == before
-
-
-@pytest.mark.parametrize("limit", ["_MAX_RUNS", "_MAX_STITCHED_RUNS"])
-def test_nothing_is_in_more_pieces_than_there_may_be(
-    limit: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slab_arena_module, limit, 3)
-    others = _with_gaps(bench)
-    (region,) = bench.take(3 * _MIB)
-    assert bench.arena.allocate([4 * _MIB]) is None
-    region.release()
-    (region,) = bench.take(3 * _MIB)
-    bench.arena.free([region, *others])
-
-
-def test_where_no_more_can_be_mapped_there_is_no_room(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(fd: int, runs: object, *, writable: bool) -> None:
-        raise OSError(errno.ENOMEM, "too many mappings")
-
-    others, free = _with_gaps(bench), bench.arena._pages.free_pages
-    monkeypatch.setattr(slabs_module, "stitch", refuse)
-    assert bench.arena.allocate([4 * _MIB]) is None
-    assert bench.arena._pages.free_pages == free
-    monkeypatch.undo()
-    assert bench.arena.allocate([4 * _MIB]) is not None
-    bench.arena.free(others)

@@ -23,7 +23,7 @@ class CountingArena(SlabArena):
     def __init__(self) -> None:
         self.freed = 0
         super().__init__(16 * _MIB, wanted=lambda: None, freed=self._count)
-        self.add_slab(self.make_slab())
+        self.add_slab(self.pages.make_slab())
 
     def _count(self) -> None:
         self.freed += 1
@@ -121,32 +121,4 @@ def test_a_region_is_charged_to_no_other_arena(arena: CountingArena) -> None:
     region = _take(arena, _MIB)
     with pytest.raises(RuntimeError):
         region.charge_to(arena)
-    region.release()
-
-
-@pytest.mark.parametrize("is_handed_out", [False, True])
-def test_memory_kept_for_a_child_is_never_used_again_and_counts_no_more(
-    is_handed_out: bool, arena: CountingArena
-) -> None:
-    region = _take(arena, 10 * _MIB)
-    view = region.view()
-    if is_handed_out:
-        region.hand_out()
-    region.release()
-    arena.keep_for_child()
-    assert arena.pinned_bytes == (0 if is_handed_out else 10 * _MIB)
-    del view
-    arena.collect()
-    assert (arena.used_bytes, arena.pinned_bytes) == (0, 0)
-    assert arena.handed_out_bytes == 10 * _MIB
-    (other,) = arena.allocate([10 * _MIB]) or []
-    assert not other.is_shared
-    other.release()
-
-
-def test_memory_that_nobody_has_a_view_of_is_not_kept(arena: CountingArena) -> None:
-    region = _take(arena, 10 * _MIB)
-    arena.keep_for_child()
-    region.release()
-    region = _take(arena, 16 * _MIB)
     region.release()

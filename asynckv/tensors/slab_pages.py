@@ -1,0 +1,167 @@
+"""Which regions have which pages of the slabs, and when there is to be one more.
+
+Rule of this file: everything but :meth:`SlabPages.make_slab` runs on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+import numpy
+import numpy.typing
+
+from asynckv.tensors.allocator import PageAllocator
+from asynckv.tensors.arena import Pages
+from asynckv.tensors.packing import pack, pages_of
+from asynckv.tensors.slabs import PAGE_NBYTES, Slabs, next_slab_nbytes
+
+__all__ = ("Place", "SlabPages")
+
+_MAX_RUNS: Final = 64
+_MAX_STITCHED_RUNS: Final = 8192
+"""Places that one block may be in, and those that are mapped for such blocks: a
+process may have 65,530 mappings."""
+
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
+Place: TypeAlias = tuple[Pages, int]
+"""Some pages, and the offset of one tensor in them."""
+
+
+class SlabPages:
+    """The pages of all slabs there are, of up to ``max_bytes``.
+
+    ``wanted`` is called when a slab is needed: :meth:`make_slab`, in a thread, then
+    :meth:`add_slab` are to follow.
+
+    What fits nowhere in one piece, once all slabs are there, is mapped in several.
+    """
+
+    def __init__(self, max_bytes: int, wanted: Callable[[], None]) -> None:
+        self._max_bytes = max_bytes
+        self._max_pages = pages_of(max_bytes)
+        self._wanted = wanted
+        self._allocator = PageAllocator()
+        self._slabs: Slabs | None = None
+        self._stitched_runs = 0
+        self._is_closed = False
+        self.is_usable = max_bytes > 0
+        """Can this process have shared memory?"""
+
+    @property
+    def nbytes(self) -> int:
+        """What the slabs have of this machine's memory."""
+        return self._allocator.pages * PAGE_NBYTES
+
+    @property
+    def free_bytes(self) -> int:
+        """What no region has of that."""
+        return self._allocator.free_pages * PAGE_NBYTES
+
+    @property
+    def is_growing(self) -> bool:
+        """Are there slabs that were not asked for yet?"""
+        return self.is_usable and self._allocator.pages < self._max_pages
+
+    def could_ever_fit(self, sizes: Sequence[int]) -> bool:
+        """Is there room for tensors of these sizes, when all slabs are there?"""
+        return sum(pack(sizes)[0]) <= self._max_pages
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Would :meth:`take` have pages for tensors of these sizes now?"""
+        return self._allocator.fits(pack(sizes)[0], max_runs=self._max_runs)
+
+    def place(self, sizes: Sequence[int]) -> list[Place] | None:
+        """Take pages for tensors of these sizes, all or none, and map nothing."""
+        blocks, places = pack(sizes)
+        taken = self._allocator.allocate(blocks, max_runs=self._max_runs)
+        if taken is None:
+            return None
+        self._stitched_runs += sum(len(runs) for runs in taken if len(runs) > 1)
+        pages = [Pages(runs) for runs in taken]
+        return [(pages[block], offset) for block, offset in places]
+
+    def take(self, sizes: Sequence[int]) -> list[Place] | None:
+        """Take pages for tensors of these sizes, all or none, that can be written."""
+        placed, slabs = self.place(sizes), self._slabs
+        if placed is None or slabs is None:
+            return None
+        taken = list(dict.fromkeys(pages for pages, _ in placed))
+        try:
+            for pages in taken:
+                if len(pages.runs) > 1:
+                    pages.memory = slabs.of_runs(pages.runs, writable=True)
+        except OSError:  # too many mappings: there is room when others have left
+            for pages in taken:
+                self.free(pages)
+            return None
+        return placed
+
+    def free(self, pages: Pages) -> None:
+        """Give pages back that no region has any more."""
+        pages.memory = None
+        if len(pages.runs) > 1:
+            self._stitched_runs -= len(pages.runs)
+        for run in pages.runs:
+            self._allocator.free(*run)
+
+    def memory_of(self, pages: Pages | None, *, writable: bool) -> _Bytes:
+        """Return pages that :meth:`take` has returned, in one piece.
+
+        :raises RuntimeError: the slabs were unmapped
+        """
+        slabs = self._slabs
+        if pages is None or slabs is None:
+            raise RuntimeError("a region outlived the slabs of its arena")
+        memory = pages.memory if writable else None
+        return (
+            slabs.of_runs(pages.runs, writable=writable) if memory is None else memory
+        )
+
+    def want(self) -> None:
+        """Ask for a slab, if there can be one more."""
+        if self.is_growing and not self._is_closed:
+            self._wanted()
+
+    def make_slab(self) -> int | None:
+        """Allocate the next slab; return its bytes, ``None`` for no shared memory.
+
+        Blocks: to be called in a thread, by one at a time.
+        """
+        if self._slabs is None:
+            try:
+                self._slabs = Slabs(self._max_bytes)
+            except (OSError, OverflowError, ValueError):
+                return None
+        return self._slabs.grow()
+
+    def add_slab(self, nbytes: int | None) -> bool:
+        """Use what :meth:`make_slab` has returned; ``False`` if it is too little.
+
+        There will be no other slab then.
+        """
+        if nbytes is None:
+            self.is_usable = False
+            return False
+        asked = next_slab_nbytes(self.nbytes, self._max_pages * PAGE_NBYTES)
+        if nbytes:
+            self._allocator.extend(nbytes // PAGE_NBYTES)
+        if nbytes < asked:
+            self._max_pages = self._allocator.pages
+        return nbytes >= asked
+
+    def close(self) -> None:
+        """Get no more slabs. What is mapped stays so until :meth:`unmap`."""
+        self._is_closed = True
+        if self._slabs is not None:
+            self._slabs.close()
+
+    def unmap(self) -> None:
+        """Let the slabs go, but for what somebody has a view of."""
+        self._slabs = None
+
+    @property
+    def _max_runs(self) -> int:
+        is_for_one = self.is_growing or self._stitched_runs >= _MAX_STITCHED_RUNS
+        return 1 if is_for_one else _MAX_RUNS
