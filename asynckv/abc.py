@@ -1,9 +1,8 @@
 """What exists: pipe, lookup buffer, store buffer, and who moves the payload.
 
-Read this page first. Every implementation keeps these contracts; its own
-docstrings say only what differs. Timeouts are the caller's
-``asyncio.timeout(...)``, and every object belongs to the event loop that first
-used it (:exc:`~asynckv.errors.WrongLoop`).
+Read this page first. Every implementation keeps these contracts; its own docstrings say
+only what differs. Timeouts are the caller's ``asyncio.timeout(...)``, and every object
+belongs to the event loop that first used it (:exc:`~asynckv.errors.WrongLoop`).
 """
 
 from __future__ import annotations
@@ -150,13 +149,11 @@ class KVPipe(_Closable):
     ) -> torch.Tensor | None:
         """Return the next tensor, in the order sent; ``None`` is a value.
 
-        With ``into`` the bytes land in that tensor, which is returned; dtype
-        and shape must be equal and it must be contiguous. A ``None`` leaves it
-        untouched.
+        With ``into`` the bytes land in that tensor, which is returned; dtype and shape
+        must be equal and it must be contiguous. A ``None`` leaves it untouched.
 
-        A cancelled call has taken nothing from the stream: the next call
-        returns that tensor. ``into`` is no longer written to by then, but may
-        hold part of it.
+        A cancelled call has taken nothing from the stream: the next call returns that
+        tensor. ``into`` is no longer written to by then, but may hold part of it.
 
         :raises EndOfStream: the peer said goodbye and everything was received
         :raises PeerLost: the connection ended in any other way
@@ -200,8 +197,7 @@ class InsertWriter(abc.ABC):
 
         A cancelled put has put nothing, and the same put may be made again.
 
-        :raises ValueError: if ``name`` was not declared or was put before, or
-            shape or dtype are not those declared
+        :raises ValueError: if ``name`` was put before, or this was not declared
         :raises EntryAborted: if the entry is gone already
         """
 
@@ -238,6 +234,18 @@ class KVLookupBuffer(KVCacheBuffer):
     """
 
     @abc.abstractmethod
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of unset elements in memory that inserting need not copy.
+
+        In this process that is the buffer's own: inserted whole, it must not be written
+        to any more (``full`` digests show it). A remote insert sends from it. Small, or
+        where there is no room, it is an ordinary tensor, and a local insert copies it.
+        It is charged as long as it lives. Never waits.
+
+        :raises ValueError: tensors of this dtype cannot be sent
+        """
+
+    @abc.abstractmethod
     async def insert(
         self,
         input_tokens: TokenIds | None,
@@ -260,12 +268,10 @@ class KVLookupBuffer(KVCacheBuffer):
         ends with ``None``) and is judged only while nobody holds the entry. The
         entry leaves after ``deliveries`` acknowledgements of as many consumers.
 
-        Inserting the same ``entry_id`` with the same contents again succeeds
-        and changes nothing.
-
-        A cancelled local call equals a call never made. A cancelled remote call
-        is withdrawn if the cancel arrives before the commit; else the entry is
-        in, once. Either way the tensors are no longer read.
+        Inserting the same ``entry_id`` with the same contents again succeeds, and
+        changes nothing. A cancelled local call equals a call never made. A cancelled
+        remote call is withdrawn if the cancel arrives before the commit; else the entry
+        is in, once. Either way the tensors are no longer read.
 
         :raises EntryTooLarge: it could never fit
         :raises EntryConflict: ``entry_id`` is known, with other contents
@@ -290,10 +296,10 @@ class KVLookupBuffer(KVCacheBuffer):
     ) -> DropSelect:
         """Take the best matching entry out of the buffer, waiting for one to come.
 
-        ``await`` it and the entry is yours: it was acknowledged on verified
-        receipt (at most once). Enter it with ``async with`` and it is
-        acknowledged on clean exit, and given back on an error or a
-        cancellation (at least once; ``attempt`` and ``entry_id`` tell).
+        ``await`` it and the entry is yours: it was acknowledged on verified receipt (at
+        most once). Enter it with ``async with`` and it is acknowledged on clean exit,
+        and given back on an error or a cancellation (at least once; ``attempt`` and
+        ``entry_id`` tell).
 
         Without tokens and without ``entry_id`` any entry is selected. Among entries the
         longest match wins, then the first in. Tensors named in ``into`` land there
@@ -308,11 +314,11 @@ class KVLookupBuffer(KVCacheBuffer):
         :raises ChecksumError: the bytes changed on their way; given back
         :raises BufferClosed: the buffer is closed, or was closed meanwhile
         :raises PeerLost: the peer is gone and did not come back in time
-        :raises PeerRestarted: the peer came back without its memory, and
-            nothing says any more whether the acknowledgement had counted
+        :raises PeerRestarted: the peer came back without its memory, and nothing says
+            any more whether the acknowledgement had counted
         :raises EntryTooLarge: the entry exceeds this side's receive bound
-        :raises ValueError: tokens and roi do not fit each other, or ``into``
-            does not fit the entry, which is given back
+        :raises ValueError: tokens and roi do not fit each other, or ``into`` does not
+            fit the entry, which is given back
         """
 
     @abc.abstractmethod
@@ -407,10 +413,7 @@ class KVStoreBuffer(KVCacheBuffer):
 
     @abc.abstractmethod
     async def delete(self, key: str) -> bool:
-        """Forget ``key``; ``True`` if it was there.
-
-        A cancelled call has forgotten it or not.
-        """
+        """Forget ``key``; ``True`` if it was there. Cancelled, it has or has not."""
 
     @abc.abstractmethod
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
@@ -477,17 +480,13 @@ class PayloadTransport(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, transfer: int) -> None:
-        """Let go of the transfer at the next chunk; no more ``done`` calls.
-
-        Never waits.
-        """
+        """Let go of the transfer at the next chunk: no more ``done``. Never waits."""
 
     @abc.abstractmethod
     async def quiesce(self, transfer: int) -> None:
         """Wait until no thread touches memory of the stopped ``transfer``.
 
-        Waits at most 1 s; then the lane is shut down and the link with it.
-        Shielded: a cancellation is delivered only after that.
+        Waits at most 1 s, then ends lane and link. A cancellation comes after that.
         """
 
     @abc.abstractmethod

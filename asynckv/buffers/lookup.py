@@ -21,7 +21,6 @@ from asynckv.buffers.admission import Admission
 from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drafts import make_draft
 from asynckv.buffers.drop_select import PendingSelect
-from asynckv.buffers.growth import Growth
 from asynckv.buffers.handover import check_targets
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.local_consumer import LocalConsumer
@@ -37,7 +36,8 @@ from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
 from asynckv.loops import LoopBound
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.views import spec_of
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.views import spec_like, spec_of
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
 
 __all__ = ("LookupBuffer",)
@@ -101,19 +101,9 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         return self.ledger.leases.is_closed
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor in the buffer's own memory: inserting it copies nothing.
-
-        Its elements are not set. It is charged as long as it lives, as
-        ``pinned_bytes`` of the statistics, and inserted as the whole tensor that it
-        is. Once it is inserted it must not be written to any more. Where it is
-        small, or there is no room for it now, it is an ordinary tensor, and
-        inserting it copies it. Never waits.
-
-        :raises ValueError: tensors of this dtype cannot be sent
-        """
+        """As the contract says; it counts as ``pinned_bytes`` of the statistics."""
         self._check_loop()
-        name = spec_of(torch.empty(0, dtype=dtype)).dtype
-        return self._growth.lending.empty(TensorSpec(tuple(shape), name))
+        return self._growth.lending.empty(spec_like(shape, dtype))
 
     async def insert(
         self,
@@ -255,6 +245,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             pinned_bytes=self._arena.pinned_bytes,
             handed_out_bytes=self._arena.handed_out_bytes,
             refused_slabs=self._arena.refused_slabs,
+            late_views=self._growth.late_views,
             outside_bytes=ledger.book.outside_bytes,
             entries=len(ledger.book.entries) - waiting,
             leased=sum(bool(entry.leases) for entry in ledger.book.entries.values()),

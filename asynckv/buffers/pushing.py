@@ -31,7 +31,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.views import bytes_of, empty_tensor, spec_of
+from asynckv.tensors.views import bytes_of, spec_of
 
 __all__ = ("BUSY_BYTES", "RemoteWriter", "dense")
 
@@ -43,7 +43,7 @@ async def dense(tensor: torch.Tensor, pool: CopyPool) -> torch.Tensor:
     """Return ``tensor`` if its memory is its elements in order, else a copy."""
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor.detach()
-    copy = empty_tensor(spec_of(tensor))
+    copy = pool.empty(spec_of(tensor))
     await pool.copy([tensor], [copy], digest=False)
     return copy
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Callable
 
 import torch
 
 from asynckv.errors import EntryTooLarge
 from asynckv.observability.waits import LoggedWait
-from asynckv.tensors.views import empty_tensor
+from asynckv.tensors.growth import Growth
 from asynckv.types import TensorSpec
 
 __all__ = ("ReceiveBudget",)
@@ -19,20 +18,24 @@ _ENDS_WITH = "the end of another drop_select or get"
 
 
 class ReceiveBudget:
-    """Bytes, first come, first served. ``empty`` makes the tensors that take them."""
+    """Bytes, first come, first served, and the ``memory`` of as many for them."""
 
-    def __init__(
-        self, max_bytes: int, empty: Callable[[TensorSpec], torch.Tensor] = empty_tensor
-    ) -> None:
+    def __init__(self, max_bytes: int, memory: Growth | None = None) -> None:
         self.max_bytes = max_bytes
-        self.empty = empty
+        self._memory = memory or Growth(max_bytes)
         self.used_bytes = 0
         self._line: collections.deque[tuple[int, asyncio.Future[None]]] = (
             collections.deque()
         )
 
+    def empty(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor for some of the bytes that were reserved."""
+        return self._memory.lending.spare(spec)
+
     async def reserve(self, nbytes: int) -> None:
         """Take ``nbytes``, waiting behind those who asked before.
+
+        Also waits for slabs that are under way, if they are needed for so much.
 
         A cancelled call leaves no trace.
 
@@ -44,6 +47,19 @@ class ReceiveBudget:
                 max_bytes=self.max_bytes,
                 hint="raise connect(max_bytes=...) or pass into=",
             )
+        await self._wait_for(nbytes)
+        try:
+            await self._memory.reach(nbytes)
+        except BaseException:
+            self.release(nbytes)
+            raise
+
+    def release(self, nbytes: int) -> None:
+        """Give bytes back. Never waits."""
+        self.used_bytes -= nbytes
+        self._advance()
+
+    async def _wait_for(self, nbytes: int) -> None:
         if not self._line and self.used_bytes + nbytes <= self.max_bytes:
             self.used_bytes += nbytes
             return
@@ -60,11 +76,6 @@ class ReceiveBudget:
                 self._line.remove((nbytes, turn))
                 self._advance()
             raise
-
-    def release(self, nbytes: int) -> None:
-        """Give bytes back. Never waits."""
-        self.used_bytes -= nbytes
-        self._advance()
 
     def _advance(self) -> None:
         while self._line:

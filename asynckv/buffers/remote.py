@@ -13,7 +13,6 @@ from typing import Final, Literal, Self
 import anyio
 
 from asynckv.buffers.backoff import Backoff
-from asynckv.buffers.growth import Growth
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.buffers.remote_store import RemoteStoreBuffer
@@ -33,6 +32,7 @@ from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.growth import Growth
 from asynckv.types import KVFingerprint, parse_bytes
 
 __all__ = ("Peer", "connect")
@@ -65,9 +65,9 @@ class Peer(LoopBound):
     ) -> None:
         self.url = url
         self.own_identity = own_identity
-        self._growth = Growth(max_bytes, lambda: None)
-        self.budget = ReceiveBudget(max_bytes, self._growth.lending.spare)
-        self.pool = CopyPool()
+        self.memory = Growth(max_bytes)
+        self.budget = ReceiveBudget(max_bytes, self.memory)
+        self.pool = CopyPool(empty=self.memory.lending.spare)
         self.lookup = RemoteLookupBuffer(self)
         self.store = RemoteStoreBuffer(self)
         self._fingerprint = fingerprint
@@ -174,7 +174,7 @@ class Peer(LoopBound):
         finally:  # also if the task is cancelled: nothing stays open
             self.abort()
             with anyio.CancelScope(shield=True):
-                await self._growth.aclose()
+                await self.memory.aclose()
 
     def abort(self) -> None:
         """Hang up now. Never waits."""
@@ -184,7 +184,7 @@ class Peer(LoopBound):
         if self._link is not None:
             self._link.abort()
         self.pool.close()
-        self._growth.close()
+        self.memory.close()
 
     async def _dial(self, timeout_s: float) -> Link:
         return await dial(

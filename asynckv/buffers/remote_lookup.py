@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ from asynckv.buffers.queries import (
 from asynckv.buffers.selecting import check_key_fits
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Peek, Taken, Withdraw
-from asynckv.tensors.views import spec_of
+from asynckv.tensors.views import spec_like, spec_of
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -51,6 +51,16 @@ class RemoteLookupBuffer(KVLookupBuffer):
         self._peer = peer
         self._consumer = RemoteConsumer(peer)
         self._inserting = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """As the contract says: in memory of this side's own, which comes back.
+
+        Any contiguous tensor is sent from where it is, without a copy; this one costs
+        no page faults either, where that memory was used before. All that live have up
+        to ``connect(max_bytes=...)``. After the insert it may be written to again.
+        """
+        self._peer.check()
+        return self._peer.memory.lending.empty(spec_like(shape, dtype))
 
     async def insert(
         self,

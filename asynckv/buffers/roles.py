@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NoReturn
 
@@ -26,9 +26,9 @@ __all__ = ("LookupByRole",)
 class LookupByRole(KVLookupBuffer):
     """Inserts into one buffer and selects from another; a role may lack either.
 
-    ``insert``, ``open_insert``, ``taken`` and ``withdraw`` are the producer's,
-    ``drop_select`` and ``open_drop_select`` the consumer's; without that role
-    they raise :exc:`~asynckv.errors.WrongRole` when called. ``peek`` asks where
+    ``empty``, ``insert``, ``open_insert``, ``taken`` and ``withdraw`` are the
+    producer's, ``drop_select`` and ``open_drop_select`` the consumer's; without that
+    role they raise :exc:`~asynckv.errors.WrongRole` when called. ``peek`` asks where
     ``drop_select`` would; a mere producer, its own buffer.
     """
 
@@ -37,6 +37,9 @@ class LookupByRole(KVLookupBuffer):
     ) -> None:
         self._inserts = inserts
         self._selects = selects
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._producer("empty").empty(shape, dtype)
 
     async def insert(
         self,

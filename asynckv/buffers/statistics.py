@@ -34,7 +34,8 @@ class LookupStatistics:
     their memory; ``handed_out_bytes`` are those that the application took by a plain
     ``await`` and still has, in memory that comes back: they do not count towards
     ``max_bytes``. ``refused_slabs`` says how often the system had less memory than
-    that, which is lower since.
+    that, which is lower since. ``late_views`` counts the tensors that somebody still
+    had a view of 10 s after their entry had left.
 
     ``entries`` are committed or streaming, ``leased`` of them held by a
     consumer; ``waiting_inserts`` wait for room (``oldest_insert_wait_s`` the
@@ -51,6 +52,7 @@ class LookupStatistics:
     pinned_bytes: int
     handed_out_bytes: int
     refused_slabs: int
+    late_views: int
     outside_bytes: int
     entries: int
     leased: int
@@ -88,8 +90,8 @@ class StoreCounters:
 class StoreStatistics:
     """A store buffer at one moment.
 
-    ``pinned_bytes``, ``handed_out_bytes`` and ``refused_slabs`` are as for a lookup
-    buffer.
+    ``pinned_bytes``, ``handed_out_bytes``, ``refused_slabs`` and ``late_views`` are
+    as for a lookup buffer.
     ``used_bytes`` are those of the ``keys`` stored, of puts under way, and of
     replaced or deleted values that somebody still reads. ``waiting_puts`` wait
     for room (``oldest_put_wait_s`` the first of them). The counters count since
@@ -102,6 +104,7 @@ class StoreStatistics:
     pinned_bytes: int
     handed_out_bytes: int
     refused_slabs: int
+    late_views: int
     keys: int
     waiting_puts: int
     oldest_put_wait_s: float

@@ -10,13 +10,13 @@ import anyio
 import torch
 
 from asynckv.abc import KVStoreBuffer
-from asynckv.buffers.growth import Growth
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.store_ledger import PendingPut, PinnedValue, StoreLedger
 from asynckv.buffers.store_room import StoreRoom
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.loops import LoopBound
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of, check_into, spec_of
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
 
@@ -115,6 +115,7 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
             pinned_bytes=self._arena.pinned_bytes,
             handed_out_bytes=self._arena.handed_out_bytes,
             refused_slabs=self._arena.refused_slabs,
+            late_views=self._growth.late_views,
             keys=len(ledger),
             waiting_puts=len(self._room),
             oldest_put_wait_s=self._room.longest_wait_s(now),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import anyio
+
 from asynckv.errors import ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
@@ -80,7 +82,12 @@ class PipeEnd:
         error.goodbye = True
         self._end(error)
         self.inbound.end(error, keep=False)
-        await self.link.aclose()
+        try:
+            await self.link.aclose()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.inbound.aclose()
+                await self.outbound.aclose()
 
     def abort(self, error: PeerLost | None = None) -> None:
         """Hang up now. What has come whole can be taken if the peer is at fault.
@@ -91,6 +98,8 @@ class PipeEnd:
         self._end(error or ours)
         if error is None:
             self.inbound.end(ours, keep=False)
+            self.inbound.abort()
+            self.outbound.abort()
         self.link.abort(error or ours)
 
     def _send(self, frame: Frame, body: memoryview) -> None:

@@ -20,6 +20,7 @@ from asynckv.links.receiving import Reception
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
+from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
 from asynckv.types import TensorSpec
 
@@ -84,6 +85,9 @@ class Inbound:
         self._reported_count = 0
         self._report: asyncio.Handle | None = None
         self._changed = asyncio.Event()
+        self._memory = Growth(max_bytes, self._grant_waiting)
+        self._to_grant: dict[Arrival, None] = {}
+        """What waits for a slab, the first one first."""
         self._lost: PeerLost | None = None
         self._was_cut = False
         self._checksum: ChecksumError | None = None
@@ -213,6 +217,14 @@ class Inbound:
             self._report = None
         self._changed.set()
 
+    async def aclose(self) -> None:
+        """Give idle memory back. Bounded; what was taken keeps its own."""
+        await self._memory.aclose()
+
+    def abort(self) -> None:
+        """As :meth:`aclose`, but never waits."""
+        self._memory.close()
+
     def _failure(self) -> Exception:
         if self._checksum is not None:
             return ChecksumError(self._checksum.message, hint=self._checksum.hint)
@@ -247,8 +259,11 @@ class Inbound:
     def _grant(self, arrival: Arrival) -> None:
         if arrival.spec is None or arrival.reception is not None:
             return
+        if self._memory.awaits(arrival.nbytes):
+            self._to_grant[arrival] = None
+            return
         try:
-            arrival.tensor = empty_tensor(arrival.spec)
+            arrival.tensor = self._memory.lending.spare(arrival.spec)
         except RuntimeError as exc:
             raise MemoryError(f"none for a tensor of {arrival.nbytes} bytes") from exc
         target = bytes_of(arrival.tensor)
@@ -257,9 +272,18 @@ class Inbound:
         arrival.reception.begin()
         self._send(Grant(arrival.transfer), _NOTHING)
 
+    def _grant_waiting(self) -> None:
+        waiting, self._to_grant = self._to_grant, {}
+        for arrival in waiting:
+            with contextlib.suppress(MemoryError):  # as in on_push
+                self._grant(arrival)
+        if waiting:
+            self._changed.set()
+
     def _cut(self) -> None:
         """Forget the last tensor, which is not whole or follows one that is not."""
         arrival = self._queue.pop()
+        self._to_grant.pop(arrival, None)
         if arrival.reception is not None:
             arrival.reception.stop()
         self._landing.pop(arrival.transfer, None)

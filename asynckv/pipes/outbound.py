@@ -20,7 +20,9 @@ from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
 from asynckv.pipes.room import Credit, SendRoom
 from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
+from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
+from asynckv.types import TensorSpec
 
 __all__ = ("Outbound",)
 
@@ -46,6 +48,7 @@ class Outbound:
         self._to_grant: dict[int, Parcel] = {}
         self._verified_count = 0
         self.room = SendRoom(max_bytes, self._queue.append)
+        self._memory = Growth(max_bytes)
         self._credit = Credit()
         self._awaits_drain = False
         self._is_refusing = False
@@ -62,6 +65,14 @@ class Outbound:
         self.check()
         await self.room.wait_for(parcel)
         self.check()
+
+    async def memory_for(self, spec: TensorSpec) -> torch.Tensor:
+        """Return memory for the copy of a tensor that has its place.
+
+        It comes back when it has left. A cancelled call leaves no trace.
+        """
+        await self._memory.reach(spec.nbytes)
+        return self._memory.lending.spare(spec)
 
     def put(self, parcel: Parcel, memory: torch.Tensor | None, digest: bytes) -> None:
         """Let a parcel go that has its place, now that it is copied. Never waits.
@@ -175,6 +186,14 @@ class Outbound:
             self.room.release(parcel)
             parcel.settle(is_verified=False)
         self.room.close()
+
+    async def aclose(self) -> None:
+        """Give idle memory back. Bounded; what leaves still keeps its own."""
+        await self._memory.aclose()
+
+    def abort(self) -> None:
+        """As :meth:`aclose`, but never waits."""
+        self._memory.close()
 
     def _failure(self) -> PipeBroken | EndOfStream:
         lost = self._lost

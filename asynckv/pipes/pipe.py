@@ -16,7 +16,7 @@ from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.inbound import Arrival
 from asynckv.pipes.parcels import Parcel
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.views import check_into, empty_tensor, spec_of
+from asynckv.tensors.views import check_into, spec_of
 
 __all__ = ("Pipe", "PipeStatistics")
 
@@ -106,7 +106,7 @@ class Pipe(KVPipe, LoopBound):
             if tensor is None or parcel.spec is None:
                 self._outbound.put(parcel, None, b"")
                 return
-            memory = empty_tensor(parcel.spec)
+            memory = await self._outbound.memory_for(parcel.spec)
             (digest,) = await self._pool.copy(
                 [tensor], [memory], digest=self._link.digest != "off"
             )

@@ -40,6 +40,7 @@ class Lending:
             return empty_tensor(spec)
         tensor = region.tensor(spec)
         self._lent[tensor.data_ptr()] = region
+        region.is_lent = True
         region.release()
         return tensor
 

@@ -26,7 +26,8 @@ class Pins:
     """Looks after the views of one arena's regions: what those call their owner.
 
     ``freed`` is called, in any thread, when memory may have become free otherwise
-    than by a call here: :meth:`collect` is to follow. ``charge`` is told of bytes
+    than by a call here: :meth:`collect` is to follow. ``pinned`` is told of a region
+    that was released while the application still has it. ``charge`` is told of bytes
     that count, or (negative) no longer count as used, because they are pinned;
     ``give_back`` gets every region that nobody holds any more.
     """
@@ -36,11 +37,13 @@ class Pins:
         pages: SlabPages,
         *,
         freed: Callable[[], None],
+        pinned: Callable[[SlabRegion], None],
         charge: Callable[[int], None],
         give_back: Callable[[Region], None],
     ) -> None:
         self._pages = pages
         self._freed = freed
+        self._tell_pinned = pinned
         self._charge = charge
         self._give_back = give_back
         self._gone: collections.deque[SlabRegion] = collections.deque()
@@ -64,6 +67,8 @@ class Pins:
     def pin(self, region: SlabRegion) -> None:
         self._pinned.add(region)
         self._count(region, region.nbytes)
+        if not (region.is_lent or region.is_handed_out):
+            self._tell_pinned(region)
 
     def unpin(self, region: SlabRegion) -> None:
         if region in self._pinned:

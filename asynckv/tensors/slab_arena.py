@@ -14,6 +14,7 @@ from asynckv.tensors.arena import Arena, Region
 from asynckv.tensors.pinning import Pins
 from asynckv.tensors.slab_pages import SlabPages
 from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.slabs import IdleSlabs
 
 __all__ = ("SlabArena",)
 
@@ -33,7 +34,9 @@ class SlabArena(Arena):
     ``wanted`` is called when a slab is needed: :meth:`SlabPages.make_slab`, in a
     thread, then :meth:`add_slab` are to follow. ``freed`` is called, in any thread,
     when memory may have become free otherwise than by a call here: :meth:`collect`
-    is to follow.
+    is to follow. ``pinned`` is told of a region that somebody has a view of when its
+    entry leaves; ``unmapped`` gets the slabs of a closed arena when nothing is in
+    them any more but such views.
 
     A slab that cannot be had lowers ``max_bytes``; where there is no shared memory
     at all, regions are on the heap.
@@ -49,15 +52,19 @@ class SlabArena(Arena):
         *,
         wanted: Callable[[], None],
         freed: Callable[[], None],
+        pinned: Callable[[SlabRegion], None] = lambda region: None,
+        unmapped: Callable[[IdleSlabs], None] = lambda idle: None,
     ) -> None:
         super().__init__(max_bytes)
         self._max_heap_bytes = max(max_bytes // _HEAP_SHARE, _HEAP_LEAST_NBYTES)
         self._heap_bytes = 0
         self._generations = itertools.count(1)
+        self._unmapped = unmapped
         self.pages = SlabPages(max_bytes, wanted)
         self.pins = Pins(
             self.pages,
             freed=freed,
+            pinned=pinned,
             charge=self._charge_pinned,
             give_back=self.give_back,
         )
@@ -109,6 +116,13 @@ class SlabArena(Arena):
         self._heap_bytes += charged
         self._charge(total + charged)
         return regions
+
+    def has_spare(self, nbytes: int) -> bool:
+        """Is there no need to wait for slabs with so much for the application?"""
+        if nbytes <= _HEAP_NBYTES or not self.pages.could_ever_fit([nbytes]):
+            return True
+        self.collect()
+        return self.pages.free_bytes >= nbytes
 
     def take_spare(self, nbytes: int) -> SlabRegion | None:
         """Take a region for the application, if so much lies idle.
@@ -200,8 +214,10 @@ class SlabArena(Arena):
 
     def _unmap_if_over(self) -> None:
         if self.is_closed and not self.used_bytes:
-            self.pages.unmap()
+            idle = self.pages.unmap()
             self.pins.forget_mappings()
+            if idle is not None:
+                self._unmapped(idle)
 
     def _is_for_heap(self, nbytes: int) -> bool:
         if not self.pages.is_usable:

@@ -14,7 +14,7 @@ import numpy.typing
 from asynckv.tensors.allocator import PageAllocator
 from asynckv.tensors.arena import Pages
 from asynckv.tensors.packing import pack, pages_of
-from asynckv.tensors.slabs import PAGE_NBYTES, Slabs, next_slab_nbytes
+from asynckv.tensors.slabs import PAGE_NBYTES, IdleSlabs, Slabs, next_slab_nbytes
 
 __all__ = ("Place", "SlabPages")
 
@@ -157,9 +157,10 @@ class SlabPages:
         if self._slabs is not None:
             self._slabs.close()
 
-    def unmap(self) -> None:
-        """Let the slabs go, but for what somebody has a view of."""
-        self._slabs = None
+    def unmap(self) -> IdleSlabs | None:
+        """Let the slabs go, but for what somebody has a view of; return them once."""
+        slabs, self._slabs = self._slabs, None
+        return slabs and IdleSlabs(slabs, list(self._allocator.free_blocks()))
 
     @property
     def _max_runs(self) -> int:

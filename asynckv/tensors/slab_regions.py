@@ -74,6 +74,7 @@ class SlabRegion(Region):
         "generation",
         "is_handed_out",
         "is_kept",
+        "is_lent",
         "offset",
     )
 
@@ -95,6 +96,8 @@ class SlabRegion(Region):
         """Do its last views belong to the application, which nobody charges?"""
         self.is_kept = False
         """Has a forked child views too, whose end nobody here learns of?"""
+        self.is_lent = False
+        """Was it made for somebody who may insert it, and has not yet?"""
         self._owner: SlabRegionOwner | None = owner
         pages.left += 1
 
@@ -125,11 +128,16 @@ class SlabRegion(Region):
         """Has it no owner any more, but those of its views?"""
         return self._is_released
 
+    @property
+    def is_pinned(self) -> bool:
+        """Is it kept from others, although it was released, and counts for that?"""
+        return self._is_released and self._owner is not None and not self.is_handed_out
+
     def own(self) -> bool:
         """Undo a release that is not over yet; ``False`` if there is none."""
         if not self._is_released or self._owner is None:
             return False
-        self._is_released = False
+        self._is_released = self.is_lent = False
         self._owner.unpin(self)
         return True
 

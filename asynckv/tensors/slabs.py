@@ -27,6 +27,7 @@ __all__ = (
     "MAX_SLAB_NBYTES",
     "MIN_SLAB_NBYTES",
     "PAGE_NBYTES",
+    "IdleSlabs",
     "Slabs",
     "has_slabs",
     "next_slab_nbytes",
@@ -41,6 +42,7 @@ _LEAST_NBYTES: Final = 2**20
 _PIECE_NBYTES: Final = 16 * 2**20
 """A thread that allocates a slab asks whether to go on after as much."""
 
+_MADV_REMOVE: Final = 9
 _MADV_POPULATE_WRITE: Final = 23
 _NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
 
@@ -166,6 +168,26 @@ class Slabs:
         return numpy.frombuffer(mapping, numpy.uint8)
 
 
+class IdleSlabs:
+    """Slabs that nobody needs any more, but for those who have views."""
+
+    def __init__(self, slabs: Slabs, idle: Sequence[Run]) -> None:
+        self._slabs: Slabs | None = slabs
+        self._idle = idle
+
+    def drop(self) -> None:
+        """Give the idle pages back, and with the last view the others. Once.
+
+        Blocks for as long as the system needs to clear them, without the GIL: to be
+        called in a thread, by which the mapping is closed too.
+        """
+        slabs, self._slabs = self._slabs, None
+        if slabs is not None:
+            for first, pages in self._idle:
+                start = first * PAGE_NBYTES
+                _advise(slabs.memory[start : start + pages * PAGE_NBYTES], _MADV_REMOVE)
+
+
 def _half(nbytes: int) -> int:
     """Return half as many bytes, in whole pages; 0 where that is too few."""
     half = nbytes // 2 // PAGE_NBYTES * PAGE_NBYTES
@@ -178,6 +200,10 @@ def _populate(piece: _Bytes) -> None:
     By ctypes, which lets the GIL go where :meth:`mmap.mmap.madvise` keeps it. An
     old kernel refuses; then each first write to a page costs a fault.
     """
+    _advise(piece, _MADV_POPULATE_WRITE)
+
+
+def _advise(piece: _Bytes, advice: int) -> None:
     libc = ctypes.CDLL(None)
     address = ctypes.c_void_p(piece.ctypes.data)
-    libc.madvise(address, ctypes.c_size_t(piece.nbytes), _MADV_POPULATE_WRITE)
+    libc.madvise(address, ctypes.c_size_t(piece.nbytes), advice)

@@ -5,6 +5,7 @@ Every view keeps the memory that it shows alive.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy
@@ -20,6 +21,7 @@ __all__ = (
     "check_sendable",
     "dtype_of",
     "empty_tensor",
+    "spec_like",
     "spec_of",
     "tensor_from",
     "tensor_over",
@@ -75,6 +77,15 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     check_sendable(tensor)
     name = _NAMES.get(tensor.dtype)
     return TensorSpec(tuple(tensor.shape), name or str(tensor.dtype))
+
+
+def spec_like(shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
+    """Return the spec of tensors of this shape and dtype.
+
+    :raises ValueError: they cannot be sent
+    """
+    name = spec_of(torch.empty(0, dtype=dtype)).dtype
+    return TensorSpec(tuple(shape), name)
 
 
 def check_sendable(tensor: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing.blocked import until
+from asynckv.types import TensorSpec
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 
@@ -166,6 +167,44 @@ async def test_values_are_received_in_memory_that_comes_back(peer: Peer) -> None
     assert addresses[1] == addresses[2] == addresses[3]
 
 
+async def test_a_remote_insert_sends_from_memory_that_comes_back(
+    lookup: LookupBuffer, peer: Peer
+) -> None:
+    addresses = []
+    for value in range(3):
+        tensor = peer.lookup.empty((3, 4 * _MIB), torch.uint8).fill_(value)
+        addresses.append(tensor.data_ptr())
+        await peer.lookup.insert([1], None, tensor, None, None)
+        tensor.fill_(9)  # it has left
+        del tensor
+        key = (await lookup.drop_select([1])).key
+        assert isinstance(key, torch.Tensor) and bool((key == value).all())
+        await _slab_is_there(peer)
+    assert addresses[1] == addresses[2]
+
+
+async def test_what_a_peer_computes_into_is_no_more_than_its_bound(peer: Peer) -> None:
+    await _slab_is_wanted(peer)
+    tensors = [peer.lookup.empty((12 * _MIB,), torch.uint8) for _ in range(9)]
+    assert peer.memory.arena.pinned_bytes <= 64 * _MIB
+    assert _slab_bytes(peer) <= 64 * _MIB
+    with pytest.raises(ValueError, match="sent"):
+        peer.lookup.empty((1,), torch.qint8)
+    del tensors
+
+
+async def test_what_is_not_dense_is_copied_into_memory_that_comes_back(
+    lookup: LookupBuffer, peer: Peer
+) -> None:
+    await _slab_is_wanted(peer)
+    tensor = torch.arange(_MIB).view(1024, 1024).t()
+    await peer.lookup.insert([1], None, tensor, None, None)
+    key = (await lookup.drop_select([1])).key
+    assert isinstance(key, torch.Tensor) and torch.equal(key, tensor)
+    peer.memory.lending.spare(TensorSpec((_MIB,), "uint8"))  # looks what came back
+    assert peer.memory.arena.handed_out_bytes == 0
+
+
 async def test_what_was_received_waits_for_no_garbage_collector(
     lookup: LookupBuffer, peer: Peer, no_collector: None
 ) -> None:
@@ -202,9 +241,14 @@ async def test_what_was_received_outlives_the_connection(
 
 
 def _slab_bytes(peer: Peer) -> int:
-    arena = peer._growth.arena
+    arena = peer.memory.arena
     assert isinstance(arena, SlabArena)
     return arena.pages.nbytes
+
+
+async def _slab_is_wanted(peer: Peer) -> None:
+    peer.lookup.empty((_MIB,), torch.uint8)
+    await _slab_is_there(peer)
 
 
 async def _slab_is_there(peer: Peer) -> None:

@@ -6,6 +6,9 @@ import pytest
 
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import EntryTooLarge
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.slabs import has_slabs
+from asynckv.types import TensorSpec
 
 
 async def started(budget: ReceiveBudget, nbytes: int) -> asyncio.Task[None]:
@@ -17,6 +20,25 @@ async def started(budget: ReceiveBudget, nbytes: int) -> asyncio.Task[None]:
 async def test_what_exceeds_the_bound_is_refused_at_once() -> None:
     with pytest.raises(EntryTooLarge, match="11 bytes"):
         await ReceiveBudget(10).reserve(11)
+
+
+async def test_it_waits_for_the_memory_that_comes_back() -> None:
+    memory = Growth(2**20)
+    budget = ReceiveBudget(2**20, memory)
+    await budget.reserve(2**20)
+    tensor = budget.empty(TensorSpec((2**20,), "uint8"))
+    assert memory.arena.handed_out_bytes == (2**20 if has_slabs() else 0)
+    budget.release(2**20)
+    del tensor
+    await memory.aclose()
+
+
+async def test_who_is_cancelled_while_a_slab_comes_leaves_no_trace() -> None:
+    budget = ReceiveBudget(2**20)
+    reserving = await started(budget, 2**20)
+    reserving.cancel()
+    await asyncio.wait({reserving})
+    assert budget.used_bytes == (0 if has_slabs() else 2**20)
 
 
 async def test_bytes_are_given_first_come_first_served() -> None:

@@ -31,6 +31,7 @@ async def test_a_producer_inserts_and_does_not_select(own: LookupBuffer) -> None
     lookup = LookupByRole(own, None)
     entry_id = await lookup.insert([1, 2], None, KEY, None, None)
     assert await lookup.peek([1, 2]) == 2
+    assert lookup.empty((3, 2), torch.float32).shape == (3, 2)
     with pytest.raises(WrongRole, match="drop_select is a kv_consumer's verb"):
         lookup.drop_select([1])
     with pytest.raises(WrongRole, match="open_drop_select"):
@@ -50,6 +51,8 @@ async def test_a_consumer_selects_and_does_not_insert(others: LookupBuffer) -> N
             await call()
     with pytest.raises(WrongRole, match="open_insert"):
         lookup.open_insert([1], None, SPECS)
+    with pytest.raises(WrongRole, match="empty"):
+        lookup.empty((3,), torch.float32)
     assert (await lookup.drop_select([1])).entry_id
 
 

@@ -13,7 +13,9 @@ from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.parcels import MAX_TENSORS
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
-from asynckv.testing import until_blocked
+from asynckv.tensors import growth, lending
+from asynckv.tensors.slabs import has_slabs
+from asynckv.testing import until, until_blocked
 from asynckv.types import TensorSpec
 
 BOUND = 2**20
@@ -21,6 +23,20 @@ LARGE = 2**18
 LOST = PeerLost("the cable was cut")
 BYE = PeerLost("goodbye")
 BYE.goodbye = True
+
+
+@pytest.fixture(autouse=True)
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors land: at once on the ``heap``, or in ``slabs`` that come soon."""
+    kind: str = getattr(request, "param", "heap")
+    if kind == "heap":
+        monkeypatch.setattr(growth, "has_slabs", lambda: False)
+    elif not has_slabs():
+        pytest.skip("no memory files here")
+    return kind
+
+
+in_slabs = pytest.mark.parametrize("memory", ["slabs"], indirect=True)
 
 
 class FakeLink:
@@ -144,7 +160,7 @@ async def test_without_memory_for_it_a_tensor_stays_in_the_stream(
 
     receiver = Receiver()
     with monkeypatch.context() as patch:
-        patch.setattr(inbound, "empty_tensor", none_left)
+        patch.setattr(lending, "empty_tensor", none_left)
         receiver.push(LARGE)
         with pytest.raises(MemoryError, match=str(LARGE)):
             await receiver.next()
@@ -269,3 +285,55 @@ async def test_a_done_for_what_was_never_granted_is_a_lie() -> None:
     receiver.push(2 * BOUND)
     with pytest.raises(RemoteProtocolError, match="never granted"):
         receiver.half.on_done(Done(1, 0))
+
+
+@in_slabs
+async def test_what_waits_for_a_slab_is_granted_when_it_is_there() -> None:
+    receiver = Receiver()
+    receiver.push(LARGE, 1)
+    receiver.push(LARGE, 2)
+    receiver.push(100, 3)
+    assert receiver.frames == []
+    await until(lambda: receiver.frames[:2] == [Grant(1), Grant(2)])
+    receiver.land(1)
+    assert (await receiver.next()) is not None
+    await receiver.half.aclose()
+
+
+@in_slabs
+async def test_memory_that_was_taken_and_forgotten_is_received_into_again() -> None:
+    receiver, addresses = Receiver(), set()
+    for transfer in range(1, 5):
+        receiver.push(LARGE, transfer)
+        await until(lambda: Grant(transfer) in receiver.frames)  # noqa: B023
+        receiver.land(transfer)
+        tensor = await receiver.next()
+        assert tensor is not None
+        addresses.add(tensor.data_ptr())
+        receiver.link.landing.clear()
+        del tensor
+    assert len(addresses) == 1
+    await receiver.half.aclose()
+
+
+@in_slabs
+async def test_what_is_cut_while_it_waits_for_a_slab_is_never_granted() -> None:
+    receiver = Receiver()
+    receiver.push(LARGE)
+    receiver.half.end(LOST)
+    await receiver.half.aclose()
+    assert receiver.frames == []
+    with pytest.raises(PeerLost):
+        await receiver.next()
+
+
+@in_slabs
+async def test_somebody_who_waits_for_what_waits_for_a_slab_gets_it() -> None:
+    receiver = Receiver()
+    receiver.push(LARGE)
+    waiting = asyncio.create_task(receiver.next())
+    await until(lambda: receiver.frames == [Grant(1)])
+    receiver.land()
+    assert (await waiting) is not None
+    receiver.half.abort()
+    await receiver.half.aclose()

@@ -19,6 +19,7 @@ from asynckv.tensors.slabs import (
     MAX_SLAB_NBYTES,
     MIN_SLAB_NBYTES,
     PAGE_NBYTES,
+    IdleSlabs,
     Slabs,
     has_slabs,
     next_slab_nbytes,
@@ -207,3 +208,19 @@ def test_no_file_descriptor_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "memfd_create", no_more)
     with pytest.raises(OSError, match="too many"):
         Slabs(mmap.PAGESIZE)
+
+
+def test_idle_pages_are_given_back_while_views_of_others_live() -> None:
+    slabs = Slabs(MIN_SLAB_NBYTES)
+    slabs.grow()
+    view, copy = slabs.memory[PAGE_NBYTES : 2 * PAGE_NBYTES], os.dup(slabs.fileno())
+    view[:] = 7
+    idle = IdleSlabs(slabs, [(0, 1), (2, MIN_SLAB_NBYTES // PAGE_NBYTES - 2)])
+    slabs.close()
+    del slabs
+    for _ in range(2):
+        idle.drop()
+    assert os.fstat(copy).st_blocks * 512 == PAGE_NBYTES
+    assert bool((view == 7).all())
+    del view
+    os.close(copy)

@@ -12,6 +12,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import EntryTooLarge
+from asynckv.tensors import late_views
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
@@ -220,6 +221,20 @@ async def test_an_empty_tensor_without_room_is_an_ordinary_one(
     await lookup.insert([1], None, tensor, None, None)
     entry = await lookup.drop_select([1])
     assert isinstance(entry.key, torch.Tensor) and torch.equal(entry.key, tensor)
+
+
+async def test_a_view_of_what_has_left_is_said_when_it_is_kept_long(
+    lookup: LookupBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_views, "LATE_S", 0.02)
+    await _arena_is_there(lookup)
+    tensor = lookup.empty((20 * _MIB,), torch.uint8)
+    other = lookup.empty((20 * _MIB,), torch.uint8)  # never inserted: it is no entry's
+    await lookup.insert([1], None, tensor, None, None)
+    await lookup.drop_select([1])
+    await until(lambda: lookup.statistics().late_views == 1)
+    assert lookup.statistics().pinned_bytes == 40 * _MIB
+    del tensor, other
 
 
 async def test_memory_that_a_forked_child_sees_is_not_used_again(

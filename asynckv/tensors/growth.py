@@ -1,4 +1,4 @@
-"""A buffer's arena, and the thread that lets it grow while others wait for room."""
+"""An arena, and the thread that lets it grow while others wait for room."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.forking import watch_forks
+from asynckv.tensors.late_views import LateViews
 from asynckv.tensors.lending import Lending
 from asynckv.tensors.slab_arena import SlabArena
-from asynckv.tensors.slabs import has_slabs
+from asynckv.tensors.slabs import IdleSlabs, has_slabs
 
 __all__ = ("Growth",)
 
@@ -29,11 +30,18 @@ class Growth:
     a slab is there or cannot be had, or a view of released memory is gone.
     """
 
-    def __init__(self, max_bytes: int, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, max_bytes: int, changed: Callable[[], None] = lambda: None
+    ) -> None:
         self._slabs: SlabArena | None = None
+        self._late = LateViews()
         if has_slabs():
             self._slabs = SlabArena(
-                max_bytes, wanted=self._grow_soon, freed=self._look_soon
+                max_bytes,
+                wanted=self._grow_soon,
+                freed=self._look_soon,
+                pinned=self._late.watch,
+                unmapped=self._drop_soon,
             )
             watch_forks(self._slabs.pins)
         self.arena = self._slabs or HeapArena(max_bytes)
@@ -41,10 +49,36 @@ class Growth:
         self._changed = changed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._growing: _Slab | None = None
+        self._dropping: asyncio.Future[None] | None = None
         self._is_looking = False
+
+    @property
+    def late_views(self) -> int:
+        """How many views have kept memory for 10 s after their entry's end."""
+        return self._late.count
+
+    def awaits(self, nbytes: int) -> bool:
+        """Is a slab under way without which so many spare bytes are not there?
+
+        Asks for one, if there can be one more. :meth:`changed` is called next.
+        """
+        slabs = self._slabs
+        if slabs is None or slabs.has_spare(nbytes):
+            return False
+        slabs.pages.want()
+        return self._growing is not None
+
+    async def reach(self, nbytes: int) -> None:
+        """Wait for slabs, if there can be more, until so many bytes are spare.
+
+        A cancelled call leaves no trace.
+        """
+        while self.awaits(nbytes) and self._growing is not None:
+            await asyncio.wait({self._growing})
 
     def close(self) -> None:
         """Get no more slabs; one under way ends soon. Never waits."""
+        self._late.stop()
         self.arena.close()
 
     async def aclose(self) -> None:
@@ -52,6 +86,8 @@ class Growth:
         self.close()
         if self._growing is not None:
             await asyncio.wait({self._growing})
+        if self._dropping is not None:
+            await asyncio.wait({self._dropping})
 
     def _grow_soon(self) -> None:
         if self._growing is not None:
@@ -59,15 +95,7 @@ class Growth:
         loop = self._loop = asyncio.get_running_loop()
         self._growing = slab = loop.create_future()
         slab.add_done_callback(self._add_slab)
-        # A thread of its own for each, as there are few: no daemon, because one
-        # that is in the kernel while the interpreter ends takes the process down.
-        thread = threading.Thread(
-            target=self._make_slab, args=(loop, slab), name="asynckv-slab", daemon=False
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # the process has as many threads as it may
-            logger.exception("no thread to get shared memory in")
+        if not _start(self._make_slab, loop, slab):
             slab.set_result(None)
 
     def _make_slab(self, loop: asyncio.AbstractEventLoop, slab: _Slab) -> None:
@@ -85,6 +113,17 @@ class Growth:
             self._slabs.add_slab(slab.result())
             self._changed()
 
+    def _drop_soon(self, idle: IdleSlabs) -> None:
+        """Unmap slabs in a thread: the system takes its time to clear them."""
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            idle.drop()
+            return
+        self._dropping = dropped = loop.create_future()
+        if not _start(_drop, idle, loop, dropped):
+            idle.drop()
+            dropped.set_result(None)
+
     def _look_soon(self) -> None:
         """Called by finalizers: in any thread, at any moment."""
         loop = self._loop
@@ -101,3 +140,28 @@ class Growth:
         if self._slabs is not None:
             self._slabs.collect()
         self._changed()
+
+
+def _start(work: Callable[..., None], *args: object) -> bool:
+    """Let a thread of its own do ``work``; ``False`` if there is none.
+
+    There are few. No daemon, because one that is in the kernel while the
+    interpreter ends takes the process down.
+    """
+    thread = threading.Thread(target=work, args=args, name="asynckv-slab", daemon=False)
+    try:
+        thread.start()
+    except RuntimeError:  # the process has as many threads as it may
+        logger.exception("no thread for shared memory")
+        return False
+    return True
+
+
+def _drop(
+    idle: IdleSlabs, loop: asyncio.AbstractEventLoop, dropped: asyncio.Future[None]
+) -> None:
+    try:
+        idle.drop()
+    finally:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(dropped.set_result, None)

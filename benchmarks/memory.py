@@ -1,0 +1,268 @@
+"""How much memory a process takes while 1 GiB goes through a bound of 64 MiB.
+
+Once as entries through a lookup buffer, once as one stream through a pipe, from one
+process to another over loopback; both have the bound, and the receiver forgets each
+tensor before it asks for the next. This process samples both while they work; each
+figure is the highest of a process above what it had just before ``serve`` or
+``connect``, when its own tensors and an event loop were there already.
+
+A sample is the private memory (``Pss_Anon``), the process's share of files
+(``Pss_File``), and of shared memory either what is mapped of it (``Pss_Shmem``) or all
+pages that its memory files have, mapped or not (``st_blocks``), whichever is more: the
+same pages are in both, and are counted once. A file that both processes have counts for
+the producer alone. The exit status is 1 if a limit is missed.
+
+    python benchmarks/memory.py [--tensors 64] [--nbytes 16MiB] [--bound 64MiB] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import torch
+
+import asynckv
+from asynckv.types import parse_bytes
+
+__all__ = ("main",)
+
+_MIB: Final = 2**20
+_SHARE: Final = 1.1
+_EVERY_S: Final = 0.001
+_PAUSE_S: Final = 0.02
+"""The receiver takes its time after every eighth tensor: all that may wait does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What goes through which bound, by what way."""
+
+    case: str
+    url: str
+    tensors: int
+    nbytes: int
+    bound: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Memory of one process at one moment, in bytes."""
+
+    private: int
+    files: int
+    shared: int
+
+    @property
+    def total(self) -> int:
+        return self.private + self.files + self.shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One process's highest memory above where it began, in MiB, by kind."""
+
+    name: str
+    above: float
+    private: float
+    files: float
+    shared: float
+    began: float
+    samples: int
+    most: float
+
+    @property
+    def is_met(self) -> bool:
+        return self.above <= self.most
+
+
+_Side: TypeAlias = Callable[[Work, Connection], Awaitable[None]]
+
+
+async def produce(work: Work, parent: Connection) -> None:
+    """Send the tensors, made one by one in the same memory."""
+    source = torch.ones(work.nbytes, dtype=torch.uint8)
+    _meet(parent)
+    if work.case == "lookup":
+        async with (
+            asynckv.LookupBuffer(work.bound) as buffer,
+            asynckv.serve(work.url, lookup=buffer) as server,
+        ):
+            parent.send(server.url)
+            for index in range(work.tensors):
+                await buffer.insert([index], None, source.fill_(index), None, None)
+    else:
+        async with asynckv.listen_pipe(work.url, max_bytes=work.bound) as listener:
+            parent.send(listener.url)
+            async with await listener.accept() as pipe:
+                for index in range(work.tensors):
+                    await pipe.send_tensor(source.fill_(index))
+
+
+async def consume(work: Work, parent: Connection) -> None:
+    """Receive the tensors, look at them, and forget each at once."""
+    url = _meet(parent)
+    if work.case == "lookup":
+        async with asynckv.connect(url, max_bytes=work.bound) as peer:
+            for index in range(work.tensors):
+                entry = await peer.lookup.drop_select()
+                _check(entry.key, index)
+                del entry
+                await _pause(index)
+    else:
+        async with asynckv.open_pipe(url, max_bytes=work.bound) as pipe:
+            for index in range(work.tensors):
+                tensor = await pipe.recv_tensor()
+                _check(tensor, index)
+                del tensor
+                await _pause(index)
+
+
+def _meet(parent: Connection) -> str:
+    parent.send("ready")
+    answer: str = parent.recv()
+    return answer
+
+
+def _check(tensor: object, index: int) -> None:
+    if not isinstance(tensor, torch.Tensor) or not bool((tensor == index).all()):
+        raise RuntimeError(f"tensor {index} is another than was sent")
+
+
+async def _pause(index: int) -> None:
+    if index % 8 == 0:
+        await asyncio.sleep(_PAUSE_S)
+
+
+def _run(side: _Side, work: Work, parent: Connection) -> None:
+    async def main() -> None:
+        await side(work, parent)
+        parent.send("done")
+
+    asyncio.run(main())
+    parent.recv()  # so that nothing is given back before the last sample
+
+
+def sample(pid: int, counted: set[int]) -> Sample:
+    """Look at one process; files in ``counted`` are another's, and its are added."""
+    kinds = {"Pss_Anon": 0, "Pss_File": 0, "Pss_Shmem": 0}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in kinds:
+            kinds[name] = int(value.split()[0]) * 1024
+    memory_files = 0
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if "/memfd:asynckv" in str(fd.readlink()):
+                stat = fd.stat()
+                if stat.st_ino not in counted:
+                    counted.add(stat.st_ino)
+                    memory_files += stat.st_blocks * 512
+    shared = max(kinds["Pss_Shmem"], memory_files)
+    return Sample(kinds["Pss_Anon"], kinds["Pss_File"], shared)
+
+
+def measure(work: Work) -> list[Row]:
+    """Let two processes do the work and sample both until they are done."""
+    context = multiprocessing.get_context("spawn")
+    ends, processes = [], []
+    for side in (produce, consume):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_run, args=(side, work, theirs))
+        process.start()
+        theirs.close()
+        ends.append(ours)
+        processes.append(process)
+    try:
+        for end in ends:
+            end.recv()
+        pids = [process.pid or 0 for process in processes]
+        began = _sample_all(pids)
+        ends[0].send("")
+        ends[1].send(ends[0].recv())
+        peaks, samples = _watch(pids, began, ends)
+        for end in ends:
+            end.send("")
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    names = (f"{work.case}: {side}" for side in ("producer", "consumer"))
+    rows = zip(names, began, peaks, strict=True)
+    return [_row(name, b, p, samples, work.bound) for name, b, p in rows]
+
+
+def _sample_all(pids: Sequence[int]) -> list[Sample]:
+    counted: set[int] = set()
+    return [sample(pid, counted) for pid in pids]
+
+
+def _watch(
+    pids: Sequence[int], began: list[Sample], ends: list[Connection]
+) -> tuple[list[Sample], int]:
+    peaks, samples = list(began), 0
+    busy = list(ends)
+    while busy:
+        both = zip(peaks, _sample_all(pids), strict=True)
+        peaks = [max(pair, key=lambda s: s.total) for pair in both]
+        samples += 1
+        for end in [end for end in busy if end.poll(_EVERY_S)]:
+            end.recv()  # EOFError where a process has failed
+            busy.remove(end)
+    return peaks, samples
+
+
+def _row(name: str, began: Sample, peak: Sample, samples: int, bound: int) -> Row:
+    return Row(
+        name=name,
+        above=(peak.total - began.total) / _MIB,
+        private=(peak.private - began.private) / _MIB,
+        files=(peak.files - began.files) / _MIB,
+        shared=(peak.shared - began.shared) / _MIB,
+        began=began.total / _MIB,
+        samples=samples,
+        most=bound * _SHARE / _MIB,
+    )
+
+
+def main() -> int:
+    """Measure both ways, print a row for each process, return the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--case", choices=["lookup", "pipe"], action="append")
+    parser.add_argument("--url", default="tcp://127.0.0.1:0")
+    parser.add_argument("--tensors", type=int, default=64)
+    parser.add_argument("--nbytes", default="16MiB")
+    parser.add_argument("--bound", default="64MiB")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args()
+    nbytes, bound = parse_bytes(given.nbytes), parse_bytes(given.bound)
+    rows: list[Row] = []
+    for case in given.case or ("lookup", "pipe"):
+        rows += measure(Work(case, given.url, given.tensors, nbytes, bound))
+    if given.json:
+        print(json.dumps([dataclasses.asdict(r) | {"is_met": r.is_met} for r in rows]))
+    else:
+        for row in rows:
+            mark = "pass" if row.is_met else "FAIL"
+            print(
+                f"{row.name:<18}{row.above:8.1f} MiB above {row.began:.1f}"
+                f"  <= {row.most:.1f}  {mark}  (private {row.private:.1f}, files "
+                f"{row.files:.1f}, shared {row.shared:.1f}; {row.samples} samples)"
+            )
+    return 0 if all(row.is_met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    if not os.path.exists("/proc/self/smaps_rollup"):
+        sys.exit("this needs Linux's /proc/PID/smaps_rollup")
+    sys.exit(main())
