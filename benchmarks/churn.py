@@ -4,9 +4,9 @@ Entries of 2 to 128 tensors of 4 KiB to 16 MiB are inserted without an end into 
 buffer that is full; whenever one has to wait, the share of ``max_bytes`` that was
 asked for with it is noted (1, if it would have been too much for any buffer of that
 bound), and entries leave in any order until it has room. A quarter of the entries is
-leased and stays, whatever else leaves. Minor page faults of the whole process are counted
-once the buffer is full: memory that is used again has none. The exit status is 1 if a
-limit is missed.
+leased and stays, whatever else leaves. Minor page faults of the whole process are
+counted once the buffer is full: memory that is used again has none. The exit status is
+1 if a limit is missed.
 
     python benchmarks/churn.py [--seconds 600] [--max-bytes 4GiB] [--seed 0] [--json]
 """
