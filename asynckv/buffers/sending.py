@@ -59,6 +59,8 @@ class Sending:
             self.cancel()
             await self.quiesce()
             raise
+        finally:
+            self._views = ()  # whoever keeps this object keeps no memory
         return True
 
     def cancel(self) -> None:

@@ -160,7 +160,9 @@ class SlabPages:
     def unmap(self) -> IdleSlabs | None:
         """Let the slabs go, but for what somebody has a view of; return them once."""
         slabs, self._slabs = self._slabs, None
-        return slabs and IdleSlabs(slabs, list(self._allocator.free_blocks()))
+        if slabs is None:
+            return None
+        return IdleSlabs(slabs, list(self._allocator.free_blocks()))
 
     @property
     def _max_runs(self) -> int:

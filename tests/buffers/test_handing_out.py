@@ -188,8 +188,6 @@ async def test_what_a_peer_computes_into_is_no_more_than_its_bound(peer: Peer) -
     tensors = [peer.lookup.empty((12 * _MIB,), torch.uint8) for _ in range(9)]
     assert peer.memory.arena.pinned_bytes <= 64 * _MIB
     assert _slab_bytes(peer) <= 64 * _MIB
-    with pytest.raises(ValueError, match="sent"):
-        peer.lookup.empty((1,), torch.qint8)
     del tensors
 
 

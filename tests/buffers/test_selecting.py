@@ -106,6 +106,7 @@ async def test_an_offer_retracted_while_it_waits_for_the_budget_takes_nothing() 
         stream.send(Retract(2))
         await until(lambda: selecting.delivery is None)
         budget.release(10)
+        await until(lambda: budget.used_bytes == 0)
         await until_blocked(delivered)
         assert budget.used_bytes == 0 and not pair.service.hearers[0].frames
         delivered.cancel()

@@ -44,7 +44,7 @@ def _with_gaps(pages: SlabPages) -> list[Place]:
     """Let every second MiB of all slabs be free; return the others' places."""
     _grow(pages)
     taken = pages.take([_MIB] * 32) or []
-    taken.sort(key=lambda place: place[0].runs)
+    taken.sort(key=lambda place: place[0].runs[0])
     for place in taken[::2]:
         pages.free(place[0])
     return taken[1::2]
