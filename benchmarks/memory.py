@@ -2,7 +2,9 @@
 
 Once as entries through a lookup buffer, once as one stream through a pipe, from one
 process to another over loopback; both have the bound, and the receiver forgets each
-tensor before it asks for the next. This process samples both while they work; each
+tensor before it asks for the next. (With several requests ``--outstanding``, entries that
+wait for room go straight to their consumer: beside the buffer's bound, as promised up to
+as much again.) This process samples both while they work; each
 figure is the highest of a process above what it had just before ``serve`` or
 ``connect``, when its own tensors and an event loop were there already.
 
@@ -25,14 +27,21 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import torch
 
-from asynckv import LookupBuffer, connect, listen_pipe, open_pipe, serve
+from asynckv import (
+    KVLookupBuffer,
+    LookupBuffer,
+    connect,
+    listen_pipe,
+    open_pipe,
+    serve,
+)
 from asynckv.types import parse_bytes
 
 __all__ = ("main",)
@@ -53,6 +62,7 @@ class Work:
     tensors: int
     nbytes: int
     bound: int
+    outstanding: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +109,13 @@ async def produce(work: Work, parent: Connection) -> None:
             serve(work.url, lookup=buffer) as server,
         ):
             parent.send(server.url)
+            entry_ids = []
             for index in range(work.tensors):
                 source.fill_(index)
                 entry_id = await buffer.insert([index], None, source, None, None)
-            await buffer.taken(entry_id)
+                entry_ids.append(entry_id)
+            for entry_id in entry_ids:
+                await buffer.taken(entry_id)
     else:
         async with listen_pipe(work.url, max_bytes=work.bound) as listener:
             parent.send(listener.url)
@@ -116,11 +129,10 @@ async def consume(work: Work, parent: Connection) -> None:
     url = _meet(parent)
     if work.case == "lookup":
         async with connect(url, max_bytes=work.bound) as peer:
-            for index in range(work.tensors):
-                entry = await peer.lookup.drop_select()
-                _check(entry.key, index)
-                del entry
-                await _pause(index)
+            left = iter(range(work.tensors))
+            await asyncio.gather(
+                *(_take_entries(peer.lookup, left) for _ in range(work.outstanding))
+            )
     else:
         async with open_pipe(url, max_bytes=work.bound) as pipe:
             for index in range(work.tensors):
@@ -128,6 +140,14 @@ async def consume(work: Work, parent: Connection) -> None:
                 _check(tensor, index)
                 del tensor
                 await _pause(index)
+
+
+async def _take_entries(lookup: KVLookupBuffer, left: Iterator[int]) -> None:
+    for index in left:
+        entry = await lookup.drop_select([index])
+        _check(entry.key, index)
+        del entry
+        await _pause(index)
 
 
 def _meet(parent: Connection) -> str:
@@ -246,12 +266,14 @@ def main() -> int:
     parser.add_argument("--tensors", type=int, default=64)
     parser.add_argument("--nbytes", default="16MiB")
     parser.add_argument("--bound", default="64MiB")
+    parser.add_argument("--outstanding", type=int, default=1, help="of drop_select")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
     nbytes, bound = parse_bytes(given.nbytes), parse_bytes(given.bound)
     rows: list[Row] = []
     for case in given.case or ("lookup", "pipe"):
-        rows += measure(Work(case, given.url, given.tensors, nbytes, bound))
+        work = Work(case, given.url, given.tensors, nbytes, bound, given.outstanding)
+        rows += measure(work)
     if given.json:
         print(json.dumps([dataclasses.asdict(r) | {"is_met": r.is_met} for r in rows]))
     else:
