@@ -2,11 +2,11 @@
 
 Once as entries through a lookup buffer, once as one stream through a pipe, from one
 process to another over loopback; both have the bound, and the receiver forgets each
-tensor before it asks for the next. (With several requests ``--outstanding``, entries that
-wait for room go straight to their consumer: beside the buffer's bound, as promised up to
-as much again.) This process samples both while they work; each
+tensor before it asks for the next. This process samples both while they work; each
 figure is the highest of a process above what it had just before ``serve`` or
-``connect``, when its own tensors and an event loop were there already.
+``connect``, when its own tensors and an event loop were there already. With several
+requests ``--outstanding``, entries that wait for room go straight to their consumer:
+beside the buffer's bound, as promised up to as much again.
 
 A sample is the private memory (``Pss_Anon``), the process's share of files
 (``Pss_File``), and of shared memory either what is mapped of it (``Pss_Shmem``) or all
