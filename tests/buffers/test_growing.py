@@ -235,27 +235,3 @@ async def test_a_view_of_what_has_left_is_said_when_it_is_kept_long(
     await until(lambda: lookup.statistics().late_views == 1)
     assert lookup.statistics().pinned_bytes == 40 * _MIB
     del tensor, other
-
-
-async def test_memory_that_a_forked_child_sees_is_not_used_again(
-    lookup: LookupBuffer,
-) -> None:
-    await _arena_is_there(lookup)
-    await lookup.insert([1], None, _tensor(40, 3), None, None)
-    key = (await lookup.drop_select([1])).key
-    assert isinstance(key, torch.Tensor)
-    go_on, say = os.pipe()
-    pid = os.fork()
-    if not pid:
-        os.read(go_on, 1)
-        os._exit(int(key[-1]))  # no torch operation that would need threads
-    del key
-    await lookup.insert([1], None, _tensor(60, 4), None, None)
-    os.write(say, b"!")
-    assert _exit_code(pid) == 3
-    for end in (go_on, say):
-        os.close(end)
-
-
-def _exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -5,6 +5,10 @@ import os
 
 from asynckv.tensors import forking
 from asynckv.tensors.forking import watch_forks
+from asynckv.tensors.growth import Growth
+from asynckv.types import TensorSpec
+
+_MIB = 2**20
 
 
 class Owner:
@@ -36,3 +40,26 @@ def test_an_owner_is_not_kept_alive() -> None:
     gc.collect()
     assert not [o for o in forking._owners().values() if isinstance(o, Owner)]
     _fork()
+
+
+async def test_memory_that_a_forked_child_sees_is_not_used_again() -> None:
+    growth, spec = Growth(64 * _MIB), TensorSpec((40 * _MIB,), "uint8")
+    await growth.reach(60 * _MIB)
+    tensor = growth.lending.spare(spec).fill_(3)
+    go_on, say = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(go_on, 1)
+        os._exit(int(tensor[-1]))  # no torch operation that would need threads
+    del tensor
+    growth.lending.spare(TensorSpec((60 * _MIB,), "uint8")).fill_(4)
+    growth.lending.spare(spec).fill_(4)
+    os.write(say, b"!")
+    assert _exit_code(pid) == 3
+    for end in (go_on, say):
+        os.close(end)
+    await growth.aclose()
+
+
+def _exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
