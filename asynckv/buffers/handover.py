@@ -80,9 +80,8 @@ async def hand_over(
     others = {part.name for part in lease.entry.parts} - named.keys()
     copies = await _copies(lease, pool, targets, only=others | targets.keys())
     if lease.is_valid:
-        for part in own:
-            if part.region is not None:
-                part.region.hand_out()
+        for region in [part.region for part in own if part.region is not None]:
+            region.hand_out()
     return build_entry(lease, named | copies)
 
 

@@ -25,9 +25,14 @@ class Bench:
         self.fills = 0
         self.may_fill = asyncio.Event()
         self.may_fill.set()
-        self.room = Room(lambda e: self.ledger.give_room(e), lambda e: self.adopt(e))
+        self.arena = HeapArena(100)
+        self.room = Room(
+            lambda e: self.ledger.give_room(e),
+            lambda e: self.adopt(e),
+            check_size=lambda e: self.ledger.book.check_size(e),
+        )
         self.ledger = Ledger(
-            HeapArena(100),
+            self.arena,
             max_deliver=5,
             max_hold_s=None,
             changed=self.room.change,
@@ -237,6 +242,25 @@ async def test_a_stream_without_room_ends_when_it_moved_in() -> None:
     bench.ledger.withdraw("full")
     await finish
     assert entry.in_arena
+
+
+async def test_a_stream_that_can_have_no_room_any_more_says_so() -> None:
+    bench = Bench()
+    await bench.insert("full", tokens=(9,))
+    begin = asyncio.create_task(
+        bench.admission.begin(draft_of("a", nbytes=80, streaming=True))
+    )
+    await until_blocked(begin)
+    holder = bench.select()
+    entry = await begin
+    bench.ledger.landed(entry, 0, b"d")
+    finish = asyncio.create_task(bench.admission.finish(entry))
+    await until_blocked(finish)
+    bench.arena.max_bytes = 60  # memory was refused
+    bench.room.change()
+    with pytest.raises(EntryTooLarge):
+        await finish
+    assert holder.held().entry is entry and not entry.in_arena
 
 
 async def test_what_could_never_fit_does_not_wait() -> None:

@@ -121,6 +121,21 @@ async def test_one_entry_of_very_many_tensors_has_room_alone(
     assert SteppedLedger().begin("it").state is EntryState.FILLING
 
 
+async def test_what_began_outside_stays_there_while_too_much_is_kept_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 1000)
+    bench = SteppedLedger()
+    bench.insert("full", tokens=(9,))
+    entry = bench.begin("a", streaming=True)
+    bench.select(streams=True)
+    assert entry.state is EntryState.STREAMING
+    bench.room.change()
+    assert not entry.in_arena
+    bench.ledger.withdraw("full")
+    assert entry.in_arena
+
+
 async def test_outside_there_are_as_many_bytes_as_inside() -> None:
     bench = SteppedLedger()
     bench.insert("full", tokens=(9,), nbytes=92)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from asynckv.abc import KVEntry
 from asynckv.errors import EntryAborted
+from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import OVERWRITE, TOKENS, Entries
 from asynckv.testing.cancellations.grounds import Ground
@@ -199,8 +200,10 @@ async def a_writer_beside_its_reader(
 
     async def check(outcome: Outcome[None]) -> None:
         await entries.settled(ground.producer)
-        if outcome.cancelled and not _has_begun(ground):
-            reading.cancel()  # nothing was written, and nothing will be
+        if outcome.cancelled:
+            # It hears of it, or waits (again) for what will never be written.
+            await until(lambda: reading.done() or not _has_begun(ground))
+            reading.cancel()
         result = (await asyncio.gather(reading, return_exceptions=True))[0]
         _expect_told(result, outcome, writer)
         await entries.settled(ground.consumer)
