@@ -413,7 +413,7 @@ class KVStoreBuffer(KVCacheBuffer):
 
     @abc.abstractmethod
     async def delete(self, key: str) -> bool:
-        """Forget ``key``; ``True`` if it was there. Cancelled, it has or has not."""
+        """Forget ``key``, and say if it was there. If cancelled, it has or has not."""
 
     @abc.abstractmethod
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import ParamSpec, TypeAlias
 
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.forking import watch_forks
@@ -20,6 +21,7 @@ __all__ = ("Growth",)
 
 logger = logging.getLogger(__name__)
 
+_P = ParamSpec("_P")
 _Slab: TypeAlias = asyncio.Future[int | None]
 
 
@@ -38,10 +40,10 @@ class Growth:
         if has_slabs():
             self._slabs = SlabArena(
                 max_bytes,
-                wanted=self._grow_soon,
-                freed=self._look_soon,
+                wanted=_weakly(self._grow_soon),
+                freed=_weakly(self._look_soon),
                 pinned=self._late.watch,
-                unmapped=self._drop_soon,
+                unmapped=_weakly(self._drop_soon),
             )
             watch_forks(self._slabs.pins)
         self.arena = self._slabs or HeapArena(max_bytes)
@@ -140,6 +142,22 @@ class Growth:
         if self._slabs is not None:
             self._slabs.collect()
         self._changed()
+
+
+def _weakly(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Call ``method`` as long as its object lives.
+
+    Every view refers to its arena: what that would keep alive may hold the view, and
+    through a tensor's memory the garbage collector sees no cycle.
+    """
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        alive = ref()
+        if alive is not None:
+            alive(*args, **kwargs)
+
+    return call
 
 
 def _start(work: Callable[..., None], *args: object) -> bool:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+import torch
 
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.growth import Growth
@@ -161,4 +163,21 @@ def test_after_the_loop_it_is_given_back_at_once() -> None:
     growth, mappings = Growth(64 * _MIB), _mappings()
     asyncio.run(growth.reach(_MIB))
     growth.close()
+    assert _mappings() == mappings
+
+
+async def test_who_holds_a_view_and_its_memory_is_no_cycle_that_stays() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.growth = Growth(16 * _MIB, self.look)
+            self.tensor: torch.Tensor | None = None
+
+        def look(self) -> None: ...
+
+    owner, mappings = Owner(), _mappings()
+    await owner.growth.reach(_MIB)
+    owner.tensor = owner.growth.lending.spare(TensorSpec((_MIB,), "uint8"))
+    assert _mappings() == mappings + 1
+    del owner
+    gc.collect()
     assert _mappings() == mappings
