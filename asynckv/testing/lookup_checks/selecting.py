@@ -31,6 +31,7 @@ __all__ = (
     "ids_are_compared_exactly",
     "inserted_tensors_may_be_overwritten",
     "nothing_happens_before_it_is_used_and_only_once",
+    "tensors_to_compute_into_are_inserted_like_any",
     "the_longest_match_wins_then_the_first_in",
     "who_has_waited_longest_is_served_first",
     "wrong_arguments_are_value_errors",
@@ -89,6 +90,22 @@ async def inserted_tensors_may_be_overwritten(
         key.fill_(9)
         entry = await consumer.drop_select([1, 2])
         expect(same(entry.key, torch.zeros_like(key)), "an overwrite is in the entry")
+    await empty(local)
+
+
+async def tensors_to_compute_into_are_inserted_like_any(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """Small and large, once and again, twice in an entry, or a part of one."""
+    for size in (8, MIB // 8):
+        key = producer.empty((2, size // 2), torch.int64)
+        expect((key.shape, key.dtype) == ((2, size // 2), torch.int64), key.shape)
+        key.copy_(torch.arange(size).view(2, -1))
+        for value in (None, key, key[1:], key.T):
+            await producer.insert([1], None, key, value, None)
+            entry = await consumer.drop_select([1])
+            expect(same(entry.key, key) and same(entry.value, value), size)
+    del key, value, entry
     await empty(local)
 
 
@@ -195,6 +212,7 @@ SELECTING_CHECKS: Final[tuple[LookupCheck, ...]] = (
     an_entry_comes_back_as_it_was_inserted,
     every_kind_of_tensor_survives,
     inserted_tensors_may_be_overwritten,
+    tensors_to_compute_into_are_inserted_like_any,
     the_longest_match_wins_then_the_first_in,
     a_query_says_how_much_must_match,
     ids_are_compared_exactly,
