@@ -51,8 +51,9 @@ class RemoteConsumer:
         self, query: Query, targets: Mapping[str, torch.Tensor]
     ) -> AsyncIterator[KVEntry]:
         """Do what entering a ``drop_select`` does."""
-        selecting, delivery = await self._select(query, targets)
+        selecting, delivery = await self._select(query, targets, views=True)
         entry = delivery.entry()
+        delivery.forget()
         selecting.release()
         async with self._held(selecting, delivery):
             yield entry
@@ -74,11 +75,16 @@ class RemoteConsumer:
         targets: Mapping[str, torch.Tensor],
         *,
         streams: bool = False,
+        views: bool = False,
     ) -> tuple[Selecting, Delivery]:
         peer = self._peer
         while True:
             link = peer.link_nowait() or await peer.link()
-            selecting = Selecting(link, query, targets, peer.budget, streams=streams)
+            selecting = Selecting(
+                *(link, query, targets, peer.budget),
+                streams=streams,
+                reader=peer.reader(link, views=views),
+            )
             self._waits.begin(selecting)
             try:
                 return selecting, await selecting.delivered()

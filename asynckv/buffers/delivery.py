@@ -10,6 +10,7 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.contents import unflatten
 from asynckv.buffers.handover import match_targets
 from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, verify
+from asynckv.buffers.map_reader import MappedParts
 from asynckv.buffers.queries import tensor_of
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.links.receiving import Reception
@@ -24,7 +25,8 @@ class Delivery:
     """One offer and what has come of it. Nothing here waits.
 
     ``landed`` names those of its ``tensors`` that are verified, in the order in
-    which they came. ``charged_bytes`` is what the receive bound holds for it.
+    which they came. ``charged_bytes`` is what the receive bound holds for it. What
+    is ``mapped`` lies in memory of the peer.
     """
 
     __slots__ = (
@@ -32,14 +34,18 @@ class Delivery:
         "is_complete",
         "landed",
         "manifest",
+        "mapped",
         "offer",
         "reception",
         "tensors",
     )
 
-    def __init__(self, offer: Offer, manifest: Manifest) -> None:
+    def __init__(
+        self, offer: Offer, manifest: Manifest, mapped: MappedParts | None = None
+    ) -> None:
         self.offer = offer
         self.manifest = manifest
+        self.mapped = mapped
         self.is_complete = offer.complete
         self.landed: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -93,6 +99,17 @@ class Delivery:
             for name, spec in self.manifest.specs.items()
         }
         return [bytes_of(tensor) for tensor in self.tensors.values()]
+
+    def land(self, tensors: dict[str, torch.Tensor]) -> None:
+        """All of it is there: the peer's memory is kept by views of it alone."""
+        self.tensors = tensors
+        self.landed = [*tensors]
+        self.mapped = None
+
+    def forget(self) -> None:
+        """Keep no tensor alive: they were handed out, or are not wanted."""
+        self.tensors = {}
+        self.mapped = None
 
     def uncharge(self, budget: ReceiveBudget) -> None:
         """Give what it was charged with back, once."""

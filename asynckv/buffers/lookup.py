@@ -32,6 +32,7 @@ from asynckv.buffers.queries import (
     make_query,
 )
 from asynckv.buffers.room import Room
+from asynckv.buffers.sharing import Sharing
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
 from asynckv.loops import LoopBound
@@ -91,6 +92,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             waiting=self.room.entries,
         )
         self.admission = Admission(self.ledger, self.room)
+        self.sharing = Sharing(self._arena, self.room.change)
         self._consumer = LocalConsumer(
             self.ledger.leases, self.pool, self.fingerprint, self._check_loop
         )
@@ -246,6 +248,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             handed_out_bytes=self._arena.handed_out_bytes,
             refused_slabs=self._arena.refused_slabs,
             late_views=self._growth.late_views,
+            mapped_by=self.sharing.mapped_by,
             outside_bytes=ledger.book.outside_bytes,
             entries=len(ledger.book.entries) - waiting,
             leased=sum(bool(entry.leases) for entry in ledger.book.entries.values()),
@@ -271,6 +274,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         self.ledger.close()
         self.room.change()
         self.pool.close()
+        self.sharing.close()
         self._growth.close()
 
     async def _close(self, drain_s: float) -> None:

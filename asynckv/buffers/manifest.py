@@ -12,7 +12,7 @@ from asynckv.buffers.queries import Tokens
 from asynckv.errors import ChecksumError, EntryTooLarge, RemoteProtocolError
 from asynckv.observability.lines import as_line
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.values import Contents, TensorRecord
+from asynckv.protocol.values import Contents, Place, TensorRecord
 from asynckv.tensors.views import MISSING_DTYPES, dtype_of
 from asynckv.types import TensorSpec
 
@@ -23,6 +23,7 @@ __all__ = (
     "content_digest",
     "pack",
     "unpack",
+    "unpack_mapped",
     "verify",
     "verify_inline",
 )
@@ -36,6 +37,7 @@ _name_of: Final = attrgetter("name")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Contents)
 _decode: Final = _decoder.decode
+_decode_places: Final = msgspec.msgpack.Decoder(tuple[Place | None, ...]).decode
 
 
 class Manifest(msgspec.Struct, frozen=True, gc=False):
@@ -94,6 +96,33 @@ def unpack(body: bytes, *, inline: bool) -> Manifest:
 
     :raises RemoteProtocolError: if it is not exactly what it says
     """
+    contents, tokens, roi, end = _read_head(body)
+    records = contents.tensors
+    pieces = _read_pieces(body, end, records if inline else ())
+    return Manifest(records, tokens, roi, pieces)
+
+
+def unpack_mapped(body: bytes, nbytes: int) -> tuple[Manifest, Sequence[Place | None]]:
+    """Read a body that says, in ``nbytes``, where its tensors lie; nothing is checked.
+
+    Those that lie nowhere are the manifest's ``inline`` ones.
+
+    :raises RemoteProtocolError: if it is not exactly what it says
+    """
+    contents, tokens, roi, end = _read_head(body)
+    try:
+        places = _decode_places(body[end : end + nbytes])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise RemoteProtocolError(f"an offer's places are broken: {exc}") from exc
+    records = contents.tensors
+    if len(places) != len(records):
+        raise RemoteProtocolError(f"{len(places)} places for {len(records)} tensors")
+    others = [r for r, place in zip(records, places, strict=True) if place is None]
+    pieces = _read_pieces(body, end + nbytes, others)
+    return Manifest(records, tokens, roi, pieces), places
+
+
+def _read_head(body: bytes) -> tuple[Contents, Tokens | None, Tokens | None, int]:
     end = _LENGTH_NBYTES + int.from_bytes(body[:_LENGTH_NBYTES], "big")
     contents = _read_contents(body[_LENGTH_NBYTES:end])
     tokens = roi = None
@@ -103,19 +132,26 @@ def unpack(body: bytes, *, inline: bool) -> Manifest:
     if (spec := contents.roi) is not None:
         start, end = end, end + spec.nbytes
         roi = Tokens(body[start:end], spec)
+    return contents, tokens, roi, end
+
+
+def _read_pieces(
+    body: bytes, end: int, records: Sequence[TensorRecord]
+) -> list[memoryview]:
+    """Return the bytes of these tensors, which end the body."""
     pieces: list[memoryview] = []
-    if inline:
+    if records:
         begin, view = end, memoryview(body)[end:]
         if begin > _FEW_NBYTES:  # who keeps a tensor shall not keep the tokens twice
             view = memoryview(bytes(view))
-        for record in contents.tensors:
+        for record in records:
             start, end = end, end + record.spec.nbytes
             pieces.append(view[start - begin : end - begin])
     if end != len(body):
         raise RemoteProtocolError(
             f"an entry's body holds {len(body)} bytes, its manifest says {end}"
         )
-    return Manifest(contents.tensors, tokens, roi, pieces)
+    return pieces
 
 
 def _read_contents(encoded: bytes) -> Contents:

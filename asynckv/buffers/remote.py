@@ -13,6 +13,8 @@ from typing import Final, Literal, Self
 import anyio
 
 from asynckv.buffers.backoff import Backoff
+from asynckv.buffers.map_reader import MapReader
+from asynckv.buffers.mapped import Mappings
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.buffers.remote_store import RemoteStoreBuffer
@@ -24,6 +26,7 @@ from asynckv.links.options import (
     Digest,
     Role,
     make_keyring,
+    map_digest,
     new_identity,
     payload_digest,
 )
@@ -58,6 +61,7 @@ class Peer(LoopBound):
         own_identity: PeerIdentity,
         fingerprint: KVFingerprint | None,
         digest: Literal["full", "off"],
+        map_digest: Literal["full", "edges", "off"] = "edges",
         lanes: int | None,
         reconnect_s: float,
         max_bytes: int,
@@ -68,6 +72,7 @@ class Peer(LoopBound):
         self.memory = Growth(max_bytes)
         self.budget = ReceiveBudget(max_bytes, self.memory)
         self.pool = CopyPool(empty=self.memory.lending.spare)
+        self._mappings = Mappings(map_digest, own_identity.boot_id)
         self.lookup = RemoteLookupBuffer(self)
         self.store = RemoteStoreBuffer(self)
         self._fingerprint = fingerprint
@@ -99,13 +104,22 @@ class Peer(LoopBound):
 
     @property
     def transport(self) -> str:
-        """How payload moves: ``"inline"`` or ``"mem"``."""
+        """How payload moves: ``"map"``, ``"inline"`` or ``"mem"``.
+
+        By ``"map"`` entries are read in the peer's own memory, on the same host;
+        what goes there moves by lanes.
+        """
         return self._linked().transport_name
 
     @property
     def is_connected(self) -> bool:
         """Whether a request could leave now."""
         return self._link is not None and self._link.is_open
+
+    def reader(self, link: Link, *, views: bool) -> MapReader | None:
+        """Return what reads the memory that ``link`` shows, if it does."""
+        memory = self._mappings.of(link)
+        return None if memory is None else MapReader(memory, self.pool, views=views)
 
     def check(self) -> asyncio.AbstractEventLoop:
         """Return the loop this peer belongs to.
@@ -184,10 +198,11 @@ class Peer(LoopBound):
         if self._link is not None:
             self._link.abort()
         self.pool.close()
+        self._mappings.close()
         self.memory.close()
 
     async def _dial(self, timeout_s: float) -> Link:
-        return await dial(
+        link = await dial(
             self.url,
             identity=self.own_identity,
             fingerprint=self._fingerprint,
@@ -197,6 +212,12 @@ class Peer(LoopBound):
             keyring=self._keyring,
             timeout_s=timeout_s,
         )
+        try:
+            await self._mappings.open(link)
+        except BaseException:
+            link.abort()
+            raise
+        return link
 
     def _use(self, link: Link) -> None:
         self._link = link
@@ -281,6 +302,7 @@ def connect(
         own_identity=new_identity(identity, role),
         fingerprint=KVFingerprint.of(fingerprint),
         digest=payload_digest(digest),
+        map_digest=map_digest(digest),
         lanes=lanes,
         reconnect_s=reconnect_s,
         max_bytes=parse_bytes(max_bytes),

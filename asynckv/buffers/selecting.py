@@ -16,6 +16,7 @@ from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.manifest import unpack
+from asynckv.buffers.map_reader import MappedParts, MapReader
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.watchers import Watchers
@@ -39,6 +40,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
+from asynckv.protocol.values import MappedOffer
 
 __all__ = ("Selecting", "check_key_fits")
 
@@ -64,7 +66,9 @@ class Selecting:
         budget: ReceiveBudget,
         *,
         streams: bool = False,
+        reader: MapReader | None = None,
     ) -> None:
+        self._reader = reader
         self.query = query
         self._link = link
         self._targets = targets
@@ -100,6 +104,8 @@ class Selecting:
                 await self.changed()
             if delivery.offer.inline:
                 delivery.read_inline(self._targets)
+            elif delivery.mapped is not None:
+                await self._read_mapped(delivery, delivery.mapped)
             else:
                 await self._accept(delivery)
             if self._error is not None:
@@ -149,7 +155,8 @@ class Selecting:
             while not self._is_noted:
                 await self.changed()
         self._stream.send(Reached(token))
-        self._stream.close()
+        if self._reader is None:  # else one more offer may be under way: see there
+            self._stream.close()
 
     async def acknowledge(self, delivery: Delivery) -> None:
         """Acknowledge use, and wait for the answer.
@@ -240,16 +247,44 @@ class Selecting:
     def _on_offer(self, offer: Offer, body: bytes) -> None:
         if self.delivery is not None:
             raise RemoteProtocolError("a second offer, the first one stands")
+        if offer.mapped is not None:
+            self._on_mapped(offer, offer.mapped, body)
+            return
         manifest = unpack(body, inline=offer.inline)
         if not offer.inline:
             self._link.payload.announce(offer.transfer)
         self.delivery = Delivery(offer, manifest)
+
+    def _on_mapped(self, offer: Offer, mapped: MappedOffer, body: bytes) -> None:
+        reader = self._reader
+        if reader is None or offer.inline or not offer.complete:
+            raise RemoteProtocolError("an offer of memory that is not mapped")
+        manifest, parts = reader.unpack(offer, mapped, body)
+        if self._error is None:  # else nobody wants it: let it go
+            self.delivery = Delivery(offer, manifest, parts)
 
     def _on_retract(self, delivery: Delivery) -> None:
         self.delivery = None
         delivery.uncharge(self._budget)
         if delivery.reception is not None:
             delivery.reception.stop()
+
+    async def _read_mapped(self, delivery: Delivery, parts: MappedParts) -> None:
+        """Take what lies in the peer's memory, by views or by a copy."""
+        reader, budget = self._reader, self._budget
+        if reader is None:
+            raise RuntimeError("there is nothing to read it with")
+        nbytes = delivery.own_nbytes(self._targets)
+        if not reader.views:
+            await budget.reserve(nbytes)
+            delivery.charged_bytes = nbytes
+        tensors = await reader.read(
+            delivery.manifest, parts, self._targets, budget.empty
+        )
+        if self.delivery is delivery and self._error is None:
+            delivery.land(tensors)
+        else:
+            delivery.uncharge(budget)
 
     async def _accept(self, delivery: Delivery) -> None:
         """Make room for an offer, and grant it."""

@@ -11,6 +11,7 @@ import anyio
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.buffers.serve_store import StoreService
+from asynckv.buffers.sharing import MapDigest
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.waiting_bytes import LinkBytes, WaitingBytes
 from asynckv.errors import ConfigError
@@ -20,6 +21,7 @@ from asynckv.links.options import (
     Digest,
     Role,
     make_keyring,
+    map_digest,
     new_identity,
     payload_digest,
 )
@@ -43,10 +45,13 @@ class _Services:
         lookup: LookupBuffer | None,
         store: StoreBuffer | None,
         kept: LinkBytes,
+        map_digest: MapDigest,
     ) -> None:
         self.link = link
         self.is_lost = False
-        self.lookup = None if lookup is None else LookupService(lookup, link, kept)
+        self.lookup = None
+        if lookup is not None:
+            self.lookup = LookupService(lookup, link, kept, map_digest)
         self.store = None if store is None else StoreService(store, link, kept)
         self.all = [s for s in (self.lookup, self.store) if s is not None]
 
@@ -82,6 +87,7 @@ class Server(LoopBound):
         store: StoreBuffer | None,
         *,
         digest: Literal["full", "off"],
+        map_digest: MapDigest = "edges",
         lanes: int | None,
         identity: PeerIdentity,
         max_waiting_bytes: int,
@@ -93,6 +99,7 @@ class Server(LoopBound):
         self._lookup = lookup
         self._store = store
         self._digest = digest
+        self._map_digest: MapDigest = map_digest
         self._lanes = lanes
         self._keyring = keyring
         self._drain_s = drain_s
@@ -191,7 +198,7 @@ class Server(LoopBound):
 
     def _service_for(self, link: Link) -> _Services:
         kept = self._waiting.for_link()
-        services = _Services(link, self._lookup, self._store, kept)
+        services = _Services(link, self._lookup, self._store, kept, self._map_digest)
         self._forget_ended()
         if services.lookup is not None:
             services.lookup.predecessors = tuple(
@@ -256,6 +263,7 @@ def serve(
         lookup,
         store,
         digest=payload_digest(digest),
+        map_digest=map_digest(digest),
         lanes=lanes,
         identity=new_identity(identity, role),
         keyring=make_keyring(secret_file, tls, allow_plaintext),

@@ -10,8 +10,10 @@ from asynckv.buffers.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import TOKEN_NBYTES
 from asynckv.buffers.serve_insert import ServedInsert
+from asynckv.buffers.serve_map import ServedMap
 from asynckv.buffers.serve_select import ServedSelect, query_of
 from asynckv.buffers.serve_writer import ServedWriter
+from asynckv.buffers.sharing import MapDigest, MapHolder
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
@@ -23,6 +25,7 @@ from asynckv.protocol.frames import (
     Frame,
     Insert,
     OpeningFrame,
+    OpenMap,
     Peek,
     Result,
     Select,
@@ -80,10 +83,21 @@ class _ServedTaken:
 class LookupService:
     """Answers the requests that one link makes of ``buffer``.
 
-    ``kept`` is charged for what they keep while they are open.
+    ``kept`` is charged for what they keep while they are open. ``holder`` is the
+    peer's mapping of the buffer's memory, once it is proved; ``map_digest`` what
+    is compared of entries that are read there.
     """
 
-    def __init__(self, buffer: LookupBuffer, link: Link, kept: LinkBytes) -> None:
+    def __init__(
+        self,
+        buffer: LookupBuffer,
+        link: Link,
+        kept: LinkBytes,
+        map_digest: MapDigest = "edges",
+    ) -> None:
+        self.holder: MapHolder | None = None
+        self.map_digest: MapDigest = map_digest
+        self._asked_to_map = False
         self.buffer = buffer
         self.link = link
         self.kept = kept
@@ -138,6 +152,8 @@ class LookupService:
             case Settle(entry_id=entry_id, token=token):
                 book = self.buffer.ledger.book
                 return self._answer(stream, book.was_acknowledged(entry_id, token))
+            case OpenMap():
+                return self._open_map(stream)
             case Taken(entry_id=entry_id):
                 return _ServedTaken(self, stream, entry_id)
             case _:
@@ -223,6 +239,12 @@ class LookupService:
         stream.send(Result(int(value)))
         stream.close()
         return Answered()
+
+    def _open_map(self, stream: LinkStream) -> StreamHandler:
+        if self._asked_to_map:
+            raise RemoteProtocolError("a link maps memory once")
+        self._asked_to_map = True
+        return ServedMap(self, stream)
 
     def _peek(self, key: bytes) -> int:
         if len(key) % TOKEN_NBYTES:

@@ -9,6 +9,9 @@ import msgspec
 
 from asynckv.buffers.entries import Lease, StoredEntry
 from asynckv.buffers.manifest import check_body
+from asynckv.buffers.serve_mapped import can_be_mapped, map_entry
+from asynckv.buffers.sharing import MapHolder, Pin
+from asynckv.errors import EntryTooLarge, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Complete, Done, Offer, Retract
@@ -16,28 +19,46 @@ from asynckv.protocol.frames import Complete, Done, Offer, Retract
 __all__ = ("Offering", "make_offer", "may_begin")
 
 
-def may_begin(entry: StoredEntry, *, streams: bool) -> bool:
+def may_begin(
+    entry: StoredEntry, holder: MapHolder | None = None, *, streams: bool
+) -> bool:
     """May an offer go out before the entry is whole?
 
     A stream shows what it gets: it must not see a plain insert that can still
-    be withdrawn. What is small rides with its offer, once it is whole.
+    be withdrawn. What is small rides with its offer, once it is whole; what will be
+    read where it lies is read then.
     """
-    return entry.draft.streaming if streams else not entry.is_small
+    if streams:
+        return entry.draft.streaming
+    return not entry.is_small and not can_be_mapped(entry, holder)
 
 
-def make_offer(link: Link, stream: LinkStream, lease: Lease) -> Offering:
+def make_offer(
+    link: Link, stream: LinkStream, lease: Lease, holder: MapHolder | None = None
+) -> Offering:
     """Offer what was leased, with its bytes if they are small and all there.
+
+    With a ``holder`` who has mapped them, it is told where they lie.
 
     :raises EntryTooLarge: its tokens, roi and names do not fit in a frame
     """
     entry = lease.entry
     inline = entry.complete and entry.is_small
     body = entry.preamble()
+    pin = mapped = None
     if inline:
         views = [region.view() for region in entry.regions[: len(entry.parts)]]
         body = b"".join((body, *views))
-    check_body(link.limits.max_body_bytes, body)
-    offering = Offering(link, stream, entry, link.new_transfer())
+    elif holder is not None and entry.complete and can_be_mapped(entry, holder):
+        pin, mapped, places = map_entry(entry, holder)
+        body += places
+    try:
+        check_body(link.limits.max_body_bytes, body)
+    except EntryTooLarge:
+        if holder is not None and pin is not None:
+            holder.unpin(pin)
+        raise
+    offering = Offering(link, stream, entry, link.new_transfer(), pin=pin)
     offer = Offer(
         transfer=offering.transfer,
         inline=inline,
@@ -46,22 +67,29 @@ def make_offer(link: Link, stream: LinkStream, lease: Lease) -> Offering:
         attempt=lease.attempt,
         matched_tokens=lease.matched_tokens,
         complete=entry.complete,
+        mapped=mapped,
     )
     stream.send(offer, body)
     return offering
 
 
 class Offering(msgspec.Struct, eq=False):
-    """An offer that has left. Its parts follow once the peer grants them memory."""
+    """An offer that has left. Its parts follow once the peer grants them memory.
+
+    If it has a ``pin``, they are the peer's to read already.
+    """
 
     link: Link
     stream: LinkStream
     entry: StoredEntry
     transfer: int
     is_granted: bool = False
+    pin: Pin | None = None
 
     def grant(self, transfer: int) -> None:
         """The peer's memory is ready: send what has landed."""
+        if self.pin is not None:
+            raise RemoteProtocolError("a Grant for what lies in mapped memory")
         if transfer == self.transfer and not self.is_granted:
             self.is_granted = True
             for index in self.entry.landed:
@@ -81,9 +109,12 @@ class Offering(msgspec.Struct, eq=False):
         self.stream.send(Retract(self.transfer))
 
     def stop(self) -> None:
-        """Send no more parts."""
-        self.is_granted = False
-        self.link.payload.stop(self.transfer)
+        """Send no more parts. What was pinned stays so until the peer lets it go."""
+        if self.is_granted:
+            self.is_granted = False
+            self.link.payload.stop(self.transfer)
+        if self.pin is not None:
+            self.pin.delivery_over(self.link.peer.id)
 
     def _send(self, index: int) -> None:
         part, transfer, stream = self.entry.parts[index], self.transfer, self.stream

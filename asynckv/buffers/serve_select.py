@@ -177,19 +177,20 @@ class ServedSelect(msgspec.Struct, eq=False):
         if lease is None or self._offering is not None:
             return  # what was to be offered has ended, or was offered meanwhile
         entry = lease.entry
-        if not entry.complete and not may_begin(entry, streams=self.streams):
+        holder = None if self.streams else self.payer.holder
+        if not entry.complete and not may_begin(entry, holder, streams=self.streams):
             return
         if link.outgoing_bytes > _BUSY_BYTES:
             link.call_when_drained(self._offer_if_due)
             return
         try:
-            self._offering = make_offer(link, self._stream, lease)
+            self._offering = make_offer(link, self._stream, lease, holder)
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.
             self.payer.loop.call_soon(self._fail, exc)
 
     def _end_delivery(self) -> None:
-        if self._offering is not None and self._offering.is_granted:
+        if self._offering is not None:
             self._offering.stop()
         self._offering = self._lease = None
         self.payer.deliveries.discard(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 __all__ = ("Counters", "LookupStatistics", "StoreCounters", "StoreStatistics")
 
@@ -35,7 +36,9 @@ class LookupStatistics:
     ``await`` and still has, in memory that comes back: they do not count towards
     ``max_bytes``. ``refused_slabs`` says how often the system had less memory than
     that, which is lower since. ``late_views`` counts the tensors that somebody still
-    had a view of 10 s after their entry had left.
+    had a view of 10 s after their entry had left. ``mapped_by`` counts the
+    tensors that each peer of this host reads where they lie, by the peer's id: they
+    are pinned too.
 
     ``entries`` are committed or streaming, ``leased`` of them held by a
     consumer; ``waiting_inserts`` wait for room (``oldest_insert_wait_s`` the
@@ -53,6 +56,7 @@ class LookupStatistics:
     handed_out_bytes: int
     refused_slabs: int
     late_views: int
+    mapped_by: Mapping[str, int]
     outside_bytes: int
     entries: int
     leased: int

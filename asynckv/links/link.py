@@ -39,8 +39,9 @@ class Link:
     ``limits`` is what both sides keep to, ``peer_limits`` what the peer said
     of itself, ``lanes`` how many carry payload. ``own_host`` and ``peer_host``
     are the IP addresses of both ends as the kernel has them, empty within this
-    host. ``progress`` watches payload that is to come. ``turns`` and
-    ``unfinished`` are shared with the other links of a listener.
+    host. ``may_map`` tells whether both sides would share memory. ``progress``
+    watches payload that is to come. ``turns`` and ``unfinished`` are shared with
+    the other links of a listener.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class Link:
         self.fingerprint = agreement.fingerprint
         self.limits = agreement.limits
         self.peer_limits = agreement.peer_limits
-        self.transport_name = agreement.payload_path
+        self.may_map = agreement.payload_path == "map"
+        self.transport_name = "inline" if self.may_map else agreement.payload_path
         self.digest = agreement.digest
         self.lanes = agreement.lanes
         self.url = url
@@ -132,6 +134,10 @@ class Link:
         stream_id = self._session.open(handler, frame, body)
         self._outgoing.flush_first()
         return LinkStream(self, self._session, self._outgoing, stream_id)
+
+    def use_map(self) -> None:
+        """It was proved that memory is shared: payload is read where it lies."""
+        self.transport_name = "map"
 
     def new_transfer(self) -> int:
         """Return a number for the next transfer that this side sends."""

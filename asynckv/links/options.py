@@ -16,7 +16,14 @@ from asynckv.security.keyring import Keyring
 from asynckv.security.shared_secret import Secret, secret_file_from, secrets_from
 from asynckv.security.tls import TLS
 
-__all__ = ("Digest", "Role", "make_keyring", "new_identity", "payload_digest")
+__all__ = (
+    "Digest",
+    "Role",
+    "make_keyring",
+    "map_digest",
+    "new_identity",
+    "payload_digest",
+)
 
 Digest: TypeAlias = Literal["auto", "full", "edges", "off"]
 Role: TypeAlias = Literal["producer", "consumer", "both"]
@@ -49,6 +56,11 @@ def _boot_id() -> str:
 def payload_digest(digest: Digest) -> Literal["full", "off"]:
     """Return what crosses a socket under that option: ``full`` unless ``off``."""
     return "off" if digest == "off" else "full"
+
+
+def map_digest(digest: Digest) -> Literal["full", "edges", "off"]:
+    """Return what is compared where no byte moves: ``edges`` unless told otherwise."""
+    return "edges" if digest == "auto" else digest
 
 
 def make_keyring(

@@ -9,15 +9,17 @@ from typing import Final
 from asynckv.abc import PayloadTransport
 from asynckv.errors import ConfigError
 from asynckv.links.address import Address, Scheme
+from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.handshake import Agreement
 from asynckv.transports.table import TRANSPORTS
 
 __all__ = ("make_payload", "payload_paths")
 
+_OVER_SOCKETS: Final = ("map", "inline") if has_fd_sockets() else ("inline",)
 _PATHS: Final[dict[Scheme, tuple[str, ...]]] = {
-    "tcp": ("inline",),
-    "tls": ("inline",),
-    "unix": ("inline",),
+    "tcp": _OVER_SOCKETS,
+    "tls": _OVER_SOCKETS,
+    "unix": _OVER_SOCKETS,
     "mem": ("mem", "inline"),
 }
 
@@ -43,8 +45,12 @@ def make_payload(
     loop: asyncio.AbstractEventLoop,
     on_lost: Callable[[Exception], None],
 ) -> PayloadTransport:
-    """Return the payload transport that was agreed on, not open yet."""
-    make: Callable[..., PayloadTransport] = TRANSPORTS[agreement.payload_path]
+    """Return the payload transport that was agreed on, not open yet.
+
+    Where memory may be mapped there are lanes too, for all that is not in it.
+    """
+    path = "inline" if agreement.payload_path == "map" else agreement.payload_path
+    make: Callable[..., PayloadTransport] = TRANSPORTS[path]
     return make(
         agreement.lanes,
         agreement.digest != "off",

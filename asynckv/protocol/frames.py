@@ -11,12 +11,14 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.values import (
     Count,
     Digest,
     Id,
     Limits,
     Mac,
+    MappedOffer,
     Name,
     PeerIdentity,
     Port,
@@ -50,11 +52,14 @@ __all__ = (
     "Hello",
     "Insert",
     "JoinGroup",
+    "Mappable",
+    "Mapped",
     "Members",
     "Missing",
     "Nack",
     "Noted",
     "Offer",
+    "OpenMap",
     "OpenPipe",
     "OpeningFrame",
     "Peek",
@@ -341,7 +346,8 @@ class Offer(_Base, frozen=True, tag="offer"):
     """A lease. Body: :class:`Contents`, tokens, roi, inline tensors.
 
     An offer that is not ``complete`` may still be retracted; its parts come as
-    they land, then a :class:`Complete`. ``attempt`` counts deliveries.
+    they land, then a :class:`Complete`. ``attempt`` counts deliveries. What is
+    ``mapped`` is read where it lies.
     """
 
     transfer: Count
@@ -351,6 +357,7 @@ class Offer(_Base, frozen=True, tag="offer"):
     attempt: Count = 1
     matched_tokens: Count = 0
     complete: bool = True
+    mapped: MappedOffer | None = None
 
 
 class Complete(_Base, frozen=True, tag="complete"):
@@ -449,6 +456,7 @@ OpeningFrame: TypeAlias = (
     | Delete
     | Contains
     | JoinGroup
+    | OpenMap
     | OpenPipe
 )
 
@@ -464,6 +472,8 @@ Frame: TypeAlias = (
     | Pong
     | Goodbye
     | OpeningFrame
+    | Mappable
+    | Mapped
     | Grant
     | Done
     | Push

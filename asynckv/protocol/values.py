@@ -18,8 +18,10 @@ __all__ = (
     "Id",
     "Limits",
     "Mac",
+    "MappedOffer",
     "Name",
     "PeerIdentity",
+    "Place",
     "Port",
     "TensorRecord",
     "Text",
@@ -61,6 +63,30 @@ class Contents(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tensors: Annotated[tuple[TensorRecord, ...], msgspec.Meta(max_length=16384)]
     input_tokens: TensorSpec | None = None
     roi: TensorSpec | None = None
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where one tensor lies in a memory file: at ``start`` of some ``runs``.
+
+    Each run is an offset and its bytes, in whole pages; they follow one another.
+    ``generation`` differs between all tensors that were ever there.
+    """
+
+    runs: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=64)]
+    start: Count
+    generation: Count
+
+
+class MappedOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How an offer's body ends: ``nbytes`` of a :class:`Place` or None a tensor.
+
+    The bytes of those that have none follow it. The memory is the consumer's until
+    it has released ``pin``. ``edges`` is the digest of all first and last bytes.
+    """
+
+    pin: Count
+    nbytes: Count
+    edges: Digest = b""
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,10 +1,13 @@
 """Which regions have which pages of the slabs, and when there is to be one more.
 
-Rule of this file: everything but :meth:`SlabPages.make_slab` runs on one thread.
+Rule of this file: everything but :meth:`SlabPages.make_slab`, and what it calls,
+runs on one thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
@@ -44,6 +47,7 @@ class SlabPages:
         self._wanted = wanted
         self._allocator = PageAllocator()
         self._slabs: Slabs | None = None
+        self._opening = threading.Lock()
         self._stitched_runs = 0
         self._is_closed = False
         self.is_usable = max_bytes > 0
@@ -129,12 +133,19 @@ class SlabPages:
 
         Blocks: to be called in a thread, by one at a time.
         """
-        if self._slabs is None:
-            try:
-                self._slabs = Slabs(self._max_bytes)
-            except (OSError, OverflowError, ValueError):
-                return None
-        return self._slabs.grow()
+        slabs = self.open_slabs()
+        return None if slabs is None else slabs.grow()
+
+    def open_slabs(self) -> Slabs | None:
+        """Return the memory file, made now if there is none; ``None`` if none can be.
+
+        Called in any thread.
+        """
+        with self._opening:
+            if self._slabs is None and self.is_usable and not self._is_closed:
+                with contextlib.suppress(OSError, OverflowError, ValueError):
+                    self._slabs = Slabs(self._max_bytes)
+            return self._slabs
 
     def add_slab(self, nbytes: int | None) -> bool:
         """Use what :meth:`make_slab` has returned; ``False`` if it is too little.

@@ -3,7 +3,8 @@
 The file has its final size from the start, sealed, so that nothing can cut it
 under a mapping; a region may lie across slabs. Only what :meth:`Slabs.grow` has
 returned may be touched: the rest has no pages yet. Pages that do not lie together
-are mapped once more, one after the other.
+are mapped once more, one after the other. The last page, beyond all slabs, is for
+those who share the file.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class Slabs:
         self._lock = threading.Lock()
         self._is_closed = self._is_growing = False
         self._fd = os.memfd_create("asynckv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, self.max_bytes)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        self.file_nbytes = self.max_bytes + PAGE_NBYTES
+        os.ftruncate(self._fd, self.file_nbytes)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
         self.memory = self._map(mmap.PROT_READ | mmap.PROT_WRITE)
         self._constant: _Bytes | None = None
@@ -161,10 +163,10 @@ class Slabs:
     def _map(self, protection: int) -> _Bytes:
         # Never closed by hand: numpy keeps it until the last view is gone.
         mapping = mmap.mmap(
-            self._fd, self.max_bytes, mmap.MAP_SHARED | _NORESERVE, protection
+            self._fd, self.file_nbytes, mmap.MAP_SHARED | _NORESERVE, protection
         )
         with contextlib.suppress(AttributeError, OSError):  # no use in a core dump
-            mapping.madvise(mmap.MADV_DONTDUMP, 0, self.max_bytes)
+            mapping.madvise(mmap.MADV_DONTDUMP, 0, self.file_nbytes)
         return numpy.frombuffer(mapping, numpy.uint8)
 
 

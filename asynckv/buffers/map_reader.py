@@ -1,0 +1,170 @@
+"""Reading an offer's tensors in memory that its owner shows: views, or one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+import torch
+
+from asynckv.buffers.manifest import Manifest, unpack_mapped, verify
+from asynckv.buffers.mapped import MappedMemory, MappedPin
+from asynckv.errors import ChecksumError, RemoteProtocolError
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import Offer
+from asynckv.protocol.values import MappedOffer, Place, TensorRecord
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.shared_file import check_place, edges_of
+from asynckv.tensors.views import bytes_of, tensor_from, tensor_over
+from asynckv.types import TensorSpec
+
+__all__ = ("MapReader", "MappedParts")
+
+_BYTES: Final = "uint8"
+
+
+class MappedParts(msgspec.Struct, frozen=True, eq=False):
+    """Where the parts of one offer lie, checked, and who keeps them there."""
+
+    places: Sequence[Place | None]
+    edges: bytes
+    pin: MappedPin
+
+
+class MapReader:
+    """Reads what ``memory`` shows.
+
+    With ``views`` nothing is copied but what lands in memory of the caller.
+    """
+
+    def __init__(self, memory: MappedMemory, pool: CopyPool, *, views: bool) -> None:
+        self.views = views
+        self._memory = memory
+        self._pool = pool
+
+    def unpack(
+        self, offer: Offer, mapped: MappedOffer, body: bytes
+    ) -> tuple[Manifest, MappedParts]:
+        """Read the offer; from here on its memory is ours to let go.
+
+        :raises RemoteProtocolError: it is not exactly what it says, or does not lie
+            in the memory that we have mapped
+        """
+        pin = self._memory.take(mapped.pin)
+        manifest, places = unpack_mapped(body, mapped.nbytes)
+        for record, place in zip(manifest.records, places, strict=True):
+            if place is None:
+                continue
+            try:
+                check_place(place, record.spec.nbytes, self._memory.file.nbytes)
+            except ValueError as exc:
+                raise RemoteProtocolError(f"an offer of {exc}") from exc
+        return manifest, MappedParts(places, mapped.edges, pin)
+
+    async def read(
+        self,
+        manifest: Manifest,
+        parts: MappedParts,
+        targets: Mapping[str, torch.Tensor],
+        empty: Callable[[TensorSpec], torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors, verified; those in ``targets`` have landed there.
+
+        Others are views, or are copied to what ``empty`` makes. A cancelled call
+        ends when no thread touches memory of the caller any more.
+
+        :raises ChecksumError: some bytes are not those that were inserted
+        """
+        if self._memory.digest == "edges":
+            self._verify_edges(manifest, parts)
+        is_full = self._memory.digest == "full"
+        job = _Job(self._memory, parts, targets, empty, views=self.views)
+        inline = iter(manifest.inline)
+        for record, place in zip(manifest.records, parts.places, strict=True):
+            if place is None:
+                job.land(record, next(inline))
+            else:
+                job.add(record, place)
+        await job.run(self._pool, is_full=is_full)
+        return job.tensors
+
+    def _verify_edges(self, manifest: Manifest, parts: MappedParts) -> None:
+        there = [
+            (place, record.spec.nbytes)
+            for place, record in zip(parts.places, manifest.records, strict=True)
+            if place is not None
+        ]
+        places = [place for place, _ in there]
+        sizes = [nbytes for _, nbytes in there]
+        found = edges_of(self._memory.file.memory, places, sizes)
+        if parts.edges and found != parts.edges:
+            raise ChecksumError(
+                "what lies in shared memory is not what was offered",
+                hint="the delivery was refused; nothing of it was used",
+            )
+
+
+class _Job:
+    """The tensors of one delivery: shown at once, or copied by :meth:`run`."""
+
+    def __init__(
+        self,
+        memory: MappedMemory,
+        parts: MappedParts,
+        targets: Mapping[str, torch.Tensor],
+        empty: Callable[[TensorSpec], torch.Tensor],
+        *,
+        views: bool,
+    ) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._file = memory.file
+        self._pin = parts.pin
+        self._targets = targets
+        self._empty = empty
+        self._views = views
+        self._from: list[torch.Tensor] = []
+        self._to: list[torch.Tensor] = []
+        self._records: list[TensorRecord] = []
+
+    def land(self, record: TensorRecord, piece: memoryview) -> None:
+        """Take a tensor whose few bytes rode along."""
+        verify(record, digest_of(piece))
+        target = self._targets.get(record.name)
+        if target is None:
+            target = tensor_from(piece, record.spec)
+        else:
+            bytes_of(target)[:] = piece
+        self.tensors[record.name] = target
+
+    def add(self, record: TensorRecord, place: Place) -> None:
+        """Show a tensor, or note what is to be copied for it."""
+        spec, target = record.spec, self._targets.get(record.name)
+        self._records.append(record)
+        if target is None and self._views:
+            try:
+                self.tensors[record.name] = self._file.view(place, spec, self._pin)
+                return
+            except OSError:  # it lies apart, and the process has too many mappings
+                pass
+        target = self._empty(spec) if target is None else target
+        self.tensors[record.name] = target
+        memory, start = bytes_of(target), 0
+        for piece in self._file.pieces(place, spec.nbytes):
+            some = TensorSpec((piece.nbytes,), _BYTES)
+            self._from.append(tensor_over(piece, some))
+            self._to.append(tensor_over(memory[start : start + piece.nbytes], some))
+            start += piece.nbytes
+
+    async def run(self, pool: CopyPool, *, is_full: bool) -> None:
+        """Copy what is to be copied; with ``is_full`` verify every byte."""
+        if not self._from and not is_full:
+            return
+        # While they are hot, where each tensor lies in one piece.
+        is_hot = is_full and len(self._from) == len(self._records)
+        digests = await pool.copy(self._from, self._to, digest=is_hot)
+        if is_full and not is_hot:
+            digests = await pool.digest([self.tensors[r.name] for r in self._records])
+        if is_full:
+            for record, found in zip(self._records, digests, strict=True):
+                verify(record, found)

@@ -1,0 +1,255 @@
+"""A peer's memory that this process reads where it lies, and what it has of it.
+
+Each delivery is a :class:`MappedPin`, which lives as long as a view of it does. Its
+end is told by a socket of its own, from whatever thread it comes in, also when the
+link, or the loop, is long gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import socket
+import struct
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from asynckv.buffers.answers import Answer, fail_by
+from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
+from asynckv.links.fd_socket import fetch_file
+from asynckv.links.link import Link
+from asynckv.processes import ProcessBound
+from asynckv.protocol.frames import (
+    Accepted,
+    Cancel,
+    Frame,
+    Mappable,
+    Mapped,
+    OpenMap,
+)
+from asynckv.protocol.handshake import strictest
+from asynckv.tensors.forking import watch_forks
+from asynckv.tensors.shared_file import MappedFile
+
+if TYPE_CHECKING:
+    from asynckv.buffers.sharing import MapDigest
+
+__all__ = ("MAP_S", "MappedMemory", "MappedPin", "Mappings")
+
+logger = logging.getLogger(__name__)
+
+MAP_S: Final = 2.0
+"""What two processes of one host need at most to agree; else lanes do."""
+
+_NUMBER: Final = struct.Struct("!Q")
+
+
+class MappedPin:
+    """One delivery's memory: the owner's to use again when this is gone."""
+
+    __slots__ = ("_memory", "number")
+
+    def __init__(self, memory: MappedMemory, number: int) -> None:
+        self._memory = memory
+        self.number = number
+
+    def __del__(self) -> None:
+        self._memory.let_go(self.number)
+
+
+class MappedMemory(ProcessBound):
+    """What one link shows of its peer's memory. It outlives the link.
+
+    ``digest`` says what is compared of each delivery.
+    """
+
+    def __init__(
+        self, sock: socket.socket, file: MappedFile, digest: MapDigest
+    ) -> None:
+        self._own()
+        self.file = file
+        self.digest: MapDigest = digest
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._last_number = 0
+        self._live: set[int] = set()
+        self._kept: set[int] = set()
+        self._unsent: collections.deque[int] = collections.deque()
+        self._is_link_over = False
+        watch_forks(self)
+
+    def __del__(self) -> None:
+        self._sock.close()
+
+    @property
+    def pins(self) -> int:
+        """Of how many deliveries there are views."""
+        return len(self._live)
+
+    def take(self, number: int) -> MappedPin:
+        """The peer has offered memory under that number.
+
+        :raises RemoteProtocolError: it was offered before
+        """
+        if number <= self._last_number:
+            raise RemoteProtocolError(f"pin {number} after pin {self._last_number}")
+        self._last_number = number
+        self._live.add(number)
+        return MappedPin(self, number)
+
+    def let_go(self, number: int) -> None:
+        """The last view of it is gone. Called by finalizers: in any thread."""
+        if self._is_copy:
+            return
+        if number not in self._kept:
+            self._tell(number)
+        self._live.discard(number)
+        self._close_if_over()
+
+    def link_over(self) -> None:
+        """Nothing more is offered. The kernel tells the peer when all is let go."""
+        self._is_link_over = True
+        self._close_if_over()
+
+    def keep_for_child(self) -> None:
+        """A child will have the views of now too: only its own end lets them go."""
+        self._kept |= self._live.copy()
+
+    def _tell(self, number: int) -> None:
+        try:
+            self._sock.send(_NUMBER.pack(number))
+        except BlockingIOError:
+            self._unsent.append(number)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._tell_later)
+        except OSError:  # the peer is gone, and its memory is ours alone
+            pass
+
+    def _tell_later(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_writer(self._sock, self._tell_unsent)
+
+    def _tell_unsent(self) -> None:
+        self._loop.remove_writer(self._sock)
+        for _ in range(len(self._unsent)):
+            self._tell(self._unsent.popleft())
+
+    def _close_if_over(self) -> None:
+        # What was not told is told by the end of the connection.
+        if self._is_link_over and not self._live:
+            if self._unsent:
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._close)
+            else:
+                self._sock.close()
+
+    def _close(self) -> None:
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+
+
+class _Asking:
+    """The stream on which a mapping is agreed on."""
+
+    def __init__(self, link: Link) -> None:
+        self.mappable: Answer[Mappable] = Answer()
+        self.accepted: Answer[None] = Answer()
+        self._stream = link.open_stream(self, OpenMap())
+
+    def prove(self, nonce: bytes) -> None:
+        self._stream.send(Mapped(nonce))
+
+    def cancel(self) -> None:
+        self._stream.send(Cancel())
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        match frame:
+            case Mappable() if not self.mappable.is_in:
+                self.mappable.give(frame)
+            case Accepted():
+                self.accepted.give(None)
+            case _:
+                fail_by(frame, "mapping", self._fail)
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.mappable.fail(error)
+        self.accepted.fail(error)
+
+
+class Mappings:
+    """Maps the memory of one peer, again on each link, but each file only once."""
+
+    def __init__(self, digest: MapDigest, boot_id: str) -> None:
+        self._digest: MapDigest = digest
+        self._boot_id = boot_id
+        self._file: MappedFile | None = None
+        self._of_link: weakref.WeakKeyDictionary[Link, MappedMemory] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(self, link: Link) -> MappedMemory | None:
+        """Return what ``link`` shows of the peer's memory, if it does."""
+        return self._of_link.get(link)
+
+    def close(self) -> None:
+        """Forget the file. What there are views of stays mapped. Never waits."""
+        self._file = None
+
+    async def open(self, link: Link) -> None:
+        """Map the memory at the other end of ``link``, if that can be.
+
+        If not, one line of the log says why. Waits at most 2 s; a cancelled call
+        leaves nothing behind.
+        """
+        if not link.may_map or not self._is_here(link):
+            return
+        try:
+            memory = await self._agree(link)
+        except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
+            logger.info(
+                "payload of the link to %s moves by lanes: its memory cannot be "
+                "mapped: %s",
+                link.peer.id,
+                exc or "no answer",
+            )
+            return
+        self._of_link[link] = memory
+        link.call_when_lost(lambda _: memory.link_over())
+        link.use_map()
+        logger.info("entries at %s are read where they lie", link.peer.id)
+
+    def _is_here(self, link: Link) -> bool:
+        is_same_boot = bool(self._boot_id) and link.peer.boot_id == self._boot_id
+        return is_same_boot and link.own_host == link.peer_host
+
+    async def _agree(self, link: Link) -> MappedMemory:
+        asking = _Asking(link)
+        sock = None
+        try:
+            async with asyncio.timeout(MAP_S):
+                mappable = await asking.mappable
+                sock, fd = await fetch_file(mappable.address, mappable.ticket)
+                self._file = self._open_file(fd, mappable.nbytes)
+            asking.prove(self._file.nonce)
+            # From here on the peer may offer what only a mapping can read.
+            await asking.accepted
+        except BaseException:
+            asking.cancel()
+            if sock is not None:
+                sock.close()
+            raise
+        digest = strictest(self._digest, mappable.digest)
+        return MappedMemory(sock, self._file, digest)
+
+    def _open_file(self, fd: int, nbytes: int) -> MappedFile:
+        known = self._file
+        if known is not None and known.nbytes == nbytes and known.is_same_as(fd):
+            os.close(fd)
+            return known
+        return MappedFile(fd, nbytes)

@@ -1,0 +1,69 @@
+"""An entry's tensors as places in a file that the peer has mapped.
+
+Plain functions; nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.manifest import INLINE_NBYTES
+from asynckv.buffers.sharing import MapHolder, Pin
+from asynckv.protocol.values import MappedOffer, Place
+from asynckv.tensors.arena import Region
+from asynckv.tensors.shared_file import edges_of
+from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.slabs import PAGE_NBYTES
+
+__all__ = ("can_be_mapped", "map_entry", "place_of")
+
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def can_be_mapped(entry: StoredEntry, holder: MapHolder | None) -> bool:
+    """Will the peer read the entry where it lies, once it is whole?
+
+    What is on the heap rides along, if it is little.
+    """
+    if holder is None or not holder.is_usable or entry.is_small or not entry.in_arena:
+        return False
+    regions = entry.regions[: len(entry.parts)]
+    others = [r.nbytes for r in regions if not isinstance(r, SlabRegion)]
+    return len(others) < len(regions) and sum(others) <= INLINE_NBYTES
+
+
+def map_entry(entry: StoredEntry, holder: MapHolder) -> tuple[Pin, MappedOffer, bytes]:
+    """Pin a whole entry; return how an offer says so, and how its body ends."""
+    regions = entry.regions[: len(entry.parts)]
+    places = [place_of(region) for region in regions]
+    shared = [region for region in regions if isinstance(region, SlabRegion)]
+    encoded = _encoder.encode(places)
+    sizes = [region.nbytes for region in shared]
+    there = [place for place in places if place is not None]
+    edges = edges_of(holder.memory_file.memory, there, sizes)
+    pin = holder.pin(entry.entry_id, shared)
+    return (
+        pin,
+        MappedOffer(pin.number, len(encoded), edges),
+        b"".join((encoded, *_heap_bytes(regions))),
+    )
+
+
+def place_of(region: Region) -> Place | None:
+    """Return where a region's bytes are in the file; ``None`` if they are not."""
+    if not isinstance(region, SlabRegion) or region.pages is None:
+        return None
+    runs = region.pages.runs
+    return Place(
+        tuple([(first * PAGE_NBYTES, pages * PAGE_NBYTES) for first, pages in runs]),
+        region.offset,
+        region.generation,
+    )
+
+
+def _heap_bytes(regions: Sequence[Region]) -> list[memoryview]:
+    return [r.view() for r in regions if not isinstance(r, SlabRegion)]

@@ -1,0 +1,242 @@
+"""Peers of this host that read a buffer's memory where it lies.
+
+Rule of this file: every function is plain. Memory that a peer was shown is pinned
+until the peer says that it has no view of it, or the kernel says that it is gone;
+what becomes of the entry, or of the link, is nothing to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import struct
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, TypeAlias
+
+from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
+from asynckv.links.link import Link
+from asynckv.protocol.frames import Mappable
+from asynckv.tensors.arena import Hold
+from asynckv.tensors.shared_file import SharedFile
+from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.slab_regions import SlabRegion
+
+__all__ = ("MAX_PINS", "MapDigest", "MapHolder", "Pin", "Sharing")
+
+logger = logging.getLogger(__name__)
+
+MAX_PINS: Final = 1024
+"""A peer that keeps so many deliveries gets the next ones by its lanes."""
+
+_KEPT_S: Final = 10.0
+_NUMBER: Final = struct.Struct("!Q")
+
+MapDigest: TypeAlias = Literal["full", "edges", "off"]
+
+
+class Pin:
+    """Memory of one delivery that a peer may have views of."""
+
+    __slots__ = ("_holds", "_warning", "entry_id", "nbytes", "number", "regions")
+
+    def __init__(
+        self, number: int, entry_id: str, regions: Sequence[SlabRegion]
+    ) -> None:
+        self.number = number
+        self.entry_id = entry_id
+        self.nbytes = sum(region.nbytes for region in regions)
+        self.regions = len(regions)
+        self._holds: list[Hold] = [region.hold() for region in regions]
+        self._warning: asyncio.TimerHandle | None = None
+
+    def delivery_over(self, peer_id: str) -> None:
+        """From here on only the peer's views keep it: not for long, we hope."""
+        if self._holds and self._warning is None:
+            loop = asyncio.get_running_loop()
+            self._warning = loop.call_later(_KEPT_S, self._warn, peer_id)
+
+    def end(self) -> None:
+        """The peer has no view of it any more."""
+        if self._warning is not None:
+            self._warning.cancel()
+        while self._holds:
+            self._holds.pop().release()
+
+    def _warn(self, peer_id: str) -> None:
+        logger.warning(
+            "%s keeps views of entry %r, %d bytes, which are not used again "
+            "meanwhile: it was left %g s ago; copy what is needed for longer",
+            peer_id,
+            self.entry_id,
+            self.nbytes,
+            _KEPT_S,
+        )
+
+
+class MapHolder:
+    """One peer's mapping, made on one link, which it outlives.
+
+    It ends with its connection: by then nothing there has the memory any more.
+    """
+
+    def __init__(self, sharing: Sharing, file: SharedFile, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self.ticket = b""
+        self.is_verified = False
+        self._sharing = sharing
+        self._file = file
+        self._connection: FdConnection | None = None
+        self._is_link_over = False
+        self._last_number = 0
+        self._pins: dict[int, Pin] = {}
+
+    @property
+    def is_usable(self) -> bool:
+        """May one more delivery be read where it lies?"""
+        is_mapped = self.is_verified and self._connection is not None
+        return is_mapped and not self._is_link_over and len(self._pins) < MAX_PINS
+
+    @property
+    def pinned_regions(self) -> int:
+        """Of how many tensors it may have views."""
+        return sum(pin.regions for pin in self._pins.values())
+
+    @property
+    def memory_file(self) -> SharedFile:
+        """What it has mapped."""
+        return self._file
+
+    def verify(self, nonce: bytes) -> bool:
+        """Has it read through its mapping what we have written?"""
+        is_there = self._connection is not None
+        self.is_verified = is_there and secrets.compare_digest(nonce, self._file.nonce)
+        return self.is_verified
+
+    def pin(self, entry_id: str, regions: Sequence[SlabRegion]) -> Pin:
+        """Let the peer have these, until it says otherwise."""
+        self._last_number += 1
+        pin = self._pins[self._last_number] = Pin(self._last_number, entry_id, regions)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """The peer does not have it, or not any more."""
+        if self._pins.pop(pin.number, None) is not None:
+            pin.end()
+
+    def link_over(self) -> None:
+        """Its link is lost: nothing more is offered. What it has it keeps."""
+        self._is_link_over = True
+        self._sharing.expel(self)
+        if not self._pins:
+            self.close()
+
+    def close(self) -> None:
+        """Hang up. To be called when no memory will be used again."""
+        self._sharing.expel(self)
+        if self._connection is not None:
+            self._connection.close()
+        else:
+            self._sharing.forget(self)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def on_connected(self, connection: FdConnection) -> None:
+        self._connection = connection
+
+    def on_message(self, data: bytes) -> None:
+        if len(data) % _NUMBER.size:
+            logger.warning("%s releases no pin we know of", self.peer_id)
+            self.close()
+            return
+        for (number,) in _NUMBER.iter_unpack(data):
+            if number > self._last_number:
+                logger.warning("%s releases what it was never shown", self.peer_id)
+                self.close()
+                return
+            if (pin := self._pins.get(number)) is not None:
+                self.unpin(pin)
+        if self._is_link_over and not self._pins:
+            self.close()
+        self._sharing.changed()
+
+    def on_end(self) -> None:
+        self._connection = None
+        while self._pins:
+            self._pins.popitem()[1].end()
+        self._sharing.forget(self)
+        self._sharing.changed()
+
+
+class Sharing:
+    """Shows the memory of ``arena`` to peers of this host.
+
+    ``changed`` is called when memory may have become free. Where there is no
+    memory that can be shared, :meth:`invite` returns nothing.
+    """
+
+    def __init__(self, arena: object, changed: Callable[[], None]) -> None:
+        self._arena = arena if isinstance(arena, SlabArena) else None
+        self.changed = changed
+        self._door: FdDoor | None = None
+        self._file: SharedFile | None = None
+        self._holders: set[MapHolder] = set()
+
+    @property
+    def mapped_by(self) -> dict[str, int]:
+        """Of how many tensors each peer may have views, if it may of any."""
+        found: dict[str, int] = {}
+        for holder in self._holders:
+            if count := holder.pinned_regions:
+                found[holder.peer_id] = found.get(holder.peer_id, 0) + count
+        return found
+
+    def invite(
+        self, link: Link, digest: MapDigest
+    ) -> tuple[MapHolder, Mappable] | None:
+        """Make a place for one more peer; ``None`` if there is nothing to share."""
+        if self._arena is None or not has_fd_sockets():
+            return None
+        slabs = self._arena.pages.open_slabs()
+        if slabs is None:
+            return None
+        try:
+            self._file = self._file or SharedFile(slabs)
+            self._door = self._door or FdDoor()
+        except OSError as exc:
+            logger.warning("peers cannot map this buffer's memory: %s", exc)
+            return None
+        holder = MapHolder(self, self._file, link.peer.id)
+        holder.ticket = self._door.admit(holder)
+        self._holders.add(holder)
+        link.call_when_lost(lambda _: holder.link_over())
+        return holder, Mappable(
+            self._door.address, holder.ticket, self._file.nbytes, digest
+        )
+
+    def expel(self, holder: MapHolder) -> None:
+        """It gets no file any more."""
+        if self._door is not None:
+            self._door.expel(holder.ticket)
+
+    def forget(self, holder: MapHolder) -> None:
+        """It has nothing of ours. With the last one the door is closed."""
+        self._holders.discard(holder)
+        if not self._holders:
+            self._close_door()
+
+    def close(self) -> None:
+        """The memory is not used again: nobody needs to say what he has of it."""
+        self._arena = None
+        for holder in list(self._holders):
+            holder.close()
+        self._close_door()
+
+    def _close_door(self) -> None:
+        door, self._door = self._door, None
+        if door is not None:
+            door.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

@@ -1,0 +1,194 @@
+"""A memory file that other processes may read: who owns it, and who maps it.
+
+The one who maps it never trusts what it was told: the kernel says how large the
+file is, that nobody can cut it, and that it was opened for reading only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy
+import numpy.typing
+import torch
+
+from asynckv.protocol.digests import Digester
+from asynckv.protocol.values import Place
+from asynckv.tensors.slabs import PAGE_NBYTES, Slabs
+from asynckv.tensors.stitching import stitch
+from asynckv.tensors.views import tensor_over
+from asynckv.types import TensorSpec
+
+__all__ = ("NONCE_NBYTES", "MappedFile", "SharedFile", "check_place", "edges_of")
+
+NONCE_NBYTES: Final = 16
+_EDGE_NBYTES: Final = 4096
+_GENERATION_NBYTES: Final = 8
+_NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
+
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
+
+class SharedFile:
+    """The slabs of one arena, as others may have them: for reading.
+
+    Its last page holds a ``nonce`` that only those know who have mapped it.
+
+    :raises OSError: the process may have no more files
+    """
+
+    def __init__(self, slabs: Slabs) -> None:
+        self._fd = -1
+        self.nbytes = slabs.file_nbytes
+        self.memory = slabs.constant
+        self.nonce = secrets.token_bytes(NONCE_NBYTES)
+        os.pwrite(slabs.fileno(), self.nonce, slabs.max_bytes)
+        # A duplicate would share the right to write.
+        path = f"/proc/self/fd/{slabs.fileno()}"
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be sent. It is open until :meth:`close`."""
+        return self._fd
+
+    def close(self) -> None:
+        """Send it to nobody any more. What others have mapped stays."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class MappedFile:
+    """Another process's memory file, mapped for reading. Owns ``fd`` from here on.
+
+    It is unmapped when the last view is gone, whatever was closed before.
+
+    :raises ValueError: it is not what its owner should send
+    :raises OSError: it cannot be mapped
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._fd = fd
+        _check_file(fd, nbytes)
+        self.nbytes = nbytes
+        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | _NORESERVE, mmap.PROT_READ)
+        with contextlib.suppress(AttributeError, OSError):  # no use in a core dump
+            mapping.madvise(mmap.MADV_DONTDUMP, 0, nbytes)
+        self.memory: _Bytes = numpy.frombuffer(mapping, numpy.uint8)
+
+    def __del__(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @property
+    def nonce(self) -> bytes:
+        """What the owner has written at the last page."""
+        start = self.nbytes - PAGE_NBYTES
+        return self.memory[start : start + NONCE_NBYTES].tobytes()
+
+    def is_same_as(self, fd: int) -> bool:
+        """Is that the file which is mapped here?"""
+        ours, theirs = os.fstat(self._fd), os.fstat(fd)
+        return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
+
+    def view(self, place: Place, spec: TensorSpec, keeper: object) -> torch.Tensor:
+        """Return a tensor where it lies; it keeps ``keeper`` alive. Never write to it.
+
+        ``place`` was checked.
+
+        :raises OSError: pieces that lie apart cannot be mapped together
+        """
+        if len(place.runs) == 1:
+            start = place.runs[0][0] + place.start
+            memory = self.memory[start : start + spec.nbytes]
+        else:
+            memory = stitch(self._fd, place.runs, writable=False)[place.start :]
+        return tensor_over(numpy.asarray(_Window(memory[: spec.nbytes], keeper)), spec)
+
+    def pieces(self, place: Place, nbytes: int) -> list[_Bytes]:
+        """Return the memory of one tensor as it lies. ``place`` was checked."""
+        return _pieces(self.memory, place, 0, nbytes)
+
+
+class _Window:
+    """What one view is based on: its life is a hold on ``keeper``."""
+
+    __slots__ = ("__array_interface__", "_keeper", "_memory")
+
+    def __init__(self, memory: _Bytes, keeper: object) -> None:
+        self._memory = memory
+        self._keeper = keeper
+        # As if it could be written: torch has no tensors that cannot, and warns.
+        self.__array_interface__: dict[str, Any] = {
+            **memory.__array_interface__,
+            "data": (memory.__array_interface__["data"][0], False),
+        }
+
+
+def check_place(place: Place, nbytes: int, file_nbytes: int) -> None:
+    """Refuse a claim that a tensor of ``nbytes`` lies somewhere else than in a file.
+
+    :raises ValueError: it does not, or not in whole pages
+    """
+    end = file_nbytes - PAGE_NBYTES
+    room = 0
+    for offset, length in place.runs:
+        if offset % PAGE_NBYTES or length % PAGE_NBYTES or not length:
+            raise ValueError("a tensor lies in no whole pages")
+        if offset + length > end:
+            raise ValueError(f"a tensor ends at {offset + length} of {end} bytes")
+        room += length
+    if place.start + nbytes > room:
+        raise ValueError(f"a tensor of {nbytes} bytes lies in {room} bytes")
+
+
+def edges_of(memory: _Bytes, places: Sequence[Place], sizes: Sequence[int]) -> bytes:
+    """Return one digest of the first and last bytes of some tensors in a file."""
+    digester = Digester()
+    for place, nbytes in zip(places, sizes, strict=True):
+        digester.update(place.generation.to_bytes(_GENERATION_NBYTES, "big"))
+        edge = min(nbytes, _EDGE_NBYTES)
+        for start in (0, nbytes - edge):
+            for piece in _pieces(memory, place, start, edge):
+                digester.update(piece.data)
+    return digester.digest()
+
+
+def _pieces(memory: _Bytes, place: Place, start: int, nbytes: int) -> list[_Bytes]:
+    start += place.start
+    pieces = []
+    for offset, length in place.runs:
+        if start < length and nbytes:
+            count = min(length - start, nbytes)
+            pieces.append(memory[offset + start : offset + start + count])
+            nbytes -= count
+            start = 0
+        else:
+            start -= min(start, length)
+    return pieces
+
+
+def _check_file(fd: int, nbytes: int) -> None:
+    """Refuse a file that could be cut or grow, or be written, or is another one."""
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as exc:
+        raise ValueError("it is no memory file") from exc
+    if seals & wanted != wanted:
+        raise ValueError("it is not sealed")
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+        raise ValueError("it could be written")
+    found = os.fstat(fd).st_size
+    if found != nbytes or found % PAGE_NBYTES or found <= PAGE_NBYTES:
+        raise ValueError(f"it has {found} bytes, not {nbytes}")
