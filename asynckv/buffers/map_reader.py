@@ -24,12 +24,16 @@ __all__ = ("MapReader", "MappedParts")
 _BYTES: Final = "uint8"
 
 
-class MappedParts(msgspec.Struct, frozen=True, eq=False):
+class MappedParts(msgspec.Struct, eq=False):
     """Where the parts of one offer lie, checked, and who keeps them there."""
 
     places: Sequence[Place | None]
     edges: bytes
-    pin: MappedPin
+    pin: MappedPin | None
+
+    def let_go(self) -> None:
+        """Only views keep them there from now on."""
+        self.pin = None
 
 
 class MapReader:
@@ -72,22 +76,26 @@ class MapReader:
         """Return the tensors, verified; those in ``targets`` have landed there.
 
         Others are views, or are copied to what ``empty`` makes. A cancelled call
-        ends when no thread touches memory of the caller any more.
+        ends when no thread touches memory of the caller any more. However it ends,
+        the memory is kept by views alone.
 
         :raises ChecksumError: some bytes are not those that were inserted
         """
-        if self._memory.digest == "edges":
-            self._verify_edges(manifest, parts)
-        is_full = self._memory.digest == "full"
-        job = _Job(self._memory, parts, targets, empty, views=self.views)
-        inline = iter(manifest.inline)
-        for record, place in zip(manifest.records, parts.places, strict=True):
-            if place is None:
-                job.land(record, next(inline))
-            else:
-                job.add(record, place)
-        await job.run(self._pool, is_full=is_full)
-        return job.tensors
+        job = _Job(self._memory, targets, empty, views=self.views)
+        try:
+            if self._memory.digest == "edges":
+                self._verify_edges(manifest, parts)
+            inline = iter(manifest.inline)
+            for record, place in zip(manifest.records, parts.places, strict=True):
+                if place is None:
+                    job.land(record, next(inline))
+                else:
+                    job.add(record, place, parts.pin)
+            await job.run(self._pool, is_full=self._memory.digest == "full")
+            return job.take()
+        finally:
+            job.take()  # an error's traceback would keep what is in it
+            parts.let_go()
 
     def _verify_edges(self, manifest: Manifest, parts: MappedParts) -> None:
         there = [
@@ -111,15 +119,13 @@ class _Job:
     def __init__(
         self,
         memory: MappedMemory,
-        parts: MappedParts,
         targets: Mapping[str, torch.Tensor],
         empty: Callable[[TensorSpec], torch.Tensor],
         *,
         views: bool,
     ) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
         self._file = memory.file
-        self._pin = parts.pin
         self._targets = targets
         self._empty = empty
         self._views = views
@@ -135,26 +141,33 @@ class _Job:
             target = tensor_from(piece, record.spec)
         else:
             bytes_of(target)[:] = piece
-        self.tensors[record.name] = target
+        self._tensors[record.name] = target
 
-    def add(self, record: TensorRecord, place: Place) -> None:
+    def add(self, record: TensorRecord, place: Place, keeper: object) -> None:
         """Show a tensor, or note what is to be copied for it."""
         spec, target = record.spec, self._targets.get(record.name)
         self._records.append(record)
         if target is None and self._views:
             try:
-                self.tensors[record.name] = self._file.view(place, spec, self._pin)
+                self._tensors[record.name] = self._file.view(place, spec, keeper)
                 return
             except OSError:  # it lies apart, and the process has too many mappings
                 pass
         target = self._empty(spec) if target is None else target
-        self.tensors[record.name] = target
+        self._tensors[record.name] = target
         memory, start = bytes_of(target), 0
         for piece in self._file.pieces(place, spec.nbytes):
             some = TensorSpec((piece.nbytes,), _BYTES)
             self._from.append(tensor_over(piece, some))
             self._to.append(tensor_over(memory[start : start + piece.nbytes], some))
             start += piece.nbytes
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, and keep none."""
+        tensors, self._tensors = self._tensors, {}
+        self._from.clear()
+        self._to.clear()
+        return tensors
 
     async def run(self, pool: CopyPool, *, is_full: bool) -> None:
         """Copy what is to be copied; with ``is_full`` verify every byte."""
@@ -164,7 +177,7 @@ class _Job:
         is_hot = is_full and len(self._from) == len(self._records)
         digests = await pool.copy(self._from, self._to, digest=is_hot)
         if is_full and not is_hot:
-            digests = await pool.digest([self.tensors[r.name] for r in self._records])
+            digests = await pool.digest([self._tensors[r.name] for r in self._records])
         if is_full:
             for record, found in zip(self._records, digests, strict=True):
                 verify(record, found)

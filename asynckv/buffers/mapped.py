@@ -18,7 +18,12 @@ import weakref
 from typing import TYPE_CHECKING, Final
 
 from asynckv.buffers.answers import Answer, fail_by
-from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
+from asynckv.errors import (
+    AsyncKVError,
+    IncompatiblePeer,
+    PeerLost,
+    RemoteProtocolError,
+)
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.processes import ProcessBound
@@ -183,10 +188,16 @@ class _Asking:
 
 
 class Mappings:
-    """Maps the memory of one peer, again on each link, but each file only once."""
+    """Maps the memory of one peer, again on each link, but each file only once.
 
-    def __init__(self, digest: MapDigest, boot_id: str) -> None:
+    ``is_forced``: no link of that peer is to do without.
+    """
+
+    def __init__(
+        self, digest: MapDigest, boot_id: str, *, is_forced: bool = False
+    ) -> None:
         self._digest: MapDigest = digest
+        self._is_forced = is_forced
         self._boot_id = boot_id
         self._file: MappedFile | None = None
         self._of_link: weakref.WeakKeyDictionary[Link, MappedMemory] = (
@@ -204,14 +215,24 @@ class Mappings:
     async def open(self, link: Link) -> None:
         """Map the memory at the other end of ``link``, if that can be.
 
-        If not, one line of the log says why. Waits at most 2 s; a cancelled call
-        leaves nothing behind.
+        If not, one line of the log says why. Waits at most 2 s for a live peer's
+        memory; a cancelled call leaves nothing behind.
+
+        :raises IncompatiblePeer: it cannot, and no other way is wanted
+        :raises PeerLost: the link was lost meanwhile
         """
-        if not link.may_map or not self._is_here(link):
+        if not link.may_map:
             return
         try:
+            self._check_here(link)
             memory = await self._agree(link)
         except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
+            if self._is_forced:
+                raise IncompatiblePeer(
+                    f"the memory of {link.peer.id} cannot be mapped: {exc}",
+                    field="payload_paths",
+                    hint="leave ?payload=map out of the URL, and lanes are used",
+                ) from exc
             logger.info(
                 "payload of the link to %s moves by lanes: its memory cannot be "
                 "mapped: %s",
@@ -224,9 +245,10 @@ class Mappings:
         link.use_map()
         logger.info("entries at %s are read where they lie", link.peer.id)
 
-    def _is_here(self, link: Link) -> bool:
+    def _check_here(self, link: Link) -> None:
         is_same_boot = bool(self._boot_id) and link.peer.boot_id == self._boot_id
-        return is_same_boot and link.own_host == link.peer_host
+        if not is_same_boot or link.own_host != link.peer_host:
+            raise ValueError("it is on another host")
 
     async def _agree(self, link: Link) -> MappedMemory:
         asking = _Asking(link)

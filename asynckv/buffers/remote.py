@@ -72,7 +72,9 @@ class Peer(LoopBound):
         self.memory = Growth(max_bytes)
         self.budget = ReceiveBudget(max_bytes, self.memory)
         self.pool = CopyPool(empty=self.memory.lending.spare)
-        self._mappings = Mappings(map_digest, own_identity.boot_id)
+        self._mappings = Mappings(
+            map_digest, own_identity.boot_id, is_forced="payload=map" in url
+        )
         self.lookup = RemoteLookupBuffer(self)
         self.store = RemoteStoreBuffer(self)
         self._fingerprint = fingerprint

@@ -45,7 +45,7 @@ def map_entry(entry: StoredEntry, holder: MapHolder) -> tuple[Pin, MappedOffer, 
     sizes = [region.nbytes for region in shared]
     there = [place for place in places if place is not None]
     edges = edges_of(holder.memory_file.memory, there, sizes)
-    pin = holder.pin(entry.entry_id, shared)
+    pin = holder.pin(shared)
     return (
         pin,
         MappedOffer(pin.number, len(encoded), edges),

@@ -113,8 +113,6 @@ class Offering(msgspec.Struct, eq=False):
         if self.is_granted:
             self.is_granted = False
             self.link.payload.stop(self.transfer)
-        if self.pin is not None:
-            self.pin.delivery_over(self.link.peer.id)
 
     def _send(self, index: int) -> None:
         part, transfer, stream = self.entry.parts[index], self.transfer, self.stream

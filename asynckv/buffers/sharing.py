@@ -7,7 +7,6 @@ what becomes of the entry, or of the link, is nothing to it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import struct
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_PINS: Final = 1024
 """A peer that keeps so many deliveries gets the next ones by its lanes."""
 
-_KEPT_S: Final = 10.0
 _NUMBER: Final = struct.Struct("!Q")
 
 MapDigest: TypeAlias = Literal["full", "edges", "off"]
@@ -38,40 +36,17 @@ MapDigest: TypeAlias = Literal["full", "edges", "off"]
 class Pin:
     """Memory of one delivery that a peer may have views of."""
 
-    __slots__ = ("_holds", "_warning", "entry_id", "nbytes", "number", "regions")
+    __slots__ = ("_holds", "number", "regions")
 
-    def __init__(
-        self, number: int, entry_id: str, regions: Sequence[SlabRegion]
-    ) -> None:
+    def __init__(self, number: int, regions: Sequence[SlabRegion]) -> None:
         self.number = number
-        self.entry_id = entry_id
-        self.nbytes = sum(region.nbytes for region in regions)
         self.regions = len(regions)
         self._holds: list[Hold] = [region.hold() for region in regions]
-        self._warning: asyncio.TimerHandle | None = None
-
-    def delivery_over(self, peer_id: str) -> None:
-        """From here on only the peer's views keep it: not for long, we hope."""
-        if self._holds and self._warning is None:
-            loop = asyncio.get_running_loop()
-            self._warning = loop.call_later(_KEPT_S, self._warn, peer_id)
 
     def end(self) -> None:
         """The peer has no view of it any more."""
-        if self._warning is not None:
-            self._warning.cancel()
         while self._holds:
             self._holds.pop().release()
-
-    def _warn(self, peer_id: str) -> None:
-        logger.warning(
-            "%s keeps views of entry %r, %d bytes, which are not used again "
-            "meanwhile: it was left %g s ago; copy what is needed for longer",
-            peer_id,
-            self.entry_id,
-            self.nbytes,
-            _KEPT_S,
-        )
 
 
 class MapHolder:
@@ -113,10 +88,10 @@ class MapHolder:
         self.is_verified = is_there and secrets.compare_digest(nonce, self._file.nonce)
         return self.is_verified
 
-    def pin(self, entry_id: str, regions: Sequence[SlabRegion]) -> Pin:
+    def pin(self, regions: Sequence[SlabRegion]) -> Pin:
         """Let the peer have these, until it says otherwise."""
         self._last_number += 1
-        pin = self._pins[self._last_number] = Pin(self._last_number, entry_id, regions)
+        pin = self._pins[self._last_number] = Pin(self._last_number, regions)
         return pin
 
     def unpin(self, pin: Pin) -> None:
@@ -132,12 +107,17 @@ class MapHolder:
             self.close()
 
     def close(self) -> None:
-        """Hang up. To be called when no memory will be used again."""
+        """Hang up: what the peer may have is let go."""
         self._sharing.expel(self)
         if self._connection is not None:
             self._connection.close()
         else:
             self._sharing.forget(self)
+
+    def leave(self) -> None:
+        """Hang up; what the peer may have stays its own for good."""
+        self._pins.clear()  # whose holds do not end
+        self.close()
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -230,7 +210,7 @@ class Sharing:
         """The memory is not used again: nobody needs to say what he has of it."""
         self._arena = None
         for holder in list(self._holders):
-            holder.close()
+            holder.leave()
         self._close_door()
 
     def _close_door(self) -> None:
