@@ -86,7 +86,8 @@ class Pins:
         Called in any thread.
         """
         for region in list(self._pinned):
-            region.is_kept = True
+            if region.has_views:
+                region.is_kept = True
 
     def forget_mappings(self) -> None:
         """What is pinned is unmapped with its last view from now on."""

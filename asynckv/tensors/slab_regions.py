@@ -14,7 +14,7 @@ import numpy
 import numpy.typing
 import torch
 
-from asynckv.tensors.arena import Pages, Region, heap_memory
+from asynckv.tensors.arena import Hold, Pages, Region, heap_memory
 from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
 
@@ -62,6 +62,19 @@ class _Window:
         self._owner.let_go(self._region)
 
 
+class _PeerHold(Hold):
+    __slots__ = ("_slab_region",)
+
+    def __init__(self, region: SlabRegion) -> None:
+        super().__init__(region)
+        self._slab_region = region
+
+    def release(self) -> None:
+        if self._region is not None:
+            self._region = None
+            self._slab_region.end_peers_hold()
+
+
 class SlabRegion(Region):
     """Memory of one tensor in the slabs, at ``offset`` of its ``pages``.
 
@@ -71,6 +84,7 @@ class SlabRegion(Region):
     __slots__ = (
         "__weakref__",
         "_owner",
+        "_peers",
         "generation",
         "is_handed_out",
         "is_kept",
@@ -99,6 +113,7 @@ class SlabRegion(Region):
         self.is_lent = False
         """Was it made for somebody who may insert it, and has not yet?"""
         self._owner: SlabRegionOwner | None = owner
+        self._peers = 0
         pages.left += 1
 
     def view(self) -> memoryview:
@@ -132,6 +147,21 @@ class SlabRegion(Region):
     def is_pinned(self) -> bool:
         """Is it kept from others, although it was released, and counts for that?"""
         return self._is_released and self._owner is not None and not self.is_handed_out
+
+    @property
+    def has_views(self) -> bool:
+        """May somebody in this process have one?"""
+        return self._holds > self._peers
+
+    def hold(self) -> Hold:
+        """As the contract says: for peers, who have their views elsewhere."""
+        self._peers += 1
+        return _PeerHold(self)
+
+    def end_peers_hold(self) -> None:
+        """The hold of one peer is over."""
+        self._peers -= 1
+        self.end_hold()
 
     def own(self) -> bool:
         """Undo a release that is not over yet; ``False`` if there is none."""

@@ -20,6 +20,7 @@ from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.sharing import MapHolder
 from asynckv.errors import IncompatiblePeer, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.tensors.slab_arena import SlabArena
 from asynckv.testing.blocked import until
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
@@ -289,6 +290,20 @@ async def test_what_a_forked_child_can_see_is_let_go_with_the_connection_only(
     await until(lambda: pinned(buffer) == MIB)
     await peer.aclose()
     await until(lambda: pinned(buffer) == 0)
+
+
+async def test_a_fork_of_the_owner_keeps_no_memory_of_others_views(
+    buffer: LookupBuffer, peer: Peer
+) -> None:
+    await insert(buffer)
+    async with peer.lookup.drop_select() as entry:
+        pass
+    arena = buffer._growth.arena
+    assert isinstance(arena, SlabArena)
+    arena.pins.keep_for_child()
+    del entry
+    await until(lambda: pinned(buffer) == 0)
+    assert buffer.statistics().handed_out_bytes == 0
 
 
 async def test_a_forked_child_says_nothing(buffer: LookupBuffer, peer: Peer) -> None:
