@@ -210,7 +210,9 @@ class Mappings:
 
     def close(self) -> None:
         """Forget the file. What there are views of stays mapped. Never waits."""
-        self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     async def open(self, link: Link) -> None:
         """Map the memory at the other end of ``link``, if that can be.

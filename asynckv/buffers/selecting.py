@@ -278,6 +278,9 @@ class Selecting:
         if not reader.views:
             await budget.reserve(nbytes)
             delivery.charged_bytes = nbytes
+        if self.delivery is not delivery or self._error is not None:
+            delivery.uncharge(budget)
+            return
         tensors = await reader.read(
             delivery.manifest, parts, self._targets, budget.empty
         )

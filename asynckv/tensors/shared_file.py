@@ -35,6 +35,9 @@ _NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
 
+_NOTHING: Final[_Bytes] = numpy.empty(0, numpy.uint8)
+
+
 class SharedFile:
     """The slabs of one arena, as others may have them: for reading.
 
@@ -62,6 +65,7 @@ class SharedFile:
 
     def close(self) -> None:
         """Send it to nobody any more. What others have mapped stays."""
+        self.memory = _NOTHING
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -78,14 +82,20 @@ class MappedFile:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self._fd = fd
+        self.memory = _NOTHING
         _check_file(fd, nbytes)
         self.nbytes = nbytes
         mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | _NORESERVE, mmap.PROT_READ)
         with contextlib.suppress(AttributeError, OSError):  # no use in a core dump
             mapping.madvise(mmap.MADV_DONTDUMP, 0, nbytes)
-        self.memory: _Bytes = numpy.frombuffer(mapping, numpy.uint8)
+        self.memory = numpy.frombuffer(mapping, numpy.uint8)
 
     def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Show no more of it. What there are views of stays mapped."""
+        self.memory = _NOTHING
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -155,6 +155,7 @@ class SlabRegion(Region):
 
     def hold(self) -> Hold:
         """As the contract says: for peers, who have their views elsewhere."""
+        self._holds += 1
         self._peers += 1
         return _PeerHold(self)
 

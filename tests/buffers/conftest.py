@@ -8,12 +8,16 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer
-from asynckv.buffers.serve import Server
+from asynckv.buffers.serve import Server, serve
+from asynckv.links.dial import dial
+from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
+from asynckv.testing.link_pairs import name_of
 from asynckv.testing.pairs import Peers, open_peers
+from asynckv.testing.raw_maps import RawMapper
 
 CutWhen = Callable[[Link, type], None]
 
@@ -28,6 +32,23 @@ async def local() -> AsyncIterator[LookupBuffer]:
 async def peers(local: LookupBuffer) -> AsyncIterator[Peers]:
     async with open_peers("tcp", local, reconnect_s=5) as peers:
         yield peers
+
+
+@pytest.fixture
+async def mappable(local: LookupBuffer) -> AsyncIterator[Server]:
+    """A server whose memory peers of this host can map."""
+    if not has_fd_sockets():
+        pytest.skip("nothing can be mapped here")
+    async with serve("tcp://127.0.0.1:0", lookup=local) as server:
+        yield server
+
+
+@pytest.fixture
+async def mapper(mappable: Server) -> AsyncIterator[RawMapper]:
+    """A peer of it that says what it likes."""
+    mapper = RawMapper(await dial(mappable.url, identity=name_of("consumer")))
+    yield mapper
+    await mapper.aclose()
 
 
 @pytest.fixture

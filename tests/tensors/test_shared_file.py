@@ -4,7 +4,6 @@ import fcntl
 import gc
 import os
 import weakref
-from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -25,12 +24,10 @@ class Keeper:
     """Whose life a view prolongs."""
 
 
-@pytest.fixture
-def slabs() -> Iterator[Slabs]:
+def grown() -> Slabs:
     slabs = Slabs(_MIB)
     slabs.grow()
-    yield slabs
-    slabs.close()
+    return slabs
 
 
 def mapped(slabs: Slabs) -> tuple[SharedFile, MappedFile]:
@@ -52,9 +49,8 @@ def page(number: int, pages: int = 1) -> tuple[int, int]:
     return number * PAGE_NBYTES, pages * PAGE_NBYTES
 
 
-def test_who_maps_the_file_reads_the_nonce_and_what_is_written_later(
-    slabs: Slabs,
-) -> None:
+def test_who_maps_the_file_reads_the_nonce_and_what_is_written_later() -> None:
+    slabs = grown()
     shared, file = mapped(slabs)
     assert file.nonce == shared.nonce
     slabs.memory[5000:5004] = (1, 2, 3, 4)
@@ -62,11 +58,13 @@ def test_who_maps_the_file_reads_the_nonce_and_what_is_written_later(
     assert view.tolist() == [1, 2, 3, 4]
 
 
-def test_no_two_files_have_the_same_nonce(slabs: Slabs) -> None:
+def test_no_two_files_have_the_same_nonce() -> None:
+    slabs = grown()
     assert SharedFile(slabs).nonce != SharedFile(Slabs(_MIB)).nonce
 
 
-def test_what_is_sent_can_only_be_read(slabs: Slabs) -> None:
+def test_what_is_sent_can_only_be_read() -> None:
+    slabs = grown()
     shared = SharedFile(slabs)
     with pytest.raises(OSError):
         os.write(shared.fileno(), b"x")
@@ -74,7 +72,8 @@ def test_what_is_sent_can_only_be_read(slabs: Slabs) -> None:
         fcntl.fcntl(shared.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
-def test_a_view_of_pages_that_lie_apart_is_one_tensor(slabs: Slabs) -> None:
+def test_a_view_of_pages_that_lie_apart_is_one_tensor() -> None:
+    slabs = grown()
     _, file = mapped(slabs)
     numbers = torch.arange(2 * PAGE_NBYTES // 4, dtype=torch.int32)
     raw = numbers.numpy().view(numpy.uint8)
@@ -86,7 +85,8 @@ def test_a_view_of_pages_that_lie_apart_is_one_tensor(slabs: Slabs) -> None:
     assert b"".join(piece.tobytes() for piece in file.pieces(place, 2 * PAGE_NBYTES))
 
 
-def test_pieces_begin_within_the_run_that_holds_the_start(slabs: Slabs) -> None:
+def test_pieces_begin_within_the_run_that_holds_the_start() -> None:
+    slabs = grown()
     _, file = mapped(slabs)
     slabs.memory[: 16 * PAGE_NBYTES] = numpy.arange(16 * PAGE_NBYTES) // PAGE_NBYTES
     place = Place((page(7), page(3), page(9)), PAGE_NBYTES + 10, 1)
@@ -94,7 +94,8 @@ def test_pieces_begin_within_the_run_that_holds_the_start(slabs: Slabs) -> None:
     assert [(p[0], p.nbytes) for p in pieces] == [(3, PAGE_NBYTES - 10), (9, 10)]
 
 
-def test_a_view_keeps_its_keeper_as_long_as_any_of_its_parts(slabs: Slabs) -> None:
+def test_a_view_keeps_its_keeper_as_long_as_any_of_its_parts() -> None:
+    slabs = grown()
     _, file = mapped(slabs)
     keeper = Keeper()
     gone = weakref.ref(keeper)
@@ -178,14 +179,16 @@ def test_the_last_page_of_the_slabs_can_be_a_place() -> None:
 
 
 @pytest.mark.parametrize("changed", [0, 4095, 20 * 2**10 - 4096, 20 * 2**10 - 1])
-def test_edges_see_the_first_and_the_last_bytes(slabs: Slabs, changed: int) -> None:
+def test_edges_see_the_first_and_the_last_bytes(changed: int) -> None:
+    slabs = grown()
     places, sizes = [Place((page(0, 5),), 0, 1)], [20 * 2**10]
     before = edges_of(slabs.constant, places, sizes)
     slabs.memory[changed] ^= 1
     assert edges_of(slabs.constant, places, sizes) != before
 
 
-def test_edges_see_another_generation_and_nothing_in_the_middle(slabs: Slabs) -> None:
+def test_edges_see_another_generation_and_nothing_in_the_middle() -> None:
+    slabs = grown()
     one, other = (Place((page(0, 5),), 0, generation) for generation in (1, 2))
     before = edges_of(slabs.constant, [one], [20 * 2**10])
     assert edges_of(slabs.constant, [other], [20 * 2**10]) != before

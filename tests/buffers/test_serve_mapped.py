@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import pytest
+import torch
+
+from asynckv.buffers import sharing
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve_mapped import place_of
+from asynckv.errors import EntryTooLarge
+from asynckv.protocol.frames import Failure, Grant, Nack, Select
+from asynckv.protocol.values import Place
+from asynckv.tensors.arena import Region
+from asynckv.tensors.shared_file import edges_of
+from asynckv.testing.link_pairs import Hearer
+from asynckv.testing.raw_maps import RawMapper
+
+MIB = 2**20
+LARGE = torch.full((MIB // 4,), 3.0)
+
+
+async def test_an_offer_says_where_the_tensors_lie(
+    local: LookupBuffer, mapper: RawMapper
+) -> None:
+    await local.insert([1], None, LARGE, None, None)
+    file = await mapper.map()
+    _, _, offer, body = await mapper.select()
+    assert offer.mapped is not None
+    (place,) = msgspec.msgpack.decode(body[-offer.mapped.nbytes :], type=list[Place])
+    first = file.pieces(place, MIB)[0][:4].tobytes()
+    assert struct.unpack("f", first) == (3.0,)
+    assert offer.mapped.edges == edges_of(file.memory, [place], [MIB])
+
+
+async def test_small_entries_ride_with_their_offer_as_ever(
+    local: LookupBuffer, mapper: RawMapper
+) -> None:
+    await local.insert([1], None, torch.ones(100), None, None)
+    await mapper.map()
+    _, _, offer, _ = await mapper.select()
+    assert offer.inline and offer.mapped is None
+
+
+async def test_a_stream_gets_its_tensors_by_lanes(
+    local: LookupBuffer, mapper: RawMapper
+) -> None:
+    await local.insert([1], None, LARGE, None, None)
+    await mapper.map()
+    hearer = Hearer()
+    mapper.link.open_stream(hearer, Select(has_key=False, stream=True))
+    assert "mapped=None" in str(await hearer.next())
+
+
+async def test_a_grant_for_mapped_memory_breaks_the_link(
+    local: LookupBuffer, mapper: RawMapper
+) -> None:
+    await local.insert([1], None, LARGE, None, None)
+    await mapper.map()
+    hearer, stream, offer, _ = await mapper.select()
+    stream.send(Grant(offer.transfer))
+    assert "Grant" in str((await hearer.loss()).__cause__)
+
+
+async def test_a_peer_with_too_many_pins_gets_the_next_entry_by_its_lanes(
+    monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, mapper: RawMapper
+) -> None:
+    monkeypatch.setattr(sharing, "MAX_PINS", 1)
+    await local.insert([1], None, LARGE, None, None)
+    await mapper.map()
+    _, stream, offer, _ = await mapper.select()
+    stream.send(Nack(offer.token))
+    assert (await mapper.select())[2].mapped is None
+
+
+async def test_an_offer_that_is_too_long_pins_nothing(
+    monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, mapper: RawMapper
+) -> None:
+    def refuse(max_body_bytes: int, body: bytes) -> None:
+        raise EntryTooLarge(nbytes=len(body), max_bytes=max_body_bytes)
+
+    await local.insert([1], None, LARGE, None, None)
+    await mapper.map()
+    monkeypatch.setattr("asynckv.buffers.serve_offer.check_body", refuse)
+    hearer = Hearer()
+    mapper.link.open_stream(hearer, Select(has_key=False))
+    assert isinstance((await hearer.next())[0], Failure)
+    assert not local.statistics().mapped_by
+
+
+def test_memory_of_the_heap_has_no_place() -> None:
+    assert place_of(Region(10, None)) is None
