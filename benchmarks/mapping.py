@@ -14,12 +14,11 @@ import argparse
 import asyncio
 import contextlib
 import multiprocessing
-import os
 import resource
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import numpy
@@ -32,8 +31,7 @@ __all__ = ("main",)
 
 MIB = 2**20
 _LAYERS = 64
-_SMALL = [1]
-_LARGE = [2]
+_TOKENS = {"small": [1], "large": [2]}
 _PINGS = 20
 
 
@@ -63,34 +61,40 @@ async def _own(pipe: Connection, large_bytes: int) -> None:
         asynckv.LookupBuffer(max_bytes, drain_s=0) as buffer,
         asynckv.serve("tcp://127.0.0.1:0", lookup=buffer) as server,
     ):
-
-        async def keep(
-            tokens: list[int], key: torch.Tensor | dict[str, torch.Tensor]
-        ) -> None:
-            while True:
-                entry_id = await buffer.insert(
-                    tokens, None, key, None, None, ttl_s=None
-                )
-                await buffer.taken(entry_id)
-
+        counts = {"small": 0, "large": 0}
         keeping = [
-            asyncio.create_task(keep(_SMALL, small)),
-            asyncio.create_task(keep(_LARGE, layers)),
+            asyncio.create_task(_keep(buffer, counts, "small", small)),
+            asyncio.create_task(_keep(buffer, counts, "large", layers)),
         ]
         loop = asyncio.get_running_loop()
-        asked = asyncio.Event()
-        loop.add_reader(pipe.fileno(), asked.set)
-        pipe.send(server.url)
-        with contextlib.suppress(EOFError):
-            while True:
-                await asked.wait()
-                asked.clear()
+        gone = asyncio.Event()
+
+        def answer() -> None:
+            try:
                 pipe.recv()
-                pipe.send(_cpu_s())
-        loop.remove_reader(pipe.fileno())
+                pipe.send((counts, _cpu_s()))
+            except (EOFError, OSError):
+                loop.remove_reader(pipe.fileno())
+                gone.set()
+
+        loop.add_reader(pipe.fileno(), answer)
+        pipe.send(server.url)
+        await gone.wait()
         for task in keeping:
             task.cancel()
         await asyncio.wait(keeping)
+
+
+async def _keep(
+    buffer: asynckv.LookupBuffer,
+    counts: dict[str, int],
+    kind: str,
+    key: torch.Tensor | dict[str, torch.Tensor],
+) -> None:
+    while True:
+        entry_id = await buffer.insert(_TOKENS[kind], None, key, None, None, ttl_s=None)
+        counts[kind] += 1
+        await buffer.taken(entry_id)
 
 
 def _run_owner(pipe: Connection, large_bytes: int) -> None:
@@ -135,6 +139,7 @@ class Memcpy:
     """Copies between memory that was touched before, in pieces of 1 MiB."""
 
     def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self._source = numpy.ones(nbytes, numpy.uint8)
         self._target = numpy.ones(nbytes, numpy.uint8)
 
@@ -161,9 +166,28 @@ def _timed(times: list[float]) -> Iterator[None]:
     times.append(time.perf_counter() - begun)
 
 
-async def _there(peer: asynckv.Peer, tokens: list[int]) -> None:
-    while not await peer.lookup.peek(tokens):  # noqa: ASYNC110 - it is another's
-        await asyncio.sleep(0.002)
+class Owner:
+    """The process that keeps the entries, as this one sees it."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._taken = {"small": 0, "large": 0}
+
+    def cpu_s(self) -> float:
+        """Return its CPU seconds so far."""
+        return self._ask()[1]
+
+    async def ready(self, kind: str) -> list[int]:
+        """Wait until the next entry is whole; return its tokens."""
+        while self._ask()[0][kind] <= self._taken[kind]:
+            await asyncio.sleep(0.002)
+        self._taken[kind] += 1
+        return _TOKENS[kind]
+
+    def _ask(self) -> tuple[dict[str, int], float]:
+        self._pipe.send(None)
+        counts, cpu_s = self._pipe.recv()
+        return counts, cpu_s
 
 
 def _line(name: str, ratios: list[float], seconds: list[float], unit: str) -> None:
@@ -175,14 +199,14 @@ def _line(name: str, ratios: list[float], seconds: list[float], unit: str) -> No
 
 
 async def _views(
-    peer: asynckv.Peer, raw: Raw, tokens: list[int], rounds: int
-) -> list[KVEntry]:
+    peer: asynckv.Peer, raw: Raw, owner: Owner, kind: str, rounds: int
+) -> None:
     """Time entering and leaving, each beside pings."""
     enters: list[float] = []
     wholes: list[float] = []
     pings: list[tuple[float, float]] = []
-    for _ in range(rounds + 1):
-        await _there(peer, tokens)
+    for _ in range(rounds + 2):
+        tokens = await owner.ready(kind)
         before = raw.ping()
         with _timed(wholes):
             selecting = peer.lookup.drop_select(tokens)
@@ -191,37 +215,21 @@ async def _views(
             await selecting.__aexit__(None, None, None)
         pings.append((before, raw.ping()))
         del entry, selecting
-    what = "2 MiB" if tokens is _SMALL else "large"
-    print(
-        f"{what}: cold {enters[0] * 1e6:.0f} us, ping "
-        f"{statistics.median(min(p) for p in pings) * 1e6:.0f} us"
-    )
-    means = [sum(p) / 2 for p in pings][1:]
-    enters, wholes = enters[1:], wholes[1:]
-    _line(
-        f"{what}: enter / ping",
-        [e / m for e, m in zip(enters, means, strict=True)],
-        enters,
-        "pings",
-    )
-    _line(
-        f"{what}: enter and leave / ping",
-        [w / m for w, m in zip(wholes, means, strict=True)],
-        wholes,
-        "pings",
-    )
-    _line("  A/A of pings", [b / a for a, b in pings[1:]], means, "")
-    return []
+    print(f"{kind}: cold enter {enters[0] * 1e6:.0f} us")
+    means = [sum(pair) / 2 for pair in pings]
+    _line(f"{kind}: enter / ping", _by(enters, means), enters[2:], "pings")
+    _line(f"{kind}: enter and leave / ping", _by(wholes, means), wholes[2:], "pings")
+    _line("  A/A of pings", [b / a for a, b in pings[2:]], means[2:], "")
 
 
-async def _reads(peer: asynckv.Peer, memcpy: Memcpy, rounds: int) -> None:
+async def _reads(peer: asynckv.Peer, memcpy: Memcpy, owner: Owner, rounds: int) -> None:
     """Time a hand-over with one read a page, beside memcpy."""
     times: list[float] = []
     copies: list[tuple[float, float]] = []
-    for _ in range(rounds + 1):
-        await _there(peer, _LARGE)
+    for _ in range(rounds + 2):
+        tokens = await owner.ready("large")
         before = memcpy.run()
-        selecting = peer.lookup.drop_select(_LARGE)
+        selecting = peer.lookup.drop_select(tokens)
         with _timed(times):
             entry = await selecting.__aenter__()
             _touch(entry)
@@ -229,70 +237,54 @@ async def _reads(peer: asynckv.Peer, memcpy: Memcpy, rounds: int) -> None:
         del entry, selecting
         copies.append((before, memcpy.run()))
     print(f"large: hand-over and a read a page, cold: {times[0] * 1e3:.1f} ms")
-    means = [sum(c) / 2 for c in copies]
-    _line(
-        "large: hand-over + read a page / memcpy",
-        [t / m for t, m in zip(times, means, strict=True)][1:],
-        times[1:],
-        "memcpy",
-    )
-    _line("  A/A of memcpy", [b / a for a, b in copies[1:]], means[1:], "")
+    means = [sum(pair) / 2 for pair in copies]
+    _line("large: hand-over + read a page / memcpy", _by(times, means), times[2:], "")
+    _line("  A/A of memcpy", [b / a for a, b in copies[2:]], means[2:], "")
 
 
 async def _plain(
-    peer: asynckv.Peer,
-    memcpy: Memcpy,
-    raw: Raw,
-    nbytes: int,
-    rounds: int,
-    owner_cpu_s: Callable[[], float],
-    name: str,
+    peer: asynckv.Peer, memcpy: Memcpy, raw: Raw, owner: Owner, rounds: int, name: str
 ) -> None:
     """Time a plain await, beside memcpy and one raw stream."""
     times: list[float] = []
     copies: list[tuple[float, float]] = []
     streams: list[float] = []
     cpu_s: list[float] = []
+    nbytes = memcpy.nbytes
     for _ in range(rounds + 2):
-        await _there(peer, _LARGE)
+        tokens = await owner.ready("large")
         before = memcpy.run()
-        cpu = _cpu_s() + owner_cpu_s()
+        cpu = _cpu_s()
         with _timed(times):
-            entry = await peer.lookup.drop_select(_LARGE)
-        cpu_s.append(_cpu_s() - cpu)
+            entry = await peer.lookup.drop_select(tokens)
+        cpu_s.append((_cpu_s() - cpu) / nbytes * 1e9)
         del entry
         copies.append((before, memcpy.run()))
         streams.append(raw.move(nbytes))
     print(f"{name}: plain await, cold {times[0] * 1e3:.0f} ms")
-    means = [sum(c) / 2 for c in copies]
-    speeds = [m / t for t, m in zip(times, means, strict=True)][2:]
-    _line(f"{name}: memcpy / plain await", speeds, times[2:], "memcpy")
-    _line(
-        f"{name}: raw TCP / plain await",
-        [s / t for s, t in zip(streams, times, strict=True)][2:],
-        streams[2:],
-        "raw TCP",
-    )
+    means = [sum(pair) / 2 for pair in copies]
+    _line(f"{name}: memcpy / plain await", _by(means, times), times[2:], "memcpy")
+    _line(f"{name}: raw TCP / plain await", _by(streams, times), streams[2:], "TCP")
     _line("  A/A of memcpy", [b / a for a, b in copies[2:]], means[2:], "")
+    print(f"{name}: {statistics.median(cpu_s[2:]):.3f} CPU s per GB in the consumer")
 
 
-async def _measure(
-    url: str, raw: Raw, owner: Connection, rounds: int, nbytes: int
-) -> None:
-    def owner_cpu_s() -> float:
-        owner.send(None)
-        return float(owner.recv())
-
+async def _measure(url: str, raw: Raw, owner: Owner, rounds: int, nbytes: int) -> None:
     memcpy = Memcpy(nbytes)
     async with asynckv.connect(url, max_bytes=3 * nbytes) as peer:
-        print(f"transport {peer.transport}, pid {os.getpid()}")
-        await _views(peer, raw, _SMALL, rounds * 30)
-        await _views(peer, raw, _LARGE, rounds)
-        await _reads(peer, memcpy, rounds)
-        await _views(peer, raw, _LARGE, rounds)
-        await _plain(peer, memcpy, raw, nbytes, rounds, owner_cpu_s, "edges")
+        print(f"transport {peer.transport}")
+        await _views(peer, raw, owner, "small", rounds * 30)
+        await _views(peer, raw, owner, "large", rounds)
+        await _reads(peer, memcpy, owner, rounds)
+        await _views(peer, raw, owner, "large", rounds * 2)
+        await _plain(peer, memcpy, raw, owner, rounds, "edges")
     async with asynckv.connect(url, max_bytes=3 * nbytes, digest="full") as peer:
-        await _plain(peer, memcpy, raw, nbytes, rounds, owner_cpu_s, "full")
+        await _plain(peer, memcpy, raw, owner, rounds, "full")
+
+
+def _by(some: list[float], others: list[float]) -> list[float]:
+    """Return each divided by its neighbour, but for the first two rounds."""
+    return [a / b for a, b in zip(some, others, strict=True)][2:]
 
 
 def main() -> None:
@@ -313,7 +305,8 @@ def main() -> None:
     echo_end.close()
     owner_end.close()
     raw = Raw(echo_pipe.recv())
-    asyncio.run(_measure(owner_pipe.recv(), raw, owner_pipe, options.rounds, nbytes))
+    url = owner_pipe.recv()
+    asyncio.run(_measure(url, raw, Owner(owner_pipe), options.rounds, nbytes))
     raw.sock.close()
     owner_pipe.close()
     for process in processes:

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import struct
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
@@ -22,18 +23,21 @@ from asynckv.protocol.digests import Digester
 from asynckv.protocol.values import Place
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs
 from asynckv.tensors.stitching import stitch
-from asynckv.tensors.views import tensor_over
+from asynckv.tensors.views import dtype_of, empty_tensor
 from asynckv.types import TensorSpec
 
 __all__ = ("NONCE_NBYTES", "MappedFile", "SharedFile", "check_place", "edges_of")
 
 NONCE_NBYTES: Final = 16
 _EDGE_NBYTES: Final = 4096
-_GENERATION_NBYTES: Final = 8
+_ALIGNMENT: Final = 64
 _NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
+
+_TYPES: Final = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
+"""What numpy and torch both have, by the bytes of an item."""
 
 _NOTHING: Final[_Bytes] = numpy.empty(0, numpy.uint8)
 
@@ -89,6 +93,7 @@ class MappedFile:
         with contextlib.suppress(AttributeError, OSError):  # no use in a core dump
             mapping.madvise(mmap.MADV_DONTDUMP, 0, nbytes)
         self.memory = numpy.frombuffer(mapping, numpy.uint8)
+        self._address: int = self.memory.ctypes.data
 
     def __del__(self) -> None:
         self.close()
@@ -118,12 +123,18 @@ class MappedFile:
 
         :raises OSError: pieces that lie apart cannot be mapped together
         """
+        if not spec.nbytes:
+            return empty_tensor(spec)
+        memory, address = self.memory, self._address
         if len(place.runs) == 1:
-            start = place.runs[0][0] + place.start
-            memory = self.memory[start : start + spec.nbytes]
+            address += place.runs[0][0]
         else:
-            memory = stitch(self._fd, place.runs, writable=False)[place.start :]
-        return tensor_over(numpy.asarray(_Window(memory[: spec.nbytes], keeper)), spec)
+            memory = stitch(self._fd, place.runs, writable=False)
+            address = memory.ctypes.data
+        dtype = dtype_of(spec.dtype)
+        address += place.start
+        window = _Window(memory, address, spec.shape, dtype.itemsize, keeper)
+        return torch.from_numpy(numpy.asarray(window)).view(dtype)
 
     def pieces(self, place: Place, nbytes: int) -> list[_Bytes]:
         """Return the memory of one tensor as it lies. ``place`` was checked."""
@@ -135,13 +146,22 @@ class _Window:
 
     __slots__ = ("__array_interface__", "_keeper", "_memory")
 
-    def __init__(self, memory: _Bytes, keeper: object) -> None:
+    def __init__(
+        self,
+        memory: _Bytes,
+        address: int,
+        shape: tuple[int, ...],
+        item_nbytes: int,
+        keeper: object,
+    ) -> None:
         self._memory = memory
         self._keeper = keeper
         # As if it could be written: torch has no tensors that cannot, and warns.
         self.__array_interface__: dict[str, Any] = {
-            **memory.__array_interface__,
-            "data": (memory.__array_interface__["data"][0], False),
+            "data": (address, False),
+            "shape": shape,
+            "typestr": _TYPES[item_nbytes],
+            "version": 3,
         }
 
 
@@ -158,6 +178,8 @@ def check_place(place: Place, nbytes: int, file_nbytes: int) -> None:
         if offset + length > end:
             raise ValueError(f"a tensor ends at {offset + length} of {end} bytes")
         room += length
+    if place.start % _ALIGNMENT:
+        raise ValueError(f"a tensor lies at {place.start} bytes: not aligned")
     if place.start + nbytes > room:
         raise ValueError(f"a tensor of {nbytes} bytes lies in {room} bytes")
 
@@ -165,12 +187,20 @@ def check_place(place: Place, nbytes: int, file_nbytes: int) -> None:
 def edges_of(memory: _Bytes, places: Sequence[Place], sizes: Sequence[int]) -> bytes:
     """Return one digest of the first and last bytes of some tensors in a file."""
     digester = Digester()
+    update, view = digester.update, memory.data
+    generations = [place.generation for place in places]
+    update(struct.pack(f"!{len(generations)}Q", *generations))
     for place, nbytes in zip(places, sizes, strict=True):
-        digester.update(place.generation.to_bytes(_GENERATION_NBYTES, "big"))
         edge = min(nbytes, _EDGE_NBYTES)
+        if len(place.runs) == 1:  # by far the most: there are many in an entry
+            first = place.runs[0][0] + place.start
+            end = first + nbytes
+            update(view[first : first + edge])
+            update(view[end - edge : end])
+            continue
         for start in (0, nbytes - edge):
             for piece in _pieces(memory, place, start, edge):
-                digester.update(piece.data)
+                update(piece.data)
     return digester.digest()
 
 

@@ -24,7 +24,7 @@ __all__ = (
     "open_store_pair",
 )
 
-Scheme: TypeAlias = Literal["tcp", "tls", "unix", "mem"]
+Scheme: TypeAlias = Literal["tcp", "tls", "unix", "mem", "map"]
 
 SCHEMES: Final[tuple[Scheme, ...]] = ("tcp", "unix", "mem")
 """Every way to reach a served buffer that needs no certificates."""
@@ -46,15 +46,21 @@ class Peers(NamedTuple):
 def new_url(scheme: Scheme) -> str:
     """Return a place to serve at that is free.
 
+    Payload moves by lanes there, as between two hosts; with ``"map"``, which is
+    TCP too, peers read it in the server's memory (where a system has such).
+
     :raises ValueError: the scheme is unknown
     """
+    if scheme == "map":
+        return "tcp://127.0.0.1:0"
     if scheme in ("tcp", "tls"):
-        return f"{scheme}://127.0.0.1:0"
+        return f"{scheme}://127.0.0.1:0?payload=inline"
     if scheme == "mem":
         return "mem://"
     if scheme == "unix":
         folder = os.environ.get("TMPDIR", "/tmp")
-        return f"unix://{folder}/asynckv-{secrets.token_hex(8)}.sock"
+        name = f"asynckv-{secrets.token_hex(8)}.sock"
+        return f"unix://{folder}/{name}?payload=inline"
     raise ValueError(f"scheme {scheme!r} is none of {', '.join(SCHEMES)} and tls")
 
 

@@ -12,7 +12,8 @@ import torch
 from asynckv.protocol.values import Place
 from asynckv.tensors.shared_file import MappedFile, SharedFile, check_place, edges_of
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs, has_slabs
-from asynckv.types import TensorSpec
+from asynckv.tensors.views import bytes_of, spec_of
+from asynckv.types import DTYPE_NBYTES, TensorSpec
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 
@@ -165,6 +166,7 @@ def test_what_is_no_memory_file_is_refused() -> None:
         ((), 0, 1),
         ((page(0),), PAGE_NBYTES, 1),
         ((page(0),), 2**62, 0),
+        ((page(0),), 8, 8),
     ],
 )
 def test_a_place_outside_of_the_file_is_refused(
@@ -175,7 +177,7 @@ def test_a_place_outside_of_the_file_is_refused(
 
 
 def test_the_last_page_of_the_slabs_can_be_a_place() -> None:
-    check_place(Place((page(254, 2),), 4, 1), 8188, _MIB + PAGE_NBYTES)
+    check_place(Place((page(254, 2),), 64, 1), 8128, _MIB + PAGE_NBYTES)
 
 
 @pytest.mark.parametrize("changed", [0, 4095, 20 * 2**10 - 4096, 20 * 2**10 - 1])
@@ -194,3 +196,23 @@ def test_edges_see_another_generation_and_nothing_in_the_middle() -> None:
     assert edges_of(slabs.constant, [other], [20 * 2**10]) != before
     slabs.memory[10_000] ^= 1
     assert edges_of(slabs.constant, [one], [20 * 2**10]) == before
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_NBYTES))
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_view_is_of_any_dtype(dtype: str) -> None:
+    slabs = grown()
+    _, file = mapped(slabs)
+    slabs.memory[:512] = numpy.arange(512) % 2
+    spec = TensorSpec((2, 4, 1), dtype)
+    view = file.view(Place((page(0),), 64, 1), spec, None)
+    assert spec_of(view) == spec
+    assert bytes(bytes_of(view)) == slabs.memory[64 : 64 + spec.nbytes].tobytes()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0)])
+def test_a_view_may_have_no_dimension_or_no_element(shape: tuple[int, ...]) -> None:
+    slabs = grown()
+    _, file = mapped(slabs)
+    view = file.view(Place((page(0),), 0, 1), TensorSpec(shape, "bfloat16"), None)
+    assert tuple(view.shape) == shape
