@@ -6,21 +6,30 @@ import pytest
 
 from asynckv.errors import ConfigError
 from asynckv.links.address import parse_url
+from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.payloads import payload_paths
 from asynckv.testing.link_pairs import linked
 
 
+@pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
+@pytest.mark.parametrize("url", ["tcp://:1", "tls://:1", "unix:///x"])
+def test_memory_may_be_mapped_whatever_the_scheme(url: str) -> None:
+    assert payload_paths(parse_url(url)) == ("map", "inline")
+    assert payload_paths(parse_url(f"{url}?payload=map")) == ("map",)
+
+
 def test_each_scheme_has_its_payload_paths() -> None:
-    assert payload_paths(parse_url("tcp://:1")) == ("inline",)
+    assert payload_paths(parse_url("tcp://:1"))[-1] == "inline"
     assert payload_paths(parse_url("mem://x")) == ("mem", "inline")
 
 
 def test_a_url_forces_one() -> None:
+    assert payload_paths(parse_url("tcp://:1?payload=inline")) == ("inline",)
     assert payload_paths(parse_url("mem://x?payload=inline")) == ("inline",)
 
 
 def test_one_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="possible: inline"):
+    with pytest.raises(ConfigError, match="possible: .*inline"):
         payload_paths(parse_url("tcp://:1?payload=nccl"))
 
 

@@ -37,7 +37,7 @@ async def test_a_store_buffer_over_tcp_keeps(check: StoreCheck) -> None:
         await check(client, local)
 
 
-@pytest.mark.parametrize("scheme", ["unix", "mem"])
+@pytest.mark.parametrize("scheme", ["unix", "mem", "map"])
 @pytest.mark.parametrize("check", LOOKUP_CHECKS, ids=lambda check: check.__name__)
 async def test_a_remote_lookup_buffer_keeps(check: LookupCheck, scheme: Scheme) -> None:
     async with open_lookup_pair(scheme) as (producer, consumer, local):

@@ -30,10 +30,10 @@ __all__ = (
     "open_ground",
 )
 
-Kind: TypeAlias = Literal["local", "mem", "tcp", "unix", "tls"]
+Kind: TypeAlias = Literal["local", "mem", "tcp", "unix", "tls", "map"]
 
 OVER_LINKS: Final[tuple[Kind, ...]] = ("mem", "tcp", "unix", "tls")
-"""Every way to reach the buffers."""
+"""Every way to reach the buffers; ``map`` is tcp, but for what is selected."""
 
 GROUNDS: Final[tuple[Kind, ...]] = ("local", *OVER_LINKS)
 """The buffers themselves, too."""

@@ -88,6 +88,7 @@ def _of_buffers(local: LookupBuffer, store: StoreBuffer) -> Iterator[tuple[str, 
     yield "leases", lookup.leased
     yield "arena bytes", lookup.used_bytes
     yield "bytes outside", lookup.outside_bytes
+    yield "memory that peers read", sum(lookup.mapped_by.values())
     yield "inserts", lookup.waiting_inserts
     yield "selects", lookup.waiting_selects
     now = store.statistics()
