@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,13 +11,15 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.contents import unflatten
 from asynckv.buffers.handover import match_targets
 from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, verify
-from asynckv.buffers.map_reader import MappedParts
 from asynckv.buffers.queries import tensor_of
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.links.receiving import Reception
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
 from asynckv.tensors.views import bytes_of, tensor_from
+
+if TYPE_CHECKING:
+    from asynckv.buffers.map_reader import MappedParts
 
 __all__ = ("Delivery",)
 

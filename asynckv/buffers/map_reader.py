@@ -8,8 +8,10 @@ from typing import Final
 import msgspec
 import torch
 
+from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.manifest import Manifest, unpack_mapped, verify
 from asynckv.buffers.mapped import MappedMemory, MappedPin
+from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
@@ -66,21 +68,42 @@ class MapReader:
                 raise RemoteProtocolError(f"an offer of {exc}") from exc
         return manifest, MappedParts(places, mapped.edges, pin)
 
-    async def read(
+    async def take(
+        self,
+        delivery: Delivery,
+        targets: Mapping[str, torch.Tensor],
+        budget: ReceiveBudget,
+        stands: Callable[[Delivery], bool],
+    ) -> None:
+        """Let all of a delivery land, verified: in ``targets`` what is named there.
+
+        Others are views, or are copied to memory of ``budget``. If the delivery does
+        not ``stand`` any more nothing has landed. A cancelled call ends when no
+        thread touches memory of the caller any more. However it ends, the peer's
+        memory is kept by views alone.
+
+        :raises ChecksumError: some bytes are not those that were inserted
+        :raises ValueError: ``targets`` do not fit the entry
+        """
+        nbytes, parts = delivery.own_nbytes(targets), delivery.mapped
+        if not self.views:
+            await budget.reserve(nbytes)
+            delivery.charged_bytes = nbytes
+        tensors = None
+        if parts is not None and stands(delivery):
+            tensors = await self._read(delivery.manifest, parts, targets, budget.empty)
+        if tensors is not None and stands(delivery):
+            delivery.land(tensors)
+        else:
+            delivery.uncharge(budget)
+
+    async def _read(
         self,
         manifest: Manifest,
         parts: MappedParts,
         targets: Mapping[str, torch.Tensor],
         empty: Callable[[TensorSpec], torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors, verified; those in ``targets`` have landed there.
-
-        Others are views, or are copied to what ``empty`` makes. A cancelled call
-        ends when no thread touches memory of the caller any more. However it ends,
-        the memory is kept by views alone.
-
-        :raises ChecksumError: some bytes are not those that were inserted
-        """
         job = _Job(self._memory, targets, empty, views=self.views)
         try:
             if self._memory.digest == "edges":

@@ -16,7 +16,7 @@ from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.manifest import unpack
-from asynckv.buffers.map_reader import MappedParts, MapReader
+from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.watchers import Watchers
@@ -104,8 +104,10 @@ class Selecting:
                 await self.changed()
             if delivery.offer.inline:
                 delivery.read_inline(self._targets)
-            elif delivery.mapped is not None:
-                await self._read_mapped(delivery, delivery.mapped)
+            elif delivery.mapped is not None and self._reader is not None:
+                await self._reader.take(
+                    delivery, self._targets, self._budget, self._stands
+                )
             else:
                 await self._accept(delivery)
             if self._error is not None:
@@ -255,6 +257,9 @@ class Selecting:
             self._link.payload.announce(offer.transfer)
         self.delivery = Delivery(offer, manifest)
 
+    def _stands(self, delivery: Delivery) -> bool:
+        return self.delivery is delivery and self._error is None
+
     def _on_mapped(self, offer: Offer, mapped: MappedOffer, body: bytes) -> None:
         reader = self._reader
         if reader is None or offer.inline or not offer.complete:
@@ -269,26 +274,6 @@ class Selecting:
         if delivery.reception is not None:
             delivery.reception.stop()
 
-    async def _read_mapped(self, delivery: Delivery, parts: MappedParts) -> None:
-        """Take what lies in the peer's memory, by views or by a copy."""
-        reader, budget = self._reader, self._budget
-        if reader is None:
-            raise RuntimeError("there is nothing to read it with")
-        nbytes = delivery.own_nbytes(self._targets)
-        if not reader.views:
-            await budget.reserve(nbytes)
-            delivery.charged_bytes = nbytes
-        if self.delivery is not delivery or self._error is not None:
-            delivery.uncharge(budget)
-            return
-        tensors = await reader.read(
-            delivery.manifest, parts, self._targets, budget.empty
-        )
-        if self.delivery is delivery and self._error is None:
-            delivery.land(tensors)
-        else:
-            delivery.uncharge(budget)
-
     async def _accept(self, delivery: Delivery) -> None:
         """Make room for an offer, and grant it."""
         nbytes = delivery.own_nbytes(self._targets)
@@ -296,7 +281,7 @@ class Selecting:
         delivery.charged_bytes = nbytes
         views = delivery.allocate(self._targets, self._budget)
         await self.quiesce()  # what was lent to an offer that was retracted
-        if self.delivery is not delivery or self._error is not None:
+        if not self._stands(delivery):
             delivery.uncharge(self._budget)
             return
         transfer = delivery.offer.transfer

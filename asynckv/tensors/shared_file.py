@@ -29,6 +29,9 @@ from asynckv.types import TensorSpec
 __all__ = ("NONCE_NBYTES", "MappedFile", "SharedFile", "check_place", "edges_of")
 
 NONCE_NBYTES: Final = 16
+_MAX_NBYTES: Final = 2**44
+"""A larger file is refused: it would leave few addresses for anything else."""
+
 _EDGE_NBYTES: Final = 4096
 _ALIGNMENT: Final = 64
 _NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
@@ -230,5 +233,6 @@ def _check_file(fd: int, nbytes: int) -> None:
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
         raise ValueError("it could be written")
     found = os.fstat(fd).st_size
-    if found != nbytes or found % PAGE_NBYTES or found <= PAGE_NBYTES:
+    is_sound = PAGE_NBYTES < found <= _MAX_NBYTES and not found % PAGE_NBYTES
+    if found != nbytes or not is_sound:
         raise ValueError(f"it has {found} bytes, not {nbytes}")

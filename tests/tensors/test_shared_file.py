@@ -142,8 +142,10 @@ def test_a_file_of_another_size_than_said_is_refused(claimed: int) -> None:
         MappedFile(a_file(2 * PAGE_NBYTES, SEALS), claimed * PAGE_NBYTES)
 
 
-@pytest.mark.parametrize("nbytes", [PAGE_NBYTES, 2 * PAGE_NBYTES + 1])
-def test_a_file_without_whole_pages_is_refused(nbytes: int) -> None:
+@pytest.mark.parametrize(
+    "nbytes", [PAGE_NBYTES, 2 * PAGE_NBYTES + 1, 2**44 + PAGE_NBYTES]
+)
+def test_a_file_without_whole_pages_or_end_is_refused(nbytes: int) -> None:
     with pytest.raises(ValueError, match="bytes"):
         MappedFile(a_file(nbytes, SEALS), nbytes)
 

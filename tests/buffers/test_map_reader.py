@@ -1,0 +1,186 @@
+"""Reading what a peer says lies in its memory, also where that is not so."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+import torch
+
+from asynckv.buffers import serve_mapped
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.serve import Server
+from asynckv.errors import ChecksumError, PeerLost
+from asynckv.protocol.values import Place
+from asynckv.tensors import shared_file
+from asynckv.testing.blocked import until
+
+MIB = 2**20
+
+
+@pytest.fixture
+async def peer(mappable: Server) -> AsyncIterator[Peer]:
+    async with connect(mappable.url, reconnect_s=0) as peer:
+        assert peer.transport == "map"
+        yield peer
+
+
+async def insert(buffer: LookupBuffer, value: int = 1, nbytes: int = MIB) -> str:
+    tensor = torch.full((nbytes,), value, dtype=torch.uint8)
+    return await buffer.insert([1, 2], None, tensor, None, None)
+
+
+def spoil(buffer: LookupBuffer, offset: int) -> None:
+    """Change a byte of the one entry."""
+    (entry,) = buffer.ledger.book.entries.values()
+    region = entry.parts[0].region
+    assert region is not None
+    region.view()[offset : offset + 1] = b"\xff"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place(((8 * MIB, MIB),), 0, 1),
+        Place(((2**50, MIB),), 0, 1),
+        Place(((0, 4096),), 0, 1),
+        Place((), 0, 1),
+        Place(((0, 2 * MIB),), 7, 1),
+    ],
+)
+async def test_what_lies_elsewhere_than_in_the_file_breaks_the_link(
+    monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, peer: Peer, place: Place
+) -> None:
+    monkeypatch.setattr(serve_mapped, "place_of", lambda region: place)
+    monkeypatch.setattr(serve_mapped, "edges_of", lambda *args: b"")
+    await insert(local)
+    with pytest.raises(PeerLost, match="an offer of"):
+        await peer.lookup.drop_select()
+    await until(lambda: not local.statistics().mapped_by)
+
+
+@pytest.mark.parametrize(
+    "lie", [lambda some: [*some, None], lambda some: [], lambda some: ["x"]]
+)
+async def test_places_that_are_no_places_break_the_link(
+    monkeypatch: pytest.MonkeyPatch,
+    local: LookupBuffer,
+    peer: Peer,
+    lie: Callable[[Sequence[Place]], list[object]],
+) -> None:
+    class Liar:
+        def encode(self, places: Sequence[Place]) -> bytes:
+            return encoder.encode(lie(places))
+
+    encoder = serve_mapped._encoder
+    monkeypatch.setattr(serve_mapped, "_encoder", Liar())
+    await insert(local)
+    with pytest.raises(PeerLost, match="places"):
+        await peer.lookup.drop_select()
+
+
+async def test_a_pin_that_was_used_before_breaks_the_link(
+    monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, mappable: Server, peer: Peer
+) -> None:
+    await insert(local)
+    await peer.lookup.drop_select()
+    (services,) = mappable._services
+    assert services.lookup is not None and services.lookup.holder is not None
+    services.lookup.holder._last_number = 0
+    await insert(local)
+    with pytest.raises(PeerLost, match="pin 1 after pin 1"):
+        await peer.lookup.drop_select()
+
+
+async def test_mapped_memory_is_no_offer_where_nothing_is_mapped(
+    local: LookupBuffer, mappable: Server, peer: Peer
+) -> None:
+    (services,) = mappable._services
+    assert services.lookup is not None
+    holder = services.lookup.holder
+    async with connect(f"{mappable.url}?payload=inline", reconnect_s=0) as other:
+        (far,) = mappable._services - {services}
+        assert far.lookup is not None
+        far.lookup.holder = holder
+        await insert(local)
+        with pytest.raises(PeerLost, match="not mapped"):
+            await other.lookup.drop_select()
+
+
+@pytest.mark.parametrize("offset", [0, 4095, MIB - 4096, MIB - 1])
+@pytest.mark.parametrize("how", ["await", "enter"])
+async def test_edges_that_were_changed_after_the_offer_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    local: LookupBuffer,
+    peer: Peer,
+    offset: int,
+    how: str,
+) -> None:
+    find_edges = serve_mapped.edges_of
+
+    def edges_before(*args: object) -> bytes:
+        edges: bytes = find_edges(*args)  # type: ignore[arg-type]
+        spoil(local, offset)
+        return edges
+
+    monkeypatch.setattr(serve_mapped, "edges_of", edges_before)
+    await insert(local)
+    with pytest.raises(ChecksumError):
+        if how == "await":
+            await peer.lookup.drop_select()
+        else:
+            async with peer.lookup.drop_select():
+                raise AssertionError
+    await until(lambda: not local.statistics().mapped_by)
+    assert local.statistics().entries == 1
+
+
+@pytest.mark.parametrize("how", ["await", "enter", "into"])
+async def test_full_digests_see_every_byte(
+    local: LookupBuffer, mappable: Server, how: str
+) -> None:
+    async with connect(mappable.url, digest="full") as peer:
+        await insert(local)
+        spoil(local, MIB // 2)
+        into = {"key": torch.empty(MIB, dtype=torch.uint8)} if how == "into" else None
+        with pytest.raises(ChecksumError):
+            if how == "await":
+                await peer.lookup.drop_select()
+            else:
+                async with peer.lookup.drop_select(into=into):
+                    raise AssertionError
+        await until(lambda: not local.statistics().mapped_by)
+
+
+@pytest.mark.parametrize("digest", ["edges", "full"])
+@pytest.mark.parametrize("how", ["await", "enter", "refused", "into"])
+async def test_pages_that_lie_apart_are_one_tensor(
+    monkeypatch: pytest.MonkeyPatch, mappable: Server, how: str, digest: str
+) -> None:
+    local = mappable._lookup
+    assert local is not None
+    ids = [await insert(local, 1, MIB) for _ in range(7)]
+    for entry_id in ids[::2]:
+        await local.withdraw(entry_id)
+    values = torch.randint(0, 256, (3 * MIB,), dtype=torch.uint8)
+    entry_id = await local.insert([7], None, values, None, None)
+    region = local.ledger.book.entries[entry_id].regions[0]
+    assert region.pages is not None and len(region.pages.runs) > 1
+    del region
+    if how == "refused":
+        monkeypatch.setattr(shared_file, "stitch", _refuse)
+    async with connect(mappable.url, digest=digest) as peer:  # type: ignore[arg-type]
+        if how == "await":
+            entry = await peer.lookup.drop_select([7])
+        else:
+            into = {"key": torch.zeros_like(values)} if how == "into" else None
+            async with peer.lookup.drop_select([7], into=into) as entry:
+                pass
+        assert isinstance(entry.key, torch.Tensor)
+        assert torch.equal(entry.key, values)
+        del entry
+
+
+def _refuse(*args: object, **kwargs: object) -> None:
+    raise OSError("too many mappings")
