@@ -57,7 +57,6 @@ class MapReader:
         :raises RemoteProtocolError: it is not exactly what it says, or does not lie
             in the memory that we have mapped
         """
-        pin = self._memory.take(mapped.pin)
         manifest, places = unpack_mapped(body, mapped.nbytes)
         for record, place in zip(manifest.records, places, strict=True):
             if place is None:
@@ -66,6 +65,8 @@ class MapReader:
                 check_place(place, record.spec.nbytes, self._memory.file.nbytes)
             except ValueError as exc:
                 raise RemoteProtocolError(f"an offer of {exc}") from exc
+        # Not before: the error would keep it, as long as somebody keeps the error.
+        pin = self._memory.take(mapped.pin)
         return manifest, MappedParts(places, mapped.edges, pin)
 
     async def take(

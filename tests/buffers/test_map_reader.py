@@ -85,6 +85,7 @@ async def test_a_pin_that_was_used_before_breaks_the_link(
 ) -> None:
     await insert(local)
     await peer.lookup.drop_select()
+    await until(lambda: not local.statistics().mapped_by)
     (services,) = mappable._services
     assert services.lookup is not None and services.lookup.holder is not None
     services.lookup.holder._last_number = 0

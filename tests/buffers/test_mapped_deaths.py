@@ -148,8 +148,9 @@ async def test_a_producer_that_is_killed_takes_no_view_away() -> None:
                     await process.wait()
                     await until(lambda: not peer.is_connected)
                     assert isinstance(entry.key, torch.Tensor)
-                    assert entry.key.eq(1.0).all()
-        assert entry.key.eq(1.0).all()
+                    view = entry.key
+                    assert view.eq(1.0).all()
+        assert view.eq(1.0).all()
 
 
 async def test_no_socket_has_a_file_that_could_be_left_behind(

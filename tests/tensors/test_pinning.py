@@ -71,3 +71,29 @@ def test_memory_that_nobody_has_a_view_of_is_not_kept(arena: SlabArena) -> None:
     region.release()
     region = _take(arena, 16 * _MIB)
     region.release()
+
+
+def test_memory_that_only_a_peer_holds_is_not_kept_for_a_child(
+    arena: SlabArena,
+) -> None:
+    region = _take(arena, 10 * _MIB)
+    hold = region.hold()
+    region.release()
+    assert arena.pinned_bytes == 10 * _MIB
+    arena.pins.keep_for_child()
+    hold.release()
+    hold.release()
+    assert arena.pinned_bytes == arena.handed_out_bytes == 0
+
+
+def test_memory_stays_pinned_until_the_last_peer_has_let_it_go(
+    arena: SlabArena,
+) -> None:
+    region = _take(arena, 10 * _MIB)
+    holds = [region.hold() for _ in range(2)]
+    assert not region.can_change_hands()
+    region.release()
+    holds.pop().release()
+    assert arena.pinned_bytes == 10 * _MIB
+    holds.pop().release()
+    assert arena.pinned_bytes == 0
