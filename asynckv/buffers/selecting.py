@@ -37,6 +37,7 @@ from asynckv.protocol.frames import (
     Offer,
     Reached,
     Retract,
+    Riders,
     Select,
     Took,
 )
@@ -208,10 +209,10 @@ class Selecting:
         match frame:
             case Offer():
                 self._on_offer(frame, body)
-            case Done(transfer=transfer):
+            case Done(transfer=transfer) | Riders(transfer=transfer):
                 reception = None if delivery is None else delivery.reception
                 if reception is not None and reception.transfer == transfer:
-                    reception.on_done(frame)
+                    reception.on_parts(frame, body)
             case Complete(transfer=transfer):
                 if delivery is not None and delivery.offer.transfer == transfer:
                     delivery.is_complete = True
@@ -285,7 +286,7 @@ class Selecting:
             delivery.uncharge(self._budget)
             return
         transfer = delivery.offer.transfer
-        reception = Reception(self._link, transfer, views, self)
+        reception = Reception(self._link, transfer, views, self, has_riders=True)
         delivery.reception = reception
         self._names, self._landed = [*delivery.tensors], delivery.landed
         if self._targets:

@@ -8,6 +8,7 @@ from functools import partial
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.errors import PeerLost
 from asynckv.links.link import Link
+from asynckv.links.riding import RidingParts, rides
 from asynckv.protocol.frames import Accepted, Cancel, Done, Frame, Grant, Insert, Put
 
 __all__ = ("Sending",)
@@ -21,6 +22,8 @@ class Sending:
     ``digests`` are theirs where they are known already. ``may_be_in`` once the
     peer has what it needs to commit it, and to hand it on.
     """
+
+    _riding: RidingParts | None = None
 
     def __init__(
         self,
@@ -66,11 +69,13 @@ class Sending:
     def cancel(self) -> None:
         """Withdraw it, if it is not in yet. Never waits."""
         self._is_cancelled = True
+        self._stop_riding()
         self._stream.send(Cancel())
         self._link.payload.stop(self._transfer)
 
     async def quiesce(self) -> None:
         """Wait until no thread reads the tensors (at most 1 s; shielded)."""
+        self._stop_riding()
         await self._link.payload.quiesce(self._transfer)
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
@@ -80,6 +85,7 @@ class Sending:
                 if not self._is_cancelled:
                     self._send()
             case Accepted():
+                self._stop_riding()
                 self._answer.give(None)
             case _:
                 fail_by(frame, self._request, self._answer.fail)
@@ -88,15 +94,24 @@ class Sending:
         self._answer.fail(error)
 
     def _send(self) -> None:
+        riding = RidingParts(self._link, self._stream, self._transfer)
         for index, view in enumerate(self._views):
-            self._link.payload.send(
-                self._transfer,
-                index,
-                view,
-                partial(self._sent, index),
-                digest=None if self._digests is None else self._digests[index],
-            )
+            digest = None if self._digests is None else self._digests[index]
+            if rides(view.nbytes):
+                riding.add(index, view.nbytes, partial(_same, view), digest)
+                continue
+            sent = partial(self._sent, index)
+            self._link.payload.send(self._transfer, index, view, sent, digest=digest)
+        self._riding = riding
+
+    def _stop_riding(self) -> None:
+        if self._riding is not None:
+            self._riding.stop()
 
     def _sent(self, index: int, digest: bytes, error: BaseException | None) -> None:
         if error is None and not self._answer.is_in:
             self._stream.send(Done(self._transfer, index, digest))
+
+
+def _same(view: memoryview) -> memoryview:
+    return view

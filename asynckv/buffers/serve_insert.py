@@ -30,6 +30,7 @@ from asynckv.protocol.frames import (
     Frame,
     Grant,
     Insert,
+    Riders,
 )
 from asynckv.tensors.arena import Region
 
@@ -114,8 +115,8 @@ class ServedInsert:
         match frame:
             case Cancel():
                 self._task.cancel()
-            case Done() if self._coming is not None:
-                self._coming.reception.on_done(frame)
+            case Done() | Riders() if self._coming is not None:
+                self._coming.reception.on_parts(frame, body)
             case _:
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
 
@@ -148,7 +149,7 @@ class _Coming:
     ) -> None:
         targets = [region.view() for region in regions]
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.reception = Reception(link, transfer, targets, self)
+        self.reception = Reception(link, transfer, targets, self, has_riders=True)
         self._landed = landed
         self._left = len(regions)
 

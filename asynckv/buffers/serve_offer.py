@@ -14,6 +14,7 @@ from asynckv.buffers.sharing import MapHolder, Pin
 from asynckv.errors import EntryTooLarge, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
+from asynckv.links.riding import RidingParts, rides
 from asynckv.protocol.frames import Complete, Done, Offer, Retract
 
 __all__ = ("Offering", "make_offer", "may_begin")
@@ -85,6 +86,7 @@ class Offering(msgspec.Struct, eq=False):
     transfer: int
     is_granted: bool = False
     pin: Pin | None = None
+    _riding: RidingParts | None = None
 
     def grant(self, transfer: int) -> None:
         """The peer's memory is ready: send what has landed."""
@@ -113,16 +115,22 @@ class Offering(msgspec.Struct, eq=False):
         if self.is_granted:
             self.is_granted = False
             self.link.payload.stop(self.transfer)
+            if self._riding is not None:
+                self._riding.stop()
 
     def _send(self, index: int) -> None:
         part, transfer, stream = self.entry.parts[index], self.transfer, self.stream
         if part.region is None:
+            return
+        nbytes, digest = part.region.nbytes, part.digest or None
+        if rides(nbytes):
+            if self._riding is None:
+                self._riding = RidingParts(self.link, stream, transfer)
+            self._riding.add(index, nbytes, part.region.view, digest)
             return
 
         def sent(digest: bytes, error: BaseException | None) -> None:
             if error is None:
                 stream.send(Done(transfer, index, digest))
 
-        self.link.payload.send(
-            transfer, index, part.region.view(), sent, digest=part.digest or None
-        )
+        self.link.payload.send(transfer, index, part.region.view(), sent, digest=digest)

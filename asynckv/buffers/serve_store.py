@@ -32,6 +32,7 @@ from asynckv.protocol.frames import (
     OpeningFrame,
     Put,
     Result,
+    Riders,
     Took,
 )
 from asynckv.protocol.values import TensorRecord
@@ -171,8 +172,8 @@ class _ServedPut:
         match frame:
             case Cancel():
                 self._task.cancel()
-            case Done() if self._reception is not None:
-                self._reception.on_done(frame)
+            case Done() | Riders() if self._reception is not None:
+                self._reception.on_parts(frame, body)
             case _:
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
 
@@ -203,6 +204,7 @@ class _ServedPut:
             self._frame.transfer,
             [pending.region.view()],
             self,
+            has_riders=True,
         )
         self._reception.begin()
         self._stream.send(Grant(self._frame.transfer))

@@ -17,6 +17,7 @@ __all__ = ("STALL_S", "Progress")
 
 STALL_S: Final = 30.0
 _LATE_S: Final = 1.0
+_NO_TRANSFER: Final = -1
 
 
 class Progress:
@@ -34,6 +35,7 @@ class Progress:
         self._loop = asyncio.get_running_loop()
         self._transfers: set[int] = set()
         self._seen: dict[int, int] = {}
+        self._noted_bytes = 0
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -46,6 +48,10 @@ class Progress:
     def forget(self, transfer: int) -> None:
         """It has landed, or nobody wants it any more."""
         self._transfers.discard(transfer)
+
+    def note(self, nbytes: int) -> None:
+        """So many bytes came by another way than the payload transport."""
+        self._noted_bytes += nbytes
 
     def stop(self) -> None:
         """Watch no more."""
@@ -77,4 +83,5 @@ class Progress:
         )
 
     def _landed(self) -> dict[int, int]:
-        return {x: self._payload.landed_bytes(x) for x in self._transfers}
+        landed = {x: self._payload.landed_bytes(x) for x in self._transfers}
+        return landed | {_NO_TRANSFER: self._noted_bytes}

@@ -1,7 +1,7 @@
 """The receiving half of a transfer: bytes by payload, their digests by control.
 
 A part counts when its bytes have landed, its ``Done`` has come, and the digests
-agree.
+agree. Small parts ride with the frame that has their digests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Protocol
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Done
+from asynckv.links.riding import rides
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import Done, Riders
 
 __all__ = ("PartSink", "Reception")
 
@@ -31,17 +33,27 @@ class Reception:
 
     It forgets the ``sink`` when there is nothing more to tell: whoever keeps both
     would keep the memory too until the garbage collector comes.
+
+    If ``has_riders``, small parts come by :meth:`on_riders` only.
     """
 
     def __init__(
-        self, link: Link, transfer: int, targets: Sequence[memoryview], sink: PartSink
+        self,
+        link: Link,
+        transfer: int,
+        targets: Sequence[memoryview],
+        sink: PartSink,
+        *,
+        has_riders: bool = False,
     ) -> None:
         self.transfer = transfer
         self._link = link
         self._targets = targets
+        self._has_riders = has_riders
+        self._small: dict[int, memoryview] = {}
         self._parts = len(targets)
         self._sink: PartSink | None = sink
-        self._unverified = len(targets)
+        self._unlanded = self._unverified = len(targets)
         self._landed: dict[int, bytes] = {}
         self._sent: dict[int, bytes] = {}
         self._is_stopped = False
@@ -52,17 +64,27 @@ class Reception:
         If ``whole``, all of them are there to be sent: see :meth:`expect`.
         """
         for index, target in enumerate(self._targets):
-            self._link.payload.receive(
-                self.transfer, index, target, self._done_with(index)
-            )
+            if self._has_riders and rides(target.nbytes):
+                self._small[index] = target
+            else:
+                self._link.payload.receive(
+                    self.transfer, index, target, self._done_with(index)
+                )
         self._targets = ()  # the transport's alone: its memory may be wanted back
         if whole:
             self.expect()
 
     def expect(self) -> None:
         """From here on bytes that do not come end the link (``STALL_S``)."""
-        if not self._is_stopped and len(self._landed) < self._parts:
+        if not self._is_stopped and self._unlanded:
             self._link.progress.expect(self.transfer)
+
+    def on_parts(self, frame: Done | Riders, body: bytes) -> None:
+        """The peer says that it has sent some: see :meth:`on_done`."""
+        if isinstance(frame, Done):
+            self.on_done(frame)
+        else:
+            self.on_riders(frame, body)
 
     def on_done(self, frame: Done) -> None:
         """The peer says that it has sent a part.
@@ -71,15 +93,42 @@ class Reception:
         """
         if self._is_stopped:
             return
-        if frame.part >= self._parts or frame.part in self._sent:
-            raise RemoteProtocolError(f"a Done for part {frame.part} makes no sense")
-        self._sent[frame.part] = frame.digest
-        self._compare(frame.part)
+        part = frame.part
+        if part >= self._parts or part in self._sent or part in self._small:
+            raise RemoteProtocolError(f"a Done for part {part} makes no sense")
+        self._sent[part] = frame.digest
+        self._compare(part)
+
+    def on_riders(self, frame: Riders, body: bytes) -> None:
+        """Small parts came: at most what fits in a frame's body.
+
+        :raises RemoteProtocolError: they are none that ride, came before, or are
+            not as long as they should be
+        """
+        if self._is_stopped:
+            return
+        digests = frame.digests or (b"",) * len(frame.parts)
+        targets = [self._take_small(part) for part in frame.parts]
+        if len(digests) != len(targets) or sum(t.nbytes for t in targets) != len(body):
+            raise RemoteProtocolError("Riders that are not what their parts are")
+        self._link.progress.note(len(body))
+        view, start = memoryview(body), 0
+        is_digested = self._link.digest != "off"
+        for part, digest, target in zip(frame.parts, digests, targets, strict=True):
+            piece = view[start : start + target.nbytes]
+            start += target.nbytes
+            target[:] = piece
+            self._sent[part] = digest
+            self._land_one()
+            self._judge(part, digest_of(target) if is_digested else b"", digest)
+            if self._is_stopped:
+                return
 
     def stop(self) -> None:
         """Let nothing more land. The memory is quiet after :meth:`quiesce`."""
         self._is_stopped = True
         self._sink = None
+        self._small.clear()
         self._link.progress.forget(self.transfer)
         self._link.payload.stop(self.transfer)
 
@@ -87,23 +136,42 @@ class Reception:
         """Stop, and wait until no thread touches the memory (at most 1 s)."""
         self._is_stopped = True
         self._sink = None
+        self._small.clear()
         self._link.progress.forget(self.transfer)
         await self._link.payload.quiesce(self.transfer)
 
     def _done_with(self, index: int) -> Callable[[bytes, BaseException | None], None]:
         def done(digest: bytes, error: BaseException | None) -> None:
             if error is None and not self._is_stopped:
-                self._landed[index] = digest
-                if len(self._landed) == self._parts:
-                    self._link.progress.forget(self.transfer)
-                self._compare(index)
+                self._land(index, digest)
 
         return done  # an error ends the link too, and is told by on_lost
 
+    def _take_small(self, part: int) -> memoryview:
+        target = self._small.pop(part, None)
+        if target is None:
+            raise RemoteProtocolError(f"part {part} came along, which makes no sense")
+        return target
+
+    def _land(self, index: int, digest: bytes) -> None:
+        self._landed[index] = digest
+        self._land_one()
+        self._compare(index)
+
+    def _land_one(self) -> None:
+        self._unlanded -= 1
+        if not self._unlanded:
+            self._link.progress.forget(self.transfer)
+
     def _compare(self, index: int) -> None:
         landed, sent = self._landed.get(index), self._sent.get(index)
+        if landed is not None and sent is not None:
+            self._judge(index, landed, sent)
+
+    def _judge(self, index: int, landed: bytes, sent: bytes) -> None:
+        """Both sides have digested it."""
         sink = self._sink
-        if landed is None or sent is None or sink is None:
+        if sink is None:
             return
         if landed != sent:
             self.stop()

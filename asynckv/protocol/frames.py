@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
+from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.values import (
     Count,
     Digest,
@@ -73,6 +74,7 @@ __all__ = (
     "Refuse",
     "Result",
     "Retract",
+    "Riders",
     "Select",
     "Settle",
     "Taken",
@@ -296,20 +298,6 @@ class Arrived(_Base, frozen=True, tag="arrived"):
     number: Count
 
 
-class Grant(_Base, frozen=True, tag="grant"):
-    """The receiver's memory is ready for this transfer."""
-
-    transfer: Count
-
-
-class Done(_Base, frozen=True, tag="done"):
-    """The last byte of one part was sent; this is its digest."""
-
-    transfer: Count
-    part: Count
-    digest: Digest = b""
-
-
 class Push(_Base, frozen=True, tag="push"):
     """One tensor follows: of a streaming entry, or of a pipe.
 
@@ -476,6 +464,7 @@ Frame: TypeAlias = (
     | Mapped
     | Grant
     | Done
+    | Riders
     | Push
     | Read
     | Flushed

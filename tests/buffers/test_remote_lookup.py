@@ -11,6 +11,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
+from asynckv.links.options import Digest
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.pairs import Peers
@@ -181,3 +182,44 @@ async def test_remote_waits_are_logged_with_who_bytes_and_where(
     waits = caplog.text
     assert "drop_select of 2 tokens waits for a match; it ends with an" in waits
     assert f"insert of mine (21 bytes) waits for room in the buffer at {url}" in waits
+
+
+def of_many_sizes() -> dict[str, torch.Tensor]:
+    sizes = [0, 1, 5000, 16 * 1024, 16 * 1024 + 1, 70_000]
+    return {
+        str(n): torch.full((sizes[n % 6],), n % 251, dtype=torch.uint8)
+        for n in range(300)
+    }
+
+
+@pytest.mark.parametrize("url", ["mem://riders", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("digest", ["full", "off"])
+async def test_parts_of_all_sizes_arrive_each_by_its_way(
+    url: str, digest: Digest
+) -> None:
+    keys = of_many_sizes()
+    into = {f"{name}.key": torch.zeros_like(keys[name]) for name in ("2", "5", "201")}
+    async with (
+        LookupBuffer("64MiB", drain_s=0) as local,
+        serve(url, lookup=local) as server,
+        connect(f"{server.url}?payload=inline", digest=digest) as peer,
+    ):
+        await peer.lookup.insert([1], None, keys, None, None)
+        entry = await peer.lookup.drop_select([1], into=into)
+        assert isinstance(entry.key, dict)
+        assert all(torch.equal(entry.key[name], keys[name]) for name in keys)
+        assert entry.key["201"] is into["201.key"]
+
+
+async def test_a_cancelled_insert_of_many_small_parts_reads_its_memory_no_more(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    keys = {str(n): torch.ones(16 * 1024, dtype=torch.uint8) for n in range(300)}
+    insert = asyncio.create_task(
+        peers.producer.lookup.insert([1], None, keys, None, None)
+    )
+    await until(lambda: local.statistics().used_bytes > 0)
+    insert.cancel()
+    await asyncio.wait({insert})
+    assert insert.cancelled() or not insert.exception()
+    await until(lambda: local.statistics().used_bytes == 0)

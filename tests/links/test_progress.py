@@ -75,3 +75,13 @@ async def test_a_loop_that_was_late_itself_does_not_judge(
     await until(lambda: watched.progress._timer not in (first, None))
     assert not watched.errors
     watched.progress.stop()
+
+
+async def test_what_came_by_another_way_is_progress() -> None:
+    watched = Watched()
+    watched.progress.expect(1)
+    timer = watched.progress._timer
+    watched.progress.note(1)
+    await until(lambda: watched.progress._timer is not timer)
+    assert not watched.errors
+    watched.progress.stop()

@@ -8,7 +8,9 @@ import pytest
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.receiving import Reception
-from asynckv.protocol.frames import Done
+from asynckv.links.riding import RIDES_NBYTES
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import Done, Riders
 
 
 class Payload:
@@ -28,14 +30,22 @@ class Payload:
 class Sink:
     """Where two parts go, and what was said of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *sizes: int, digest: str = "full") -> None:
         self.payload = Payload()
         self.progress = self
+        self.digest = digest
+        self.noted_bytes = 0
         self.expected: set[int] = set()
         self.verified: list[tuple[int, bytes]] = []
         self.errors: list[Exception] = []
-        targets = [memoryview(bytearray(8)), memoryview(bytearray(8))]
-        self.reception = Reception(self, 7, targets, self)  # type: ignore[arg-type]
+        self.targets = [memoryview(bytearray(size)) for size in sizes or (8, 8)]
+        self.reception = Reception(
+            self,  # type: ignore[arg-type]
+            7,
+            self.targets,
+            self,
+            has_riders=bool(sizes),
+        )
         self.reception.begin()
 
     def expect(self, transfer: int) -> None:
@@ -43,6 +53,9 @@ class Sink:
 
     def forget(self, transfer: int) -> None:
         self.expected.discard(transfer)
+
+    def note(self, nbytes: int) -> None:
+        self.noted_bytes += nbytes
 
     def part_verified(self, index: int, digest: bytes) -> None:
         self.verified.append((index, digest))
@@ -132,3 +145,72 @@ def test_it_forgets_who_owns_the_memory_when_nothing_more_is_to_be_told(
         reception.on_done(Done(8, 0, b"digest" if end == "whole" else b"other"))
     del owner.reception, owner.progress, owner
     assert is_gone() is None
+
+
+def riders(*parts: int, sizes: tuple[int, ...]) -> tuple[Riders, bytes]:
+    pieces = [bytes([part]) * size for part, size in zip(parts, sizes, strict=True)]
+    return Riders(7, parts, tuple(map(digest_of, pieces))), b"".join(pieces)
+
+
+def test_small_parts_ride_and_large_ones_take_a_lane() -> None:
+    sink = Sink(8, RIDES_NBYTES + 1, RIDES_NBYTES, 0)
+    assert len(sink.payload.done) == 1
+    frame, body = riders(2, 3, 0, sizes=(RIDES_NBYTES, 0, 8))
+    sink.reception.on_parts(frame, body)
+    assert [index for index, _ in sink.verified] == [2, 3, 0]
+    assert bytes(sink.targets[2]) == bytes([2]) * RIDES_NBYTES
+    assert sink.noted_bytes == len(body) and sink.expected == {7}
+    sink.payload.done[0](b"digest", None)
+    sink.reception.on_parts(Done(7, 1, b"digest"), b"")
+    assert len(sink.verified) == 4 and not sink.expected
+
+
+def test_where_a_link_carries_no_digests_riders_have_none() -> None:
+    sink = Sink(8, 8, digest="off")
+    sink.reception.on_riders(Riders(7, (0, 1)), bytes(16))
+    assert sink.verified == [(0, b""), (1, b"")]
+
+
+def test_a_rider_with_other_bytes_than_were_sent_ends_the_transfer() -> None:
+    sink = Sink(8, 8, 8)
+    frame, body = riders(0, 1, 2, sizes=(8, 8, 8))
+    sink.reception.on_riders(frame, body[:8] + b"x" + body[9:])
+    assert [index for index, _ in sink.verified] == [0]
+    assert isinstance(sink.errors[0], ChecksumError)
+    assert sink.payload.stopped == [7] and not any(sink.targets[2])
+
+
+@pytest.mark.parametrize(
+    ("parts", "nbytes"),
+    [((0, 0), 16), ((1,), 8), ((2,), RIDES_NBYTES + 1), ((3,), 8), ((0,), 7)],
+    ids=["twice", "came before", "takes a lane", "does not exist", "too short"],
+)
+def test_riders_that_make_no_sense_end_the_link(
+    parts: tuple[int, ...], nbytes: int
+) -> None:
+    sink = Sink(8, 8, RIDES_NBYTES + 1)
+    sink.reception.on_riders(*riders(1, sizes=(8,)))
+    with pytest.raises(RemoteProtocolError):
+        sink.reception.on_riders(Riders(7, parts), bytes(nbytes))
+    assert not any(sink.targets[0])
+
+
+def test_riders_have_a_digest_each() -> None:
+    sink = Sink(8, 8)
+    with pytest.raises(RemoteProtocolError):
+        sink.reception.on_riders(Riders(7, (0, 1), (b"one",)), bytes(16))
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["that comes", "that came"])
+def test_a_rider_needs_no_done(part: int) -> None:
+    sink = Sink(8, 8)
+    sink.reception.on_riders(*riders(1, sizes=(8,)))
+    with pytest.raises(RemoteProtocolError, match="makes no sense"):
+        sink.reception.on_done(Done(7, part, b""))
+
+
+async def test_no_rider_lands_in_memory_that_is_quiet() -> None:
+    sink = Sink(8, 8)
+    sink.reception.stop()
+    sink.reception.on_riders(*riders(0, 1, sizes=(8, 8)))
+    assert not any(sink.targets[0]) and not sink.verified
