@@ -15,6 +15,7 @@ from asynckv.buffers.selecting import Selecting
 from asynckv.buffers.serve import serve
 from asynckv.errors import AsyncKVError, ChecksumError, EntryTooLarge, LeaseLost
 from asynckv.links.requests import LinkStream
+from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
     Cancel,
@@ -27,6 +28,7 @@ from asynckv.protocol.frames import (
     OpeningFrame,
     Result,
     Retract,
+    Riders,
     Took,
 )
 from asynckv.protocol.values import TensorRecord
@@ -211,12 +213,10 @@ async def test_a_small_entry_by_payload_is_charged_until_it_is_taken() -> None:
         selecting = selecting_on(pair, budget)
         delivered = asyncio.create_task(selecting.delivered())
         await until(lambda: bool(pair.service.asked))
-        stream, data = pair.service.asked[0][0], memoryview(bytearray(100))
+        stream = pair.service.asked[0][0]
         offer(stream, 2, 100, inline=False)
         assert await frames_of(pair, 1) == [Grant(2)]
-        pair.far.payload.send(
-            2, 0, data, lambda digest, error: stream.send(Done(2, 0, digest))
-        )
+        stream.send(Riders(2, (0,), (digest_of(bytes(100)),)), bytes(100))
         delivery = await delivered
         assert budget.used_bytes == 100
         selecting.settle_at_once(delivery)
@@ -231,7 +231,7 @@ async def test_what_belongs_to_no_standing_offer_is_ignored() -> None:
         delivered = asyncio.create_task(selecting.delivered())
         await until(lambda: bool(pair.service.asked))
         stream = pair.service.asked[0][0]
-        for late in (Done(1, 0, b""), Complete(1), Retract(1)):
+        for late in (Done(1, 0, b""), Riders(1, (0,)), Complete(1), Retract(1)):
             stream.send(late)
         offer(stream, 2, MIB, inline=False)
         for late in (Done(1, 0, b""), Complete(1), Retract(1)):

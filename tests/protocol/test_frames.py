@@ -40,6 +40,10 @@ VALUES: dict[str, Any] = {
     "url": "unix:///run/rank-1",
     "group_id": "group",
     "ranks": (1, 3),
+    "parts": (0, 2),
+    "ticket": b"t" * 16,
+    "Mapped.nonce": b"n" * 16,
+    "address": "@asynckv",
     "urls": ("", "tcp://127.0.0.1:7000"),
 }
 
@@ -47,7 +51,10 @@ VALUES: dict[str, Any] = {
 def sample(frame: type[msgspec.Struct]) -> msgspec.Struct:
     """A frame with a value in each field that has no default."""
     needed = [f.name for f in msgspec.structs.fields(frame) if f.required]
-    return frame(**{name: VALUES.get(name, 3) for name in needed})
+    kind = frame.__name__
+    return frame(
+        **{name: VALUES.get(f"{kind}.{name}", VALUES.get(name, 3)) for name in needed}
+    )
 
 
 @pytest.mark.parametrize("frame", FRAMES)
