@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         open_pipe as open_pipe,
     )
     from asynckv.security.tls import TLS as TLS
+    from asynckv.tensors.blocks import KVBlocks as KVBlocks
     from asynckv.types import KVFingerprint as KVFingerprint, TensorSpec as TensorSpec
 
 __version__ = "0.1.0"
@@ -67,6 +68,7 @@ _HOME: Final = {
     "EntryTooLarge": "asynckv.errors",
     "GPUUnavailable": "asynckv.errors",
     "IncompatiblePeer": "asynckv.errors",
+    "KVBlocks": "asynckv.tensors.blocks",
     "KVCacheBuffer": "asynckv.abc",
     "KVEntry": "asynckv.abc",
     "KVFingerprint": "asynckv.types",

@@ -27,6 +27,9 @@ from asynckv.types import TensorSpec
 if TYPE_CHECKING:
     import torch
 
+    from asynckv.tensors.blocks import KVMemory
+    from asynckv.tensors.runs import Memory
+
 __all__ = (
     "DropSelect",
     "InsertWriter",
@@ -34,6 +37,7 @@ __all__ = (
     "KVEntry",
     "KVLookupBuffer",
     "KVPipe",
+    "KVSource",
     "KVStoreBuffer",
     "KVTensors",
     "Match",
@@ -44,6 +48,9 @@ __all__ = (
 
 KVTensors: TypeAlias = "torch.Tensor | Mapping[str, torch.Tensor] | None"
 """The key or value of an entry: one tensor, one a layer by name, or nothing."""
+
+KVSource: TypeAlias = "KVMemory | Mapping[str, KVMemory] | None"
+"""The key or value of an insert: each tensor may be blocks of a paged cache."""
 
 TokenIds: TypeAlias = "torch.Tensor | Sequence[int]"
 """One-dimensional token ids, or a mask (``roi``) over them."""
@@ -192,7 +199,7 @@ class InsertWriter(abc.ABC):
     entry_id: str
 
     @abc.abstractmethod
-    async def put(self, name: str, tensor: torch.Tensor) -> None:
+    async def put(self, name: str, tensor: KVMemory) -> None:
         """Add one declared tensor; on return it may be overwritten.
 
         A cancelled put has put nothing, and the same put may be made again.
@@ -250,11 +257,11 @@ class KVLookupBuffer(KVCacheBuffer):
         self,
         input_tokens: TokenIds | None,
         roi: TokenIds | None,
-        key: KVTensors,
-        value: KVTensors,
-        hidden: torch.Tensor | None,
+        key: KVSource,
+        value: KVSource,
+        hidden: KVMemory | None,
         *,
-        extras: Mapping[str, torch.Tensor] | None = None,
+        extras: Mapping[str, KVMemory] | None = None,
         entry_id: str | None = None,
         ttl_s: float | None = 600.0,
         deliveries: int = 1,
@@ -292,7 +299,7 @@ class KVLookupBuffer(KVCacheBuffer):
         entry_id: str | None = None,
         match: Match = "prefix",
         min_matched_tokens: int = 1,
-        into: Mapping[str, torch.Tensor] | None = None,
+        into: Mapping[str, KVMemory] | None = None,
     ) -> DropSelect:
         """Take the best matching entry out of the buffer, waiting for one to come.
 
@@ -305,7 +312,8 @@ class KVLookupBuffer(KVCacheBuffer):
 
         Without tokens and without ``entry_id`` any entry is selected. Among entries the
         longest match wins, then the first in. Tensors named in ``into`` land there
-        (``"hidden"``, ``"LAYER.key"``, ``"extras.NAME"``, as in :meth:`open_insert`).
+        (``"hidden"``, ``"LAYER.key"``, ``"extras.NAME"``, as in :meth:`open_insert`),
+        and the entry holds that memory: of :class:`~asynckv.KVBlocks` their pool.
 
         A cancelled call gives the entry back; ``into`` is no longer written to by then,
         but may hold part of an entry. One exception: awaited, remote and above 64 KiB,
@@ -379,7 +387,7 @@ class KVLookupBuffer(KVCacheBuffer):
         entry_id: str | None = None,
         match: Match = "prefix",
         min_matched_tokens: int = 1,
-        into: Mapping[str, torch.Tensor] | None = None,
+        into: Mapping[str, KVMemory] | None = None,
     ) -> AbstractAsyncContextManager[SelectStream]:
         """Select as :meth:`drop_select` does, and read tensors as they land.
 
@@ -451,7 +459,7 @@ class PayloadTransport(abc.ABC):
         self,
         transfer: int,
         part: int,
-        source: memoryview,
+        source: Memory,
         done: Callable[[bytes, BaseException | None], None],
         *,
         digest: bytes | None = None,
@@ -467,7 +475,7 @@ class PayloadTransport(abc.ABC):
         self,
         transfer: int,
         part: int,
-        target: memoryview,
+        target: Memory,
         done: Callable[[bytes, BaseException | None], None],
     ) -> None:
         """Let the bytes of one part land in ``target`` (writable). Never waits."""

@@ -1,246 +1,178 @@
-"""Payload lanes beside a raw blocking stream, in one run, over loopback TCP.
+"""Payload lanes beside raw blocking sockets, in one run, over loopback.
 
-Two processes; 64 tensors of 16 MiB into preallocated memory. Each round moves
-them once by one raw stream (``sendall``, ``recv_into(MSG_WAITALL)``) and once
-by each number of lanes, so that what disturbs the one disturbs the other.
-``--digest known`` is what a buffer does: the sender's digest was made at insert.
+Two processes; 1 GiB as 64 tensors of 16 MiB by ``drop_select(into=)`` into memory
+that is there. Beside one lane stands one raw stream, beside four lanes four, each with
+a thread of its own; beside four lanes of a unix socket, and beside TLS, one raw TCP
+stream. Paired runs, each divided by its own A/A; CPU seconds are those of both
+processes. Then the loop's lag while transfers go on and on, beside an idle loop's.
 
-    python benchmarks/lanes.py --lanes 1 2 4 --rounds 7
+    python benchmarks/lanes.py [--runs 5] [--ticks 5000] [--only NAME] [--only-report]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
-import functools
-import multiprocessing
-import socket
-import statistics
-import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 
 import torch
+from pairing.runs import Figure, Runs, measure_runs, report
+from pairing.serving import LARGE, NBYTES, TENSORS, Places, serving
 
-from asynckv.protocol.digests import digest_of
-from asynckv.tensors.views import bytes_of
-from asynckv.transports.inline import DEFAULT_CHUNK_BYTES, InlineTransport
+from asynckv.cli.bench.figures import percentile
+from asynckv.cli.bench.lag import tick
+from asynckv.cli.bench.measuring import Sample
+from asynckv.cli.bench.memory import Memory
+from asynckv.cli.bench.moving import pull
+from asynckv.cli.bench.rig import Rig, open_rig
+from asynckv.cli.bench.settings import Settings
+from asynckv.links.options import Digest
 
-__all__ = ("LagProbe", "main")
+__all__ = ("main",)
 
-_RAW = 255
+_GIGABYTES = TENSORS * NBYTES / 1e9
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What every round moves, and by which transports."""
+class Setting:
+    """One way to move the entry, beside so many raw streams, and its limits."""
 
-    tensors: int
-    nbytes: int
-    lanes: Sequence[int]
-    digest: str
-    chunk_bytes: int
-
-
-class LagProbe:
-    """How late an event loop runs a timer of one millisecond."""
-
-    def __init__(self) -> None:
-        self.lags_ms: list[float] = []
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Sample while the body runs."""
-        task = asyncio.create_task(self._sample())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
-
-    async def _sample(self) -> None:
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(0.001)
-            self.lags_ms.append((time.perf_counter() - before) * 1e3 - 1)
-
-    def summary(self) -> str:
-        """Return p99 and maximum, in milliseconds."""
-        lags = sorted(self.lags_ms)
-        return f"p99 {lags[int(len(lags) * 0.99)]:.1f} max {lags[-1]:.1f} ms"
+    name: str
+    scheme: str
+    lanes: int
+    digest: Digest
+    streams: int
+    at_least: float | None = None
+    cpu_at_most: float | None = None
+    lag_p99_ms: float | None = None
+    lag_max_ms: float | None = None
 
 
-def _memory(work: Work) -> list[memoryview]:
-    return [
-        bytes_of(torch.full((work.nbytes,), index % 251, dtype=torch.uint8))
-        for index in range(work.tensors)
-    ]
+SETTINGS = (
+    Setting("tcp-1-full", "tcp", 1, "full", 1, 0.85, 1.25, 2.0, 15.0),
+    Setting("tcp-1-off", "tcp", 1, "off", 1, 0.9, 1.15),
+    Setting("tcp-4-full", "tcp", 4, "full", 4, 0.75, None, 10.0),
+    Setting("tcp-4-off", "tcp", 4, "off", 4, 0.85),
+    Setting("unix-4-full", "unix", 4, "full", 1, 1.5),
+    Setting("tls-1-full", "tls", 1, "full", 1),
+    Setting("tls-4-full", "tls", 4, "full", 1),
+)
 
 
-async def _open(work: Work, sockets: list[socket.socket]) -> list[InlineTransport]:
-    transports = []
-    loop = asyncio.get_running_loop()
-    for lanes in work.lanes:
-        transport = InlineTransport(
-            lanes, work.digest != "off", loop, _raise, max_chunk_bytes=work.chunk_bytes
-        )
-        await transport.open(b"", [sockets.pop(0) for _ in range(lanes)])
-        transports.append(transport)
-    return transports
+@dataclasses.dataclass
+class Found:
+    """What one setting came to."""
+
+    setting: Setting
+    runs: Runs | None = None
+    busy_ms: list[float] = dataclasses.field(default_factory=list)
+    idle_ms: list[float] = dataclasses.field(default_factory=list)
+
+    def figures(self) -> list[Figure]:
+        """Return what is judged, and what is only said."""
+        one, found = self.setting, []
+        if self.runs is not None:
+            raw = f"raw TCP, {one.streams} stream{'s' * (one.streams > 1)}"
+            ratio, cpu = self.runs.median("figure"), self.runs.median("cpu_ratio")
+            found = [
+                Figure(f"{one.name} / {raw}", ratio, at_least=one.at_least),
+                Figure(f"{one.name} CPU a byte / {raw}", cpu, at_most=one.cpu_at_most),
+            ]
+        if self.busy_ms:
+            above = percentile(self.busy_ms, 0.99) - percentile(self.idle_ms, 0.99)
+            most = max(self.busy_ms) - max(self.idle_ms)
+            name = f"{one.name} loop lag above idle, ms"
+            found += [
+                Figure(f"{name}, p99", above, at_most=one.lag_p99_ms),
+                Figure(f"{name}, max", most, at_most=one.lag_max_ms),
+            ]
+        return found
 
 
-def _raise(error: Exception) -> None:
-    raise error
+@contextlib.asynccontextmanager
+async def _open(places: Places, setting: Setting) -> AsyncIterator[Rig]:
+    options = Settings(digest=setting.digest, lanes=setting.lanes)
+    if setting.scheme == "tls":
+        options = dataclasses.replace(options, tls=places.keys)
+    async with open_rig(getattr(places, setting.scheme), options) as rig:
+        yield rig
 
 
-async def _serve(work: Work, port: int) -> None:
-    """The sending process: do what the control connection says."""
-    control, *sockets = [
-        socket.create_connection(("127.0.0.1", port))
-        for _ in range(1 + sum(work.lanes))
-    ]
-    control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    memory = _memory(work)
-    known = [digest_of(source) if work.digest == "known" else None for source in memory]
-    transports = await _open(work, sockets)
-    loop = asyncio.get_running_loop()
-    transfer = 0
-    while True:
-        control.setblocking(False)
-        if not (order := await loop.sock_recv(control, 1)):
-            break
-        control.setblocking(True)
-        if order[0] == _RAW:
-            for source in memory:
-                control.sendall(source)
-            continue
-        transfer += 1
-        for digest in await _send(transports[order[0]], transfer, memory, known):
-            control.sendall(digest)
-    for transport in transports:
-        await transport.aclose()
-    control.close()
+def _check(memory: Memory) -> None:
+    wrong = [i for i, one in enumerate(memory.targets) if not bool((one == i).all())]
+    if wrong:
+        raise SystemExit(f"wrong bytes in {wrong}")
 
 
-def _landing(count: int) -> list[asyncio.Future[bytes]]:
-    loop = asyncio.get_running_loop()
-    return [loop.create_future() for _ in range(count)]
+async def _measure(
+    places: Places, setting: Setting, memory: Memory, *, runs: int
+) -> Runs:
+    views = memory.target_views
+    async with _open(places, setting) as rig:
+        memory.poison()
+        await pull(rig.lookup, LARGE, memory)
+        _check(memory)
+
+        async def ours() -> Sample:
+            elapsed_s = await pull(rig.lookup, LARGE, memory)
+            return Sample(_GIGABYTES / elapsed_s, TENSORS * NBYTES)
+
+        async def raw() -> Sample:
+            pull_raw = rig.raw_streams.pull
+            elapsed_s = await rig.in_thread(pull_raw, views, setting.streams)
+            return Sample(_GIGABYTES / elapsed_s, TENSORS * NBYTES)
+
+        return await measure_runs(setting.name, ours, raw, rig.cpu_s, runs=runs)
 
 
-def _settle(
-    future: asyncio.Future[bytes], digest: bytes, error: BaseException | None
+async def _measure_lag(
+    places: Places, found: Found, memory: Memory, ticks: int
 ) -> None:
-    if error is None:
-        future.set_result(digest)
-    else:
-        future.set_exception(error)
+    """Tick on an idle loop, and while transfers follow each other, in turns."""
+    async with _open(places, found.setting) as rig:
+        await pull(rig.lookup, LARGE, memory)
+        for _ in range(5):
+            found.idle_ms += await tick(ticks // 5)
+            ticker = asyncio.create_task(tick(ticks // 5), name="ticker")
+            while not ticker.done():
+                await pull(rig.lookup, LARGE, memory)
+            found.busy_ms += ticker.result()
+    for what, lags in (("idle", found.idle_ms), ("busy", found.busy_ms)):
+        p50, p99 = percentile(lags, 0.5), percentile(lags, 0.99)
+        name = f"{found.setting.name} lag, {what}, {len(lags)} ticks"
+        print(f"{name}: p50 {p50:.2f} p99 {p99:.2f} max {max(lags):.2f} ms", flush=True)
 
 
-async def _send(
-    transport: InlineTransport,
-    transfer: int,
-    memory: list[memoryview],
-    known: list[bytes | None],
-) -> list[bytes]:
-    futures = _landing(len(memory))
-    for index, source in enumerate(memory):
-        done = functools.partial(_settle, futures[index])
-        transport.send(transfer, index, source, done, digest=known[index])
-    return await asyncio.gather(*futures)
-
-
-async def _receive(
-    transport: InlineTransport,
-    transfer: int,
-    memory: list[memoryview],
-    control: socket.socket,
-    order: int,
-) -> None:
-    loop = asyncio.get_running_loop()
-    futures = _landing(len(memory))
-    for index, target in enumerate(memory):
-        done = functools.partial(_settle, futures[index])
-        transport.receive(transfer, index, target, done)
-    control.setblocking(False)
-    await loop.sock_sendall(control, bytes([order]))
-    found = b"".join(await asyncio.gather(*futures))
-    claimed = b""
-    while len(claimed) < len(found):
-        claimed += await loop.sock_recv(control, len(found))
-    assert claimed == found
-
-
-def _receive_raw(memory: list[memoryview], control: socket.socket) -> None:
-    control.setblocking(True)
-    control.sendall(bytes([_RAW]))
-    for target in memory:
-        got = 0
-        while got < target.nbytes:
-            got += control.recv_into(target[got:], 0, socket.MSG_WAITALL)
-
-
-async def _measure(work: Work, listener: socket.socket, rounds: int) -> None:
-    control, *sockets = [listener.accept()[0] for _ in range(1 + sum(work.lanes))]
-    control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    memory = _memory(work)
-    transports = await _open(work, sockets)
-    idle, probes = LagProbe(), [LagProbe() for _ in work.lanes]
-    async with idle.running():
-        await asyncio.sleep(1)
-    ratios: list[list[float]] = [[] for _ in work.lanes]
-    raw_s = []
-    for transfer in range(1, rounds * len(work.lanes) + 1):
-        which = transfer % len(work.lanes)
-        before = time.perf_counter()
-        _receive_raw(memory, control)
-        raw_s.append(time.perf_counter() - before)
-        async with probes[which].running():
-            before = time.perf_counter()
-            await _receive(transports[which], transfer, memory, control, which)
-        ratios[which].append(raw_s[-1] / (time.perf_counter() - before))
-    total = work.tensors * work.nbytes / 1e9
-    print(f"raw, one stream: {total / statistics.median(raw_s):.2f} GB/s")
-    print(f"idle loop lag: {idle.summary()}")
-    for lanes, ratio, probe in zip(work.lanes, ratios, probes, strict=True):
-        spread = f"[{min(ratio):.2f}-{max(ratio):.2f}]"
-        print(
-            f"{lanes} lanes: {statistics.median(ratio):.2f} {spread} of raw, "
-            f"loop lag {probe.summary()}"
-        )
-    control.close()
-    for transport in transports:
-        await transport.aclose()
-
-
-def _run_sender(work: Work, port: int) -> None:
-    asyncio.run(_serve(work, port))
+async def _measure_all(
+    settings: Sequence[Setting], *, runs: int, ticks: int
+) -> list[Figure]:
+    targets = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(TENSORS)]
+    memory = Memory(targets, targets)
+    figures: list[Figure] = []
+    with serving() as places:
+        for setting in settings:
+            found = Found(setting)
+            if runs:
+                found.runs = await _measure(places, setting, memory, runs=runs)
+            if ticks and setting.lag_p99_ms is not None:
+                await _measure_lag(places, found, memory, ticks)
+            figures += found.figures()
+    return figures
 
 
 def main() -> None:
-    """Measure and print one line for each number of lanes."""
+    """Measure, print, and exit 1 where a limit is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tensors", type=int, default=64)
-    parser.add_argument("--nbytes", type=int, default=16 * 2**20)
-    parser.add_argument("--chunk-bytes", type=int, default=DEFAULT_CHUNK_BYTES)
-    parser.add_argument("--digest", choices=["full", "known", "off"], default="full")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--ticks", type=int, default=5000)
+    parser.add_argument("--only", nargs="+", choices=[one.name for one in SETTINGS])
+    parser.add_argument("--only-report", action="store_true")
     given = parser.parse_args()
-    work = Work(
-        given.tensors,
-        given.nbytes,
-        given.lanes,
-        given.digest,
-        given.chunk_bytes,
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
-        sender = context.Process(target=_run_sender, args=(work, port))
-        sender.start()
-        asyncio.run(_measure(work, listener, given.rounds))
-        sender.join()
+    chosen = [one for one in SETTINGS if not given.only or one.name in given.only]
+    figures = asyncio.run(_measure_all(chosen, runs=given.runs, ticks=given.ticks))
+    report(figures, only_report=given.only_report)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
 from asynckv.abc import KVEntry, SelectStream
 from asynckv.buffers.asking import ask
 from asynckv.buffers.delivery import Delivery
@@ -17,6 +15,7 @@ from asynckv.buffers.selecting import Selecting
 from asynckv.errors import EntryAborted, LeaseLost, PeerLost, PeerRestarted
 from asynckv.observability.waits import LoggedWaits
 from asynckv.protocol.frames import Settle
+from asynckv.tensors.blocks import KVMemory
 
 if TYPE_CHECKING:
     from asynckv.buffers.remote import Peer
@@ -36,7 +35,7 @@ class RemoteConsumer:
         """How many calls wait for an entry, or for its bytes."""
         return len(self._waits)
 
-    async def take(self, query: Query, targets: Mapping[str, torch.Tensor]) -> KVEntry:
+    async def take(self, query: Query, targets: Mapping[str, KVMemory]) -> KVEntry:
         """Do what awaiting a ``drop_select`` does."""
         while True:
             selecting, delivery = await self._select(query, targets)
@@ -48,7 +47,7 @@ class RemoteConsumer:
 
     @asynccontextmanager
     async def borrow(
-        self, query: Query, targets: Mapping[str, torch.Tensor]
+        self, query: Query, targets: Mapping[str, KVMemory]
     ) -> AsyncIterator[KVEntry]:
         """Do what entering a ``drop_select`` does."""
         selecting, delivery = await self._select(query, targets, views=True)
@@ -60,7 +59,7 @@ class RemoteConsumer:
 
     @asynccontextmanager
     async def stream(
-        self, query: Query, targets: Mapping[str, torch.Tensor]
+        self, query: Query, targets: Mapping[str, KVMemory]
     ) -> AsyncIterator[SelectStream]:
         """Do what entering an ``open_drop_select`` does."""
         selecting, delivery = await self._select(query, targets, streams=True)
@@ -72,7 +71,7 @@ class RemoteConsumer:
     async def _select(
         self,
         query: Query,
-        targets: Mapping[str, torch.Tensor],
+        targets: Mapping[str, KVMemory],
         *,
         streams: bool = False,
         views: bool = False,

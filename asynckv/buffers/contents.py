@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from asynckv.abc import KVTensors
+from asynckv.abc import KVSource, KVTensors
+from asynckv.tensors.blocks import KVMemory
 
 __all__ = ("check_names", "flatten", "unflatten")
 
@@ -16,17 +17,17 @@ _MAX_TENSORS = 16384
 
 
 def flatten(
-    key: KVTensors,
-    value: KVTensors,
-    hidden: torch.Tensor | None,
-    extras: Mapping[str, torch.Tensor] | None,
-) -> dict[str, torch.Tensor]:
+    key: KVSource,
+    value: KVSource,
+    hidden: KVMemory | None,
+    extras: Mapping[str, KVMemory] | None,
+) -> dict[str, KVMemory]:
     """Name every tensor of an entry.
 
     :raises TypeError: if one of them is no tensor, or a layer's name no text
     :raises ValueError: if a layer's name makes its tensors ambiguous
     """
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, KVMemory] = {}
     for field, tensors in (("key", key), ("value", value)):
         if isinstance(tensors, Mapping):
             for layer in tensors:
@@ -38,7 +39,7 @@ def flatten(
         named["hidden"] = hidden
     named.update({_EXTRAS + name: t for name, t in (extras or {}).items()})
     for name, tensor in named.items():
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, KVMemory):
             raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
     check_names(named)
     return named

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
-
-from asynckv.tensors.views import spec_of
+from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.types import TensorSpec
 
 __all__ = ("Declared",)
@@ -22,7 +20,7 @@ class Declared:
         self._put: set[str] = set()
 
     @contextmanager
-    def putting(self, name: str, tensor: torch.Tensor) -> Iterator[None]:
+    def putting(self, name: str, tensor: KVMemory) -> Iterator[None]:
         """Note a put. One that fails has put nothing, and may be made again.
 
         :raises ValueError: unknown name, put before, other shape or dtype
@@ -48,13 +46,13 @@ class Declared:
                 f"{', '.join(missing[:5])}; the entry is aborted"
             )
 
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
+    def _check(self, name: str, tensor: KVMemory) -> None:
         if name not in self._specs:
             declared = ", ".join(self._specs)
             raise ValueError(f"{name!r} was not declared; declared: {declared}")
         if name in self._begun:
             raise ValueError(f"{name!r} was put before")
-        found, spec = spec_of(tensor), self._specs[name]
+        found, spec = spec_in(tensor), self._specs[name]
         if found != spec:
             raise ValueError(
                 f"{name!r} is {found.dtype} {found.shape}, declared was "

@@ -16,7 +16,9 @@ from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.links.receiving import Reception
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
-from asynckv.tensors.views import bytes_of, tensor_from
+from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
+from asynckv.tensors.runs import Memory, fill
+from asynckv.tensors.views import tensor_from
 
 if TYPE_CHECKING:
     from asynckv.buffers.map_reader import MappedParts
@@ -65,7 +67,7 @@ class Delivery:
         """Small enough for an acknowledgement that is not waited for."""
         return self.offer.inline or self.manifest.nbytes <= INLINE_NBYTES
 
-    def read_inline(self, targets: Mapping[str, torch.Tensor]) -> None:
+    def read_inline(self, targets: Mapping[str, KVMemory]) -> None:
         """Verify what rode with the offer, and copy it to memory of its own.
 
         :raises ChecksumError: some bytes changed on their way
@@ -78,13 +80,13 @@ class Delivery:
             verify(record, digest_of(piece))
             if record.name in targets:
                 target = targets[record.name]
-                bytes_of(target)[:] = piece  # at most 64 KiB
+                fill(memory_of(target), piece)  # at most 64 KiB
+                self.tensors[record.name] = tensor_at(target)
             else:
-                target = tensor_from(piece, record.spec)
-            self.tensors[record.name] = target
+                self.tensors[record.name] = tensor_from(piece, record.spec)
         self.landed = [*self.tensors]
 
-    def own_nbytes(self, targets: Mapping[str, torch.Tensor]) -> int:
+    def own_nbytes(self, targets: Mapping[str, KVMemory]) -> int:
         """Return how many bytes need memory of their own.
 
         :raises ValueError: ``targets`` do not fit the entry
@@ -94,14 +96,15 @@ class Delivery:
         return sum(spec.nbytes for name, spec in specs.items() if name not in targets)
 
     def allocate(
-        self, targets: Mapping[str, torch.Tensor], budget: ReceiveBudget
-    ) -> list[memoryview]:
+        self, targets: Mapping[str, KVMemory], budget: ReceiveBudget
+    ) -> list[Memory]:
         """Make the tensors, and return the memory that is to be filled."""
-        self.tensors = {
+        places = {
             name: targets[name] if name in targets else budget.empty(spec)
             for name, spec in self.manifest.specs.items()
         }
-        return [bytes_of(tensor) for tensor in self.tensors.values()]
+        self.tensors = {name: tensor_at(place) for name, place in places.items()}
+        return [memory_of(place) for place in places.values()]
 
     def land(self, tensors: dict[str, torch.Tensor]) -> None:
         """All of it is there: the peer's memory is kept by views of it alone."""

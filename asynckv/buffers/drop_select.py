@@ -7,14 +7,13 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from asynckv.abc import DropSelect, KVEntry
 from asynckv.buffers.queries import Query
+from asynckv.tensors.blocks import KVMemory
 
 __all__ = ("PendingSelect",)
 
-_Targets = Mapping[str, torch.Tensor]
+_Targets = Mapping[str, KVMemory]
 _Borrowed = AbstractAsyncContextManager[KVEntry, bool | None]
 
 

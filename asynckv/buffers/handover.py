@@ -12,8 +12,8 @@ from asynckv.buffers.entries import Lease, Part
 from asynckv.buffers.queries import tensor_of
 from asynckv.errors import LeaseLost
 from asynckv.observability.lines import as_line
+from asynckv.tensors.blocks import KVMemory, check_landing, landing_of, tensor_at
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.views import bytes_of, check_into
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -27,40 +27,37 @@ __all__ = (
 
 
 def check_targets(
-    into: Mapping[str, torch.Tensor] | None,
-) -> Mapping[str, torch.Tensor]:
+    into: Mapping[str, KVMemory] | None,
+) -> Mapping[str, KVMemory]:
     """Refuse memory that nothing can land in, before anything is waited for.
 
-    :raises ValueError: a name that no entry has, or memory that is not plain
-        contiguous CPU memory
+    :raises ValueError: a name that no entry has, or memory that is not plain CPU
+        memory, contiguous or in contiguous rows
     """
     if not into:
         return {}
-    targets = dict(into)
-    check_names(targets)
-    for tensor in targets.values():
-        bytes_of(tensor)
-    return targets
+    check_names(into)
+    return {name: landing_of(memory) for name, memory in into.items()}
 
 
 def match_targets(
-    specs: Mapping[str, TensorSpec], targets: Mapping[str, torch.Tensor]
+    specs: Mapping[str, TensorSpec], targets: Mapping[str, KVMemory]
 ) -> None:
     """Compare ``into`` with the entry that was selected.
 
     :raises ValueError: a name the entry does not have, another shape or dtype
     """
-    for name, tensor in targets.items():
+    for name, memory in targets.items():
         if name not in specs:
             raise ValueError(
                 f"into[{name!r}]: the entry has no such tensor; it has "
                 f"{as_line(', '.join(specs)) or 'none'}"
             )
-        check_into(tensor, specs[name], name)
+        check_landing(memory, specs[name], name)
 
 
 async def hand_over(
-    lease: Lease, pool: CopyPool, targets: Mapping[str, torch.Tensor]
+    lease: Lease, pool: CopyPool, targets: Mapping[str, KVMemory]
 ) -> KVEntry:
     """Make the entry the consumer's own, just before it is acknowledged.
 
@@ -86,22 +83,22 @@ async def hand_over(
 
 
 async def lend(
-    lease: Lease, pool: CopyPool, targets: Mapping[str, torch.Tensor]
+    lease: Lease, pool: CopyPool, targets: Mapping[str, KVMemory]
 ) -> KVEntry:
     """Copy the entry out; whatever is done to the copies, it can be given back."""
     return build_entry(lease, await _copies(lease, pool, targets, only=None))
 
 
 async def tensors_of(
-    parts: list[Part], pool: CopyPool, targets: Mapping[str, torch.Tensor]
+    parts: list[Part], pool: CopyPool, targets: Mapping[str, KVMemory]
 ) -> list[torch.Tensor]:
     """Copy some landed parts out, into ``targets`` where they are named there."""
-    copies = [
+    places = [
         targets[part.name] if part.name in targets else pool.empty(part.spec)
         for part in parts
     ]
-    await pool.copy([_tensor(part) for part in parts], copies, digest=False)
-    return copies
+    await pool.copy([_tensor(part) for part in parts], places, digest=False)
+    return [tensor_at(place) for place in places]
 
 
 def build_entry(lease: Lease, named: Mapping[str, torch.Tensor]) -> KVEntry:
@@ -126,7 +123,7 @@ def build_entry(lease: Lease, named: Mapping[str, torch.Tensor]) -> KVEntry:
 async def _copies(
     lease: Lease,
     pool: CopyPool,
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, KVMemory],
     only: set[str] | None,
 ) -> dict[str, torch.Tensor]:
     parts = lease.entry.parts

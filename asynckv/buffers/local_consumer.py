@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
-import torch
-
 from asynckv.abc import KVEntry, SelectStream
 from asynckv.buffers.entries import Lease
 from asynckv.buffers.handover import hand_over, lend
@@ -15,6 +13,7 @@ from asynckv.buffers.leases import Leases
 from asynckv.buffers.queries import Query
 from asynckv.buffers.streaming import LocalStream
 from asynckv.errors import BufferClosed
+from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.types import KVFingerprint
 
@@ -39,7 +38,7 @@ class LocalConsumer:
         self._fingerprint = fingerprint
         self._check = check
 
-    async def take(self, query: Query, targets: Mapping[str, torch.Tensor]) -> KVEntry:
+    async def take(self, query: Query, targets: Mapping[str, KVMemory]) -> KVEntry:
         """Do what awaiting a ``drop_select`` does."""
         holder = self._select(query, streams=False)
         try:
@@ -56,7 +55,7 @@ class LocalConsumer:
 
     @asynccontextmanager
     async def borrow(
-        self, query: Query, targets: Mapping[str, torch.Tensor]
+        self, query: Query, targets: Mapping[str, KVMemory]
     ) -> AsyncIterator[KVEntry]:
         """Do what entering a ``drop_select`` does."""
         async with self._holding(query, streams=False) as holder:
@@ -66,7 +65,7 @@ class LocalConsumer:
 
     @asynccontextmanager
     async def stream(
-        self, query: Query, targets: Mapping[str, torch.Tensor]
+        self, query: Query, targets: Mapping[str, KVMemory]
     ) -> AsyncIterator[SelectStream]:
         """Do what entering an ``open_drop_select`` does."""
         async with self._holding(query, streams=True) as holder:
@@ -100,7 +99,7 @@ class LocalConsumer:
         return holder
 
     async def _lend(
-        self, holder: LocalHolder, targets: Mapping[str, torch.Tensor]
+        self, holder: LocalHolder, targets: Mapping[str, KVMemory]
     ) -> tuple[Lease, KVEntry]:
         while True:
             lease = await holder.whole_lease()

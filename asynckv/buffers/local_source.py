@@ -13,6 +13,7 @@ from asynckv.buffers.entries import StoredEntry
 from asynckv.buffers.manifest import content_digest
 from asynckv.errors import LeaseLost
 from asynckv.protocol.values import TensorRecord
+from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 
 __all__ = ("LocalSource",)
@@ -23,7 +24,7 @@ _BATCH_NBYTES: Final = 8 * 2**20
 class LocalSource:
     """The caller's own tensors: where an entry's bytes come from."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], pool: CopyPool) -> None:
+    def __init__(self, tensors: Mapping[str, KVMemory], pool: CopyPool) -> None:
         self._tensors = list(tensors.values())
         self._pool = pool
         self._digests: dict[int, bytes] = {}
@@ -73,7 +74,7 @@ class LocalSource:
             self._digests.update(zip(there, digests, strict=True))
 
 
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+def _batches(tensors: Sequence[KVMemory]) -> Iterator[slice]:
     """Tensors to copy at a time: who waits for them is sent the first ones early."""
     first, nbytes = 0, 0
     for end, tensor in enumerate(tensors, 1):

@@ -7,12 +7,13 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 
 import anyio
+
 import torch
 
 from asynckv.abc import (
     InsertWriter,
     KVLookupBuffer,
-    KVTensors,
+    KVSource,
     Match,
     SelectStream,
     TokenIds,
@@ -36,9 +37,10 @@ from asynckv.buffers.sharing import Sharing
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
 from asynckv.loops import LoopBound
+from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.views import spec_like, spec_of
+from asynckv.tensors.views import spec_like
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
 
 __all__ = ("LookupBuffer",)
@@ -111,11 +113,11 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         self,
         input_tokens: TokenIds | None,
         roi: TokenIds | None,
-        key: KVTensors,
-        value: KVTensors,
-        hidden: torch.Tensor | None,
+        key: KVSource,
+        value: KVSource,
+        hidden: KVMemory | None,
         *,
-        extras: Mapping[str, torch.Tensor] | None = None,
+        extras: Mapping[str, KVMemory] | None = None,
         entry_id: str | None = None,
         ttl_s: float | None = 600.0,
         deliveries: int = 1,
@@ -125,7 +127,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         draft = make_draft(
             input_tokens,
             roi,
-            {name: spec_of(tensor) for name, tensor in tensors.items()},
+            {name: spec_in(tensor) for name, tensor in tensors.items()},
             entry_id=entry_id,
             ttl_s=ttl_s,
             deliveries=deliveries,
@@ -149,7 +151,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         entry_id: str | None = None,
         match: Match = "prefix",
         min_matched_tokens: int = 1,
-        into: Mapping[str, torch.Tensor] | None = None,
+        into: Mapping[str, KVMemory] | None = None,
     ) -> PendingSelect:
         query = make_query(
             input_tokens,
@@ -221,7 +223,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         entry_id: str | None = None,
         match: Match = "prefix",
         min_matched_tokens: int = 1,
-        into: Mapping[str, torch.Tensor] | None = None,
+        into: Mapping[str, KVMemory] | None = None,
     ) -> AsyncIterator[SelectStream]:
         query = make_query(
             input_tokens,

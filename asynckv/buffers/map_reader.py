@@ -16,9 +16,11 @@ from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import MappedOffer, Place, TensorRecord
+from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.runs import fill, pieces_of
 from asynckv.tensors.shared_file import check_place, edges_of
-from asynckv.tensors.views import bytes_of, tensor_from, tensor_over
+from asynckv.tensors.views import tensor_from, tensor_over
 from asynckv.types import TensorSpec
 
 __all__ = ("MapReader", "MappedParts")
@@ -72,7 +74,7 @@ class MapReader:
     async def take(
         self,
         delivery: Delivery,
-        targets: Mapping[str, torch.Tensor],
+        targets: Mapping[str, KVMemory],
         budget: ReceiveBudget,
         stands: Callable[[Delivery], bool],
     ) -> None:
@@ -102,7 +104,7 @@ class MapReader:
         self,
         manifest: Manifest,
         parts: MappedParts,
-        targets: Mapping[str, torch.Tensor],
+        targets: Mapping[str, KVMemory],
         empty: Callable[[TensorSpec], torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         job = _Job(self._memory, targets, empty, views=self.views)
@@ -143,7 +145,7 @@ class _Job:
     def __init__(
         self,
         memory: MappedMemory,
-        targets: Mapping[str, torch.Tensor],
+        targets: Mapping[str, KVMemory],
         empty: Callable[[TensorSpec], torch.Tensor],
         *,
         views: bool,
@@ -156,6 +158,7 @@ class _Job:
         self._from: list[torch.Tensor] = []
         self._to: list[torch.Tensor] = []
         self._records: list[TensorRecord] = []
+        self._places: list[KVMemory] = []
 
     def land(self, record: TensorRecord, piece: memoryview) -> None:
         """Take a tensor whose few bytes rode along."""
@@ -164,8 +167,8 @@ class _Job:
         if target is None:
             target = tensor_from(piece, record.spec)
         else:
-            bytes_of(target)[:] = piece
-        self._tensors[record.name] = target
+            fill(memory_of(target), piece)
+        self._tensors[record.name] = tensor_at(target)
 
     def add(self, record: TensorRecord, place: Place, keeper: object) -> None:
         """Show a tensor, or note what is to be copied for it."""
@@ -173,24 +176,31 @@ class _Job:
         self._records.append(record)
         if target is None and self._views:
             try:
-                self._tensors[record.name] = self._file.view(place, spec, keeper)
+                tensor = self._file.view(place, spec, keeper)
+                self._places.append(tensor)
+                self._tensors[record.name] = tensor
                 return
             except OSError:  # it lies apart, and the process has too many mappings
                 pass
         target = self._empty(spec) if target is None else target
-        self._tensors[record.name] = target
-        memory, start = bytes_of(target), 0
-        for piece in self._file.pieces(place, spec.nbytes):
-            some = TensorSpec((piece.nbytes,), _BYTES)
-            self._from.append(tensor_over(piece, some))
-            self._to.append(tensor_over(memory[start : start + piece.nbytes], some))
-            start += piece.nbytes
+        self._places.append(target)
+        self._tensors[record.name] = tensor_at(target)
+        memory, start = memory_of(target), 0
+        for source in self._file.pieces(place, spec.nbytes):
+            done = 0
+            for piece in pieces_of(memory, start, start + source.nbytes):
+                some = TensorSpec((piece.nbytes,), _BYTES)
+                self._from.append(tensor_over(source[done : done + len(piece)], some))
+                self._to.append(tensor_over(piece, some))
+                done += len(piece)
+            start += source.nbytes
 
     def take(self) -> dict[str, torch.Tensor]:
         """Return the tensors, and keep none."""
         tensors, self._tensors = self._tensors, {}
         self._from.clear()
         self._to.clear()
+        self._places.clear()
         return tensors
 
     async def run(self, pool: CopyPool, *, is_full: bool) -> None:
@@ -201,7 +211,7 @@ class _Job:
         is_hot = is_full and len(self._from) == len(self._records)
         digests = await pool.copy(self._from, self._to, digest=is_hot)
         if is_full and not is_hot:
-            digests = await pool.digest([self._tensors[r.name] for r in self._records])
+            digests = await pool.digest(self._places)
         if is_full:
             for record, found in zip(self._records, digests, strict=True):
                 verify(record, found)

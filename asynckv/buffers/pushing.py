@@ -30,10 +30,12 @@ from asynckv.protocol.frames import (
     Retract,
 )
 from asynckv.protocol.values import TensorRecord
+from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.views import bytes_of, spec_of
+from asynckv.tensors.runs import Memory, joined
+from asynckv.tensors.views import spec_of
 
-__all__ = ("BUSY_BYTES", "RemoteWriter", "dense")
+__all__ = ("BUSY_BYTES", "RemoteWriter", "dense", "lendable")
 
 BUSY_BYTES: Final = 4 * 2**20
 """With so much unwritten for a peer, the next small tensor waits its turn."""
@@ -46,6 +48,15 @@ async def dense(tensor: torch.Tensor, pool: CopyPool) -> torch.Tensor:
     copy = pool.empty(spec_of(tensor))
     await pool.copy([tensor], [copy], digest=False)
     return copy
+
+
+async def lendable(memory: KVMemory, pool: CopyPool) -> KVMemory:
+    """Return what lanes can read as it lies: ``memory`` itself, if it is blocks or
+    dense, or a tensor of contiguous rows; else a copy.
+    """
+    if isinstance(memory, KVBlocks):
+        return memory
+    return rows_of(memory) or await dense(memory, pool)
 
 
 class RemoteWriter(InsertWriter):
@@ -82,12 +93,12 @@ class RemoteWriter(InsertWriter):
         """Wait for room at the buffer."""
         await self._room
 
-    async def put(self, name: str, tensor: torch.Tensor) -> None:
+    async def put(self, name: str, tensor: KVMemory) -> None:
         if self._is_closed:
             raise RuntimeError("the writer was left already")
         with self._declared.putting(name, tensor):
             self._answer.check()
-            await self._push(self._indexes[name], await dense(tensor, self._pool))
+            await self._push(self._indexes[name], await lendable(tensor, self._pool))
 
     def check_whole(self) -> None:
         """Refuse to commit what is not whole.
@@ -126,13 +137,14 @@ class RemoteWriter(InsertWriter):
     def on_lost(self, error: PeerLost) -> None:
         self._fail(error)
 
-    async def _push(self, part: int, tensor: torch.Tensor) -> None:
-        view = bytes_of(tensor)
+    async def _push(self, part: int, tensor: KVMemory) -> None:
+        memory = memory_of(tensor)
         await self._drained()
         if self._answer.is_in:
             return  # acknowledged early: nobody needs the rest, nor would grant it
         transfer = self._link.new_transfer()
-        if len(view) <= INLINE_NBYTES:
+        if memory.nbytes <= INLINE_NBYTES:
+            view = joined(memory)
             digest = b"" if self._link.digest == "off" else digest_of(view)
             push = Push(transfer=transfer, part=part, inline=True, digest=digest)
             self._stream.send(push, view)
@@ -144,7 +156,7 @@ class RemoteWriter(InsertWriter):
             async with asyncio.timeout(ANSWER_S):
                 is_wanted = await grant
             if is_wanted:
-                digest = await self._send(transfer, view)
+                digest = await self._send(transfer, memory)
                 self._stream.send(Done(transfer, 0, digest))
         except BaseException:
             self._grants.pop(transfer, None)
@@ -160,7 +172,7 @@ class RemoteWriter(InsertWriter):
             await drained
         self._answer.check()
 
-    async def _send(self, transfer: int, view: memoryview) -> bytes:
+    async def _send(self, transfer: int, memory: Memory) -> bytes:
         sent: Answer[bytes] = Answer()
 
         def done(digest: bytes, error: BaseException | None) -> None:
@@ -169,7 +181,7 @@ class RemoteWriter(InsertWriter):
             else:
                 sent.fail(PeerLost(f"the payload was not sent: {error}"))
 
-        self._link.payload.send(transfer, 0, view, done)
+        self._link.payload.send(transfer, 0, memory, done)
         return await sent
 
     def _fail(self, error: Exception) -> None:

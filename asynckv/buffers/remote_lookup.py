@@ -12,7 +12,7 @@ import torch
 from asynckv.abc import (
     InsertWriter,
     KVLookupBuffer,
-    KVTensors,
+    KVSource,
     Match,
     SelectStream,
     TokenIds,
@@ -24,7 +24,7 @@ from asynckv.buffers.drafts import Draft, make_draft
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.handover import check_targets
 from asynckv.buffers.inserting import begin_insert
-from asynckv.buffers.pushing import RemoteWriter, dense
+from asynckv.buffers.pushing import RemoteWriter, lendable
 from asynckv.buffers.queries import (
     MAX_ID_LENGTH,
     as_mask,
@@ -35,7 +35,8 @@ from asynckv.buffers.queries import (
 from asynckv.buffers.selecting import check_key_fits
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Peek, Taken, Withdraw
-from asynckv.tensors.views import spec_like, spec_of
+from asynckv.tensors.blocks import KVMemory, spec_in
+from asynckv.tensors.views import spec_like
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -66,11 +67,11 @@ class RemoteLookupBuffer(KVLookupBuffer):
         self,
         input_tokens: TokenIds | None,
         roi: TokenIds | None,
-        key: KVTensors,
-        value: KVTensors,
-        hidden: torch.Tensor | None,
+        key: KVSource,
+        value: KVSource,
+        hidden: KVMemory | None,
         *,
-        extras: Mapping[str, torch.Tensor] | None = None,
+        extras: Mapping[str, KVMemory] | None = None,
         entry_id: str | None = None,
         ttl_s: float | None = 600.0,
         deliveries: int = 1,
@@ -80,14 +81,14 @@ class RemoteLookupBuffer(KVLookupBuffer):
         draft = make_draft(
             input_tokens,
             roi,
-            {name: spec_of(tensor) for name, tensor in named.items()},
+            {name: spec_in(tensor) for name, tensor in named.items()},
             entry_id=entry_id,
             fingerprint=None,
             ttl_s=ttl_s,
             deliveries=deliveries,
         )
         pool = self._peer.pool
-        tensors = [await dense(tensor, pool) for tensor in named.values()]
+        tensors = [await lendable(tensor, pool) for tensor in named.values()]
         digests = None if entry_id is None else await pool.digest(tensors)
         self._inserting += 1
         try:
@@ -104,7 +105,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         entry_id: str | None = None,
         match: Match = "prefix",
         min_matched_tokens: int = 1,
-        into: Mapping[str, torch.Tensor] | None = None,
+        into: Mapping[str, KVMemory] | None = None,
     ) -> PendingSelect:
         query = make_query(
             input_tokens,
@@ -183,7 +184,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         entry_id: str | None = None,
         match: Match = "prefix",
         min_matched_tokens: int = 1,
-        into: Mapping[str, torch.Tensor] | None = None,
+        into: Mapping[str, KVMemory] | None = None,
     ) -> AsyncIterator[SelectStream]:
         query = make_query(
             input_tokens,
@@ -215,7 +216,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
     async def _insert(
         self,
         draft: Draft,
-        tensors: list[torch.Tensor],
+        tensors: list[KVMemory],
         digests: list[bytes] | None,
     ) -> None:
         """Insert, and again on the next link while links are cut.

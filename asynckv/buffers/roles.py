@@ -12,12 +12,13 @@ from asynckv.abc import (
     DropSelect,
     InsertWriter,
     KVLookupBuffer,
-    KVTensors,
+    KVSource,
     Match,
     SelectStream,
     TokenIds,
 )
 from asynckv.errors import WrongRole
+from asynckv.tensors.blocks import KVMemory
 from asynckv.types import TensorSpec
 
 __all__ = ("LookupByRole",)
@@ -45,11 +46,11 @@ class LookupByRole(KVLookupBuffer):
         self,
         input_tokens: TokenIds | None,
         roi: TokenIds | None,
-        key: KVTensors,
-        value: KVTensors,
-        hidden: torch.Tensor | None,
+        key: KVSource,
+        value: KVSource,
+        hidden: KVMemory | None,
         *,
-        extras: Mapping[str, torch.Tensor] | None = None,
+        extras: Mapping[str, KVMemory] | None = None,
         entry_id: str | None = None,
         ttl_s: float | None = 600.0,
         deliveries: int = 1,
@@ -74,7 +75,7 @@ class LookupByRole(KVLookupBuffer):
         entry_id: str | None = None,
         match: Match = "prefix",
         min_matched_tokens: int = 1,
-        into: Mapping[str, torch.Tensor] | None = None,
+        into: Mapping[str, KVMemory] | None = None,
     ) -> DropSelect:
         return self._consumer("drop_select").drop_select(
             input_tokens,
@@ -124,7 +125,7 @@ class LookupByRole(KVLookupBuffer):
         entry_id: str | None = None,
         match: Match = "prefix",
         min_matched_tokens: int = 1,
-        into: Mapping[str, torch.Tensor] | None = None,
+        into: Mapping[str, KVMemory] | None = None,
     ) -> AbstractAsyncContextManager[SelectStream]:
         return self._consumer("open_drop_select").open_drop_select(
             input_tokens,

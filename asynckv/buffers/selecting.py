@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-import torch
-
 from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.delivery import Delivery
@@ -42,6 +40,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.values import MappedOffer
+from asynckv.tensors.blocks import KVMemory
 
 __all__ = ("Selecting", "check_key_fits")
 
@@ -63,7 +62,7 @@ class Selecting:
         self,
         link: Link,
         query: Query,
-        targets: Mapping[str, torch.Tensor],
+        targets: Mapping[str, KVMemory],
         budget: ReceiveBudget,
         *,
         streams: bool = False,

@@ -10,6 +10,7 @@ from asynckv.errors import PeerLost
 from asynckv.links.link import Link
 from asynckv.links.riding import RidingParts, rides
 from asynckv.protocol.frames import Accepted, Cancel, Done, Frame, Grant, Insert, Put
+from asynckv.tensors.runs import Memory, joined
 
 __all__ = ("Sending",)
 
@@ -30,7 +31,7 @@ class Sending:
         link: Link,
         frame: Insert | Put,
         body: bytes | memoryview,
-        views: Sequence[memoryview],
+        views: Sequence[Memory],
         digests: Sequence[bytes] | None = None,
     ) -> None:
         self.may_be_in = frame.inline
@@ -98,7 +99,7 @@ class Sending:
         for index, view in enumerate(self._views):
             digest = None if self._digests is None else self._digests[index]
             if rides(view.nbytes):
-                riding.add(index, view.nbytes, partial(_same, view), digest)
+                riding.add(index, view.nbytes, partial(joined, view), digest)
                 continue
             sent = partial(self._sent, index)
             self._link.payload.send(self._transfer, index, view, sent, digest=digest)
@@ -111,7 +112,3 @@ class Sending:
     def _sent(self, index: int, digest: bytes, error: BaseException | None) -> None:
         if error is None and not self._answer.is_in:
             self._stream.send(Done(self._transfer, index, digest))
-
-
-def _same(view: memoryview) -> memoryview:
-    return view

@@ -15,6 +15,7 @@ from asynckv.buffers.holders import LocalHolder
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.queries import tensor_of
 from asynckv.errors import EntryAborted
+from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.types import TensorSpec
 
@@ -33,7 +34,7 @@ class LocalWriter(InsertWriter):
         self._is_closed = False
         self._indexes = {part.name: i for i, part in enumerate(entry.parts)}
 
-    async def put(self, name: str, tensor: torch.Tensor) -> None:
+    async def put(self, name: str, tensor: KVMemory) -> None:
         if self._is_closed:
             raise RuntimeError("the writer was left already")
         with self._declared.putting(name, tensor):
@@ -50,7 +51,7 @@ class LocalWriter(InsertWriter):
         """No more puts."""
         self._is_closed = True
 
-    async def _copy(self, index: int, tensor: torch.Tensor) -> None:
+    async def _copy(self, index: int, tensor: KVMemory) -> None:
         entry, part = self._entry, self._entry.parts[index]
         if part.region is not None:
             (digest,) = await self._pool.copy([tensor], [part.region.tensor(part.spec)])
@@ -68,7 +69,7 @@ class LocalStream(SelectStream):
         holder: LocalHolder,
         lease: Lease,
         pool: CopyPool,
-        targets: Mapping[str, torch.Tensor],
+        targets: Mapping[str, KVMemory],
     ) -> None:
         entry = lease.entry
         match_targets(entry.draft.specs, targets)

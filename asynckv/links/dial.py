@@ -37,6 +37,13 @@ _DEFAULT_LIMITS: Final = Limits()
 _MAX_DEFAULT_LANES: Final = 4
 
 
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def make_terms(
     address: Address,
     *,
@@ -51,7 +58,7 @@ def make_terms(
     :raises ConfigError: an impossible number of lanes, or payload path
     """
     if lanes is None:
-        lanes = max(1, min(os.cpu_count() or 1, _MAX_DEFAULT_LANES))
+        lanes = min(_cores(), _MAX_DEFAULT_LANES)
     if not 1 <= lanes <= MAX_LANES:
         raise ConfigError(f"{lanes} lanes; a link has 1 to {MAX_LANES}")
     return Terms(

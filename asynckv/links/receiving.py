@@ -14,6 +14,7 @@ from asynckv.links.link import Link
 from asynckv.links.riding import rides
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Done, Riders
+from asynckv.tensors.runs import Memory, fill
 
 __all__ = ("PartSink", "Reception")
 
@@ -41,7 +42,7 @@ class Reception:
         self,
         link: Link,
         transfer: int,
-        targets: Sequence[memoryview],
+        targets: Sequence[Memory],
         sink: PartSink,
         *,
         has_riders: bool = False,
@@ -50,7 +51,7 @@ class Reception:
         self._link = link
         self._targets = targets
         self._has_riders = has_riders
-        self._small: dict[int, memoryview] = {}
+        self._small: dict[int, Memory] = {}
         self._parts = len(targets)
         self._sink: PartSink | None = sink
         self._unlanded = self._unverified = len(targets)
@@ -117,10 +118,10 @@ class Reception:
         for part, digest, target in zip(frame.parts, digests, targets, strict=True):
             piece = view[start : start + target.nbytes]
             start += target.nbytes
-            target[:] = piece
+            fill(target, piece)
             self._sent[part] = digest
             self._land_one()
-            self._judge(part, digest_of(target) if is_digested else b"", digest)
+            self._judge(part, digest_of(piece) if is_digested else b"", digest)
             if self._is_stopped:
                 return
 
@@ -147,7 +148,7 @@ class Reception:
 
         return done  # an error ends the link too, and is told by on_lost
 
-    def _take_small(self, part: int) -> memoryview:
+    def _take_small(self, part: int) -> Memory:
         target = self._small.pop(part, None)
         if target is None:
             raise RemoteProtocolError(f"part {part} came along, which makes no sense")

@@ -58,7 +58,7 @@ Together, with their headers, they are no longer than 4 KiB.
 """
 WELCOME_LIMITS: Final = Limits(max_control_bytes=16 * 1024, max_body_bytes=0)
 """What is read from somebody whom we have dialled."""
-MAX_LANES: Final = 16
+MAX_LANES: Final = 8
 _DEFAULT_LIMITS: Final = Limits()
 
 _LEAST: Final = {

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy
 import torch
@@ -20,6 +20,8 @@ import torch
 from asynckv.processes import ProcessBound
 from asynckv.protocol.digests import Digester
 from asynckv.shielding import wait_or_stop
+from asynckv.tensors.blocks import KVMemory, memory_of
+from asynckv.tensors.runs import Runs, copied, pieces_of
 from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor
 from asynckv.types import TensorSpec
 
@@ -36,6 +38,8 @@ _AT_ONCE_TENSORS: Final = 16
 
 _names = itertools.count(1)
 
+_Place: TypeAlias = KVMemory | Runs
+
 
 class _Stopped(Exception):
     """Nobody wants the result any more."""
@@ -46,8 +50,8 @@ class _Call:
 
     def __init__(
         self,
-        sources: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor] | None,
+        sources: Sequence[_Place],
+        targets: Sequence[_Place] | None,
         digest: bool,
     ) -> None:
         self._sources = sources
@@ -86,7 +90,7 @@ class _Call:
                 target = None if self._targets is None else self._targets[index]
                 self.digests[index] = self._run_one(self._sources[index], target)
 
-    def _run_one(self, source: torch.Tensor, target: torch.Tensor | None) -> bytes:
+    def _run_one(self, source: _Place, target: _Place | None) -> bytes:
         digester = Digester()
         for piece in _pieces(source, target):
             if self._digest:
@@ -121,16 +125,17 @@ class CopyPool(ProcessBound):
 
     async def copy(
         self,
-        sources: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
+        sources: Sequence[_Place],
+        targets: Sequence[_Place],
         *,
         digest: bool = True,
     ) -> list[bytes]:
         """Copy each source into its target; return the targets' digests.
 
         Sources may have any strides; targets are contiguous, of equal shape and
-        dtype. Without ``digest`` the digests are empty. Up to 64 KiB in all are
-        copied at once, more in the threads.
+        dtype. Either may be blocks, beside what is contiguous. Without ``digest``
+        the digests are empty. Up to 64 KiB in all are copied at once, more in the
+        threads.
 
         A cancelled call stops at the next piece (1 MiB) and ends when no thread
         touches a source or a target; targets may hold part of the copy then,
@@ -145,7 +150,7 @@ class CopyPool(ProcessBound):
         del sources, targets  # an error's traceback would keep them alive
         return await self._run(call, is_small=is_small)
 
-    async def digest(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    async def digest(self, tensors: Sequence[_Place]) -> list[bytes]:
         """Return the digest of each tensor's elements in order, dense or not.
 
         A cancelled call ends when no thread reads the tensors any more.
@@ -254,21 +259,46 @@ def _set_done(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _is_small(tensors: Sequence[torch.Tensor]) -> bool:
+def _is_small(tensors: Sequence[_Place]) -> bool:
     if len(tensors) > _AT_ONCE_TENSORS:
         return False
     return sum(tensor.nbytes for tensor in tensors) <= _AT_ONCE_NBYTES
 
 
-def _pieces(source: torch.Tensor, target: torch.Tensor | None) -> Iterator[memoryview]:
+def _pieces(source: _Place, target: _Place | None) -> Iterator[memoryview]:
     """Copy piece by piece, and yield each piece's bytes while they are hot."""
+    if isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor | None):
+        return _tensor_pieces(source, target)
+    return _block_pieces(source, target)
+
+
+def _block_pieces(source: _Place, target: _Place | None) -> Iterator[memoryview]:
+    if target is None:
+        origin = memory_of(source)
+        for start in range(0, origin.nbytes, _PIECE_NBYTES):
+            yield from pieces_of(
+                origin, start, min(start + _PIECE_NBYTES, origin.nbytes)
+            )
+        return
+    if not isinstance(source, Runs) and not isinstance(target, Runs):
+        _check_equal(source, target)
+    yield from copied(memory_of(source), memory_of(target), _PIECE_NBYTES)
+
+
+def _check_equal(source: KVMemory, target: KVMemory) -> None:
+    if (source.shape, source.dtype) != (target.shape, target.dtype):
+        raise ValueError(
+            f"a {source.dtype} {tuple(source.shape)} cannot be copied into "
+            f"a {target.dtype} {tuple(target.shape)}"
+        )
+
+
+def _tensor_pieces(
+    source: torch.Tensor, target: torch.Tensor | None
+) -> Iterator[memoryview]:
     check_sendable(source)
     if target is not None:
-        if (source.shape, source.dtype) != (target.shape, target.dtype):
-            raise ValueError(
-                f"a {source.dtype} {tuple(source.shape)} cannot be copied into "
-                f"a {target.dtype} {tuple(target.shape)}"
-            )
+        _check_equal(source, target)
         bytes_of(target)  # refuses what is not contiguous
     if source.is_contiguous() and not source.is_conj() and not source.is_neg():
         yield from _dense_pieces(source, target)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from asynckv.tensors.arena import Arena, HeapArena, Region
+from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.views import empty_tensor
@@ -58,7 +59,7 @@ class Lending:
         return tensor
 
     def regions_of(
-        self, tensors: Iterable[torch.Tensor]
+        self, tensors: Iterable[KVMemory]
     ) -> tuple[SlabRegion | None, ...]:
         """Return for each tensor from :meth:`empty` the region that is all of it.
 
@@ -67,8 +68,8 @@ class Lending:
         """
         return tuple(map(self._region_of, tensors)) if self._lent else ()
 
-    def _region_of(self, tensor: torch.Tensor) -> SlabRegion | None:
-        if tensor.layout is not torch.strided:
+    def _region_of(self, tensor: KVMemory) -> SlabRegion | None:
+        if isinstance(tensor, KVBlocks) or tensor.layout is not torch.strided:
             return None
         region = self._lent.get(tensor.data_ptr())
         if region is None or not region.is_released or region.is_handed_out:

@@ -12,6 +12,7 @@ from typing import ClassVar, Final
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import AsyncKVError, LocalProtocolError, PeerLost
+from asynckv.tensors.runs import Memory
 from asynckv.transports.completions import Completions
 from asynckv.transports.ending import Ending
 from asynckv.transports.lanes import Lanes
@@ -92,7 +93,7 @@ class InlineTransport(PayloadTransport):
         self,
         transfer: int,
         part: int,
-        source: memoryview,
+        source: Memory,
         done: DoneCallback,
         *,
         digest: bytes | None = None,
@@ -107,7 +108,7 @@ class InlineTransport(PayloadTransport):
             self._completions.add(outgoing)
 
     def receive(
-        self, transfer: int, part: int, target: memoryview, done: DoneCallback
+        self, transfer: int, part: int, target: Memory, done: DoneCallback
     ) -> None:
         """As the contract says.
 
@@ -165,7 +166,7 @@ class InlineTransport(PayloadTransport):
         self,
         transfer: int,
         number: int,
-        memory: memoryview,
+        memory: Memory,
         done: DoneCallback,
         digest: bytes | None,
     ) -> Part:

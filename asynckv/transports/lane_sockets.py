@@ -11,13 +11,14 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from asynckv.errors import AsyncKVError
 from asynckv.security.tls_socket import Connection
 from asynckv.transports.lane_wires import wire_over
 from asynckv.transports.parts import Part
+from asynckv.transports.vectors import rest_of, vectors_of
 
 __all__ = ("LaneOwner", "LaneSocket")
 
@@ -86,27 +87,29 @@ class LaneSocket:
             ended(exc)
         return True
 
-    def send(self, header: bytes, piece: memoryview) -> None:
-        """Send both, whole.
+    def send(self, header: bytes, pieces: Sequence[memoryview]) -> None:
+        """Send all of it, in order.
 
         :raises OSError: the peer is gone, or the lane was shut down
         """
-        self._wire.send(header, piece)
+        self._wire.send(header, pieces)
 
-    def receive(self, into: memoryview, *, may_end: bool = False) -> bool:
+    def receive(self, into: Sequence[memoryview], *, may_end: bool = False) -> bool:
         """Fill ``into``; ``False`` if the peer hung up before it, and that may be.
 
         :raises EOFError: the peer hung up where it may not
         :raises OSError: the connection broke
         """
-        got = 0
-        while got < into.nbytes:
-            count = self._wire.receive_some(into[got:])
-            if count == 0:
-                if may_end and got == 0:
-                    return False
-                raise EOFError("the peer hung up within a chunk")
-            got += count
+        for vector in vectors_of(into):
+            left = vector
+            while left:
+                count = self._wire.receive_some(left)
+                if count == 0:
+                    if may_end:
+                        return False
+                    raise EOFError("the peer hung up within a chunk")
+                may_end = False
+                left = rest_of(left, count)
         return True
 
     def shut_down(self) -> None:

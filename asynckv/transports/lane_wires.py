@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import select
 import socket
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from asynckv.security.tls_socket import Connection, TlsSocket, WantsToWrite
+from asynckv.transports.vectors import rest_of, vectors_of
 
 __all__ = ("LaneWire", "PlainWire", "TlsWire", "wire_over")
 
@@ -21,13 +23,13 @@ _WRITE_BYTES: Final = 256 * 1024
 class LaneWire(Protocol):
     """What the threads of a lane do with its connection."""
 
-    def send(self, header: bytes, piece: memoryview) -> None:
-        """Send both, whole.
+    def send(self, header: bytes, pieces: Sequence[memoryview]) -> None:
+        """Send all of it, in order.
 
         :raises OSError: the peer is gone, or the lane was shut down
         """
 
-    def receive_some(self, into: memoryview) -> int:
+    def receive_some(self, into: Sequence[memoryview]) -> int:
         """Fill ``into`` as far as it goes without a break; 0 if nothing comes.
 
         :raises OSError: the connection broke
@@ -46,16 +48,20 @@ class PlainWire(LaneWire):
         sock.setblocking(True)
         self._sock = sock
 
-    def send(self, header: bytes, piece: memoryview) -> None:
-        sent = self._sock.sendmsg([header, piece])
-        while sent < len(header):
-            sent += self._sock.sendmsg([header[sent:], piece])
-        sent -= len(header)
-        while sent < piece.nbytes:
-            sent += self._sock.send(piece[sent:])
+    def send(self, header: bytes, pieces: Sequence[memoryview]) -> None:
+        for vector in vectors_of([memoryview(header), *pieces]):
+            left: Sequence[memoryview] = vector
+            while left:
+                if len(left) == 1:
+                    sent = self._sock.send(left[0])
+                else:
+                    sent = self._sock.sendmsg(left)
+                left = rest_of(left, sent)
 
-    def receive_some(self, into: memoryview) -> int:
-        return self._sock.recv_into(into, 0, socket.MSG_WAITALL)
+    def receive_some(self, into: Sequence[memoryview]) -> int:
+        if len(into) == 1:
+            return self._sock.recv_into(into[0], 0, socket.MSG_WAITALL)
+        return self._sock.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
 
 
 class TlsWire(LaneWire):
@@ -69,18 +75,18 @@ class TlsWire(LaneWire):
         self._writable.register(sock, select.POLLOUT)
         self._also_writable.register(sock, select.POLLOUT)
 
-    def send(self, header: bytes, piece: memoryview) -> None:
-        if len(header) + piece.nbytes <= _RECORD_BYTES:
-            self._send(memoryview(header + piece))
-            return
-        self._send(memoryview(header))
-        for start in range(0, piece.nbytes, _WRITE_BYTES):
-            self._send(piece[start : start + _WRITE_BYTES])
+    def send(self, header: bytes, pieces: Sequence[memoryview]) -> None:
+        for vector in vectors_of([memoryview(header), *pieces]):
+            if max(map(len, vector)) <= _RECORD_BYTES:
+                vector = [memoryview(b"".join(vector))]
+            for piece in vector:
+                for start in range(0, len(piece), _WRITE_BYTES):
+                    self._send(piece[start : start + _WRITE_BYTES])
 
-    def receive_some(self, into: memoryview) -> int:
+    def receive_some(self, into: Sequence[memoryview]) -> int:
         while True:
             try:
-                return self._sock.recv_into(into)
+                return self._sock.recv_into(into[0])
             except WantsToWrite:
                 self._also_writable.poll()
             except BlockingIOError:

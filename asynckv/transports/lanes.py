@@ -19,6 +19,7 @@ from asynckv.transports.send_lanes import SendLane
 __all__ = ("Lanes",)
 
 _PATIENCE_S: Final = 1.0
+_WORTH_A_LANE_BYTES: Final = 256 * 1024
 
 
 class Lanes:
@@ -75,14 +76,13 @@ class Lanes:
             self.shut_down()
 
     def send(self, part: Part) -> None:
-        """Queue ``part`` on the lane that has least to do. Never waits."""
+        """Queue ``part`` on a lane that has little to do. Never waits."""
         if self._lanes_left or self._sender_error is not None:
             error = PeerLost("the peer closed its lanes")
             error.__cause__ = self._sender_error
             self._loop.call_soon(self._lost, error)
             return
-        lane = min(self._senders, key=lambda lane: lane.queued_bytes)
-        self.threads += lane.put(part)
+        self.threads += self._lane_for(part).put(part)
 
     def receive(self) -> None:
         """The table waits for something: let it come, if the peer is still there."""
@@ -112,6 +112,14 @@ class Lanes:
             sender.end()
         for lane in self._sockets:
             lane.shut_down()
+
+    def _lane_for(self, part: Part) -> SendLane:
+        """A few bytes go where a few others go: they are not worth another thread."""
+        queued = part.left_bytes
+        for lane in self._senders:
+            if lane.queued_bytes + queued <= _WORTH_A_LANE_BYTES:
+                return lane
+        return min(self._senders, key=lambda lane: lane.queued_bytes)
 
     def part_moved(self, part: Part) -> None:
         self._moved(part)

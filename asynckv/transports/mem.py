@@ -14,6 +14,7 @@ from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.protocol.chunks import Chunk
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.views import tensor_over
 from asynckv.transports.ending import Ending
 from asynckv.transports.inline import DEFAULT_CHUNK_BYTES
@@ -77,7 +78,7 @@ class MemTransport(PayloadTransport):
         self,
         transfer: int,
         part: int,
-        source: memoryview,
+        source: Memory,
         done: DoneCallback,
         *,
         digest: bytes | None = None,
@@ -90,7 +91,7 @@ class MemTransport(PayloadTransport):
         self._start(self._move(outgoing, peer), outgoing)
 
     def receive(
-        self, transfer: int, part: int, target: memoryview, done: DoneCallback
+        self, transfer: int, part: int, target: Memory, done: DoneCallback
     ) -> None:
         """As the contract says.
 
@@ -257,5 +258,7 @@ class _Copies:
         part.tell()
 
 
-def _tensor(part: Part) -> torch.Tensor:
+def _tensor(part: Part) -> torch.Tensor | Runs:
+    if isinstance(part.memory, Runs):
+        return part.memory
     return tensor_over(part.memory, TensorSpec((part.memory.nbytes,), "uint8"))

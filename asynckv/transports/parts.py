@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.chunks import Chunk
 from asynckv.protocol.digests import Digester
+from asynckv.tensors.runs import Memory, pieces_of
 
 __all__ = ("DoneCallback", "Part", "PartTable")
 
 logger = logging.getLogger(__name__)
 
-_NOTHING: Final = memoryview(b"")
+_NOTHING: Final[Memory] = memoryview(b"")
 
 DoneCallback: TypeAlias = Callable[[bytes, BaseException | None], None]
 
@@ -44,7 +45,7 @@ class Part:
         self,
         transfer: int,
         number: int,
-        memory: memoryview,
+        memory: Memory,
         done: DoneCallback,
         known_digest: bytes | None,
     ) -> None:
@@ -63,10 +64,15 @@ class Part:
         """Bytes that have not moved yet."""
         return self.memory.nbytes - self.moved_bytes
 
-    def add_to_digest(self, piece: memoryview) -> None:
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """Return these bytes: several pieces where the memory is in several places."""
+        return pieces_of(self.memory, start, stop)
+
+    def add_to_digest(self, pieces: Iterable[memoryview]) -> None:
         """Digest the next bytes, unless the digest is known or not wanted."""
         if self._digester is not None:
-            self._digester.update(piece)
+            for piece in pieces:
+                self._digester.update(piece)
 
     def let_go(self) -> None:
         """Keep the memory alive no longer, nor whoever moved it."""

@@ -43,7 +43,7 @@ class ReceiveLane:
 
     def _receive_chunk(self) -> bool:
         header = memoryview(self._header)
-        if not self._lane.receive(header, may_end=True):
+        if not self._lane.receive([header], may_end=True):
             return False
         chunk = decode_chunk_header(header)
         if chunk.nbytes > self._max_chunk_bytes:
@@ -65,10 +65,11 @@ class ReceiveLane:
     def _receive_into(self, part: Part, end: int) -> None:
         while part.moved_bytes < end and not part.stopped:
             start = part.moved_bytes
-            piece = part.memory[start : min(start + _PIECE_NBYTES, end)]
-            self._lane.receive(piece)
-            part.add_to_digest(piece)
-            part.moved_bytes += piece.nbytes
+            stop = min(start + _PIECE_NBYTES, end)
+            pieces = part.pieces(start, stop)
+            self._lane.receive(pieces)
+            part.add_to_digest(pieces)
+            part.moved_bytes = stop
 
     def _leave(self, part: Part) -> None:
         if self._table.leave(part, self):
@@ -82,5 +83,5 @@ class ReceiveLane:
             self._scratch = memoryview(bytearray(_PIECE_NBYTES))
         while nbytes:
             piece = self._scratch[: min(nbytes, _PIECE_NBYTES)]
-            self._lane.receive(piece)
+            self._lane.receive([piece])
             nbytes -= piece.nbytes

@@ -85,10 +85,10 @@ class SendLane:
     def _send_chunk_of(self, part: Part) -> int:
         start = part.moved_bytes
         nbytes = min(part.left_bytes, self._max_chunk_bytes)
-        piece = part.memory[start : start + nbytes]
-        part.add_to_digest(piece)
+        pieces = part.pieces(start, start + nbytes)
+        part.add_to_digest(pieces)
         header = encode_chunk_header(part.transfer, part.number, start, nbytes)
-        self._lane.send(header, piece)
+        self._lane.send(header, pieces)
         return nbytes
 
     def _leave(self, part: Part, nbytes: int) -> None:

@@ -52,7 +52,7 @@ def test_the_last_thread_closes_the_socket(
 
 
 def _receive(lane: LaneSocket, into: memoryview) -> None:
-    assert not lane.receive(into, may_end=True)
+    assert not lane.receive([into], may_end=True)
 
 
 def test_both_pieces_arrive_whole(lane: LaneSocket, far: socket.socket) -> None:
@@ -60,7 +60,7 @@ def test_both_pieces_arrive_whole(lane: LaneSocket, far: socket.socket) -> None:
     got = memoryview(bytearray(4 + piece.nbytes))
     reading = threading.Thread(target=LaneSocket(far).receive, args=[got])
     reading.start()
-    lane.send(b"head", piece)
+    lane.send(b"head", [piece])
     reading.join()
     assert bytes(got) == b"head" + bytes(piece)
 
@@ -72,7 +72,7 @@ def test_hanging_up_where_it_may_not_be_is_an_error(
     far.sendall(sent)
     far.close()
     with pytest.raises(EOFError):
-        lane.receive(memoryview(bytearray(4)), may_end=bool(sent))
+        lane.receive([memoryview(bytearray(4))], may_end=bool(sent))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")

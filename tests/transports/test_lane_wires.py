@@ -11,6 +11,7 @@ import pytest
 from asynckv.security.tls import read_tls
 from asynckv.security.tls_socket import Connection, TlsSocket
 from asynckv.testing.certificates import Authority
+from asynckv.transports.lane_sockets import LaneSocket
 from asynckv.transports.lane_wires import LaneWire, PlainWire, TlsWire, wire_over
 
 Ends = tuple[Connection, Connection]
@@ -43,7 +44,7 @@ def ends(request: pytest.FixtureRequest, authority: Authority) -> Iterator[Ends]
 
 def receive(wire: LaneWire, nbytes: int) -> bytes:
     into, got = memoryview(bytearray(nbytes)), 0
-    while got < nbytes and (count := wire.receive_some(into[got:])):
+    while got < nbytes and (count := wire.receive_some([into[got:]])):
         got += count
     return bytes(into[:got])
 
@@ -62,10 +63,23 @@ def test_a_piece_arrives_behind_its_header(ends: Ends, nbytes: int) -> None:
     near, far = (wire_over(end) for end in ends)
     piece, got = os.urandom(nbytes), []
     in_threads(
-        lambda: near.send(b"header", memoryview(piece)),
+        lambda: near.send(b"header", [memoryview(piece)]),
         lambda: got.append(receive(far, nbytes + 6)),
     )
     assert got == [b"header" + piece]
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 18_000, 300_000])
+def test_scattered_pieces_are_gathered_and_scattered(ends: Ends, nbytes: int) -> None:
+    near, far = LaneSocket(ends[0]), LaneSocket(ends[1])
+    sent = [os.urandom(nbytes) for _ in range(700 if nbytes < 5000 else 30)]
+    places = [bytearray(nbytes) for _ in sent]
+    head = bytearray(6)
+    in_threads(
+        lambda: near.send(b"header", [memoryview(piece) for piece in sent]),
+        lambda: far.receive([memoryview(head), *map(memoryview, places)]),
+    )
+    assert (head, places) == (b"header", sent)
 
 
 def test_both_directions_at_once(ends: Ends) -> None:
@@ -73,8 +87,8 @@ def test_both_directions_at_once(ends: Ends) -> None:
     pieces = [os.urandom(2**23) for _ in range(2)]
     got: dict[str, bytes] = {}
     in_threads(
-        lambda: near.send(b"", memoryview(pieces[0])),
-        lambda: far.send(b"", memoryview(pieces[1])),
+        lambda: near.send(b"", [memoryview(pieces[0])]),
+        lambda: far.send(b"", [memoryview(pieces[1])]),
         lambda: got.update(far=receive(far, 2**23)),
         lambda: got.update(near=receive(near, 2**23)),
     )
@@ -83,7 +97,7 @@ def test_both_directions_at_once(ends: Ends) -> None:
 
 def test_the_peers_hanging_up_is_the_end(ends: Ends) -> None:
     near, far = (wire_over(end) for end in ends)
-    near.send(b"a", memoryview(b"b"))
+    near.send(b"a", [memoryview(b"b")])
     ends[0].shutdown(socket.SHUT_RDWR)
     assert receive(far, 100) == b"ab"
 
@@ -98,7 +112,7 @@ def test_a_thread_that_waits_is_woken_by_a_shutdown(ends: Ends, doing: str) -> N
             if doing == "receiving":
                 receive(near, 10)
             else:
-                near.send(b"", memoryview(bytes(2**26)))
+                near.send(b"", [memoryview(bytes(2**26))])
 
     thread = threading.Thread(target=work)
     thread.start()

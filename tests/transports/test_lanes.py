@@ -72,6 +72,19 @@ async def test_parts_go_to_the_lane_that_has_least_to_do() -> None:
             assert peer.recv(1)
 
 
+async def test_a_few_bytes_are_not_worth_another_thread() -> None:
+    async with _beside(3) as (side, peers):
+        for transfer in range(4):
+            side.send(transfer, bytes(1000))
+        await until(lambda: len(side.moved) == 4)
+        assert side.lanes.threads == 1
+        side.send(4, bytes(_LARGE))
+        await until(lambda: side.lanes.is_touched(4))
+        side.send(5, bytes(1000))
+        await until(lambda: len(side.moved) == 5)
+        assert peers[1].recv(1)
+
+
 async def test_there_is_no_thread_before_it_is_needed() -> None:
     async with _beside(2) as (side, peers):
         assert side.lanes.threads == 0

@@ -28,7 +28,7 @@ def _land(table: PartTable, chunk: Chunk, carrier: object = "lane") -> bool:
 def test_a_part_tells_its_digest_once() -> None:
     told: _Told = []
     part = _part(told=told)
-    part.add_to_digest(part.memory)
+    part.add_to_digest(part.pieces(0, part.left_bytes))
     part.tell()
     part.tell(PeerError())
     assert told == [(digest_of(bytes(8)), None)]

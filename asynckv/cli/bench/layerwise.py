@@ -15,7 +15,7 @@ from asynckv.cli.bench.measuring import Case, Sample
 from asynckv.cli.bench.memory import Memory, make_memory
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig
-from asynckv.tensors.views import spec_of
+from asynckv.tensors.blocks import spec_in
 
 __all__ = ("open_tail",)
 
@@ -46,7 +46,7 @@ async def open_tail(
 
 
 async def _send_by_layer(rig: Rig, memory: Memory, compute_s: float) -> Sample:
-    specs = {f"{name}.key": spec_of(one) for name, one in memory.layers.items()}
+    specs = {f"{name}.key": spec_in(one) for name, one in memory.layers.items()}
     tokens = rig.new_tokens()
     async with rig.lookup.open_insert(tokens, None, specs) as writer:
         async with asyncio.TaskGroup() as group:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy
 import torch
 
+from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.tensors.views import bytes_of
 
 __all__ = ("Memory", "WrongBytes", "copy_all", "make_memory")
@@ -25,10 +26,14 @@ class WrongBytes(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """``parts`` tensors to send and as many places, in bytes and as tensors."""
+    """``parts`` tensors to send and as many places, in bytes and as tensors.
+
+    ``paged`` is both where they are blocks of a cache: one tensor to asynckv.
+    """
 
     sources: list[torch.Tensor]
     targets: list[torch.Tensor]
+    paged: tuple[KVBlocks, KVBlocks] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -36,13 +41,17 @@ class Memory:
         return sum(source.nbytes for source in self.sources)
 
     @functools.cached_property
-    def layers(self) -> dict[str, torch.Tensor]:
+    def layers(self) -> dict[str, KVMemory]:
         """The sources as ``insert`` takes them for its key."""
+        if self.paged is not None:
+            return {"0": self.paged[0]}
         return {str(index): source for index, source in enumerate(self.sources)}
 
     @functools.cached_property
-    def into(self) -> dict[str, torch.Tensor]:
+    def into(self) -> dict[str, KVMemory]:
         """The targets as ``drop_select`` takes them."""
+        if self.paged is not None:
+            return {"0.key": self.paged[1]}
         return {f"{index}.key": target for index, target in enumerate(self.targets)}
 
     @property
@@ -74,19 +83,29 @@ class Memory:
 def make_memory(parts: int, nbytes: int, *, scattered: bool = False) -> Memory:
     """Return touched memory. Blocks for as long as that takes.
 
-    ``scattered`` targets lie in one pool of twice the size in random order, as
-    the blocks of a paged cache do.
+    ``scattered`` ones lie at either end in a pool of twice the size in random
+    order, as the blocks of a paged cache do.
     """
-    sources = [
-        torch.full((nbytes,), index % _MARKS, dtype=torch.uint8)
-        for index in range(parts)
-    ]
     if not scattered:
+        sources = [
+            torch.full((nbytes,), index % _MARKS, dtype=torch.uint8)
+            for index in range(parts)
+        ]
         targets = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(parts)]
         return Memory(sources, targets)
+    here, there = (_paged(parts, nbytes, seed) for seed in (0, 1))
+    for index, place in enumerate(here.block_ids.tolist()):
+        here.pool[place] = index % _MARKS
+    sources, targets = (
+        [blocks.pool[place] for place in blocks.block_ids.tolist()]
+        for blocks in (here, there)
+    )
+    return Memory(sources, targets, (here, there))
+
+
+def _paged(parts: int, nbytes: int, seed: int) -> KVBlocks:
     pool = torch.zeros((2 * parts, nbytes), dtype=torch.uint8)
-    places = random.Random(0).sample(range(2 * parts), parts)
-    return Memory(sources, [pool[place] for place in places])
+    return KVBlocks(pool, random.Random(seed).sample(range(2 * parts), parts))
 
 
 def copy_all(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> float:

@@ -79,7 +79,7 @@ async def open_moving(
         yield Case(
             ours=lambda: measure(lambda: pull(rig.lookup, tokens, memory)),
             baselines={
-                **_raw_baselines(rig, targets, measure),
+                **_raw_baselines(rig, targets, len(memory.layers), measure),
                 "memcpy": lambda: measure(
                     lambda: rig.in_thread(copy_all, targets, sources)
                 ),
@@ -90,6 +90,7 @@ async def open_moving(
 def _raw_baselines(
     rig: Rig,
     targets: list[memoryview],
+    tensors: int,
     measure: Callable[[_Transfer], Coroutine[object, object, Sample]],
 ) -> dict[str, Measurement]:
     """As many streams as the link has lanes, of which a tensor uses one; and one."""
@@ -98,7 +99,7 @@ def _raw_baselines(
         pull_raw = rig.raw_streams.pull
         return lambda: measure(lambda: rig.in_thread(pull_raw, targets, streams))
 
-    most = min(rig.lanes, len(targets))
+    most = min(rig.lanes, tensors)
     return {name_of_streams(count): over(count) for count in dict.fromkeys((most, 1))}
 
 
@@ -118,5 +119,5 @@ async def open_fetching(rig: Rig, subject: Subject, times: int) -> AsyncIterator
 
         yield Case(
             ours=lambda: measure(lambda: pull(rig.lookup, tokens, memory)),
-            baselines=_raw_baselines(rig, targets, measure),
+            baselines=_raw_baselines(rig, targets, len(memory.layers), measure),
         )

@@ -52,7 +52,7 @@ class Scale:
     ticks: int
 
 
-_SCATTERED: Final = (8 * _KIB, 18 * _KIB, 64 * _KIB, 2 * _MIB)
+_SCATTERED: Final = (4 * _KIB, 8 * _KIB, 18 * _KIB, 64 * _KIB, 2 * _MIB)
 
 FULL: Final = Scale(
     rounds=6,

@@ -40,7 +40,7 @@ _OURS: Final = Terms(
 _THEIRS: Final = Terms(
     identity=_THEM,
     payload_paths=("inline",),
-    lanes=16,
+    lanes=8,
     fingerprint=KVFingerprint("model"),
 )
 _NONCES: Final = (b"d" * NONCE_BYTES, b"l" * NONCE_BYTES)

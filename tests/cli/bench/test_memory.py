@@ -33,3 +33,17 @@ def test_scattered_targets_lie_apart_and_never_overlap() -> None:
     assert len(set(places)) == 50
     assert places != sorted(places)
     assert all(target.is_contiguous() for target in memory.targets)
+    assert memory.paged is not None
+    for blocks, tensors in zip(
+        memory.paged, (memory.sources, memory.targets), strict=True
+    ):
+        places = [blocks.pool[place].data_ptr() for place in blocks.block_ids]
+        assert places == [tensor.data_ptr() for tensor in tensors]
+    assert (list(memory.layers), list(memory.into)) == (["0"], ["0.key"])
+
+
+def test_scattered_sources_are_marked() -> None:
+    memory = make_memory(300, 8, scattered=True)
+    memory.poison()
+    copy_all(memory.target_views, memory.source_views)
+    memory.check()

@@ -1,0 +1,116 @@
+"""The other process of a benchmark: one buffer behind TCP, unix and TLS lanes.
+
+The baselines' raw sockets are those of ``asynckv bench``. It ends when the pipe to
+its parent does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import multiprocessing
+import secrets
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+import asynckv
+from asynckv.cli.bench.meeting import (
+    MEETING_KEY,
+    TOKEN_NBYTES,
+    Meeting,
+    meeting_as_tensor,
+)
+from asynckv.cli.bench.raw_server import RawServer
+from asynckv.cli.bench.streams import StreamsServer
+from asynckv.testing.certificates import Authority
+
+__all__ = ("LARGE", "NBYTES", "TENSORS", "Places", "serving")
+
+TENSORS, NBYTES = 64, 16 * 2**20
+LARGE = [1, 2, 3]
+"""The tokens of an entry of ``TENSORS`` layers of ``NBYTES`` bytes."""
+_MAX_LANES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the child process serves, and what TLS needs there."""
+
+    tcp: str
+    unix: str
+    tls: str
+    pid: int
+    keys: asynckv.TLS
+
+
+@contextlib.contextmanager
+def serving(*, large: bool = True) -> Iterator[Places]:
+    """Run the other process; it holds the large entry, if that is wanted."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Authority(folder).issue()
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(
+            target=_run, args=(there, folder, keys, large), daemon=True
+        )
+        process.start()
+        there.close()
+        try:
+            tcp, unix, tls = here.recv()
+            yield Places(tcp, unix, tls, process.pid or 0, keys)
+        finally:
+            here.close()
+            process.join(10)
+            process.kill()
+            process.join()
+
+
+def _run(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) -> None:
+    asyncio.run(_serve(pipe, folder, keys, large))
+
+
+async def _serve(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) -> None:
+    lookup = asynckv.LookupBuffer("2GiB", max_deliver=10**9, drain_s=0)
+    token = secrets.token_bytes(TOKEN_NBYTES)
+    raw = RawServer("127.0.0.1", token)
+    places = (
+        "tcp://127.0.0.1:0",
+        f"unix://{Path(folder) / 'socket'}",
+        "tls://127.0.0.1:0",
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(raw.close)
+        await stack.enter_async_context(lookup)
+        store = await stack.enter_async_context(asynckv.StoreBuffer(2**20))
+        port = await stack.enter_async_context(StreamsServer("127.0.0.1", token))
+        meeting = meeting_as_tensor(Meeting(raw.port, port, token))
+        await store.put(MEETING_KEY, meeting)
+        if large:
+            await _insert_large(lookup)
+        urls = []
+        for place in places:
+            server = asynckv.serve(
+                place,
+                lookup=lookup,
+                store=store,
+                lanes=_MAX_LANES,
+                tls=keys if place.startswith("tls") else None,
+            )
+            urls.append((await stack.enter_async_context(server)).url)
+        pipe.send(urls)
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(pipe, over.set_result, None)
+        await over
+        asyncio.get_running_loop().remove_reader(pipe)
+
+
+async def _insert_large(lookup: asynckv.KVLookupBuffer) -> None:
+    layers = {
+        str(i): torch.full((NBYTES,), i, dtype=torch.uint8) for i in range(TENSORS)
+    }
+    await lookup.insert(LARGE, None, layers, None, None, ttl_s=None)
