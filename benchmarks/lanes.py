@@ -75,7 +75,7 @@ class Found:
         one, found = self.setting, []
         if self.runs is not None:
             raw = f"raw TCP, {one.streams} stream{'s' * (one.streams > 1)}"
-            ratio, cpu = self.runs.median("figure"), self.runs.median("cpu_ratio")
+            ratio, cpu = self.runs.figure, self.runs.cpu_ratio
             found = [
                 Figure(f"{one.name} / {raw}", ratio, at_least=one.at_least),
                 Figure(f"{one.name} CPU a byte / {raw}", cpu, at_most=one.cpu_at_most),

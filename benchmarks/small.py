@@ -70,7 +70,7 @@ async def _blocks(rig: Rig, pid: int, runs: int) -> list[Figure]:
     found = await measure_runs(
         "blocks of 4 KiB, a second", ours, raw, rig.cpu_s, runs=runs
     )
-    ratio, cpu = found.median("figure"), found.median("cpu_ratio")
+    ratio, cpu = found.figure, found.cpu_ratio
     return [
         Figure("4 KiB blocks batched / raw one by one", ratio, at_least=2.5),
         Figure("4 KiB blocks CPU a byte / raw one by one", cpu),
@@ -142,7 +142,7 @@ async def _crowd(rig: Rig, pid: int, runs: int) -> list[Figure]:
 async def _measured(title: str, rig: Rig, case: Case, runs: int) -> float:
     (baseline,) = case.baselines.values()
     found = await measure_runs(title, case.ours, baseline, rig.cpu_s, runs=runs)
-    return found.median("figure")
+    return found.figure
 
 
 _CASES: dict[str, Callable[[Rig, int, int], Awaitable[list[Figure]]]] = {

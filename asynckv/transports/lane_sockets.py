@@ -100,7 +100,7 @@ class LaneSocket:
         :raises EOFError: the peer hung up where it may not
         :raises OSError: the connection broke
         """
-        for vector in vectors_of(into):
+        for vector in vectors_of(into) if len(into) > 1 else (into,):
             left = vector
             while left:
                 count = self._wire.receive_some(left)
@@ -109,6 +109,8 @@ class LaneSocket:
                         return False
                     raise EOFError("the peer hung up within a chunk")
                 may_end = False
+                if len(left) == 1 and count == len(left[0]):
+                    break  # nearly always so
                 left = rest_of(left, count)
         return True
 

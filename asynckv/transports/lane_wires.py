@@ -84,13 +84,19 @@ class TlsWire(LaneWire):
                     self._send(piece[start : start + _WRITE_BYTES])
 
     def receive_some(self, into: Sequence[memoryview]) -> int:
-        while True:
+        place, got = into[0], 0
+        while got < len(place):
             try:
-                return self._sock.recv_into(into[0])
+                count = self._sock.recv_into(place[got:])  # a record at a time
             except WantsToWrite:
                 self._also_writable.poll()
             except BlockingIOError:
                 self._readable.poll()
+            else:
+                got += count
+                if not count:
+                    break
+        return got
 
     def _send(self, data: memoryview) -> None:
         while True:

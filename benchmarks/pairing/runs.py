@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asynckv.cli.bench.judging import A_A_BOUNDS
 from asynckv.cli.bench.measuring import (
@@ -50,20 +50,31 @@ class Runs:
     title: str
     runs: Sequence[Run]
 
-    def median(self, name: str) -> float:
-        """The median of that field over the runs that count; nan if none does."""
-        values = [getattr(run, name) for run in self.runs if not run.is_void]
+    def median(self, of: Callable[[Run], float]) -> float:
+        """The median over the runs that count; nan if none does."""
+        values = [of(run) for run in self.runs if not run.is_void]
         return statistics.median(values) if values else math.nan
+
+    @property
+    def figure(self) -> float:
+        """The median of the runs' figures."""
+        return self.median(lambda run: run.figure)
+
+    @property
+    def cpu_ratio(self) -> float:
+        """The median of the quotients of CPU seconds a byte."""
+        return self.median(lambda run: run.cpu_ratio)
 
     def __str__(self) -> str:
         counted = [run.figure for run in self.runs if not run.is_void]
         a_as = ", ".join(f"{run.a_a:.2f}" for run in self.runs)
         spread = f"[{min(counted):.2f}-{max(counted):.2f}]" if counted else "[]"
         return (
-            f"{self.title}: {self.median('figure'):.2f} {spread} of the baseline, "
-            f"{self.median('ours'):.4g} beside {self.median('baseline'):.4g}; "
-            f"CPU/GB {self.median('cpu_ratio'):.2f} of it, "
-            f"{self.median('cpu_s_per_gb'):.3f} s; "
+            f"{self.title}: {self.figure:.2f} {spread} of the baseline, "
+            f"{self.median(lambda run: run.ours):.4g} beside "
+            f"{self.median(lambda run: run.baseline):.4g}; "
+            f"CPU/GB {self.cpu_ratio:.2f} of it, "
+            f"{self.median(lambda run: run.cpu_s_per_gb):.3f} s; "
             f"{len(counted)} of {len(self.runs)} runs count, A/A {a_as}"
         )
 

@@ -27,6 +27,7 @@ from asynckv.cli.bench.meeting import (
 )
 from asynckv.cli.bench.raw_server import RawServer
 from asynckv.cli.bench.streams import StreamsServer
+from asynckv.tensors.views import bytes_of
 from asynckv.testing.certificates import Authority
 
 __all__ = ("LARGE", "NBYTES", "TENSORS", "Places", "serving")
@@ -77,7 +78,10 @@ def _run(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) -> None:
 async def _serve(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) -> None:
     lookup = asynckv.LookupBuffer("2GiB", max_deliver=10**9, drain_s=0)
     token = secrets.token_bytes(TOKEN_NBYTES)
-    raw = RawServer("127.0.0.1", token)
+    layers = {str(i): _layer(i) for i in range(TENSORS)} if large else {}
+    # As much memory as asynckv sends from, of the same kind: caches are fair too.
+    sources = [bytes_of(layer) for layer in layers.values()]
+    raw = RawServer("127.0.0.1", token, sources)
     places = (
         "tcp://127.0.0.1:0",
         f"unix://{Path(folder) / 'socket'}",
@@ -91,7 +95,8 @@ async def _serve(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) 
         meeting = meeting_as_tensor(Meeting(raw.port, port, token))
         await store.put(MEETING_KEY, meeting)
         if large:
-            await _insert_large(lookup)
+            await lookup.insert(LARGE, None, layers, None, None, ttl_s=None)
+        layers.clear()
         urls = []
         for place in places:
             server = asynckv.serve(
@@ -109,8 +114,5 @@ async def _serve(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) 
         asyncio.get_running_loop().remove_reader(pipe)
 
 
-async def _insert_large(lookup: asynckv.KVLookupBuffer) -> None:
-    layers = {
-        str(i): torch.full((NBYTES,), i, dtype=torch.uint8) for i in range(TENSORS)
-    }
-    await lookup.insert(LARGE, None, layers, None, None, ttl_s=None)
+def _layer(number: int) -> torch.Tensor:
+    return torch.full((NBYTES,), number, dtype=torch.uint8)

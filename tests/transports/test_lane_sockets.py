@@ -58,7 +58,7 @@ def _receive(lane: LaneSocket, into: memoryview) -> None:
 def test_both_pieces_arrive_whole(lane: LaneSocket, far: socket.socket) -> None:
     piece = memoryview(bytes(range(256)) * 2**14)
     got = memoryview(bytearray(4 + piece.nbytes))
-    reading = threading.Thread(target=LaneSocket(far).receive, args=[got])
+    reading = threading.Thread(target=LaneSocket(far).receive, args=[[got]])
     reading.start()
     lane.send(b"head", [piece])
     reading.join()

@@ -6,12 +6,13 @@ process's CPU seconds, within fixed bounds of memory.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hmac
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy
 
@@ -31,12 +32,19 @@ _TOKEN_TIMEOUT_S = 5.0
 
 
 class RawServer:
-    """Answers raw sockets until it is closed. Listens as soon as it is made."""
+    """Answers raw sockets until it is closed. Listens as soon as it is made.
 
-    def __init__(self, host: str, token: bytes) -> None:
+    It sends memory of its own, or ``sources``, of which each connection begins at
+    another place.
+    """
+
+    def __init__(
+        self, host: str, token: bytes, sources: Sequence[memoryview] = ()
+    ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self._token = token
+        self._sources = collections.deque(sources)
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -69,10 +77,15 @@ class RawServer:
             self._connections.add(connection)
             return True
 
+    def _rotated(self) -> list[memoryview]:
+        with self._lock:
+            self._sources.rotate(-(len(self._sources) // 4))
+            return list(self._sources)
+
     def _answer(self, connection: socket.socket) -> None:
         try:
             if self._is_invited(connection):
-                _RawPeer(connection).obey_forever()
+                _RawPeer(connection, self._rotated()).obey_forever()
         except (OSError, ValueError):
             pass  # it hung up, or says what no bench says
         finally:
@@ -96,8 +109,11 @@ def _start_thread(function: Callable[..., None], *arguments: object) -> None:
 class _RawPeer:
     """One connection, and the memory that it sends from and receives into."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(
+        self, connection: socket.socket, sources: Sequence[memoryview]
+    ) -> None:
         self._connection = connection
+        self._sources = sources
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._memory = numpy.ones(0, dtype=numpy.uint8)
         self._shape = (0, 0)
@@ -113,8 +129,10 @@ class _RawPeer:
         if what is What.CPU:
             self._connection.sendall(time.process_time_ns().to_bytes(8, "big"))
             return
-        self._make_places(parts, nbytes)
-        places = self._places
+        places = self._sources
+        if what is not What.PULL or not places or nbytes != len(places[0]):
+            self._make_places(parts, nbytes)
+            places = self._places
         for number in range(parts):
             place = places[number % len(places)]
             if what is What.PULL:

@@ -46,6 +46,23 @@ def test_closing_hangs_up_on_everybody() -> None:
     connection.close()
 
 
+def test_each_connection_sends_from_another_place_of_what_it_was_given() -> None:
+    sources = [memoryview(bytes([number]) * 100) for number in range(8)]
+    server = RawServer("127.0.0.1", TOKEN, sources)
+    place, found = bytearray(100), []
+    try:
+        for _ in range(5):
+            connection = RawConnection("127.0.0.1", server.port, TOKEN)
+            connection.pull([memoryview(place)])
+            found.append(place[0])
+            connection.push([memoryview(place)])  # into memory of its own
+            connection.close()
+    finally:
+        server.close()
+    assert found == [2, 4, 6, 0, 2]
+    assert [source[0] for source in sources] == list(range(8))
+
+
 def test_there_are_only_so_many_connections() -> None:
     server = RawServer("127.0.0.1", TOKEN)
     held = [RawConnection("127.0.0.1", server.port, TOKEN) for _ in range(MAX_LANES)]
