@@ -1,7 +1,7 @@
 """Small things over one TCP link beside their baselines, in one run, over loopback.
 
 10,000 blocks of 4 KiB from random places of one pool to random places of another, in
-one entry, beside raw blocking sockets that send and receive them one by one; 64 bytes
+one entry of key and value, beside raw blocking sockets that send and receive them one by one; 64 bytes
 by ``drop_select`` beside a raw ping; 100 requests of 16 KiB outstanding beside bare
 asyncio streams, and 1,000 beside our own 100. Paired runs, each divided by its own A/A.
 
@@ -48,12 +48,17 @@ async def _blocks(rig: Rig, pid: int, runs: int) -> list[Figure]:
     here.random_(0, 256)
     ids, places = (chosen.sample(range(2 * _BLOCKS), _BLOCKS) for _ in range(2))
     tokens = rig.new_tokens()
-    await rig.lookup.insert(tokens, None, asynckv.KVBlocks(here, ids), None, None)
+    half = _BLOCKS // 2
+    key, value = (asynckv.KVBlocks(here, some) for some in (ids[:half], ids[half:]))
+    await rig.lookup.insert(tokens, None, key, value, None)
     views = [bytes_of(there[place]) for place in places]
 
     async def ours() -> Sample:
         began_s = time.perf_counter()
-        into = {"key": asynckv.KVBlocks(there, places)}
+        into = {
+            "key": asynckv.KVBlocks(there, places[:half]),
+            "value": asynckv.KVBlocks(there, places[half:]),
+        }
         with contextlib.suppress(_GiveBack):
             async with rig.lookup.drop_select(tokens, into=into):
                 elapsed_s = time.perf_counter() - began_s

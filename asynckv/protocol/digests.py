@@ -6,6 +6,7 @@ somebody who changes them on purpose.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, TypeAlias
 
 import xxhash
@@ -33,6 +34,12 @@ class Digester:
     def update(self, piece: _Buffer) -> None:
         """Add the next bytes. Releases the GIL over a large piece."""
         self._state.update(piece)
+
+    def update_all(self, pieces: Iterable[_Buffer]) -> None:
+        """Add these bytes, in order."""
+        update = self._state.update
+        for piece in pieces:
+            update(piece)
 
     def digest(self) -> bytes:
         """Return the digest of everything added so far."""

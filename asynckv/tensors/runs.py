@@ -18,17 +18,22 @@ __all__ = ("Memory", "Runs", "copied", "fill", "joined", "pieces_of", "runs_in")
 class Runs:
     """Some of the bytes of ``base``, in an order of their own.
 
-    ``starts`` are the places in ``base`` where runs begin, ``ends`` where they end
-    in the memory that they make up.
+    Each run lies from its start to its stop in ``base``; ``ends`` are where runs
+    end in the memory that they make up.
     """
 
-    __slots__ = ("_base", "_ends", "_starts", "nbytes")
+    __slots__ = ("_base", "_ends", "_starts", "_stops", "nbytes")
 
     def __init__(
-        self, base: memoryview, starts: Sequence[int], ends: Sequence[int]
+        self,
+        base: memoryview,
+        starts: Sequence[int],
+        stops: Sequence[int],
+        ends: Sequence[int],
     ) -> None:
         self._base = base
         self._starts = starts
+        self._stops = stops
         self._ends = ends
         self.nbytes = ends[-1] if ends else 0
 
@@ -38,16 +43,19 @@ class Runs:
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes from ``start`` to ``stop``, a view for each run."""
-        base, starts, ends = self._base, self._starts, self._ends
-        found = []
-        index = bisect.bisect_right(ends, start)
-        while start < stop:
-            end = ends[index]
-            place = starts[index] + start - (ends[index - 1] if index else 0)
-            nbytes = min(end, stop) - start
-            found.append(base[place : place + nbytes])
-            start += nbytes
-            index += 1
+        if start >= stop:
+            return []
+        base, ends = self._base, self._ends
+        first = bisect.bisect_right(ends, start)
+        last = bisect.bisect_left(ends, stop)
+        places = zip(
+            self._starts[first : last + 1], self._stops[first : last + 1], strict=True
+        )
+        found = [base[begin:end] for begin, end in places]
+        if surplus := ends[last] - stop:
+            found[-1] = found[-1][:-surplus]
+        if skipped := start - (ends[first - 1] if first else 0):
+            found[0] = found[0][skipped:]
         return found
 
 
@@ -69,7 +77,8 @@ def runs_in(
         place = int(places[0])
         return base[place : place + len(starts) * nbytes]
     ends = numpy.append(first[1:], len(starts)) * nbytes
-    return Runs(base, places.tolist(), ends.tolist())
+    stops = places + numpy.diff(ends, prepend=0)
+    return Runs(base, places.tolist(), stops.tolist(), ends.tolist())
 
 
 def copied(source: Memory, target: Memory, nbytes: int) -> Iterator[memoryview]:

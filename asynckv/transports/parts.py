@@ -71,8 +71,7 @@ class Part:
     def add_to_digest(self, pieces: Iterable[memoryview]) -> None:
         """Digest the next bytes, unless the digest is known or not wanted."""
         if self._digester is not None:
-            for piece in pieces:
-                self._digester.update(piece)
+            self._digester.update_all(pieces)
 
     def let_go(self) -> None:
         """Keep the memory alive no longer, nor whoever moved it."""
