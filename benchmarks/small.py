@@ -1,9 +1,10 @@
 """Small things over one TCP link beside their baselines, in one run, over loopback.
 
 10,000 blocks of 4 KiB from random places of one pool to random places of another, in
-one entry of key and value, beside raw blocking sockets that send and receive them one by one; 64 bytes
-by ``drop_select`` beside a raw ping; 100 requests of 16 KiB outstanding beside bare
-asyncio streams, and 1,000 beside our own 100. Paired runs, each divided by its own A/A.
+one entry of key and value, beside raw blocking sockets that send and receive them one
+by one; 64 bytes by ``drop_select`` beside a raw ping; 100 requests of 16 KiB
+outstanding beside bare asyncio streams, and 1,000 beside our own 100. Paired runs,
+each divided by its own A/A.
 
     python benchmarks/small.py [--runs 5] [--only NAME ...] [--only-report]
 """

@@ -15,7 +15,7 @@ from asynckv.transports.parts import Part, PartTable
 
 __all__ = ("ReceiveLane",)
 
-_PIECE_NBYTES: Final = 2**20
+_PIECE_NBYTES: Final = 512 * 1024
 """As much is received before the digest, so that it is still in the cache."""
 
 
