@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from asynckv.errors import AsyncKVError
@@ -100,8 +100,9 @@ class LaneSocket:
         :raises EOFError: the peer hung up where it may not
         :raises OSError: the connection broke
         """
-        for vector in vectors_of(into) if len(into) > 1 else (into,):
-            left = vector
+        vectors: Iterable[Sequence[memoryview]]
+        vectors = vectors_of(into) if len(into) > 1 else (into,)
+        for left in vectors:
             while left:
                 count = self._wire.receive_some(left)
                 if count == 0:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 import secrets
 import tempfile
 from collections.abc import Iterator
@@ -73,6 +74,9 @@ def serving(*, large: bool = True) -> Iterator[Places]:
 
 def _run(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) -> None:
     asyncio.run(_serve(pipe, folder, keys, large))
+    # The baselines' threads may hold the last of torch's memory: one that lets go of
+    # it while the interpreter ends takes the process down.
+    os._exit(0)
 
 
 async def _serve(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) -> None:
