@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 
 import anyio
-
 import torch
 
 from asynckv.abc import (

@@ -58,9 +58,7 @@ class Lending:
         region.release()
         return tensor
 
-    def regions_of(
-        self, tensors: Iterable[KVMemory]
-    ) -> tuple[SlabRegion | None, ...]:
+    def regions_of(self, tensors: Iterable[KVMemory]) -> tuple[SlabRegion | None, ...]:
         """Return for each tensor from :meth:`empty` the region that is all of it.
 
         ``None`` for any other tensor, and for one whose region has an owner;
