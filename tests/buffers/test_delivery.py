@@ -11,6 +11,7 @@ from asynckv.errors import ChecksumError
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import TensorRecord
+from asynckv.tensors.runs import fill
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.types import TensorSpec
 
@@ -82,7 +83,7 @@ def test_only_what_is_lent_by_nobody_needs_memory_of_its_own() -> None:
     lent = {"key": torch.zeros(10, dtype=torch.uint8)}
     assert delivery.own_nbytes(lent) == 0
     (view,) = delivery.allocate(lent, ReceiveBudget(0))
-    view[:] = bytes([1] * 10)
+    fill(view, memoryview(bytes([1] * 10)))
     assert bool(lent["key"].all()) and delivery.tensors["key"] is lent["key"]
 
 

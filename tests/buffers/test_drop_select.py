@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
-import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.queries import Query
+from asynckv.tensors.blocks import KVMemory
 
 QUERY = Query(b"12345678")
 ENTRY = KVEntry(None, None, None, None, None, entry_id="it")
@@ -22,7 +22,7 @@ class Uses:
         self.seen: list[str] = []
         self.pending = PendingSelect(self.take, self.borrow, QUERY, {})
 
-    async def take(self, query: Query, into: Mapping[str, torch.Tensor]) -> KVEntry:
+    async def take(self, query: Query, into: Mapping[str, KVMemory]) -> KVEntry:
         assert query is QUERY and into == {}
         self.seen.append("taken")
         await asyncio.sleep(0)
@@ -30,7 +30,7 @@ class Uses:
 
     @asynccontextmanager
     async def borrow(
-        self, query: Query, into: Mapping[str, torch.Tensor]
+        self, query: Query, into: Mapping[str, KVMemory]
     ) -> AsyncIterator[KVEntry]:
         assert query is QUERY and into == {}
         self.seen.append("borrowed")

@@ -118,7 +118,7 @@ async def test_edges_that_were_changed_after_the_offer_are_refused(
     offset: int,
     how: str,
 ) -> None:
-    find_edges = serve_mapped.edges_of
+    find_edges = shared_file.edges_of
 
     def edges_before(*args: object) -> bytes:
         edges: bytes = find_edges(*args)  # type: ignore[arg-type]

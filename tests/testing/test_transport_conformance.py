@@ -11,6 +11,7 @@ import pytest
 from asynckv.abc import PayloadTransport
 from asynckv.security.tls import TlsKeys, read_tls
 from asynckv.security.tls_socket import TlsSocket
+from asynckv.tensors.runs import Memory
 from asynckv.testing import transport_conformance
 from asynckv.testing.certificates import Authority
 from asynckv.testing.transport_checks.moving import MOVING_CHECKS
@@ -33,7 +34,7 @@ class Forgetful(MemTransport):
         self,
         transfer: int,
         part: int,
-        source: memoryview,
+        source: Memory,
         done: DoneCallback,
         *,
         digest: bytes | None = None,

@@ -9,6 +9,7 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.tensors.blocks import KVMemory
 from asynckv.testing.simulation.calls import Calls
 from asynckv.testing.simulation.contents import Contents, Wanted
 from asynckv.testing.simulation.history import History
@@ -100,7 +101,7 @@ class Forgetful(LookupBuffer):
 
     @asynccontextmanager
     async def open_drop_select(
-        self, *args: Any, into: Mapping[str, torch.Tensor] | None = None, **options: Any
+        self, *args: Any, into: Mapping[str, KVMemory] | None = None, **options: Any
     ) -> AsyncIterator[Any]:
         async with super().open_drop_select(*args, **options) as stream:
             number = await stream.wait_for("extras.number")
