@@ -42,7 +42,7 @@ class Growth:
                 max_bytes,
                 wanted=_weakly(self._grow_soon),
                 freed=_weakly(self._look_soon),
-                pinned=self._late.watch,
+                pinned=_weakly(self._late.watch),
                 unmapped=_weakly(self._drop_soon),
             )
             watch_forks(self._slabs.pins)
@@ -147,8 +147,9 @@ class Growth:
 def _weakly(method: Callable[_P, None]) -> Callable[_P, None]:
     """Call ``method`` as long as its object lives.
 
-    Every view refers to its arena: what that would keep alive may hold the view, and
-    through a tensor's memory the garbage collector sees no cycle.
+    Every view refers to its arena: what that would keep alive, be it the loop and all
+    its tasks, may hold the view, and through a tensor's memory the garbage collector
+    sees no cycle.
     """
     ref = weakref.WeakMethod(method)
 
