@@ -22,7 +22,17 @@ from asynckv.pipes.group import join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
+from asynckv.protocol.frames import (
+    Attach,
+    Commit,
+    Insert,
+    Mappable,
+    Mapped,
+    OpenMap,
+    Retract,
+    Select,
+    Settle,
+)
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
 from asynckv.security.keyring import Keyring
@@ -271,7 +281,7 @@ async def _record_heartbeats() -> Recording:
 
 
 async def _record_made_up() -> Recording:
-    """What a link says only when it was cut at a bad moment, from real sessions."""
+    """What a link says only when it was cut at a bad moment, or without a proxy."""
     near: Session[str] = Session(Limits(), dialled=True)
     far: Session[str] = Session(Limits(), dialled=False)
     segments: list[Segment] = []
@@ -285,9 +295,13 @@ async def _record_made_up() -> Recording:
     select = near.open("select", Select(has_key=False))
     insert = near.open("insert", Insert("e", 1, False, streaming=True))
     near.send(insert, Commit())
+    mapping = near.open("map", OpenMap())
     pass_on(near, far)
     far.send(select, Retract(2))
+    far.send(mapping, Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
     pass_on(far, near)
+    near.send(mapping, Mapped(b"n" * 16))
+    pass_on(near, far)
     return Recording(tuple(segments))
 
 
