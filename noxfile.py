@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import nox
+import nox.command
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -18,6 +19,20 @@ WORKERS = ("-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal")
 LONGEST = ("test_cancellations", "test_fuzz", "test_simulation")
 FUZZED = ("wire", "greeting", "chunks", "manifest", "urls", "peer")
 TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
+# What each peer of benchmarks/peers needs beside asynckv, which brings anyio, and gloo
+# with torch; and what to install without its dependencies: CUDA, of no use there.
+PEERS = {
+    "streams": (),
+    "anyio": (),
+    "zmq": ("pyzmq",),
+    "gloo": (),
+    "grpc": ("grpcio",),
+    "redis": ("redis[hiredis]",),
+    "flight": ("pyarrow",),
+    "nixl": (),
+    "mooncake": ("mooncake-transfer-engine-non-cuda",),
+}
+PEERS_ALONE = {"nixl": ("nixl-cu12",)}
 
 
 def install(session: nox.Session, *what: str) -> None:
@@ -131,6 +146,26 @@ def bench(session: nox.Session) -> None:
     chosen = session.posargs or sorted(map(str, (ROOT / "benchmarks").glob("*.py")))
     for benchmark in chosen:
         session.run("python", benchmark)
+
+
+@nox.session
+@nox.parametrize("peer", list(PEERS), ids=list(PEERS))
+def peers(session: nox.Session, peer: str) -> None:
+    """Measure asynckv beside others, each in its environment; ``-- zmq nixl`` chooses.
+
+    What begins with a dash is an option of ``python -m benchmarks.peers``.
+    """
+    chosen = [one for one in session.posargs if not one.startswith("-")]
+    if chosen and peer not in chosen:
+        session.skip("not chosen")
+    options = [one for one in session.posargs if one.startswith("-")]
+    try:
+        install(session, ".", *PEERS[peer])
+        if alone := PEERS_ALONE.get(peer):
+            install(session, "--no-deps", *alone)
+    except nox.command.CommandFailed:
+        options.append("--not-installed")
+    session.run("python", "-m", "benchmarks.peers", *options, peer)
 
 
 def _test_promises(session: nox.Session, scale: str) -> None:

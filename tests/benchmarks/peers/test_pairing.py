@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.cli.bench.figures import Spread
+from benchmarks.peers.pairing import AGAIN, PEER, RAW, Turn, in_turns, lag_of, row_of
+from benchmarks.peers.work import Work
+
+WORK = Work("layers", "two layers", 2, 500_000_000, 500_000_000)
+
+
+def iteration(
+    ours: float, peer: float, raw: float = 1.0, again: float = 1.0
+) -> dict[str, Turn]:
+    return {
+        RAW: Turn(raw, 0.2),
+        "asynckv off": Turn(ours, 0.5),
+        PEER: Turn(peer, 2.0),
+        "memcpy": Turn(0.1, 0.1),
+        AGAIN: Turn(again, 0.4),
+    }
+
+
+def test_the_baseline_comes_first_and_last_and_the_others_to_and_fro() -> None:
+    assert in_turns(["x", "y", "z"], 4) == [RAW, "x", "y", "z", AGAIN]
+    assert in_turns(["x", "y", "z"], 5) == [RAW, "z", "y", "x", AGAIN]
+
+
+def test_a_ratio_is_of_speeds_and_of_its_own_iteration() -> None:
+    row = row_of(WORK, [iteration(1, 2), iteration(10, 40), iteration(1, 3)])
+    assert row.ratios["asynckv off / peer"] == Spread(3.0, 2.0, 4.0)
+
+
+def test_beside_the_baseline_stands_the_mean_of_its_two_turns() -> None:
+    row = row_of(WORK, [iteration(2, 4, raw=1, again=3)] * 2)
+    assert row.ratios["asynckv off / raw TCP"] == Spread(1.0, 1.0, 1.0)
+    assert row.ratios["peer / raw TCP"] == Spread(0.5, 0.5, 0.5)
+    assert row.contenders[RAW].elapsed_us.median == pytest.approx(2e6)
+
+
+def test_memcpy_has_figures_but_no_ratio() -> None:
+    row = row_of(WORK, [iteration(1, 2)])
+    assert row.contenders["memcpy"].gb_per_s.median == pytest.approx(10.0)
+    assert not [name for name in row.ratios if "memcpy" in name]
+
+
+def test_cpu_is_counted_in_seconds_a_gigabyte() -> None:
+    row = row_of(WORK, [iteration(1, 2), iteration(1, 2)])
+    assert row.contenders["asynckv off"].cpu_s_per_gb == pytest.approx(0.5)
+    assert row.contenders[RAW].cpu_s_per_gb == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("again", "verdict"), [(1.17, "ok"), (1.18, "void"), (0.88, "ok"), (0.86, "void")]
+)
+def test_a_baseline_that_differs_from_itself_voids_the_row(
+    again: float, verdict: str
+) -> None:
+    # The one that is slower changes place with the order of division.
+    iterations = [iteration(1, 2, 1, again), iteration(1, 2, again, 1)] * 3
+    row = row_of(WORK, iterations)
+    assert row.verdict == verdict
+    assert bool(row.reason) == (verdict == "void")
+
+
+def test_what_only_a_turn_s_place_does_voids_nothing() -> None:
+    row = row_of(WORK, [iteration(1, 2, raw=1, again=2)] * 6)
+    assert (row.verdict, row.a_a) == ("ok", pytest.approx(1.0))
+
+
+def test_no_iterations_are_no_row() -> None:
+    with pytest.raises(ValueError, match="no iterations"):
+        row_of(WORK, [])
+
+
+def test_a_lag_is_the_p99_and_the_most_of_all_ticks() -> None:
+    lag = lag_of([0.5] * 98 + [7.0, 9.0])
+    assert (lag.ticks, lag.p99_ms, lag.most_ms) == (100, 9.0, 9.0)
