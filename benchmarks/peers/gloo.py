@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import socket
 import threading
 from collections.abc import Mapping
 from typing import ClassVar
@@ -28,18 +29,14 @@ class Gloo(Peer):
 
     async def serve(self) -> str:
         self._is_source = True
-        store = torch.distributed.TCPStore(
-            "127.0.0.1", 0, 2, True, _TIMEOUT, wait_for_workers=False
-        )
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         # It blocks until it is told to stop, and is not waited for if it never is.
-        threading.Thread(target=self._answer, args=(store,), daemon=True).start()
-        return str(store.port)
+        threading.Thread(target=self._answer, args=(url,), daemon=True).start()
+        return url
 
     async def connect(self, address: str) -> None:
-        store = await self.in_thread(
-            torch.distributed.TCPStore, "127.0.0.1", int(address), 2, False, _TIMEOUT
-        )
-        await self.in_thread(_join, store, 1)
+        await self.in_thread(_join, address, 1)
 
     async def pull(self, work: Work) -> None:
         await self.in_thread(self._pull, work)
@@ -58,8 +55,8 @@ class Gloo(Peer):
             torch.distributed.recv(torch.from_numpy(landing), 0)
             piece.land(landing)
 
-    def _answer(self, store: torch.distributed.TCPStore) -> None:
-        _join(store, 0)
+    def _answer(self, url: str) -> None:
+        _join(url, 0)
         request = _request(Work("", "", 0, 1, 1))
         while True:
             torch.distributed.recv(request, 1)
@@ -70,9 +67,9 @@ class Gloo(Peer):
                 torch.distributed.send(torch.from_numpy(piece.gather()), 1)
 
 
-def _join(store: torch.distributed.TCPStore, rank: int) -> None:
+def _join(url: str, rank: int) -> None:
     torch.distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=_TIMEOUT
+        "gloo", init_method=url, rank=rank, world_size=2, timeout=_TIMEOUT
     )
 
 

@@ -11,6 +11,7 @@ __all__ = ("KINDS", "peer_class", "peers_of")
 
 KINDS: Final = {
     "streams": "streams:Streams",
+    "streams-read": "streams:StreamsRead",
     "anyio": "anyio_streams:AnyioStreams",
     "zmq": "zmq_pair:ZmqPair",
     "gloo": "gloo:Gloo",

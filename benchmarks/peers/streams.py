@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from benchmarks.peers.peer import Peer
-from benchmarks.peers.work import REQUEST_NBYTES, Work
+from benchmarks.peers.work import REQUEST_NBYTES, Piece, Work
 
-__all__ = ("Streams",)
+__all__ = ("Streams", "StreamsRead")
 
 _MESSAGE_NBYTES = 16 * 2**20
 
@@ -34,7 +34,7 @@ class Streams(Peer):
             raise ConnectionError("not connected")
         self._writer.write(work.encode())
         for piece in self.pool.pieces(work, _MESSAGE_NBYTES):
-            piece.scatter(await self._reader.readexactly(piece.nbytes))
+            await self._receive(piece)
 
     async def aclose(self) -> None:
         if self._writer is None:
@@ -44,6 +44,9 @@ class Streams(Peer):
             await self._writer.wait_closed()
         await super().aclose()
 
+    async def _receive(self, piece: Piece) -> None:
+        piece.scatter(await self._reader.readexactly(piece.nbytes))
+
     async def _answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -51,9 +54,26 @@ class Streams(Peer):
             while True:
                 work = Work.decode(await reader.readexactly(REQUEST_NBYTES))
                 for piece in self.pool.pieces(work, _MESSAGE_NBYTES):
-                    writer.write(memoryview(piece.gather()))
+                    writer.write(piece.gather().data)
                     await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # it hung up
         finally:
             writer.close()
+
+
+class StreamsRead(Streams):
+    """The same with ``read``, which joins nothing: faster, and more to write."""
+
+    how = "StreamWriter.write and drain; read of whatever is there, into place"
+
+    async def _receive(self, piece: Piece) -> None:
+        landing = piece.landing()
+        view, got = landing.data, 0
+        while got < len(view):
+            data = await self._reader.read(len(view) - got)
+            if not data:
+                raise ConnectionError("it hung up")
+            view[got : got + len(data)] = data
+            got += len(data)
+        piece.land(landing)

@@ -21,6 +21,7 @@ _HEAD = (
     "off",
     "peer",
     "raw",
+    "memcpy",
     "CPU s/GB off, full, peer, raw",
 )
 
@@ -105,7 +106,7 @@ def _cells(row: Row) -> list[str]:
         write_spread(row.ratios[one]) if one in row.ratios else "" for one in names
     ]
     a_a = f"{row.a_a:.2f}{' **VOID**' if row.verdict == 'void' else ''}"
-    figures = [_figure(row, name) for name in (_OFF, PEER, RAW)]
+    figures = [_figure(row, name) for name in (_OFF, PEER, RAW, "memcpy")]
     cpu = ", ".join(_cpu(row, name) for name in (_OFF, _FULL, PEER, RAW))
     return [row.title, *ratios, a_a, *figures, "" if row.work == "ping" else cpu]
 

@@ -56,4 +56,4 @@ class ZmqPair(Peer):
         while True:
             work = Work.decode(await self._pair.recv())
             for piece in self.pool.pieces(work, _MESSAGE_NBYTES):
-                await self._pair.send(memoryview(piece.gather()), copy=False)
+                await self._pair.send(piece.gather().data, copy=False)

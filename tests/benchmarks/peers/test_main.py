@@ -33,16 +33,16 @@ def test_a_peer_whose_package_is_not_there_says_so(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_a_peer_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     options = ["--folder", str(tmp_path), "--limit-s", "0.01"]
-    assert main([*options, "streams"]) == 1
-    assert report_of("streams", tmp_path).reason.startswith("not done after")
+    assert main([*options, "anyio"]) == 1
+    assert report_of("anyio", tmp_path).reason.startswith("not done after")
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_quick_run_measures_every_work(tmp_path: Path) -> None:
     options = ["--quick", "--rounds", "2", "--lanes", "1", "--lag-s", "0.1"]
-    assert main(["--folder", str(tmp_path), *options, "streams"]) == 0
-    report = report_of("streams", tmp_path)
+    assert main(["--folder", str(tmp_path), *options, "anyio"]) == 0
+    report = report_of("anyio", tmp_path)
     assert [row.work for row in report.rows] == ["layers", "once", "blocks", "ping"]
     assert all(row.verdict != "failed" for row in report.rows)
     assert set(report.lags) == {"idle loop", "asynckv off", "asynckv full", "peer"}

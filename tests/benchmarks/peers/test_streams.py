@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.peers.anyio_streams import AnyioStreams
 from benchmarks.peers.peer import Peer
-from benchmarks.peers.streams import Streams
+from benchmarks.peers.streams import Streams, StreamsRead
 from benchmarks.peers.work import QUICK, Pool
 
 
-@pytest.fixture(params=[Streams, AnyioStreams])
+@pytest.fixture(params=[Streams, StreamsRead, AnyioStreams])
 async def ends(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Peer, Peer]]:
     """Both ends of a peer that every environment has."""
     source = request.param(Pool.source(QUICK), QUICK)

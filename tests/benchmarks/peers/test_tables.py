@@ -60,7 +60,8 @@ def test_a_report_has_every_ratio_and_figure(report: PeerReport) -> None:
     assert cells[1:3] == ["3 [3-3]", "1.92 [1.92-1.92]"]
     assert cells[3:5] == ["1.25 [1.25-1.25]", "0.417 [0.417-0.417]"]
     assert cells[5:9] == ["1.00", "1.25 GB/s", "0.417 GB/s", "1 GB/s"]
-    assert cells[9] == "0.25, 0.35, 0.90, 0.30 |"
+    assert cells[9] == "10 GB/s"
+    assert cells[10] == "0.25, 0.35, 0.90, 0.30 |"
 
 
 def test_a_report_says_what_failed_and_what_is_void(report: PeerReport) -> None:

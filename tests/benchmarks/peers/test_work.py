@@ -40,7 +40,7 @@ def test_what_is_gathered_scatters_into_its_places(
 ) -> None:
     pairs = zip(source.pieces(work, most), target.pieces(work, most), strict=True)
     for sent, landed in pairs:
-        landed.scatter(memoryview(sent.gather()))
+        landed.scatter(sent.gather().data)
     target.check(work, source)
 
 
