@@ -159,8 +159,10 @@ def peers(session: nox.Session, peer: str) -> None:
     if chosen and peer not in chosen:
         session.skip("not chosen")
     options = [one for one in session.posargs if one.startswith("-")]
+    install(session, ".")
     try:
-        install(session, ".", *PEERS[peer])
+        if PEERS[peer]:
+            install(session, *PEERS[peer])
         if alone := PEERS_ALONE.get(peer):
             install(session, "--no-deps", *alone)
     except nox.command.CommandFailed:
