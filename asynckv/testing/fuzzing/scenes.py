@@ -16,7 +16,6 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import AsyncKVError, EntryTooLarge
 from asynckv.links.dial import dial
-from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.listen import listen
 from asynckv.pipes.group import join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
@@ -94,22 +93,6 @@ async def _use_buffers(url: str, tap: Tap) -> None:
         await _stream(producer, consumer)
         await _wait_for_room(producer, consumer)
         await _store_and_get(producer, consumer)
-
-
-async def _record_mapping() -> Recording:
-    """An entry that a peer of the same host reads where it lies."""
-    async with (
-        LookupBuffer(_LOOKUP_BYTES, drain_s=0) as lookup,
-        serve("tcp://127.0.0.1:0", lookup=lookup) as server,
-    ):
-
-        async def play(url: str, tap: Tap) -> None:
-            async with connect(url, lanes=1) as peer:
-                await peer.lookup.insert([1], None, _tensor(_LARGE), None, None)
-                async with peer.lookup.drop_select([1]):
-                    pass
-
-        return await _heard(server.url, play)
 
 
 async def _take_and_hold(producer: Peer, consumer: Peer) -> None:
@@ -307,7 +290,6 @@ async def _record_made_up() -> Recording:
 
 SCENES: Final = (
     _record_buffers,
-    *((_record_mapping,) if has_fd_sockets() else ()),
     _record_pipe,
     _record_group,
     _record_refusals,
