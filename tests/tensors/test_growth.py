@@ -182,5 +182,6 @@ def test_who_holds_a_view_and_its_memory_is_no_cycle_that_stays() -> None:
         if thread.name == "asynckv-slab":
             thread.join()
     del owner
-    gc.collect()
+    for _ in range(2):  # the arena is what the view referred to
+        gc.collect()
     assert _mappings() == mappings
