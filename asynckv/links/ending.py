@@ -88,7 +88,8 @@ class Ending(ProcessBound):
 
     def refuse(self, error: ProtocolError) -> None:
         """The peer broke the rules: end for ever, after one last word to it."""
-        logger.warning("the link to %s broke: %s", self._peer_id, error)
+        # As a text: a record that is kept would keep what the error has seen.
+        logger.warning("the link to %s broke: %s", self._peer_id, str(error))
         self._session.refuse(error)
         self._lose(error)
         self._payload.abort()

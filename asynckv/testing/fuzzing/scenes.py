@@ -83,10 +83,9 @@ async def _record_buffers() -> Recording:
 
 
 async def _use_buffers(url: str, tap: Tap) -> None:
-    inline = f"{url}?payload=inline"
     async with (
-        connect(inline, lanes=1) as producer,
-        connect(inline, lanes=1) as consumer,
+        connect(url, lanes=1) as producer,
+        connect(url, lanes=1) as consumer,
     ):
         await _take_and_hold(producer, consumer)
         await _fail_and_cancel(producer, consumer)

@@ -9,6 +9,7 @@ and the package's own threads need not be replaced.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -164,14 +165,46 @@ def park_until(
         raise RuntimeError("something would block the event loop")
 
 
+class _Gone:
+    """A node that is no more: nothing runs on it but finalizers."""
+
+    running = None
+
+    def adopt(self, thread: Thread) -> None:
+        raise RuntimeError("the machine of this thread is gone")
+
+    def spawn(self, run: Callable[[], None], name: str) -> threading.Thread:
+        raise RuntimeError("the machine of this thread is gone")
+
+    def enter(self, thread: Thread) -> None:
+        raise RuntimeError("the machine of this thread is gone")
+
+    def delay_s(self) -> float:
+        return 0.0
+
+    def time(self) -> float:
+        return 0.0
+
+
+_GONE: Final = _Gone()
+
+
 class Lock:
-    """Stands for :class:`threading.Lock`, and with ``reentrant`` for an RLock."""
+    """Stands for :class:`threading.Lock`, and with ``reentrant`` for an RLock.
+
+    It keeps no machine alive: what is locked may outlive its machine, and tensors
+    over memory hide what they refer to from the garbage collector.
+    """
 
     def __init__(self, host: ThreadHost, *, reentrant: bool = False) -> None:
-        self._host = host
+        self._host_ref = weakref.ref(host)
         self._reentrant = reentrant
         self._owner: Thread | str | None = None
         self._count = 0
+
+    @property
+    def _host(self) -> ThreadHost:
+        return self._host_ref() or _GONE
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it; a thread may be held up before, the event loop never is."""
