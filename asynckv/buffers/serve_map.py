@@ -37,8 +37,8 @@ class ServedMap:
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
-            case Mapped(nonce=nonce):
-                self._on_mapped(nonce)
+            case Mapped(found=found):
+                self._on_mapped(found)
             case Cancel():
                 self._holder.link_over()
                 self._stream.send(Cancelled())
@@ -48,9 +48,9 @@ class ServedMap:
     def on_lost(self, error: PeerLost) -> None:
         """The holder hears of it from the link."""
 
-    def _on_mapped(self, nonce: bytes) -> None:
+    def _on_mapped(self, found: bytes) -> None:
         link = self._service.link
-        if not self._holder.verify(nonce):
+        if not self._holder.verify(found):
             self._holder.link_over()
             error = ConfigError("that is not what the memory holds")
             self._stream.send(to_failure(error))

@@ -39,4 +39,4 @@ class Mappable(_Base, frozen=True, tag="mappable"):
 class Mapped(_Base, frozen=True, tag="mapped"):
     """What was read through the mapping, at the file's last page."""
 
-    nonce: Annotated[bytes, msgspec.Meta(max_length=64)]
+    found: Annotated[bytes, msgspec.Meta(max_length=64)]
