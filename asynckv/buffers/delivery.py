@@ -113,9 +113,15 @@ class Delivery:
         self.mapped = None
 
     def forget(self) -> None:
-        """Keep no tensor alive: they were handed out, or are not wanted."""
+        """Keep no tensor alive: they were handed out."""
         self.tensors = {}
-        self.mapped = None
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Nothing more is read in the peer's memory, whoever keeps this object."""
+        if self.mapped is not None:
+            self.mapped.let_go()
+            self.mapped = None
 
     def uncharge(self, budget: ReceiveBudget) -> None:
         """Give what it was charged with back, once."""

@@ -188,8 +188,10 @@ class Selecting:
     def close(self) -> None:
         """Nothing more is waited for, or read. Never waits."""
         self._error = self._error or RuntimeError("this drop_select is over")
-        if self.delivery is not None and self.delivery.reception is not None:
-            self.delivery.reception.stop()
+        if self.delivery is not None:
+            self.delivery.let_go()
+            if self.delivery.reception is not None:
+                self.delivery.reception.stop()
         self.release()
 
     async def quiesce(self) -> None:

@@ -246,6 +246,21 @@ async def test_a_cancelled_wait_pins_nothing(buffer: LookupBuffer, peer: Peer) -
     assert not buffer.statistics().mapped_by
 
 
+async def test_whoever_keeps_the_error_of_a_cancelled_call_keeps_no_memory(
+    buffer: LookupBuffer, peer: Peer
+) -> None:
+    await insert(buffer)
+    taking = asyncio.create_task(peer.lookup.drop_select())
+    await until(lambda: bool(buffer.statistics().mapped_by))
+    memory = memory_of(peer)
+    await until(lambda: bool(memory.pins) or taking.done())
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError) as kept:
+        await taking
+    await until(lambda: not buffer.statistics().mapped_by)
+    assert kept.value.__traceback__ is not None
+
+
 async def test_a_full_connection_tells_of_the_end_later(
     monkeypatch: pytest.MonkeyPatch, buffer: LookupBuffer, peer: Peer
 ) -> None:
