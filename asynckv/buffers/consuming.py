@@ -51,11 +51,11 @@ class RemoteConsumer:
     ) -> AsyncIterator[KVEntry]:
         """Do what entering a ``drop_select`` does."""
         selecting, delivery = await self._select(query, targets, views=True)
-        entry = delivery.entry()
+        lent = [delivery.entry()]
         delivery.forget()
         selecting.release()
         async with self._held(selecting, delivery):
-            yield entry
+            yield lent.pop()  # kept by nobody here: its memory may be another's
 
     @asynccontextmanager
     async def stream(

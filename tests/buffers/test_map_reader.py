@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -118,10 +119,10 @@ async def test_edges_that_were_changed_after_the_offer_are_refused(
     offset: int,
     how: str,
 ) -> None:
-    find_edges = shared_file.edges_of
-
-    def edges_before(*args: object) -> bytes:
-        edges: bytes = find_edges(*args)  # type: ignore[arg-type]
+    def edges_before(
+        memory: Any, places: Sequence[Place], sizes: Sequence[int]
+    ) -> bytes:
+        edges = shared_file.edges_of(memory, places, sizes)
         spoil(local, offset)
         return edges
 

@@ -197,8 +197,9 @@ async def _sweep_borrow(
 ) -> None:
     async def borrow() -> None:
         async with consumer.drop_select([1]) as entry:
-            await producer.peek([1])
             expect(same(entry.key, noise(nbytes)), "the bytes")
+            del entry  # an error would keep what may be a view of the buffer's memory
+            await producer.peek([1])
 
     await _sweep_delivery(borrow, producer, consumer, local, nbytes)
 
