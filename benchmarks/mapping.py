@@ -179,7 +179,7 @@ class Owner:
 
     async def ready(self, kind: str) -> list[int]:
         """Wait until the next entry is whole; return its tokens."""
-        while self._ask()[0][kind] <= self._taken[kind]:
+        while self._ask()[0][kind] <= self._taken[kind]:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         self._taken[kind] += 1
         return _TOKENS[kind]
