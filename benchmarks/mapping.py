@@ -32,7 +32,8 @@ __all__ = ("main",)
 MIB = 2**20
 _LAYERS = 64
 _TOKENS = {"small": [1], "large": [2]}
-_PINGS = 20
+_PINGS = 5
+_SMALL_ENTRIES = 64
 
 
 def _echo(pipe: Connection) -> None:
@@ -56,14 +57,17 @@ async def _own(pipe: Connection, large_bytes: int) -> None:
     small = torch.ones(2 * MIB, dtype=torch.uint8)
     layer = torch.ones(large_bytes // _LAYERS, dtype=torch.uint8)
     layers = {f"layers.{number}": layer for number in range(_LAYERS)}
-    max_bytes = int(2.25 * large_bytes) + 64 * MIB
+    max_bytes = int(2.25 * large_bytes) + 4 * _SMALL_ENTRIES * MIB
     async with (
         asynckv.LookupBuffer(max_bytes, drain_s=0) as buffer,
         asynckv.serve("tcp://127.0.0.1:0", lookup=buffer) as server,
     ):
         counts = {"small": 0, "large": 0}
         keeping = [
-            asyncio.create_task(_keep(buffer, counts, "small", small)),
+            *(
+                asyncio.create_task(_keep(buffer, counts, "small", small))
+                for _ in range(_SMALL_ENTRIES)
+            ),
             asyncio.create_task(_keep(buffer, counts, "large", layers)),
         ]
         loop = asyncio.get_running_loop()
