@@ -303,8 +303,7 @@ class KVLookupBuffer(KVCacheBuffer):
     ) -> DropSelect:
         """Take the best matching entry out of the buffer, waiting for one to come.
 
-        Entered on the buffer's host, tensors may be views of its memory: writing to one
-        is a crash, keeping one costs room.
+        Entered on its host, tensors may be views of its memory: never write to them.
         ``await`` it and the entry is yours: it was acknowledged on verified receipt (at
         most once). Enter it with ``async with`` and it is acknowledged on clean exit,
         and given back on an error or a cancellation (at least once; ``attempt`` and
