@@ -27,15 +27,9 @@ from asynckv.errors import (
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.processes import ProcessBound
-from asynckv.protocol.frames import (
-    Accepted,
-    Cancel,
-    Frame,
-    Mappable,
-    Mapped,
-    OpenMap,
-)
+from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.shared_file import MappedFile
 

@@ -25,7 +25,6 @@ from asynckv.protocol.frames import (
     Frame,
     Insert,
     OpeningFrame,
-    OpenMap,
     Peek,
     Result,
     Select,
@@ -33,6 +32,7 @@ from asynckv.protocol.frames import (
     Taken,
     Withdraw,
 )
+from asynckv.protocol.map_frames import OpenMap
 
 __all__ = ("Answered", "LookupService")
 

@@ -9,7 +9,8 @@ from asynckv.buffers.sharing import MapHolder
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.failures import to_failure
-from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame, Mapped
+from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame
+from asynckv.protocol.map_frames import Mapped
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService

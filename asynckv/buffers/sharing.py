@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeAlias
 
 from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Mappable
+from asynckv.protocol.map_frames import Mappable
 from asynckv.tensors.arena import Hold
 from asynckv.tensors.shared_file import SharedFile
 from asynckv.tensors.slab_arena import SlabArena

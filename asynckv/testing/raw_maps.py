@@ -8,7 +8,8 @@ import struct
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.frames import Frame, Mappable, Mapped, Offer, OpenMap, Select
+from asynckv.protocol.frames import Frame, Offer, Select
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.tensors.shared_file import MappedFile
 from asynckv.testing.link_pairs import Hearer
 

@@ -9,15 +9,8 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import fetch_file
-from asynckv.protocol.frames import (
-    Accepted,
-    Cancel,
-    Cancelled,
-    Failure,
-    Grant,
-    Mapped,
-    OpenMap,
-)
+from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Grant
+from asynckv.protocol.map_frames import Mapped, OpenMap
 from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.raw_maps import RawMapper
 

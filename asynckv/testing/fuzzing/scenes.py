@@ -21,17 +21,8 @@ from asynckv.pipes.group import join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.frames import (
-    Attach,
-    Commit,
-    Insert,
-    Mappable,
-    Mapped,
-    OpenMap,
-    Retract,
-    Select,
-    Settle,
-)
+from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
 from asynckv.security.keyring import Keyring
