@@ -5,7 +5,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from asynckv.protocol import frames
+from asynckv.protocol import frames, map_frames
 from asynckv.protocol.frames import (
     Done,
     Frame,
@@ -74,8 +74,9 @@ def test_no_two_frames_have_the_same_tag() -> None:
 def test_every_frame_of_the_page_belongs_to_the_union() -> None:
     tagged = [
         value
-        for name in frames.__all__
-        if isinstance(value := getattr(frames, name), type)
+        for page in (frames, map_frames)
+        for name in page.__all__
+        if isinstance(value := getattr(page, name), type)
         if issubclass(value, msgspec.Struct) and value.__struct_config__.tag
     ]
     assert set(tagged) == set(FRAMES)
