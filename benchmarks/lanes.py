@@ -6,7 +6,7 @@ a thread of its own; beside four lanes of a unix socket, and beside TLS, one raw
 stream. Paired runs, each divided by its own A/A; CPU seconds are those of both
 processes. Then the loop's lag while transfers go on and on, beside an idle loop's.
 
-    python benchmarks/lanes.py [--runs 5] [--ticks 5000] [--only NAME] [--only-report]
+    python -m benchmarks.lanes [--runs 5] [--ticks 5000] [--only NAME] [--only-report]
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 import torch
-from pairing.runs import Figure, Runs, measure_runs, report
-from pairing.serving import LARGE, NBYTES, TENSORS, Places, serving
 
 from asynckv.cli.bench.figures import percentile
 from asynckv.cli.bench.lag import tick
@@ -29,6 +27,8 @@ from asynckv.cli.bench.moving import pull
 from asynckv.cli.bench.rig import Rig, open_rig
 from asynckv.cli.bench.settings import Settings
 from asynckv.links.options import Digest
+from benchmarks.pairing.runs import Figure, Runs, measure_runs, report
+from benchmarks.pairing.serving import LARGE, NBYTES, TENSORS, Places, serving
 
 __all__ = ("main",)
 

@@ -6,7 +6,7 @@ by one; 64 bytes by ``drop_select`` beside a raw ping; 100 requests of 16 KiB
 outstanding beside bare asyncio streams, and 1,000 beside our own 100. Paired runs,
 each divided by its own A/A.
 
-    python benchmarks/small.py [--runs 5] [--only NAME ...] [--only-report]
+    python -m benchmarks.small [--runs 5] [--only NAME ...] [--only-report]
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 import torch
-from pairing.runs import Figure, measure_runs, report
-from pairing.serving import Places, serving
 
 import asynckv
 from asynckv.cli.bench.asking import open_outstanding, open_ping
@@ -30,6 +28,8 @@ from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig, open_rig
 from asynckv.cli.bench.settings import Settings
 from asynckv.tensors.views import bytes_of
+from benchmarks.pairing.runs import Figure, measure_runs, report
+from benchmarks.pairing.serving import Places, serving
 
 __all__ = ("main",)
 

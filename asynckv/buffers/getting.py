@@ -12,14 +12,13 @@ from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
 from asynckv.protocol.frames import (
     Cancel,
-    Done,
     Frame,
     Get,
-    Grant,
     Offer,
     Result,
     Took,
 )
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.views import bytes_of, check_into
 
 __all__ = ("Getting",)

@@ -22,13 +22,12 @@ from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
     Commit,
-    Done,
     Frame,
-    Grant,
     Insert,
     Push,
     Retract,
 )
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of
 from asynckv.tensors.copying import CopyPool

@@ -27,18 +27,16 @@ from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
     Complete,
-    Done,
     Frame,
-    Grant,
     Nack,
     Noted,
     Offer,
     Reached,
     Retract,
-    Riders,
     Select,
     Took,
 )
+from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.values import MappedOffer
 from asynckv.tensors.blocks import KVMemory
 

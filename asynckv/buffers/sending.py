@@ -9,7 +9,14 @@ from asynckv.buffers.answers import Answer, fail_by
 from asynckv.errors import PeerLost
 from asynckv.links.link import Link
 from asynckv.links.riding import RidingParts, rides
-from asynckv.protocol.frames import Accepted, Cancel, Done, Frame, Grant, Insert, Put
+from asynckv.protocol.frames import (
+    Accepted,
+    Cancel,
+    Frame,
+    Insert,
+    Put,
+)
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.runs import Memory, joined
 
 __all__ = ("Sending",)

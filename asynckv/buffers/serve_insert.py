@@ -26,12 +26,10 @@ from asynckv.protocol.frames import (
     Accepted,
     Cancel,
     Cancelled,
-    Done,
     Frame,
-    Grant,
     Insert,
-    Riders,
 )
+from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.tensors.arena import Region
 
 if TYPE_CHECKING:

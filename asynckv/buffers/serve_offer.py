@@ -15,7 +15,12 @@ from asynckv.errors import EntryTooLarge, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.links.riding import RidingParts, rides
-from asynckv.protocol.frames import Complete, Done, Offer, Retract
+from asynckv.protocol.frames import (
+    Complete,
+    Offer,
+    Retract,
+)
+from asynckv.protocol.payload_frames import Done
 
 __all__ = ("Offering", "make_offer", "may_begin")
 

@@ -10,7 +10,11 @@ from asynckv.errors import ChecksumError, EntryAborted, RemoteProtocolError
 from asynckv.links.receiving import Reception
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Done, Grant, Push, Retract
+from asynckv.protocol.frames import (
+    Push,
+    Retract,
+)
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.arena import Region
 
 if TYPE_CHECKING:

@@ -30,13 +30,13 @@ from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
     Frame,
-    Grant,
     Nack,
     Noted,
     Reached,
     Select,
     Took,
 )
+from asynckv.protocol.payload_frames import Grant
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService

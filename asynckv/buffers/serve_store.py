@@ -23,18 +23,16 @@ from asynckv.protocol.frames import (
     Cancelled,
     Contains,
     Delete,
-    Done,
     Frame,
     Get,
-    Grant,
     Nack,
     Offer,
     OpeningFrame,
     Put,
     Result,
-    Riders,
     Took,
 )
+from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import dtype_of
 

@@ -14,13 +14,12 @@ from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import (
     Cancel,
     Commit,
-    Done,
     Frame,
-    Grant,
     Insert,
     Push,
     Retract,
 )
+from asynckv.protocol.payload_frames import Done, Grant
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService

@@ -13,7 +13,7 @@ from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.riding import rides
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Done, Riders
+from asynckv.protocol.payload_frames import Done, Riders
 from asynckv.tensors.runs import Memory, fill
 
 __all__ = ("PartSink", "Reception")

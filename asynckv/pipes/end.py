@@ -11,15 +11,14 @@ from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.outbound import Outbound
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import (
-    Done,
     Failure,
     Flushed,
     Frame,
-    Grant,
     OpenPipe,
     Push,
     Read,
 )
+from asynckv.protocol.payload_frames import Done, Grant
 
 __all__ = ("PipeEnd",)
 

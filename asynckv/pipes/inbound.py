@@ -19,7 +19,13 @@ from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
+from asynckv.protocol.frames import (
+    Flushed,
+    Frame,
+    Push,
+    Read,
+)
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
 from asynckv.types import TensorSpec

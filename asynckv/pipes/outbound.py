@@ -19,7 +19,13 @@ from asynckv.links.link import Link
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
 from asynckv.pipes.room import Credit, SendRoom
-from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
+from asynckv.protocol.frames import (
+    Flushed,
+    Frame,
+    Push,
+    Read,
+)
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec

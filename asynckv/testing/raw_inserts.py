@@ -9,10 +9,10 @@ from asynckv.protocol.frames import (
     Cancelled,
     Failure,
     Frame,
-    Grant,
     Insert,
     Push,
 )
+from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.testing.link_pairs import Hearer
 from asynckv.types import TensorSpec

@@ -97,7 +97,8 @@ class Ours:
         return elapsed_s
 
     async def _place(self, work: Work) -> None:
-        memory = Memory(*(_tensors(pool, work) for pool in self._both_pools()))
+        sources, targets = (_tensors(pool, work) for pool in self._both_pools())
+        memory = Memory(sources, targets)
         if _is_joined(work):
             [piece] = self._pools.source.pieces(work, work.total)
             joined = torch.from_numpy(piece.gather())

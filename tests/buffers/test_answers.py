@@ -6,7 +6,12 @@ import pytest
 
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
-from asynckv.protocol.frames import Cancelled, Failure, Frame, Grant
+from asynckv.protocol.frames import (
+    Cancelled,
+    Failure,
+    Frame,
+)
+from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.blocked import until_blocked
 
 

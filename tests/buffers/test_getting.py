@@ -16,13 +16,12 @@ from asynckv.protocol.frames import (
     Accepted,
     Cancel,
     Cancelled,
-    Done,
     Frame,
-    Grant,
     Offer,
     Result,
     Took,
 )
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until

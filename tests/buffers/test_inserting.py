@@ -11,7 +11,10 @@ from asynckv.buffers.serve import Server, serve
 from asynckv.errors import EntryConflict, EntryTooLarge
 from asynckv.links.link import Link
 from asynckv.links.options import Digest
-from asynckv.protocol.frames import Accepted, Grant
+from asynckv.protocol.frames import (
+    Accepted,
+)
+from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.pairs import Peers
 
 FarLink = Callable[[Server, Peer], Link]

@@ -11,7 +11,12 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.pushing import RemoteWriter, dense
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Accepted, Cancelled, Grant, Push
+from asynckv.protocol.frames import (
+    Accepted,
+    Cancelled,
+    Push,
+)
+from asynckv.protocol.payload_frames import Grant
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation

@@ -21,16 +21,14 @@ from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
     Complete,
-    Done,
     Frame,
-    Grant,
     Offer,
     OpeningFrame,
     Result,
     Retract,
-    Riders,
     Took,
 )
+from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked

@@ -11,7 +11,13 @@ from asynckv.buffers.inserting import begin_insert
 from asynckv.buffers.sending import Sending
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Cancel, Failure, Grant, Insert, Result
+from asynckv.protocol.frames import (
+    Cancel,
+    Failure,
+    Insert,
+    Result,
+)
+from asynckv.protocol.payload_frames import Grant
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import LinkPair, linked

@@ -17,9 +17,9 @@ from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
     Commit,
-    Done,
     Failure,
 )
+from asynckv.protocol.payload_frames import Done
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import name_of
 from asynckv.testing.pairs import Peers

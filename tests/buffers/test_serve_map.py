@@ -9,8 +9,14 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import fetch_file
-from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Grant
+from asynckv.protocol.frames import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Failure,
+)
 from asynckv.protocol.map_frames import Mapped, OpenMap
+from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.raw_maps import RawMapper
 

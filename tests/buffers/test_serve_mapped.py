@@ -10,7 +10,12 @@ from asynckv.buffers import sharing
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve_mapped import place_of
 from asynckv.errors import EntryTooLarge
-from asynckv.protocol.frames import Failure, Grant, Nack, Select
+from asynckv.protocol.frames import (
+    Failure,
+    Nack,
+    Select,
+)
+from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.values import Place
 from asynckv.tensors.arena import Region
 from asynckv.tensors.shared_file import edges_of

@@ -12,7 +12,13 @@ from asynckv.buffers.serve_offer import make_offer, may_begin
 from asynckv.errors import EntryTooLarge
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.frames import Complete, Done, Offer, Retract, Select
+from asynckv.protocol.frames import (
+    Complete,
+    Offer,
+    Retract,
+    Select,
+)
+from asynckv.protocol.payload_frames import Done
 from asynckv.protocol.values import Limits
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until

@@ -17,11 +17,11 @@ from asynckv.protocol.frames import (
     Cancel,
     Cancelled,
     Commit,
-    Done,
     Failure,
     Push,
     Retract,
 )
+from asynckv.protocol.payload_frames import Done
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import name_of

@@ -21,7 +21,6 @@ from asynckv.protocol.frames import (
     Cancelled,
     Commit,
     Failure,
-    Grant,
     Nack,
     Offer,
     Reached,
@@ -29,6 +28,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
+from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.blocked import until
 from asynckv.testing.holders import draft_of
 from asynckv.testing.link_pairs import Hearer, name_of

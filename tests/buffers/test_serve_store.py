@@ -16,10 +16,8 @@ from asynckv.protocol.frames import (
     Cancelled,
     Commit,
     Delete,
-    Done,
     Failure,
     Get,
-    Grant,
     Offer,
     OpeningFrame,
     Peek,
@@ -27,6 +25,7 @@ from asynckv.protocol.frames import (
     Result,
     Took,
 )
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.shielding import wait_shielded
 from asynckv.tensors import views
 from asynckv.testing.blocked import until, until_blocked

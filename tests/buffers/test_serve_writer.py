@@ -15,12 +15,12 @@ from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
     Commit,
-    Done,
     Failure,
     Push,
     Retract,
     Took,
 )
+from asynckv.protocol.payload_frames import Done
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import name_of
 from asynckv.testing.pairs import Peers

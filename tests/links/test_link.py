@@ -13,7 +13,14 @@ from asynckv.errors import (
 )
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.frames import Frame, Grant, OpenPipe, Peek, Push, Result
+from asynckv.protocol.frames import (
+    Frame,
+    OpenPipe,
+    Peek,
+    Push,
+    Result,
+)
+from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.link_pairs import Hearer, LinkPair, ScriptedService, linked

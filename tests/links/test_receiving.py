@@ -10,7 +10,7 @@ from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.receiving import Reception
 from asynckv.links.riding import RIDES_NBYTES
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Done, Riders
+from asynckv.protocol.payload_frames import Done, Riders
 
 
 class Payload:

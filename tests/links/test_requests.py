@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from asynckv.protocol.frames import Grant, Peek
+from asynckv.protocol.frames import (
+    Peek,
+)
+from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.link_pairs import Hearer, linked
 
 

@@ -10,7 +10,10 @@ import pytest
 from asynckv.links.link import Link
 from asynckv.links.riding import RIDES_NBYTES, RidingParts, rides
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Get, Riders
+from asynckv.protocol.frames import (
+    Get,
+)
+from asynckv.protocol.payload_frames import Riders
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import Hearer, ScriptedService, linked
 

@@ -12,7 +12,13 @@ from asynckv.pipes import inbound
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.parcels import MAX_TENSORS
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
+from asynckv.protocol.frames import (
+    Flushed,
+    Frame,
+    Push,
+    Read,
+)
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors import growth, lending
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing import until, until_blocked

@@ -10,7 +10,13 @@ import torch
 from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolError
 from asynckv.pipes.outbound import Outbound
 from asynckv.pipes.parcels import MAX_TENSORS, Parcel
-from asynckv.protocol.frames import Done, Flushed, Frame, Grant, Push, Read
+from asynckv.protocol.frames import (
+    Flushed,
+    Frame,
+    Push,
+    Read,
+)
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.testing import until_blocked
 from asynckv.types import TensorSpec
 

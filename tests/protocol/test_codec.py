@@ -13,7 +13,13 @@ from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol import frames, values
 from asynckv.protocol.bodies import BODY_PART_BYTES, max_unfinished_bytes
 from asynckv.protocol.codec import FrameDecoder, encode_frame
-from asynckv.protocol.frames import Accepted, Frame, Get, Grant, Offer, Select
+from asynckv.protocol.frames import (
+    Accepted,
+    Frame,
+    Get,
+    Offer,
+    Select,
+)
 from asynckv.protocol.header import (
     HEADER_BYTES,
     TYPE_CHUNK,
@@ -22,6 +28,7 @@ from asynckv.protocol.header import (
     checksum_of,
     pack_header,
 )
+from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.values import Limits
 
 Event = tuple[int, Frame, bytes]

@@ -4,7 +4,10 @@ import gc
 import weakref
 
 from asynckv.protocol.events import Came, Farewell, Opened, Refused
-from asynckv.protocol.frames import Get, Grant
+from asynckv.protocol.frames import (
+    Get,
+)
+from asynckv.protocol.payload_frames import Grant
 
 
 def test_events_are_values() -> None:

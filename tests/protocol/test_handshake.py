@@ -71,7 +71,7 @@ def test_a_hello_and_its_welcome_say_all_of_a_sides_terms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "agreed"), [(0, 0, 1), (0, 4, 1), (3, 4, 3), (99, 99, 16)]
+    ("ours", "theirs", "agreed"), [(0, 0, 1), (0, 4, 1), (3, 4, 3), (99, 99, 8)]
 )
 def test_there_are_as_many_lanes_as_both_sides_can_have(
     ours: int, theirs: int, agreed: int

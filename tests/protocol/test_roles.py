@@ -7,12 +7,12 @@ import pytest
 from asynckv.protocol.frames import (
     Accepted,
     Frame,
-    Grant,
     OpeningFrame,
     Ping,
     Proof,
     Took,
 )
+from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.roles import ROLES, Role
 
 

@@ -19,7 +19,6 @@ from asynckv.protocol.frames import (
     Frame,
     Get,
     Goodbye,
-    Grant,
     Insert,
     OpenPipe,
     Ping,
@@ -29,6 +28,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
+from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
 

@@ -9,10 +9,10 @@ from asynckv.protocol.frames import (
     Accepted,
     Frame,
     Get,
-    Grant,
     Hello,
     Ping,
 )
+from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits, PeerIdentity
 

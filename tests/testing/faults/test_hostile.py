@@ -18,11 +18,9 @@ from asynckv.protocol.frames import (
     Accepted,
     Ack,
     Contains,
-    Done,
     Failure,
     Frame,
     Get,
-    Grant,
     Hello,
     Insert,
     Offer,
@@ -34,6 +32,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.header import TYPE_CONTROL, pack_header
+from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import PeerIdentity
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.hostile import (

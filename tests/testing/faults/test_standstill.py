@@ -11,7 +11,12 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.protocol.frames import Grant, Insert, Offer, Select
+from asynckv.protocol.frames import (
+    Insert,
+    Offer,
+    Select,
+)
+from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.faults.hostile import claim, open_hostile_peer
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.kv_pairs import KVFaults, KVPair, open_kv_faults, open_kv_pair
