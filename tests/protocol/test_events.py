@@ -4,9 +4,7 @@ import gc
 import weakref
 
 from asynckv.protocol.events import Came, Farewell, Opened, Refused
-from asynckv.protocol.frames import (
-    Get,
-)
+from asynckv.protocol.frames import Get
 from asynckv.protocol.payload_frames import Grant
 
 
