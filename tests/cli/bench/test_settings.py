@@ -16,5 +16,5 @@ def test_the_full_scale_is_what_was_promised() -> None:
     assert (FULL.entry, FULL.layers) == (64 * mib, (64, 16 * mib))
     assert FULL.small == (10_000, 4096)
     assert FULL.outstanding == (1, 10, 100, 1000)
-    assert FULL.scattered_nbytes == (8192, 18432, 65536, 2 * mib)
+    assert FULL.scattered_nbytes == (4096, 8192, 18432, 65536, 2 * mib)
     assert FULL.rounds * FULL.ticks >= 5000
