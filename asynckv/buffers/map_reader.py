@@ -41,14 +41,14 @@ class MappedParts(msgspec.Struct, eq=False):
 
 
 class MapReader:
-    """Reads what ``memory`` shows.
+    """Reads what ``memory`` shows, for any number of calls.
 
     With ``views`` nothing is copied but what lands in memory of the caller.
     """
 
     def __init__(self, memory: MappedMemory, pool: CopyPool, *, views: bool) -> None:
         self.views = views
-        self._memory = memory
+        self.memory = memory
         self._pool = pool
 
     def unpack(
@@ -64,11 +64,11 @@ class MapReader:
             if place is None:
                 continue
             try:
-                check_place(place, record.spec.nbytes, self._memory.file.nbytes)
+                check_place(place, record.spec.nbytes, self.memory.file.nbytes)
             except ValueError as exc:
                 raise RemoteProtocolError(f"an offer of {exc}") from exc
         # Not before: the error would keep it, as long as somebody keeps the error.
-        pin = self._memory.take(mapped.pin)
+        pin = self.memory.take(mapped.pin)
         return manifest, MappedParts(places, mapped.edges, pin)
 
     async def take(
@@ -107,9 +107,9 @@ class MapReader:
         targets: Mapping[str, KVMemory],
         empty: Callable[[TensorSpec], torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        job = _Job(self._memory, targets, empty, views=self.views)
+        job = _Job(self.memory, targets, empty, views=self.views)
         try:
-            if self._memory.digest == "edges":
+            if self.memory.digest == "edges":
                 self._verify_edges(manifest, parts)
             inline = iter(manifest.inline)
             for record, place in zip(manifest.records, parts.places, strict=True):
@@ -117,7 +117,7 @@ class MapReader:
                     job.land(record, next(inline))
                 else:
                     job.add(record, place, parts.pin)
-            await job.run(self._pool, is_full=self._memory.digest == "full")
+            await job.run(self._pool, is_full=self.memory.digest == "full")
             return job.take()
         finally:
             job.take()  # an error's traceback would keep what is in it
@@ -131,7 +131,7 @@ class MapReader:
         ]
         places = [place for place, _ in there]
         sizes = [nbytes for _, nbytes in there]
-        found = edges_of(self._memory.file.memory, places, sizes)
+        found = edges_of(self.memory.file.memory, places, sizes)
         if parts.edges and found != parts.edges:
             raise ChecksumError(
                 "what lies in shared memory is not what was offered",

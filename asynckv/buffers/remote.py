@@ -72,6 +72,7 @@ class Peer(LoopBound):
         self.memory = Growth(max_bytes)
         self.budget = ReceiveBudget(max_bytes, self.memory)
         self.pool = CopyPool(empty=self.memory.lending.spare)
+        self._readers: dict[bool, MapReader] = {}
         self._mappings = Mappings(
             map_digest, own_identity.boot_id, is_forced="payload=map" in url
         )
@@ -121,7 +122,12 @@ class Peer(LoopBound):
     def reader(self, link: Link, *, views: bool) -> MapReader | None:
         """Return what reads the memory that ``link`` shows, if it does."""
         memory = self._mappings.of(link)
-        return None if memory is None else MapReader(memory, self.pool, views=views)
+        if memory is None:
+            return None
+        reader = self._readers.get(views)
+        if reader is None or reader.memory is not memory:
+            reader = self._readers[views] = MapReader(memory, self.pool, views=views)
+        return reader
 
     def check(self) -> asyncio.AbstractEventLoop:
         """Return the loop this peer belongs to.
@@ -201,6 +207,7 @@ class Peer(LoopBound):
             self._link.abort()
         self.pool.close()
         self._mappings.close()
+        self._readers.clear()
         self.memory.close()
 
     async def _dial(self, timeout_s: float) -> Link:
