@@ -20,12 +20,11 @@ RUNS = 2 * len(GROUNDS)
 HERE = ("Local", "LookupBuffer.", "StoreBuffer.", "MemTransport.", "InlineTransport.")
 BY_TCP = ("join_group:", "open:", "Group.", "LookupByRole.")
 BY_TLS = ("Server.__aenter__", "PipeListener.__aenter__")  # elsewhere they never wait
-NOT_SURELY = ("RemoteStream.__anext__",)  # the next tensor may be there already
 ELSEWHERE: dict[Kind, tuple[str, ...]] = {
-    "mem": (*HERE, *BY_TCP, *BY_TLS, *NOT_SURELY, "Peer.__aenter__"),
-    "tcp": (*HERE, *BY_TLS, *NOT_SURELY),
-    "unix": (*HERE, *BY_TCP, *BY_TLS, *NOT_SURELY),
-    "tls": (*HERE, *NOT_SURELY),
+    "mem": (*HERE, *BY_TCP, *BY_TLS, "Peer.__aenter__"),
+    "tcp": (*HERE, *BY_TLS),
+    "unix": (*HERE, *BY_TCP, *BY_TLS),
+    "tls": (*HERE),
 }
 """What a ground has not, or what waits for nothing there."""
 

@@ -61,19 +61,26 @@ class _Writer:
 
 
 class _Reader:
-    """Reads an entry to its end; ``is_used`` once it has all of it."""
+    """Reads an entry to its end; ``is_used`` once it has all of it.
 
-    def __init__(self, ground: Ground, entries: Entries) -> None:
+    It waits for its last tensor by name first, if it is to read ``by_name``.
+    """
+
+    def __init__(
+        self, ground: Ground, entries: Entries, *, by_name: bool = True
+    ) -> None:
         self.is_used = False
         self._ground = ground
         self._entries = entries
+        self._by_name = by_name
 
     async def read(self) -> None:
         self.is_used = False
         contents = self._entries.contents
         async with self._ground.consumer.open_drop_select(TOKENS) as stream:
             expect(stream.entry_id == self._entries.name, "another entry")
-            expect_same(await stream.wait_for("value"), contents)
+            if self._by_name:
+                expect_same(await stream.wait_for("value"), contents)
             async for _, tensor in stream:
                 expect_same(tensor, contents)
             self.is_used = True
@@ -148,9 +155,20 @@ async def a_reader(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
 async def a_reader_beside_its_writer(
     ground: Ground, sweeper: Sweeper, nbytes: int
 ) -> None:
-    """The entry is given back while it is still written; the next begins anew."""
+    """The entry is given back while it is still written; the next begins anew.
+
+    Once it waits for a tensor by its name, once for the next, whichever that is.
+    """
+    for by_name in (True, False):
+        await _read_beside_a_writer(ground, sweeper, nbytes, by_name)
+
+
+async def _read_beside_a_writer(
+    ground: Ground, sweeper: Sweeper, nbytes: int, by_name: bool
+) -> None:
     entries = Entries(ground, nbytes)
-    writer, reader = _Writer(ground, entries), _Reader(ground, entries)
+    writer = _Writer(ground, entries)
+    reader = _Reader(ground, entries, by_name=by_name)
     partner: Partner
 
     async def before() -> None:
@@ -167,8 +185,12 @@ async def a_reader_beside_its_writer(
         await partner.ended()
         await _is_given_back(ground, entries, reader, outcome)
 
+    way = "by name" if by_name else "in order"
     await sweeper.sweep(
-        f"a reader of {nbytes} bytes beside its writer", reader.read, check, before
+        f"a reader {way} of {nbytes} bytes beside its writer",
+        reader.read,
+        check,
+        before,
     )
 
 

@@ -27,12 +27,12 @@ TARGETS: Final[Mapping[str, Target]] = {
     for target in (WIRE, GREETING, CHUNKS, MANIFEST, URLS, CONFIG, SIZES, PEER)
 }
 _SHARES: Final[Mapping[str, int]] = {
-    "wire": 1000,
-    "greeting": 100,
-    "chunks": 380,
+    "wire": 950,
+    "greeting": 60,
+    "chunks": 475,
     "manifest": 380,
     "urls": 90,
-    "config": 10,
+    "config": 5,
     "sizes": 39,
     "peer": 1,
 }
