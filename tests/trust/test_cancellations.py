@@ -24,7 +24,7 @@ ELSEWHERE: dict[Kind, tuple[str, ...]] = {
     "mem": (*HERE, *BY_TCP, *BY_TLS, "Peer.__aenter__"),
     "tcp": (*HERE, *BY_TLS),
     "unix": (*HERE, *BY_TCP, *BY_TLS),
-    "tls": (*HERE),
+    "tls": HERE,
 }
 """What a ground has not, or what waits for nothing there."""
 
