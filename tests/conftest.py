@@ -122,6 +122,15 @@ def nothing_blocks_the_loop() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def what_was_imported_is_no_garbage() -> Iterator[None]:
+    """Look for garbage in what the tests make: all the rest is much, and stays."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a thread, a child process or a descriptor behind."""
