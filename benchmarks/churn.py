@@ -29,6 +29,7 @@ import torch
 
 import asynckv
 from asynckv.abc import SelectStream
+from asynckv.cli.loops import run
 from asynckv.types import parse_bytes
 
 __all__ = ("main",)
@@ -175,9 +176,7 @@ def main() -> int:
     options = parser.parse_args()
     max_bytes, rows = parse_bytes(options.max_bytes), []
     for name, draw in (("one size", of_one_size), ("all sizes", of_all_sizes)):
-        rows += asyncio.run(
-            measure(name, draw, max_bytes, options.seconds / 2, options.seed)
-        )
+        rows += run(measure(name, draw, max_bytes, options.seconds / 2, options.seed))
     if options.json:
         print(json.dumps([asdict(row) | {"is_met": row.is_met} for row in rows]))
     else:

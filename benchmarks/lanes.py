@@ -26,6 +26,7 @@ from asynckv.cli.bench.memory import Memory
 from asynckv.cli.bench.moving import pull
 from asynckv.cli.bench.rig import Rig, open_rig
 from asynckv.cli.bench.settings import Settings
+from asynckv.cli.loops import run
 from asynckv.links.options import Digest
 from benchmarks.pairing.runs import Figure, Runs, measure_runs, report
 from benchmarks.pairing.serving import LARGE, NBYTES, TENSORS, Places, serving
@@ -171,7 +172,7 @@ def main() -> None:
     parser.add_argument("--only-report", action="store_true")
     given = parser.parse_args()
     chosen = [one for one in SETTINGS if not given.only or one.name in given.only]
-    figures = asyncio.run(_measure_all(chosen, runs=given.runs, ticks=given.ticks))
+    figures = run(_measure_all(chosen, runs=given.runs, ticks=given.ticks))
     report(figures, only_report=given.only_report)
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import asynckv
+from asynckv.cli.loops import run
 from asynckv.tensors.views import bytes_of
 
 __all__ = ("main",)
@@ -58,7 +59,7 @@ async def _produce(pipe: multiprocessing.connection.Connection, pings: int) -> N
 
 
 def _producer(pipe: multiprocessing.connection.Connection, pings: int) -> None:
-    asyncio.run(_produce(pipe, pings))
+    run(_produce(pipe, pings))
 
 
 def _raw_server(pipe: multiprocessing.connection.Connection, pings: int) -> None:
@@ -241,7 +242,7 @@ def main() -> None:
         url, port = pipes[0].recv(), pipes[1].recv()
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found = asyncio.run(
+            found = run(
                 _measure(
                     url,
                     raw,

@@ -26,6 +26,7 @@ import torch
 
 import asynckv
 from asynckv.abc import KVEntry
+from asynckv.cli.loops import run
 
 __all__ = ("main",)
 
@@ -102,7 +103,7 @@ async def _keep(
 
 
 def _run_owner(pipe: Connection, large_bytes: int) -> None:
-    asyncio.run(_own(pipe, large_bytes))
+    run(_own(pipe, large_bytes))
 
 
 def _cpu_s() -> float:
@@ -310,7 +311,7 @@ def main() -> None:
     owner_end.close()
     raw = Raw(echo_pipe.recv())
     url = owner_pipe.recv()
-    asyncio.run(_measure(url, raw, Owner(owner_pipe), options.rounds, nbytes))
+    run(_measure(url, raw, Owner(owner_pipe), options.rounds, nbytes))
     raw.sock.close()
     owner_pipe.close()
     for process in processes:

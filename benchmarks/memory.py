@@ -42,6 +42,7 @@ from asynckv import (
     open_pipe,
     serve,
 )
+from asynckv.cli.loops import run
 from asynckv.types import parse_bytes
 
 __all__ = ("main",)
@@ -174,7 +175,7 @@ def _run(side: _Side, work: Work, parent: Connection) -> None:
         await side(work, parent)
         parent.send("done")
 
-    asyncio.run(main())
+    run(main())
     parent.recv()  # so that nothing is given back before the last sample
 
 

@@ -12,7 +12,6 @@ each divided by its own A/A.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import random
@@ -27,6 +26,7 @@ from asynckv.cli.bench.measuring import Case, Sample
 from asynckv.cli.bench.report import Subject
 from asynckv.cli.bench.rig import Rig, open_rig
 from asynckv.cli.bench.settings import Settings
+from asynckv.cli.loops import run
 from asynckv.tensors.views import bytes_of
 from benchmarks.pairing.runs import Figure, measure_runs, report
 from benchmarks.pairing.serving import Places, serving
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=_CASES, default=list(_CASES))
     parser.add_argument("--only-report", action="store_true")
     given = parser.parse_args()
-    figures = asyncio.run(_measure_all(given.only, given.runs))
+    figures = run(_measure_all(given.only, given.runs))
     report(figures, only_report=given.only_report)
 
 

@@ -28,6 +28,7 @@ from asynckv.cli.bench.meeting import (
 )
 from asynckv.cli.bench.raw_server import RawServer
 from asynckv.cli.bench.streams import StreamsServer
+from asynckv.cli.loops import run
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.certificates import Authority
 
@@ -73,7 +74,7 @@ def serving(*, large: bool = True) -> Iterator[Places]:
 
 
 def _run(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) -> None:
-    asyncio.run(_serve(pipe, folder, keys, large))
+    run(_serve(pipe, folder, keys, large))
     # The baselines' threads may hold the last of torch's memory: one that lets go of
     # it while the interpreter ends takes the process down.
     os._exit(0)

@@ -7,7 +7,6 @@ Its report goes to ``FOLDER/NAME.json``, also where it fails or is not installed
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import signal
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from asynckv.cli.loops import run
 from benchmarks.peers.kinds import KINDS, peers_of
 from benchmarks.peers.measuring import Options, run_peer
 from benchmarks.peers.report import PeerReport
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure_here(name: str, options: Options, folder: Path) -> None:
     try:
-        asyncio.run(run_peer(name, options, lambda report: _save(report, folder)))
+        run(run_peer(name, options, lambda report: _save(report, folder)))
     except Exception as exc:  # noqa: BLE001 - a peer may raise anything
         reason = f"{type(exc).__name__}: {exc}"
         _save(msgspec.structs.replace(_load(name, folder), reason=reason), folder)

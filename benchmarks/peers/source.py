@@ -15,6 +15,7 @@ from typing import Final
 
 from asynckv.cli.bench.serving import serving
 from asynckv.cli.bench.settings import Settings
+from asynckv.cli.loops import run
 from benchmarks.peers.kinds import peer_class
 from benchmarks.peers.work import Pool, Work
 
@@ -106,7 +107,7 @@ def _address_from(pipe: Connection) -> str:
 
 
 def _run(served: Served, pipe: Connection) -> None:
-    asyncio.run(_serve(served, pipe))
+    run(_serve(served, pipe))
 
 
 async def _serve(served: Served, pipe: Connection) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asynckv.cli.bench.settings import Settings
+from asynckv.cli.loops import LoopName, run
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.links.options import Digest
 from asynckv.security.tls import TLS
@@ -49,6 +50,7 @@ def bench(
     key: Path | None = None,
     ca: Path | None = None,
     allow_plaintext: _Flag = False,
+    loop: LoopName = "auto",
 ) -> int:
     """Measure asynckv on your own machines, each figure beside a baseline.
 
@@ -82,6 +84,8 @@ def bench(
         The authorities that certify peers.
     allow_plaintext
         Allow ``tcp://`` beyond this host.
+    loop
+        ``asyncio`` or ``uvloop``, by itself the latter where it is installed.
     """
     console = Console()
     try:
@@ -91,12 +95,14 @@ def bench(
             secret_file=None if secret_file is None else str(secret_file),
             tls=_tls_of(certificate, key, ca),
             allow_plaintext=allow_plaintext,
+            loop=loop,
         )
         if serve:
-            asyncio.run(_until_ended(_serve(url or _SERVE_AT, settings, console)))
+            run(_until_ended(_serve(url or _SERVE_AT, settings, console)), loop)
             return 0
         png = _picture_beside(html, console)
-        report = asyncio.run(_until_ended(_measure(url, settings, console, quick)))
+        measuring = _measure(url, settings, console, quick)
+        report = run(_until_ended(measuring), loop)
         return _leave_behind(report, console, (json, html, png))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; nothing is left behind")
@@ -126,7 +132,7 @@ def _picture_beside(html: Path | None, console: Console) -> Path | None:
 
 
 async def _until_ended(work: Coroutine[object, object, _T]) -> _T:
-    # asyncio.run turns Ctrl-C into a cancellation; other polite ends are no different.
+    # The runner turns Ctrl-C into a cancellation; other polite ends are no different.
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     if task is not None:
         for number in _POLITE_ENDS:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from asynckv.cli.bench.serving import serving
 from asynckv.cli.bench.settings import Settings
+from asynckv.cli.loops import LoopName, run
 from asynckv.links.options import Digest
 
 __all__ = ("ServerEnded", "main", "own_server")
@@ -40,6 +41,7 @@ async def own_server(settings: Settings) -> AsyncIterator[str]:
         "asynckv.cli.bench.server",
         settings.digest,
         str(settings.lanes or ""),
+        settings.loop,
         stdin=PIPE,
         stdout=PIPE,
         # Ctrl-C is for the parent, which then hangs up.
@@ -87,16 +89,21 @@ async def _serve(settings: Settings) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve with the digest and the lanes of ``arguments`` until stdin ends."""
+    """Serve with digest, lanes and loop of ``arguments`` until stdin ends."""
     digests: dict[str, Digest] = {
         "auto": "auto",
         "full": "full",
         "edges": "edges",
         "off": "off",
     }
-    digest, lanes = arguments
+    loops: dict[str, LoopName] = {
+        "auto": "auto",
+        "asyncio": "asyncio",
+        "uvloop": "uvloop",
+    }
+    digest, lanes, loop = arguments
     settings = Settings(digest=digests[digest], lanes=int(lanes) if lanes else None)
-    asyncio.run(_serve(settings))
+    run(_serve(settings), loops[loop])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+from asynckv.cli.loops import LoopName
 from asynckv.links.options import Digest
 from asynckv.security.tls import TLS
 
@@ -18,13 +19,14 @@ _KIB, _MIB = 2**10, 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options of the link, the same as those of ``serve`` and ``connect``."""
+    """Options of the link, as ``serve`` and ``connect`` have them, and the loop."""
 
     digest: Digest = "auto"
     lanes: int | None = None
     secret_file: str | None = None
     tls: TLS | None = None
     allow_plaintext: bool = False
+    loop: LoopName = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
