@@ -16,7 +16,6 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 ROOT = Path(__file__).parent
 WORKERS = ("-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal")
-LONGEST = ("test_cancellations", "test_fuzz", "test_simulation")
 FUZZED = ("wire", "greeting", "chunks", "manifest", "urls", "peer")
 TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
 # What each peer of benchmarks/peers needs beside asynckv, which brings anyio, and gloo
@@ -141,11 +140,11 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure: every file of benchmarks/, or those named after ``--``."""
+    """Measure: every file of benchmarks/, or those named after ``--``, as ``lanes``."""
     install(session, ".[fast]")
-    chosen = session.posargs or sorted(map(str, (ROOT / "benchmarks").glob("*.py")))
-    for benchmark in chosen:
-        session.run("python", benchmark)
+    files = sorted((ROOT / "benchmarks").glob("*.py"))
+    for name in session.posargs or [file.stem for file in files]:
+        session.run("python", "-m", f"benchmarks.{name}")
 
 
 @nox.session
@@ -190,12 +189,11 @@ def _test_promises(session: nox.Session, scale: str) -> None:
 
 
 def _tests_marked(*markers: str) -> list[str]:
-    """Return the files of tests that name one of these markers, the longest first."""
+    """Return the files of tests that name one of these markers."""
     names = tuple(f"mark.{marker}" for marker in markers)
     files = (ROOT / "tests").rglob("test_*.py")
     found = [file for file in files if any(name in file.read_text() for name in names)]
-    found.sort(key=lambda file: (file.stem not in LONGEST, file))
-    return [str(file.relative_to(ROOT)) for file in found]
+    return [str(file.relative_to(ROOT)) for file in sorted(found)]
 
 
 def _has_python(path: str) -> bool:

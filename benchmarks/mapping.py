@@ -5,7 +5,7 @@ Each round does the work of asynckv once and each baseline twice, so that what
 disturbs the one disturbs the other; what two equal baselines differ by (A/A) is
 what a ratio cannot tell. Medians over the rounds; the cold first round apart.
 
-    python benchmarks/mapping.py --rounds 9 --gib 1
+    python -m benchmarks.mapping --rounds 9 --gib 1
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import resource
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import numpy
@@ -27,13 +27,15 @@ import torch
 import asynckv
 from asynckv.abc import KVEntry
 from asynckv.cli.loops import run
+from benchmarks.pairing.cores import on_two_cores
 
 __all__ = ("main",)
 
 MIB = 2**20
 _LAYERS = 64
 _TOKENS = {"small": [1], "large": [2]}
-_PINGS = 5
+_PINGS = 20
+_HAND_OVERS = 20
 _SMALL_ENTRIES = 64
 
 
@@ -60,7 +62,7 @@ async def _own(pipe: Connection, large_bytes: int) -> None:
     layers = {f"layers.{number}": layer for number in range(_LAYERS)}
     max_bytes = int(2.25 * large_bytes) + 4 * _SMALL_ENTRIES * MIB
     async with (
-        asynckv.LookupBuffer(max_bytes, drain_s=0) as buffer,
+        asynckv.LookupBuffer(max_bytes, max_deliver=10**9, drain_s=0) as buffer,
         asynckv.serve("tcp://127.0.0.1:0", lookup=buffer) as server,
     ):
         counts = {"small": 0, "large": 0}
@@ -171,6 +173,10 @@ def _timed(times: list[float]) -> Iterator[None]:
     times.append(time.perf_counter() - begun)
 
 
+class _GiveBack(Exception):
+    """Leaves ``async with drop_select()`` so that the entry stays."""
+
+
 class Owner:
     """The process that keeps the entries, as this one sees it."""
 
@@ -195,6 +201,12 @@ class Owner:
         return counts, cpu_s
 
 
+@contextlib.contextmanager
+def _timed_until_entered(times: list[float]) -> Iterator[Callable[[], None]]:
+    begun = time.perf_counter()
+    yield lambda: times.append(time.perf_counter() - begun)
+
+
 def _line(name: str, ratios: list[float], seconds: list[float], unit: str) -> None:
     low, high = min(ratios), max(ratios)
     print(
@@ -206,24 +218,43 @@ def _line(name: str, ratios: list[float], seconds: list[float], unit: str) -> No
 async def _views(
     peer: asynckv.Peer, raw: Raw, owner: Owner, kind: str, rounds: int
 ) -> None:
-    """Time entering and leaving, each beside pings."""
-    enters: list[float] = []
+    """Time hand-overs, given back: some in each round, and some pings around them."""
+    medians: list[float] = []
+    pings: list[tuple[float, float]] = []
+    tokens = await owner.ready(kind)
+    for number in range(rounds + 2):
+        before = raw.ping()
+        enters: list[float] = []
+        for _ in range(_HAND_OVERS):
+            selecting = peer.lookup.drop_select(tokens)
+            with contextlib.suppress(_GiveBack), _timed_until_entered(enters) as timed:
+                async with selecting:
+                    timed()
+                    raise _GiveBack
+        if not number:
+            print(f"{kind}: cold hand-over {enters[0] * 1e6:.0f} us")
+        medians.append(statistics.median(enters))
+        pings.append((before, raw.ping()))
+    means = [sum(pair) / 2 for pair in pings]
+    _line(f"{kind}: hand-over / ping", _by(medians, means), medians[2:], "pings")
+    _line("  A/A of pings", [b / a for a, b in pings[2:]], means[2:], "")
+
+
+async def _acknowledged(
+    peer: asynckv.Peer, raw: Raw, owner: Owner, kind: str, rounds: int
+) -> None:
+    """Time entering and leaving, one at a time, while the owner makes the next."""
     wholes: list[float] = []
     pings: list[tuple[float, float]] = []
     for _ in range(rounds + 2):
         tokens = await owner.ready(kind)
         before = raw.ping()
         with _timed(wholes):
-            selecting = peer.lookup.drop_select(tokens)
-            with _timed(enters):
-                entry = await selecting.__aenter__()
-            await selecting.__aexit__(None, None, None)
+            async with peer.lookup.drop_select(tokens):
+                pass
         pings.append((before, raw.ping()))
-        del entry, selecting
-    print(f"{kind}: cold enter {enters[0] * 1e6:.0f} us")
     means = [sum(pair) / 2 for pair in pings]
-    _line(f"{kind}: enter / ping", _by(enters, means), enters[2:], "pings")
-    _line(f"{kind}: enter and leave / ping", _by(wholes, means), wholes[2:], "pings")
+    _line(f"{kind}: and acknowledged / ping", _by(wholes, means), wholes[2:], "pings")
     _line("  A/A of pings", [b / a for a, b in pings[2:]], means[2:], "")
 
 
@@ -274,14 +305,17 @@ async def _plain(
     print(f"{name}: {statistics.median(cpu_s[2:]):.3f} CPU s per GB in the consumer")
 
 
-async def _measure(url: str, raw: Raw, owner: Owner, rounds: int, nbytes: int) -> None:
+async def _measure(
+    url: str, raw: Raw, owner: Owner, pids: list[int], rounds: int, nbytes: int
+) -> None:
     memcpy = Memcpy(nbytes)
     async with asynckv.connect(url, max_bytes=3 * nbytes) as peer:
         print(f"transport {peer.transport}")
-        await _views(peer, raw, owner, "small", rounds * 30)
-        await _views(peer, raw, owner, "large", rounds)
+        with on_two_cores(*pids):
+            await _views(peer, raw, owner, "small", rounds)
+            await _views(peer, raw, owner, "large", rounds)
+            await _acknowledged(peer, raw, owner, "small", rounds * 5)
         await _reads(peer, memcpy, owner, rounds)
-        await _views(peer, raw, owner, "large", rounds * 2)
         await _plain(peer, memcpy, raw, owner, rounds, "edges")
     async with asynckv.connect(url, max_bytes=3 * nbytes, digest="full") as peer:
         await _plain(peer, memcpy, raw, owner, rounds, "full")
@@ -311,7 +345,8 @@ def main() -> None:
     owner_end.close()
     raw = Raw(echo_pipe.recv())
     url = owner_pipe.recv()
-    run(_measure(url, raw, Owner(owner_pipe), options.rounds, nbytes))
+    pids = [process.pid or 0 for process in processes]
+    run(_measure(url, raw, Owner(owner_pipe), pids, options.rounds, nbytes))
     raw.sock.close()
     owner_pipe.close()
     for process in processes:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import torch
 
@@ -28,6 +27,7 @@ from asynckv.cli.bench.rig import Rig, open_rig
 from asynckv.cli.bench.settings import Settings
 from asynckv.cli.loops import run
 from asynckv.tensors.views import bytes_of
+from benchmarks.pairing.cores import on_two_cores
 from benchmarks.pairing.runs import Figure, measure_runs, report
 from benchmarks.pairing.serving import Places, serving
 
@@ -86,32 +86,9 @@ async def _blocks(rig: Rig, pid: int, runs: int) -> list[Figure]:
 async def _ping(rig: Rig, pid: int, runs: int) -> list[Figure]:
     subject = Subject("ping", "ping", "latency", "us", False, _PING_NBYTES)
     async with open_ping(rig, subject, _PINGS) as case:
-        with _on_two_cores(pid):
+        with on_two_cores(pid):
             found = await _measured("64-byte drop_select, us", rig, case, runs)
     return [Figure("64-byte drop_select p50 / raw ping", found, at_most=2.0)]
-
-
-@contextlib.contextmanager
-def _on_two_cores(pid: int) -> Iterator[None]:
-    """Keep this process and the other one on a core each, with all their threads.
-
-    Left alone, the scheduler puts two blocking threads on one core or on two as it
-    likes, and a ping between them takes 16 us or 70; event loops it keeps on two.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    _keep_on(os.getpid(), cores[:1])
-    _keep_on(pid, cores[-1:])
-    try:
-        yield
-    finally:
-        _keep_on(os.getpid(), cores)
-        _keep_on(pid, cores)
-
-
-def _keep_on(pid: int, cores: Sequence[int]) -> None:
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(task), cores)
 
 
 def _asking(outstanding: int) -> Subject:
@@ -128,7 +105,8 @@ def _asking(outstanding: int) -> Subject:
 
 async def _outstanding(rig: Rig, pid: int, runs: int) -> list[Figure]:
     async with open_outstanding(rig, _asking(100), _REQUESTS) as case:
-        found = await _measured("100 outstanding, requests/s", rig, case, runs)
+        with on_two_cores(pid):
+            found = await _measured("100 outstanding, requests/s", rig, case, runs)
     return [Figure("100 outstanding 16 KiB / bare streams", found, at_least=0.5)]
 
 
@@ -141,7 +119,8 @@ async def _crowd(rig: Rig, pid: int, runs: int) -> list[Figure]:
             for n in (1000, 100)
         ]
         case = Case(many.ours, {"100 outstanding": some.ours})
-        found = await _measured("1,000 outstanding, requests/s", rig, case, runs)
+        with on_two_cores(pid):
+            found = await _measured("1,000 outstanding, requests/s", rig, case, runs)
     return [Figure("1,000 outstanding / our 100", found, at_least=0.6)]
 
 

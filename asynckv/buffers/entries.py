@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -23,6 +23,9 @@ from asynckv.protocol.digests import digest_of
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.arena import Region
 from asynckv.types import KVFingerprint, TensorSpec
+
+if TYPE_CHECKING:
+    from asynckv.buffers.serve_mapped import Shown
 
 __all__ = (
     "EntryState",
@@ -92,6 +95,7 @@ class StoredEntry:
         "regions",
         "roi",
         "seq",
+        "shown",
         "sizes",
         "state",
     )
@@ -130,6 +134,8 @@ class StoredEntry:
         self.acknowledged_tokens: list[bytes] = []
         self.gone: set[asyncio.Future[None]] = set()
         self._preamble: bytes | None = None
+        self.shown: Shown | None = None
+        """What a peer is told who maps the arena; of the regions that it holds now."""
 
     def key(self) -> bytes:
         """Return ``input_tokens[roi]`` as bytes (computed: the index keeps it)."""
@@ -166,12 +172,14 @@ class StoredEntry:
     def place_regions(self, regions: Sequence[Region]) -> None:
         """Give every part its memory; the tokens keep theirs, and are charged."""
         self.regions = regions
+        self.shown = None
         for part, region in zip(self.parts, regions, strict=False):
             part.region = region
 
     def drop_regions(self) -> None:
         """Let go of all memory, whose charge was given back."""
         self.regions = ()
+        self.shown = None
         for part in self.parts:
             part.region = None
 
@@ -179,7 +187,7 @@ class StoredEntry:
         """Forget what landed."""
         self.complete = False
         self.landed = []
-        self._preamble = None
+        self._preamble = self.shown = None
         for part in self.parts:
             part.digest = None
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
+import numpy
+import numpy.typing
 import torch
 
 from asynckv.buffers.delivery import Delivery
@@ -27,11 +29,14 @@ __all__ = ("MapReader", "MappedParts")
 
 _BYTES: Final = "uint8"
 
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
 
 class MappedParts(msgspec.Struct, eq=False):
     """Where the parts of one offer lie, checked, and who keeps them there."""
 
     places: Sequence[Place | None]
+    sizes: Sequence[int]
     edges: bytes
     pin: MappedPin | None
 
@@ -60,16 +65,17 @@ class MapReader:
             in the memory that we have mapped
         """
         manifest, places = unpack_mapped(body, mapped.nbytes)
-        for record, place in zip(manifest.records, places, strict=True):
-            if place is None:
-                continue
-            try:
-                check_place(place, record.spec.nbytes, self.memory.file.nbytes)
-            except ValueError as exc:
-                raise RemoteProtocolError(f"an offer of {exc}") from exc
+        sizes = [record.spec.nbytes for record in manifest.records]
+        file_nbytes = self.memory.file.nbytes
+        try:
+            for place, nbytes in zip(places, sizes, strict=True):
+                if place is not None:
+                    check_place(place, nbytes, file_nbytes)
+        except ValueError as exc:
+            raise RemoteProtocolError(f"an offer of {exc}") from exc
         # Not before: the error would keep it, as long as somebody keeps the error.
         pin = self.memory.take(mapped.pin)
-        return manifest, MappedParts(places, mapped.edges, pin)
+        return manifest, MappedParts(places, sizes, mapped.edges, pin)
 
     async def take(
         self,
@@ -88,10 +94,12 @@ class MapReader:
         :raises ChecksumError: some bytes are not those that were inserted
         :raises ValueError: ``targets`` do not fit the entry
         """
-        nbytes, parts = delivery.own_nbytes(targets), delivery.mapped
-        if not self.views:
-            await budget.reserve(nbytes)
-            delivery.charged_bytes = nbytes
+        parts = delivery.mapped
+        if targets or not self.views:
+            nbytes = delivery.own_nbytes(targets)
+            if not self.views:
+                await budget.reserve(nbytes)
+                delivery.charged_bytes = nbytes
         tensors = None
         if parts is not None and stands(delivery):
             tensors = await self._read(delivery.manifest, parts, targets, budget.empty)
@@ -107,31 +115,26 @@ class MapReader:
         targets: Mapping[str, KVMemory],
         empty: Callable[[TensorSpec], torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        job = _Job(self.memory, targets, empty, views=self.views)
+        job = _Job(self.memory, parts.pin, targets, empty, views=self.views)
         try:
             if self.memory.digest == "edges":
-                self._verify_edges(manifest, parts)
+                self._verify_edges(parts)
             inline = iter(manifest.inline)
-            for record, place in zip(manifest.records, parts.places, strict=True):
+            for record, place, nbytes in zip(
+                manifest.records, parts.places, parts.sizes, strict=True
+            ):
                 if place is None:
                     job.land(record, next(inline))
                 else:
-                    job.add(record, place, parts.pin)
+                    job.add(record, place, nbytes)
             await job.run(self._pool, is_full=self.memory.digest == "full")
             return job.take()
         finally:
             job.take()  # an error's traceback would keep what is in it
             parts.let_go()
 
-    def _verify_edges(self, manifest: Manifest, parts: MappedParts) -> None:
-        there = [
-            (place, record.spec.nbytes)
-            for place, record in zip(parts.places, manifest.records, strict=True)
-            if place is not None
-        ]
-        places = [place for place, _ in there]
-        sizes = [nbytes for _, nbytes in there]
-        found = edges_of(self.memory.file.memory, places, sizes)
+    def _verify_edges(self, parts: MappedParts) -> None:
+        found = edges_of(self.memory.file.memory, parts.places, parts.sizes)
         if parts.edges and found != parts.edges:
             raise ChecksumError(
                 "what lies in shared memory is not what was offered",
@@ -145,6 +148,7 @@ class _Job:
     def __init__(
         self,
         memory: MappedMemory,
+        keeper: object,
         targets: Mapping[str, KVMemory],
         empty: Callable[[TensorSpec], torch.Tensor],
         *,
@@ -152,6 +156,7 @@ class _Job:
     ) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         self._file = memory.file
+        self._lent: _Bytes | None = memory.file.lend(keeper)
         self._targets = targets
         self._empty = empty
         self._views = views
@@ -170,13 +175,13 @@ class _Job:
             fill(memory_of(target), piece)
         self._tensors[record.name] = tensor_at(target)
 
-    def add(self, record: TensorRecord, place: Place, keeper: object) -> None:
+    def add(self, record: TensorRecord, place: Place, nbytes: int) -> None:
         """Show a tensor, or note what is to be copied for it."""
         spec, target = record.spec, self._targets.get(record.name)
         self._records.append(record)
-        if target is None and self._views:
+        if target is None and self._views and self._lent is not None:
             try:
-                tensor = self._file.view(place, spec, keeper)
+                tensor = self._file.view(place, spec, nbytes, self._lent)
                 self._places.append(tensor)
                 self._tensors[record.name] = tensor
                 return
@@ -186,7 +191,7 @@ class _Job:
         self._places.append(target)
         self._tensors[record.name] = tensor_at(target)
         memory, start = memory_of(target), 0
-        for source in self._file.pieces(place, spec.nbytes):
+        for source in self._file.pieces(place, nbytes):
             done = 0
             for piece in pieces_of(memory, start, start + source.nbytes):
                 some = TensorSpec((piece.nbytes,), _BYTES)
@@ -201,6 +206,7 @@ class _Job:
         self._from.clear()
         self._to.clear()
         self._places.clear()
+        self._lent = None
         return tensors
 
     async def run(self, pool: CopyPool, *, is_full: bool) -> None:

@@ -6,7 +6,7 @@ Plain functions; nothing here waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -19,9 +19,20 @@ from asynckv.tensors.shared_file import edges_of
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import PAGE_NBYTES
 
-__all__ = ("can_be_mapped", "map_entry", "place_of")
+__all__ = ("Shown", "can_be_mapped", "map_entry", "place_of")
 
 _encoder: Final = msgspec.msgpack.Encoder()
+
+
+class Shown(NamedTuple):
+    """A whole entry as every peer is told of it who maps the arena.
+
+    ``edges`` stay those of the first time: memory that changes later is noticed.
+    """
+
+    regions: Sequence[SlabRegion]
+    places: bytes
+    edges: bytes
 
 
 def can_be_mapped(entry: StoredEntry, holder: MapHolder | None) -> bool:
@@ -38,19 +49,20 @@ def can_be_mapped(entry: StoredEntry, holder: MapHolder | None) -> bool:
 
 def map_entry(entry: StoredEntry, holder: MapHolder) -> tuple[Pin, MappedOffer, bytes]:
     """Pin a whole entry; return how an offer says so, and how its body ends."""
+    shown = entry.shown = entry.shown or _show(entry, holder)
+    pin = holder.pin(shown.regions)
+    mapped = MappedOffer(pin.number, len(shown.places), shown.edges)
+    heap = _heap_bytes(entry.regions[: len(entry.parts)])
+    return pin, mapped, b"".join((shown.places, *heap))
+
+
+def _show(entry: StoredEntry, holder: MapHolder) -> Shown:
     regions = entry.regions[: len(entry.parts)]
     places = [place_of(region) for region in regions]
     shared = [region for region in regions if isinstance(region, SlabRegion)]
-    encoded = _encoder.encode(places)
-    sizes = [region.nbytes for region in shared]
-    there = [place for place in places if place is not None]
-    edges = edges_of(holder.memory_file.memory, there, sizes)
-    pin = holder.pin(shared)
-    return (
-        pin,
-        MappedOffer(pin.number, len(encoded), edges),
-        b"".join((encoded, *_heap_bytes(regions))),
-    )
+    sizes = [region.nbytes for region in regions]
+    edges = edges_of(holder.memory_file.memory, places, sizes)
+    return Shown(shared, _encoder.encode(places), edges)
 
 
 def place_of(region: Region) -> Place | None:

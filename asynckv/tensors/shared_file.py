@@ -23,7 +23,7 @@ from asynckv.protocol.digests import Digester
 from asynckv.protocol.values import Place
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs
 from asynckv.tensors.stitching import stitch
-from asynckv.tensors.views import dtype_of, empty_tensor
+from asynckv.tensors.views import dtype_of, empty_tensor, tensor_over
 from asynckv.types import TensorSpec
 
 __all__ = ("NONCE_NBYTES", "MappedFile", "SharedFile", "check_place", "edges_of")
@@ -39,8 +39,8 @@ _NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
 
-_TYPES: Final = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
-"""What numpy and torch both have, by the bytes of an item."""
+_BY_BYTES: Final = frozenset({"complex32"})
+"""Of which torch warns when it is to make one at once."""
 
 _NOTHING: Final[_Bytes] = numpy.empty(0, numpy.uint8)
 
@@ -119,25 +119,37 @@ class MappedFile:
         ours, theirs = os.fstat(self._fd), os.fstat(fd)
         return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
 
-    def view(self, place: Place, spec: TensorSpec, keeper: object) -> torch.Tensor:
-        """Return a tensor where it lies; it keeps ``keeper`` alive. Never write to it.
+    def lend(self, keeper: object) -> _Bytes:
+        """Return the memory for :meth:`view`: views of it keep ``keeper`` alive."""
+        window = _Window(self.memory, self._address, self.memory.nbytes, keeper)
+        return numpy.asarray(window)
+
+    def view(
+        self, place: Place, spec: TensorSpec, nbytes: int, lent: _Bytes
+    ) -> torch.Tensor:
+        """Return a tensor where it lies in what was lent. Never write to it.
+
+        It has ``nbytes``, which whoever asks has counted already.
 
         ``place`` was checked.
 
         :raises OSError: pieces that lie apart cannot be mapped together
         """
-        if not spec.nbytes:
+        if not nbytes:
             return empty_tensor(spec)
-        memory, address = self.memory, self._address
+        start = place.start
         if len(place.runs) == 1:
-            address += place.runs[0][0]
+            start += place.runs[0][0]
         else:
             memory = stitch(self._fd, place.runs, writable=False)
-            address = memory.ctypes.data
-        dtype = dtype_of(spec.dtype)
-        address += place.start
-        window = _Window(memory, address, spec.shape, dtype.itemsize, keeper)
-        return torch.from_numpy(numpy.asarray(window)).view(dtype)
+            window = _Window(memory, memory.ctypes.data, memory.nbytes, lent)
+            lent = numpy.asarray(window)
+        if spec.dtype in _BY_BYTES:
+            return tensor_over(lent[start:], spec)
+        dtype, shape = dtype_of(spec.dtype), spec.shape
+        count = nbytes // dtype.itemsize
+        flat = torch.frombuffer(lent, dtype=dtype, count=count, offset=start)
+        return flat if len(shape) == 1 else flat.view(shape)
 
     def pieces(self, place: Place, nbytes: int) -> list[_Bytes]:
         """Return the memory of one tensor as it lies. ``place`` was checked."""
@@ -145,7 +157,7 @@ class MappedFile:
 
 
 class _Window:
-    """What one view is based on: its life is a hold on ``keeper``."""
+    """What views are based on: its life is a hold on ``keeper``."""
 
     __slots__ = ("__array_interface__", "_keeper", "_memory")
 
@@ -153,8 +165,7 @@ class _Window:
         self,
         memory: _Bytes,
         address: int,
-        shape: tuple[int, ...],
-        item_nbytes: int,
+        nbytes: int,
         keeper: object,
     ) -> None:
         self._memory = memory
@@ -162,8 +173,8 @@ class _Window:
         # As if it could be written: torch has no tensors that cannot, and warns.
         self.__array_interface__: dict[str, Any] = {
             "data": (address, False),
-            "shape": shape,
-            "typestr": _TYPES[item_nbytes],
+            "shape": (nbytes,),
+            "typestr": "|u1",
             "version": 3,
         }
 
@@ -187,13 +198,20 @@ def check_place(place: Place, nbytes: int, file_nbytes: int) -> None:
         raise ValueError(f"a tensor of {nbytes} bytes lies in {room} bytes")
 
 
-def edges_of(memory: _Bytes, places: Sequence[Place], sizes: Sequence[int]) -> bytes:
-    """Return one digest of the first and last bytes of some tensors in a file."""
+def edges_of(
+    memory: _Bytes, places: Sequence[Place | None], sizes: Sequence[int]
+) -> bytes:
+    """Return one digest of the first and last bytes of some tensors in a file.
+
+    Of those that lie there: not where the place is ``None``.
+    """
     digester = Digester()
     update, view = digester.update, memory.data
-    generations = [place.generation for place in places]
+    generations = [place.generation for place in places if place is not None]
     update(struct.pack(f"!{len(generations)}Q", *generations))
     for place, nbytes in zip(places, sizes, strict=True):
+        if place is None:
+            continue
         edge = min(nbytes, _EDGE_NBYTES)
         if len(place.runs) == 1:  # by far the most: there are many in an entry
             first = place.runs[0][0] + place.start

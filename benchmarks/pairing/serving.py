@@ -111,7 +111,8 @@ async def _serve(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) 
                 lanes=_MAX_LANES,
                 tls=keys if place.startswith("tls") else None,
             )
-            urls.append((await stack.enter_async_context(server)).url)
+            served = await stack.enter_async_context(server)
+            urls.append(f"{served.url}?payload=inline")  # else memory is mapped
         pipe.send(urls)
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(pipe, over.set_result, None)

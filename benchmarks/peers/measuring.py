@@ -149,6 +149,10 @@ async def _opened(
             url = f"unix://{folder}/{number}" if kind.same_host else "tcp://127.0.0.1:0"
             served = functools.partial(serving_us, url, settings)
             source = await stack.enter_async_context(own_process(served))
+            if (
+                not kind.same_host
+            ):  # else memory is mapped, and no byte crosses a socket
+                source.address += "?payload=inline"
             ours[title] = await stack.enter_async_context(
                 Ours.opened(source, settings, pools, works)
             )

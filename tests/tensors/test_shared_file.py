@@ -50,12 +50,18 @@ def page(number: int, pages: int = 1) -> tuple[int, int]:
     return number * PAGE_NBYTES, pages * PAGE_NBYTES
 
 
+def view_of(
+    file: MappedFile, place: Place, spec: TensorSpec, keeper: object = None
+) -> torch.Tensor:
+    return file.view(place, spec, spec.nbytes, file.lend(keeper))
+
+
 def test_who_maps_the_file_reads_the_nonce_and_what_is_written_later() -> None:
     slabs = grown()
     shared, file = mapped(slabs)
     assert file.nonce == shared.nonce
     slabs.memory[5000:5004] = (1, 2, 3, 4)
-    view = file.view(Place((page(1),), 904, 1), TensorSpec((4,), "uint8"), None)
+    view = view_of(file, Place((page(1),), 904, 1), TensorSpec((4,), "uint8"))
     assert view.tolist() == [1, 2, 3, 4]
 
 
@@ -82,7 +88,7 @@ def test_a_view_of_pages_that_lie_apart_is_one_tensor() -> None:
     slabs.memory[slice(3 * PAGE_NBYTES, 4 * PAGE_NBYTES)] = raw[PAGE_NBYTES:]
     place = Place((page(7), page(3)), 0, 1)
     spec = TensorSpec((2, PAGE_NBYTES // 4), "int32")
-    assert torch.equal(file.view(place, spec, None).flatten(), numbers)
+    assert torch.equal(view_of(file, place, spec).flatten(), numbers)
     assert b"".join(piece.tobytes() for piece in file.pieces(place, 2 * PAGE_NBYTES))
 
 
@@ -100,7 +106,7 @@ def test_a_view_keeps_its_keeper_as_long_as_any_of_its_parts() -> None:
     _, file = mapped(slabs)
     keeper = Keeper()
     gone = weakref.ref(keeper)
-    part = file.view(Place((page(0),), 0, 1), TensorSpec((9,), "int8"), keeper)[3:]
+    part = view_of(file, Place((page(0),), 0, 1), TensorSpec((9,), "int8"), keeper)[3:]
     del keeper
     gc.collect()
     assert gone() is not None
@@ -114,7 +120,7 @@ def test_a_view_outlives_the_file_and_its_owner() -> None:
     slabs.grow()
     slabs.memory[:3] = 7
     shared, file = mapped(slabs)
-    view = file.view(Place((page(0),), 0, 1), TensorSpec((3,), "uint8"), None)
+    view = view_of(file, Place((page(0),), 0, 1), TensorSpec((3,), "uint8"))
     shared.close()
     slabs.close()
     del slabs, shared, file
@@ -207,7 +213,7 @@ def test_a_view_is_of_any_dtype(dtype: str) -> None:
     _, file = mapped(slabs)
     slabs.memory[:512] = numpy.arange(512) % 2
     spec = TensorSpec((2, 4, 1), dtype)
-    view = file.view(Place((page(0),), 64, 1), spec, None)
+    view = view_of(file, Place((page(0),), 64, 1), spec)
     assert spec_of(view) == spec
     assert bytes(bytes_of(view)) == slabs.memory[64 : 64 + spec.nbytes].tobytes()
 
@@ -216,5 +222,5 @@ def test_a_view_is_of_any_dtype(dtype: str) -> None:
 def test_a_view_may_have_no_dimension_or_no_element(shape: tuple[int, ...]) -> None:
     slabs = grown()
     _, file = mapped(slabs)
-    view = file.view(Place((page(0),), 0, 1), TensorSpec(shape, "bfloat16"), None)
+    view = view_of(file, Place((page(0),), 0, 1), TensorSpec(shape, "bfloat16"))
     assert tuple(view.shape) == shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -55,6 +56,18 @@ _SCALES = {
         cancellations=100_000,
     ),
 }
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest first, each with a short one behind it.
+
+    pytest-xdist begins by giving two to each of its processes.
+    """
+    longest = [item for item in items if item.get_closest_marker("longest")]
+    others = iter([item for item in items if item not in longest])
+    pairs = [[item, *itertools.islice(others, 1)] for item in longest]
+    items[:] = [*itertools.chain.from_iterable(pairs), *others]
 
 
 @pytest.fixture(scope="session")

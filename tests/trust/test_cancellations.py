@@ -14,7 +14,11 @@ from asynckv.testing.cancellations.grounds import GROUNDS, OVER_LINKS, Kind, ope
 from asynckv.testing.cancellations.sweeper import Sweeper
 from asynckv.testing.certificates import Authority
 
-pytestmark = [pytest.mark.trust, pytest.mark.timeout(3600)]
+pytestmark = [
+    pytest.mark.trust,
+    pytest.mark.longest,
+    pytest.mark.timeout(3600),
+]
 
 RUNS = 2 * len(GROUNDS)
 HERE = ("Local", "LookupBuffer.", "StoreBuffer.", "MemTransport.", "InlineTransport.")

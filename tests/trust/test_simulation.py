@@ -12,7 +12,12 @@ import pytest
 
 from asynckv.testing.simulation.command import Totals
 
-pytestmark = [pytest.mark.trust, pytest.mark.multiprocess, pytest.mark.timeout(7200)]
+pytestmark = [
+    pytest.mark.trust,
+    pytest.mark.longest,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(7200),
+]
 
 MIN_EVENTS = 2000
 

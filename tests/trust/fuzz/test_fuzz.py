@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.trust, pytest.mark.multiprocess, pytest.mark.timeout(7200)]
+pytestmark = [
+    pytest.mark.trust,
+    pytest.mark.longest,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(7200),
+]
 
 
 def test_no_hostile_input_breaks_a_promise(
