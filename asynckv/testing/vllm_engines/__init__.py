@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from asynckv.testing.vllm_engines.engine import Answer, Engine
+from asynckv.testing.vllm_engines.pair import PREFILL, Pair, free_url, transfer
 from asynckv.testing.vllm_engines.tiny import make_tiny_model, random_prompt
 
-__all__ = ("Answer", "Engine", "make_tiny_model", "random_prompt")
+__all__ = (
+    "PREFILL",
+    "Answer",
+    "Engine",
+    "Pair",
+    "free_url",
+    "make_tiny_model",
+    "random_prompt",
+    "transfer",
+)

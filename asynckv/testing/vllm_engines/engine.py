@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -48,7 +49,8 @@ class Answer:
 class Engine:
     """One vLLM engine with ``options`` of ``LLM`` beside those that all tests have.
 
-    ``transfer`` is its ``kv_transfer_config``. What it logs goes to ``log``.
+    ``transfer`` is its ``kv_transfer_config``. What it logs goes to ``log``. Several
+    threads may ask at once, but only one for its ``state``.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Engine:
         if transfer is not None:
             arguments["kv_transfer_config"] = dict(transfer)
         self.log = log
+        self._writing = threading.Lock()
         self._numbers = itertools.count(1)
         self._answers: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -143,6 +146,18 @@ class Engine:
         self._order(do="state")
         return self._next(self._told, _ANSWER_S)
 
+    def external_hits(self) -> int:
+        """Return how many tokens it was given by another engine so far."""
+        return int(self.state()["metrics"]["vllm:external_prefix_cache_hits"])
+
+    def pause(self) -> None:
+        """Let it do nothing at all, not even answer its peers."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After :meth:`pause`."""
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """As a crash would."""
         self._process.kill()
@@ -186,8 +201,9 @@ class Engine:
         if self._process.stdin is None:
             raise RuntimeError("the engine has no stdin")
         try:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
+            with self._writing:
+                self._process.stdin.write(json.dumps(order) + "\n")
+                self._process.stdin.flush()
         except BrokenPipeError:
             raise RuntimeError(self._death()) from None
 

@@ -11,15 +11,15 @@ __all__ = ("VOCABULARY", "make_tiny_model", "random_prompt")
 VOCABULARY: Final = 512
 
 
-def make_tiny_model(folder: Path, *, dtype: str = "float32") -> Path:
-    """Write config and weights to ``folder``; every call writes the same.
+def make_tiny_model(folder: Path, *, seed: int = 0) -> Path:
+    """Write config and weights to ``folder``, of each seed always the same.
 
     The weights are large enough that greedy tokens depend on the whole prompt.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -33,10 +33,8 @@ def make_tiny_model(folder: Path, *, dtype: str = "float32") -> Path:
         eos_token_id=2,
         tie_word_embeddings=False,
         initializer_range=0.2,
-        dtype=dtype,
     )
-    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
-    model.save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -1,0 +1,150 @@
+"""Peers that die, are silent or come back, and requests that are given up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+
+from asynckv.testing.vllm_engines import (
+    Engine,
+    Pair,
+    free_url,
+    random_prompt,
+    transfer,
+)
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]
+
+StartEngine = Callable[..., AbstractContextManager[Engine]]
+ALL_BLOCKS = 255
+
+
+@pytest.fixture(scope="module")
+def alone(start_engine: StartEngine) -> Iterator[Engine]:
+    """What it says is right."""
+    with start_engine() as engine:
+        yield engine.wait_ready()
+
+
+def test_an_aborted_load_gives_its_blocks_back(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    prompt, other = random_prompt(200, seed=1), random_prompt(200, seed=2)
+    with _pair(start_engine, "fail") as pair:
+        params = pair.prefill(prompt)
+        pair.producer.pause()  # so the load lasts
+        request = pair.consumer.add(prompt, params=params)
+        assert _used_blocks(pair.consumer) == 7
+        pair.consumer.abort(request)
+        _wait_for_all_blocks(pair.consumer)
+        pair.producer.go_on()
+        assert pair.ask(other).tokens == alone.ask(other).tokens
+        assert pair.consumer.external_hits() == 200 + len(other)
+        _wait_for_all_blocks(pair.consumer)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_producer_killed_during_a_load_is_survived(
+    start_engine: StartEngine, alone: Engine, policy: str
+) -> None:
+    prompt, first = random_prompt(200, seed=3), random_prompt(50, seed=4)
+    with _pair(start_engine, policy) as pair:
+        assert pair.ask(first).tokens == alone.ask(first).tokens
+        params = pair.prefill(prompt)
+        pair.producer.pause()
+        request = pair.consumer.add(prompt, params=params)
+        assert _used_blocks(pair.consumer) == 7
+        began = time.monotonic()
+        pair.producer.kill()
+        answer = pair.consumer.answer(request)
+        assert time.monotonic() - began < 5
+        if policy == "fail":
+            assert answer.finish_reason == "error"
+        else:
+            assert answer.tokens == alone.ask(prompt).tokens
+        assert pair.consumer.ask(prompt).tokens == alone.ask(prompt).tokens
+        assert pair.consumer.external_hits() == 250
+        _wait_for_all_blocks(pair.consumer)
+
+
+def test_a_silent_producer_is_not_waited_for_longer_than_the_deadline(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    prompt = random_prompt(100, seed=5)
+    with _pair(start_engine, "recompute", load_timeout_s=1.0) as pair:
+        params = pair.prefill(prompt)
+        pair.producer.pause()
+        began = time.monotonic()
+        answer = pair.consumer.ask(prompt, params=params)
+        assert answer.tokens == alone.ask(prompt).tokens
+        assert 1 <= time.monotonic() - began < 10
+        pair.producer.go_on()
+
+
+def test_either_engine_may_come_back_with_an_empty_memory(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    url = free_url()
+    produce = transfer("kv_producer", listen=url)
+    consume = transfer("kv_consumer", peers=[url])
+    prompts = [random_prompt(100, seed=seed) for seed in (6, 7, 8)]
+    with ExitStack() as stack:
+        producer = stack.enter_context(start_engine(produce)).wait_ready()
+        consumer = stack.enter_context(start_engine(consume)).wait_ready()
+        for number, prompt in enumerate(prompts):
+            answer = Pair(producer, consumer).ask(prompt)
+            assert answer.tokens == alone.ask(prompt).tokens
+            assert consumer.external_hits() == 100 * (2 if number == 2 else 1)
+            if number == 0:
+                consumer.kill()
+                consumer = stack.enter_context(start_engine(consume)).wait_ready()
+            elif number == 1:
+                producer.kill()
+                producer = stack.enter_context(start_engine(produce)).wait_ready()
+
+
+def _pair(start_engine: StartEngine, policy: str, **extra: Any) -> _Started:
+    return _Started(start_engine, policy, extra)
+
+
+class _Started(AbstractContextManager[Pair]):
+    """A pair of its own: one of the two does not live on."""
+
+    def __init__(
+        self, start_engine: StartEngine, policy: str, extra: dict[str, Any]
+    ) -> None:
+        self._start, self._policy, self._extra = start_engine, policy, extra
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Pair:
+        url = free_url()
+        engines = [
+            self._stack.enter_context(self._start(config))
+            for config in (
+                transfer("kv_producer", listen=url),
+                transfer("kv_consumer", self._policy, peers=[url], **self._extra),
+            )
+        ]
+        return Pair(*(engine.wait_ready() for engine in engines))
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+
+def _used_blocks(engine: Engine) -> int:
+    return ALL_BLOCKS - int(engine.state()["free_blocks"])
+
+
+def _wait_for_all_blocks(engine: Engine) -> None:
+    deadline = time.monotonic() + 10
+    while _used_blocks(engine):
+        assert time.monotonic() < deadline, "blocks are lost"
