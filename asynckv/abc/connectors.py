@@ -1,22 +1,25 @@
 """A connector: what an engine calls. Its scheduler decides, its workers move bytes.
 
 The two sides may be in two processes, as in vLLM. What the scheduler side decided
-reaches the worker sides as a :class:`KVConnectorMetadata`, what they finished comes back
-as :class:`KVTransferResults`. What not every connector can do is an ability: an ABC of
-its own, to be asked for with ``isinstance``.
+reaches the workers as a :class:`KVConnectorMetadata`, what they finished comes back as
+:class:`KVTransferResults`. What not every connector can do is an ability: an ABC of its
+own, to be asked for with ``isinstance``.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from asynckv.abc.closing import Closable
 from asynckv.abc.steps import (
     BlockIds,
+    KVAnswer,
+    KVConnectorHandshake,
     KVConnectorMetadata,
     KVConnectorStep,
+    KVQuestion,
     KVRequest,
     KVTransferResults,
 )
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = (
+    "AsksElsewhere",
     "CopyBlocksOp",
     "KVConnectorScheduler",
     "KVConnectorWorker",
@@ -33,10 +37,9 @@ __all__ = (
     "SupportsHandshake",
     "SupportsHostCopies",
     "SupportsLayerwise",
+    "TakesHandshakes",
     "supports_hma",
 )
-
-Handshake = TypeVar("Handshake")
 
 CopyBlocksOp: TypeAlias = Callable[
     [
@@ -203,7 +206,7 @@ class KVConnectorWorker(Closable):
         attn_metadata: object = None,
         **kwargs: object,
     ) -> None:
-        """The layer's blocks of this step's prompts are computed. Never waits or copies.
+        """The layer is computed, for this step's prompts. Never waits, never copies.
 
         ``kv_layer`` is the registered cache of that layer, or nothing.
         """
@@ -290,16 +293,50 @@ class SupportsHostCopies(abc.ABC):
         """Use ``copy_operation`` where blocks move between device and host."""
 
 
-class SupportsHandshake(abc.ABC, Generic[Handshake]):
-    """Has something of each worker that the scheduler side needs to know."""
+class SupportsHandshake(abc.ABC):
+    """A worker that has something to tell its scheduler side, once it is registered."""
 
     @abc.abstractmethod
-    def get_handshake_metadata(self) -> Handshake | None:
-        """(worker) What to tell the scheduler side, once caches are registered."""
+    def get_handshake_metadata(self) -> KVConnectorHandshake | None:
+        """What the scheduler side must know of this rank; ``None`` before ``start``."""
+
+
+class TakesHandshakes(abc.ABC):
+    """A scheduler side that must know something of each worker."""
 
     @abc.abstractmethod
-    def set_handshake_metadata(self, metadata: Mapping[int, Handshake]) -> None:
-        """(scheduler) What each rank's worker told."""
+    def set_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshake]
+    ) -> None:
+        """Take what the worker of each rank told. May come again after a restart."""
+
+
+class AsksElsewhere(Closable):
+    """A scheduler side with questions that only a peer can answer.
+
+    Its plain functions belong to the engine's thread, its coroutines to a loop, which
+    may be another thread's: questions are taken here, asked there, and their answers
+    are handed back here.
+    """
+
+    @abc.abstractmethod
+    async def start(self) -> None:
+        """Open what the configuration names. A cancelled call leaves nothing open."""
+
+    @abc.abstractmethod
+    def take_questions(self) -> tuple[KVQuestion, ...]:
+        """Return what has to be asked now, each question once. Never waits."""
+
+    @abc.abstractmethod
+    async def ask(self, question: KVQuestion) -> KVAnswer:
+        """Ask. What goes wrong is an answer too: nothing is there.
+
+        A cancelled call leaves no trace; the question has to be asked again.
+        """
+
+    @abc.abstractmethod
+    def take_answer(self, answer: KVAnswer) -> None:
+        """From now on this is known. Never waits; one that comes late is dropped."""
 
 
 def supports_hma(connector: object) -> bool:

@@ -6,23 +6,25 @@ Token counts are of one request; block ids are those of one rank's cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
 
 __all__ = (
     "BlockIds",
+    "KVAnswer",
+    "KVConnectorHandshake",
     "KVConnectorMetadata",
     "KVConnectorStep",
+    "KVQuestion",
     "KVRequest",
     "KVScheduled",
     "KVTransferResults",
-    "as_block_ids",
 )
 
 BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
-"""The blocks of one request in the order of its tokens, a tuple for each cache group."""
+"""The blocks of a request in the order of its tokens: a tuple for each cache group."""
 
 
 class KVRequest(msgspec.Struct, frozen=True):
@@ -71,15 +73,37 @@ class KVConnectorMetadata(msgspec.Struct, frozen=True):
     """
 
 
+class KVConnectorHandshake(msgspec.Struct, frozen=True):
+    """What one rank's worker tells its scheduler side after it was registered."""
+
+    rank: int
+    incarnation: str = ""
+
+
+class KVQuestion(msgspec.Struct, frozen=True):
+    """Which of ``keys``, in order, are stored elsewhere? Asked for one request."""
+
+    request_id: str
+    keys: tuple[str, ...]
+
+
+class KVAnswer(msgspec.Struct, frozen=True):
+    """The first ``num_keys`` of them are."""
+
+    request_id: str
+    num_keys: int
+
+
 class KVTransferResults(msgspec.Struct, frozen=True):
     """What has ended since the last time, each request once a direction.
 
     ``failed_recving`` are in ``finished_recving`` too: their blocks are quiet and
-    may be used again, and what ``invalid_block_ids`` name must not be read.
-    ``reasons`` says of each failed one why.
+    may be used again, and what ``invalid_block_ids`` name must not be read. In the same
+    way ``failed_sending``: their KV is nowhere but here. ``reasons`` says why.
     """
 
     finished_sending: frozenset[str] = frozenset()
+    failed_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
     failed_recving: frozenset[str] = frozenset()
     invalid_block_ids: frozenset[int] = frozenset()
@@ -93,16 +117,9 @@ class KVTransferResults(msgspec.Struct, frozen=True):
     def __or__(self, other: KVTransferResults) -> KVTransferResults:
         return KVTransferResults(
             self.finished_sending | other.finished_sending,
+            self.failed_sending | other.failed_sending,
             self.finished_recving | other.finished_recving,
             self.failed_recving | other.failed_recving,
             self.invalid_block_ids | other.invalid_block_ids,
             self.reasons | other.reasons,
         )
-
-
-def as_block_ids(block_ids: Sequence[int] | Sequence[Sequence[int]]) -> BlockIds:
-    """Take block ids as engines have them: of one group, or a sequence for each."""
-    if all(isinstance(some, Sequence) for some in block_ids):
-        groups = [some for some in block_ids if isinstance(some, Sequence)]
-        return tuple(tuple(int(block) for block in some) for some in groups)
-    return (tuple(int(block) for block in block_ids if not isinstance(block, Sequence)),)
