@@ -47,7 +47,7 @@ class Bridge(Generic[NewsT]):
         self.name = name
         self._news: collections.deque[NewsT] = collections.deque()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._holders: list[tuple[asyncio.Task[None], asyncio.Event]] = []
+        self._ends: list[Callable[[], Awaitable[object]]] = []
         self._closing = threading.Lock()
         self._is_closed = False
         self._started = threading.Event()
@@ -138,6 +138,13 @@ class Bridge(Generic[NewsT]):
         """
         return self.run(self._enter, make, timeout_s=timeout_s)
 
+    def at_end(self, function: Callable[[], Awaitable[object]]) -> None:
+        """Call a coroutine function on the loop at ``shutdown``, when tasks are over.
+
+        What was given last is called first. From any thread.
+        """
+        self._ends.append(function)
+
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """End what runs, leave what was entered, and join the thread. Repeatable.
 
@@ -169,9 +176,15 @@ class Bridge(Generic[NewsT]):
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
-        for task, leave in reversed(self._holders):
-            leave.set()
-            await asyncio.wait({task})
+        while self._ends:
+            # Also what such an end starts belongs to somebody who waits for it.
+            await asyncio.wait({self._loop.create_task(self._end(self._ends.pop()))})
+
+    async def _end(self, function: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await function()
+        except Exception:
+            logger.exception("%s did not end cleanly", self.name)
 
     def _start(
         self,
@@ -211,7 +224,12 @@ class Bridge(Generic[NewsT]):
             raise
         if not entered.done():
             await task  # raises what entering raised
-        self._holders.append((task, leave))
+
+        async def end() -> None:
+            leave.set()
+            await task
+
+        self.at_end(end)
         return entered.result()
 
     async def _hold(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from asynckv.abc import KVTransferResults
+from asynckv.integrations.vllm.messages import (
+    AsyncKVHandshake,
+    AsyncKVMetadata,
+    AsyncKVWorkerMetadata,
+)
 from asynckv.integrations.vllm.metrics import AsyncKVPromMetrics, AsyncKVStats
 from asynckv.integrations.vllm.scheduler_role import SchedulerRole
 from asynckv.integrations.vllm.settings import Settings
@@ -22,35 +29,23 @@ from asynckv.integrations.vllm.worker_role import WorkerRole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorTransferResults,
-    )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from asynckv.abc import KVConnectorMetadata as OurMetadata
-
-__all__ = ("AsyncKVConnector", "AsyncKVMetadata")
+__all__ = ("AsyncKVConnector",)
 
 
-@dataclasses.dataclass
-class AsyncKVMetadata(KVConnectorMetadata):
-    """What the scheduler's role tells the workers' of one step; mostly nothing."""
-
-    orders: OurMetadata | None = None
-
-
-class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
+class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Moves vLLM's KV cache by asynckv: prefill here, decode there.
 
     One instance of each role, in processes of their own or in one. Nothing that is
     called in a step waits for a peer or for the loop.
     """
 
-    _cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.P2P
+    _cache_hit_source = CacheHitSource.P2P
 
     def __init__(
         self,
@@ -59,15 +54,25 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = Settings.of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerRole(settings)
+            settings = Settings.of(vllm_config, kv_cache_config, side="scheduler")
+            self._scheduler = SchedulerRole(
+                settings.make_scheduler(), sees_all=settings.sees_all
+            )
         else:
-            self._worker = WorkerRole(settings)
+            settings = Settings.of(vllm_config, kv_cache_config, side="worker")
+            name = f"vllm worker {settings.engine.rank}"
+            self._groups = settings.groups
+            self._worker = WorkerRole(name, settings.make_worker)
+        self._reports = KVTransferResults()
 
-    # The scheduler's side.
+    def shutdown(self) -> None:
+        """End the role. May be called again."""
+        for role in (self._scheduler, self._worker):
+            if role is not None:
+                role.shutdown()
 
     def on_new_request(self, request: Request) -> None:
         self._scheduling.on_new_request(request)
@@ -80,18 +85,36 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if num_external_tokens:
-            self._scheduling.allocated(
-                request, blocks.get_block_ids(), num_external_tokens
-            )
+        block_ids = blocks.get_block_ids()
+        self._scheduling.allocated(request, block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AsyncKVMetadata:
-        manager = self._kv_cache_manager
-        orders = self._scheduling.orders(scheduler_output, manager.get_block_ids)
-        return AsyncKVMetadata(orders)
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> AsyncKVMetadata:
+        scheduling, manager = self._scheduling, self._kv_cache_manager
+        is_read = bool(scheduler_output.preempted_req_ids) and scheduling.preempted(
+            scheduler_output
+        )
+        orders = scheduling.orders(scheduler_output, manager.get_block_ids)
+        return AsyncKVMetadata(orders, must_be_quiet=is_read)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduling.believe(connector_output)
+        """Leave in ``connector_output`` only what vLLM expects."""
+        sent = connector_output.finished_sending
+        received = connector_output.finished_recving
+        if not (sent or received):
+            return
+        worker = connector_output.kv_connector_worker_meta
+        failures = worker.failures if worker is not None else KVTransferResults()
+        sent, received = self._scheduling.believe(
+            failures
+            | KVTransferResults(
+                finished_sending=frozenset(sent or ()),
+                finished_recving=frozenset(received or ()),
+            )
+        )
+        connector_output.finished_sending = sent
+        connector_output.finished_recving = received
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -106,17 +129,34 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return self._scheduling.has_pending_work()
 
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduling.take_handshakes(
+            {
+                rank: told.handshake
+                for rank, told in metadata.items()
+                if isinstance(told, AsyncKVHandshake)
+            }
+        )
+
     def reset_cache(self) -> bool | None:
         return self._scheduling.reset_cache()
 
-    # The worker's side.
-
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        self._working.register(kv_caches)
+        self._working.register(kv_caches, self._groups)
+
+    def get_handshake_metadata(self) -> AsyncKVHandshake | None:
+        handshake = self._working.handshake
+        return None if handshake is None else AsyncKVHandshake(handshake)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if isinstance(kv_connector_metadata, AsyncKVMetadata):
-            self._working.preempt(kv_connector_metadata.orders)
+        """Wait, if blocks that are still read are about to be overwritten."""
+        if (
+            isinstance(kv_connector_metadata, AsyncKVMetadata)
+            and kv_connector_metadata.must_be_quiet
+        ):
+            self._working.wait_quiet()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -127,7 +167,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return at once: every load ends while its request waits, before a forward."""
+        """Return at once: a load ends while its request waits, before its forward."""
 
     def save_kv_layer(
         self,
@@ -139,7 +179,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Hand the step's saves over. Blocks stay until ``finished_sending``."""
+        """Hand the step's saves over; their blocks stay until ``finished_sending``."""
         self._working.end_step()
 
     def get_finished(
@@ -151,23 +191,24 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(
         self, finished_req_ids: set[str]
     ) -> KVConnectorTransferResults:
-        return self._working.results(finished_req_ids)
+        self._reports = results = self._working.results()
+        # Blocks that failed are told apart from others by ``invalid_blocks``, except
+        # where a model has several groups of them.
+        failed = results.failed_recving if self._has_groups else ()
+        return KVConnectorTransferResults(
+            set(results.finished_sending), set(results.finished_recving), set(failed)
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._working.invalid_blocks()
+        return set() if self._has_groups else set(self._reports.invalid_block_ids)
+
+    def build_connector_worker_meta(self) -> AsyncKVWorkerMetadata | None:
+        reports, self._reports = self._reports, KVTransferResults()
+        return AsyncKVWorkerMetadata.of(reports)
 
     def get_kv_connector_stats(self) -> AsyncKVStats | None:
-        if self._worker is None:
-            return None
-        counts = self._worker.counts()
-        return AsyncKVStats(counts) if counts else None
-
-    # Both sides, and neither.
-
-    def shutdown(self) -> None:
-        for role in (self._scheduler, self._worker):
-            if role is not None:
-                role.shutdown()
+        counts = None if self._worker is None else self._worker.take_counts()
+        return None if counts is None else AsyncKVStats(counts)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -182,6 +223,10 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> AsyncKVPromMetrics:
         return AsyncKVPromMetrics(*args, **kwargs)
+
+    @property
+    def _has_groups(self) -> bool:
+        return len(self._kv_cache_config.kv_cache_groups) > 1
 
     @property
     def _scheduling(self) -> SchedulerRole:

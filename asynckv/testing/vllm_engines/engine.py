@@ -213,7 +213,9 @@ class Engine:
         try:
             found = answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise TimeoutError(f"no answer in {timeout_s:g} s: {self._tail()}") from None
+            raise TimeoutError(
+                f"no answer in {timeout_s:g} s: {self._tail()}"
+            ) from None
         if not found:
             raise RuntimeError(self._death())
         return found

@@ -1,4 +1,4 @@
-"""Equal tokens alone prove nothing: what is missing is computed. So hits are counted."""
+"""Equal tokens alone prove nothing, for what is missing is computed: hits count."""
 
 from __future__ import annotations
 
