@@ -142,8 +142,17 @@ class Engine:
         return self.answer(request_id)
 
     def state(self) -> dict[str, Any]:
-        """Return ``free_blocks``, ``requests``, ``steps``, ``step_s``, ``metrics``."""
+        """Return ``free_blocks``, ``requests`` and ``metrics``."""
         self._order(do="state")
+        return self._next(self._told, _ANSWER_S)
+
+    def start_timing(self) -> None:
+        """Time the steps that follow."""
+        self._order(do="time")
+
+    def times(self) -> dict[str, Any]:
+        """Return what a :class:`StepTimes` reports, since ``start_timing``."""
+        self._order(do="times")
         return self._next(self._told, _ANSWER_S)
 
     def external_hits(self) -> int:

@@ -14,6 +14,8 @@ import threading
 import time
 from typing import Any, TextIO
 
+from asynckv.testing.vllm_engines.times import StepTimes
+
 __all__ = ("main",)
 
 
@@ -22,11 +24,14 @@ class _Process:
 
     def __init__(self, engine: Any, out: TextIO) -> None:
         self._engine = engine
-        self._scheduler = engine.engine_core.engine_core.scheduler
+        self._core = engine.engine_core.engine_core
+        self._scheduler = self._core.scheduler
         self._out = out
         self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._steps = 0
-        self._step_s = 0.0
+        self._has_executed = False
+        self._take_step = self._core.step_fn
+        self._core.step_fn = self._note_step
+        self._times = StepTimes()
         threading.Thread(target=self._read, daemon=True).start()
 
     def run(self) -> None:
@@ -46,11 +51,17 @@ class _Process:
     def _step(self) -> None:
         began = time.perf_counter()
         outputs = self._engine.step()
-        self._step_s += time.perf_counter() - began
-        self._steps += 1
+        self._times.end_step(time.perf_counter() - began, self._has_executed)
         for output in outputs:
             if output.finished:
                 self._tell_of(output)
+        if not self._has_executed:
+            # As vLLM's own loop does, for the sake of other threads.
+            threading.Event().wait(0.001)
+
+    def _note_step(self) -> Any:
+        outputs, self._has_executed = self._take_step()
+        return outputs, self._has_executed
 
     def _tell_of(self, output: Any) -> None:
         completion = output.outputs[0]
@@ -103,10 +114,23 @@ class _Process:
             state=True,
             free_blocks=manager.block_pool.get_num_free_blocks(),
             requests=len(self._scheduler.requests),
-            steps=self._steps,
-            step_s=self._step_s,
             metrics=metrics,
         )
+
+    def _do_time(self) -> None:
+        """Time steps, and what of them the connector takes, from now on."""
+        from vllm.distributed.kv_transfer import (
+            get_kv_transfer_group,
+            has_kv_transfer_group,
+        )
+
+        self._times = StepTimes()
+        if has_kv_transfer_group():
+            for connector in (self._scheduler.connector, get_kv_transfer_group()):
+                self._times.watch(connector)
+
+    def _do_times(self) -> None:
+        self._tell(times=True, **self._times.report())
 
     def _read(self) -> None:
         for line in sys.stdin:

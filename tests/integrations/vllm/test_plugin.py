@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from asynckv.integrations.vllm import plugin
-
 
 def test_it_is_an_entry_point_that_vllm_looks_for() -> None:
     found = importlib.metadata.entry_points(group="vllm.general_plugins")
@@ -28,12 +26,14 @@ def test_without_vllm_it_does_nothing() -> None:
 
 @pytest.mark.vllm
 def test_the_name_alone_finds_the_connector_and_again_is_nothing() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    plugin.register()
-    plugin.register()
-    found = KVConnectorFactory.get_connector_class_by_name(plugin.NAME)
-    assert found.__module__ == "asynckv.integrations.vllm.connector"
+    code = (
+        "from vllm.distributed.kv_transfer.kv_connector import factory;"
+        "from asynckv.integrations.vllm.plugin import NAME, register;"
+        "register(); register();"
+        "find = factory.KVConnectorFactory.get_connector_class_by_name;"
+        "assert find(NAME).__module__ == 'asynckv.integrations.vllm.connector'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.vllm
