@@ -54,9 +54,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What every connector reads of its configuration.
 
     ``listen`` is where this engine serves, ``peers`` whom it may ever talk to: the
-    name of each, and its URL; where only URLs are given, it is the name that who
-    answers there has proved, or says, to have. Of an engine of several ranks it is rank 0's URL, the
-    others are at the ports after it; or the URLs of all are given. ``direction``:
+    name of each, and its URL; where only URLs are given, who answers there says its
+    name. Of an engine of several ranks it is the URL of rank 0, the others are at the
+    ports after it; or the URLs of all are given. ``direction``:
     ``push`` sends to the decoding engine's own buffer while the prompt is computed,
     ``pull`` keeps it here until that engine fetches it. ``consumer_tp_size`` is how
     many ranks the engine has that decodes, if not as many as this one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from asynckv.abc import BlockIds, KVConnectorMetadata
+from asynckv.parallel.shapes import EngineShape
 
 __all__ = ("LoadOrder", "P2PMetadata", "SaveOrder")
 
@@ -14,7 +15,8 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
     The transfer's prompt must begin with the ``num_tokens`` tokens of this ``digest``.
     Without blocks nothing is loaded or reported: the producer learns that nobody needs
-    it. ``is_async``: between steps; else the next forward waits for it, layer by layer.
+    it. ``shape`` is how its engine says its KV is cut. ``is_async``: between steps;
+    else the next forward waits for it, layer by layer.
     """
 
     request_id: str
@@ -25,6 +27,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
     num_tokens: int = 0
     digest: bytes = b""
     incarnations: tuple[str, ...] = ()
+    shape: EngineShape | None = None
     is_async: bool = True
 
 

@@ -29,6 +29,7 @@ from asynckv.connectors.lifecycle import LifeCounters, TransferLedger
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.observability.lines import as_line
+from asynckv.parallel.shapes import EngineShape
 
 __all__ = ("P2PScheduler", "P2PSchedulerStatistics")
 
@@ -46,6 +47,7 @@ class _Params(msgspec.Struct, frozen=True):
     peer: str = ""
     num_tokens: int | None = None
     incarnations: tuple[str, ...] = ()
+    shape: EngineShape | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,6 +59,7 @@ class _Known:
     peer: str = ""
     num_tokens: int = 0
     incarnations: tuple[str, ...] = ()
+    shape: EngineShape | None = None
     is_to_load: bool = False
     is_to_save: bool = False
     is_saved: bool = False
@@ -87,8 +90,8 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
     name a ``transfer_id``, so that the other engine can begin at once, and the ``peer``
     to push to (needed if several are configured). What it then carries to the other
     engine is ``{"do_remote_prefill": true, "transfer_id", "peer", "num_tokens",
-    "incarnations"}``, of which only ``transfer_id`` is needed; ``peer`` too where
-    several are configured. A peer is a name of the configuration, never an address.
+    "incarnations", "shape"}``, of which only ``transfer_id`` is needed, and ``peer``
+    where several are configured: a name of the configuration, never an address.
     """
 
     def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
@@ -144,6 +147,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             num_tokens=known.num_tokens,
             digest=prompt_digest(request.token_ids, known.num_tokens),
             incarnations=known.incarnations,
+            shape=known.shape,
         )
         blocks = frozenset(block for group in order.block_ids for block in group)
         if self._ledger.begin(request.request_id, "recv", blocks) is not None:
@@ -235,6 +239,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             given_tokens = wanted if params.num_tokens is None else params.num_tokens
             known.num_tokens = max(0, min(wanted, given_tokens))
             known.incarnations = params.incarnations
+            known.shape = params.shape or self._shape_of(known.peer)
             known.is_to_load = known.num_tokens > 0
         elif params.do_remote_decode:
             known.peer = self._peer_named(params.peer) if self._is_push else ""
@@ -256,6 +261,11 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         if not name and len(peers) == 1:
             return next(iter(peers))
         raise ValueError(f"{name[:80]!r} is none of the {len(peers)} configured peers")
+
+    def _shape_of(self, peer: str) -> EngineShape | None:
+        """Return how the KV of a peer is cut that did not say: as ours."""
+        urls = self.options.peers.get(peer, ())
+        return self.engine.shape_of(len(urls) if len(urls) > 1 else self.engine.tp_size)
 
     def _save_of(self, scheduled: KVScheduled) -> SaveOrder | None:
         known = self._requests.get(scheduled.request_id)
@@ -284,6 +294,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
                 peer=known.peer,
                 block_ids=(),
                 incarnations=known.incarnations,
+                shape=known.shape,
             )
         )
 
@@ -295,4 +306,5 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             "peer": self.engine.engine_id,
             "num_tokens": known.request.num_tokens,
             "incarnations": list(self._incarnations),
+            "shape": msgspec.to_builtins(self.engine.shape),
         }
