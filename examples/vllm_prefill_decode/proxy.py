@@ -1,7 +1,6 @@
-"""Sends each request first to the engine that prefills, then to the one that decodes.
+"""Sends each request to the engine that prefills, then to the one that decodes.
 
-What the first answers as ``kv_transfer_params`` the second request carries: that is all
-a proxy has to do. ``python proxy.py PREFILL_URL DECODE_URL [PORT]``.
+``python proxy.py [PREFILL_URL [DECODE_URL [PORT]]]``
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
+from starlette.background import BackgroundTask
 
-PREFILL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8100"
-DECODE = sys.argv[2] if len(sys.argv) > 2 else "http://127.0.0.1:8200"
+_GIVEN = dict(enumerate(sys.argv))
+PREFILL = _GIVEN.get(1, "http://127.0.0.1:8100")
+DECODE = _GIVEN.get(2, "http://127.0.0.1:8200")
 
 
 @asynccontextmanager
@@ -31,14 +32,11 @@ app = FastAPI(lifespan=lifespan)
 
 
 async def prefill(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    """Have the prompt computed; return where its KV is."""
-    one_token = body | {
-        "max_tokens": 1,
-        "stream": False,
-        "kv_transfer_params": {"do_remote_decode": True},
-    }
-    one_token.pop("stream_options", None)
-    answer = await client.post(PREFILL + path, json=one_token)
+    """Have the prompt computed; return what the other engine is to be told of it."""
+    one = {"max_tokens": 1, "max_completion_tokens": None}
+    once = {"stream": False, "stream_options": None}
+    params = {"kv_transfer_params": {"do_remote_decode": True}}
+    answer = await client.post(PREFILL + path, json=body | one | once | params)
     if answer.is_error:
         raise HTTPException(answer.status_code, answer.text)
     return answer.json().get("kv_transfer_params")
@@ -52,9 +50,13 @@ async def complete(request: Request) -> Response:
     carried = body | {"kv_transfer_params": await prefill(client, path, body)}
     sending = client.build_request("POST", DECODE + path, json=carried)
     answer = await client.send(sending, stream=True)
-    kind = answer.headers.get("content-type")
-    return StreamingResponse(answer.aiter_raw(), answer.status_code, media_type=kind)
+    return StreamingResponse(
+        answer.aiter_raw(),
+        answer.status_code,
+        {"content-type": answer.headers["content-type"]},
+        background=BackgroundTask(answer.aclose),
+    )
 
 
 if __name__ == "__main__":
-    uvicorn.run(app, port=int(sys.argv[3]) if len(sys.argv) > 3 else 8000)
+    uvicorn.run(app, port=int(_GIVEN.get(3, "8000")))

@@ -238,7 +238,8 @@ class _Driver:
 
         self._parts.put_nowait(reached)
         await done
-        await self._worker.wait_for_save()
+        while self._saving:
+            await asyncio.wait(self._saving)
 
     async def _end(self) -> None:
         saving = asyncio.create_task(self._worker.wait_for_save())
@@ -257,15 +258,15 @@ def _failed(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:
     """Say that nothing of a step was done: no request may wait for it for ever."""
     loads = [load for load in getattr(orders, "loads", ()) if load.block_ids]
     names = frozenset(load.request_id for load in loads)
+    saves = frozenset(save.request_id for save in getattr(orders, "saves", ()))
     blocks = [load.block_ids for load in loads]
     return KVTransferResults(
-        finished_sending=frozenset(
-            save.request_id for save in getattr(orders, "saves", ())
-        ),
+        finished_sending=saves,
+        failed_sending=saves,
         finished_recving=names,
         failed_recving=names,
         invalid_block_ids=frozenset(
             block for groups in blocks for group in groups for block in group
         ),
-        reasons=dict.fromkeys(names, str(error)),
+        reasons=dict.fromkeys(names | saves, str(error)),
     )

@@ -130,6 +130,24 @@ def test_shutdown_cancels_tasks_before_it_leaves_what_was_entered() -> None:
     assert bridge.news() == ["cancelled", "left b", "left a"]
 
 
+def test_what_is_to_be_called_at_the_end_is_called_even_if_another_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bridge = Bridge[str]("test")
+
+    async def end() -> None:
+        bridge.tell("ended")
+
+    async def fail() -> None:
+        raise KeyError("this")
+
+    bridge.at_end(end)
+    bridge.at_end(fail)
+    bridge.shutdown()
+    assert bridge.news() == ["ended"]
+    assert "test did not end cleanly" in caplog.text
+
+
 def test_shutdown_joins_the_thread_and_may_be_called_again() -> None:
     bridge = Bridge[str]("to be joined")
     names = [thread.name for thread in threading.enumerate()]

@@ -56,14 +56,17 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def trio(start_engine: StartEngine, dtype: str) -> Iterator[tuple[Engine, Pair]]:
-    """An engine that knows of no other, and a pair: all alive together."""
-    url = free_url()
+    """An engine that knows of no other, and a pair: all alive together.
+
+    The pair saves layer by layer, or each prompt when all of it is computed.
+    """
+    url, layerwise = free_url(), dtype == "bfloat16"
     with contextlib.ExitStack() as stack:
         single, producer, consumer = (
             stack.enter_context(start_engine(config, dtype=dtype))
             for config in (
                 None,
-                transfer("kv_producer", listen=url),
+                transfer("kv_producer", listen=url, layerwise=layerwise),
                 transfer("kv_consumer", peers=[url]),
             )
         )

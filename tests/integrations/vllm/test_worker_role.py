@@ -236,8 +236,8 @@ def test_a_step_that_is_refused_fails_its_loads_and_not_the_next_step(
     ended = wait_for(role)
     assert ended.failed_recving == ended.finished_recving == {"a"}
     assert ended.invalid_block_ids == {1, 2}
-    assert ended.finished_sending == {"b"}
-    assert ended.reasons == {"a": "not now"}
+    assert ended.failed_sending == ended.finished_sending == {"b"}
+    assert ended.reasons == {"a": "not now", "b": "not now"}
     settle(role)
     worker.is_refusing = False
     step(role, Orders(loads=(Order("c", ((1,),)),)))
