@@ -33,10 +33,10 @@ app = FastAPI(lifespan=lifespan)
 
 async def prefill(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
     """Have the prompt computed; return what the other engine is to be told of it."""
-    one = {"max_tokens": 1, "max_completion_tokens": None}
-    once = {"stream": False, "stream_options": None}
+    one: dict[str, Any] = {"max_tokens": 1, "max_completion_tokens": None}
+    one |= {"stream": False, "stream_options": None}
     params = {"kv_transfer_params": {"do_remote_decode": True}}
-    answer = await client.post(PREFILL + path, json=body | one | once | params)
+    answer = await client.post(PREFILL + path, json=body | one | params)
     if answer.is_error:
         raise HTTPException(answer.status_code, answer.text)
     return answer.json().get("kv_transfer_params")
@@ -50,12 +50,9 @@ async def complete(request: Request) -> Response:
     carried = body | {"kv_transfer_params": await prefill(client, path, body)}
     sending = client.build_request("POST", DECODE + path, json=carried)
     answer = await client.send(sending, stream=True)
-    return StreamingResponse(
-        answer.aiter_raw(),
-        answer.status_code,
-        {"content-type": answer.headers["content-type"]},
-        background=BackgroundTask(answer.aclose),
-    )
+    kind = {"content-type": answer.headers["content-type"]}
+    end = BackgroundTask(answer.aclose)
+    return StreamingResponse(answer.aiter_raw(), answer.status_code, kind, None, end)
 
 
 if __name__ == "__main__":
