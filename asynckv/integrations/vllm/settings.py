@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Settings",)
 
-_MODES: Final = {"p2p": "P2PConnector", "store": "StoreConnector"}
+_MODES: Final = {"p2p": "P2PConnector"}
 _WHOLE_PROMPT: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Specs of layers that keep the KV of every token of a prompt."""
 

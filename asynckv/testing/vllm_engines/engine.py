@@ -238,10 +238,9 @@ class Engine:
     def _read(self) -> None:
         for line in self._process.stdout or ():
             told = json.loads(line)
-            if "id" in told:
-                if told["id"] in self._answers:
-                    self._answers[told["id"]].put(told)
-            else:
-                self._told.put(told)
-        for waiting in (self._told, *self._answers.values()):
+            # Of a request that was aborted as it ended nobody waits any more.
+            waiting = self._answers.get(told["id"]) if "id" in told else self._told
+            if waiting is not None:
+                waiting.put(told)
+        for waiting in (self._told, *list(self._answers.values())):
             waiting.put({})

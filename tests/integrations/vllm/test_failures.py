@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -10,6 +13,8 @@ from typing import Any
 import pytest
 
 from asynckv.testing.vllm_engines import (
+    PREFILL,
+    Answer,
     Engine,
     Pair,
     free_url,
@@ -110,6 +115,44 @@ def test_either_engine_may_come_back_with_an_empty_memory(
             elif number == 1:
                 producer.kill()
                 producer = stack.enter_context(start_engine(produce)).wait_ready()
+
+
+def test_a_hundred_aborts_at_random_moments_lose_no_block_and_no_token(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    chance = random.Random(9)
+    prompts = [random_prompt(1 + seed * 13 % 150, seed=seed) for seed in range(200)]
+    pauses = [chance.uniform(0, 0.06) if seed % 2 else None for seed in range(200)]
+    with _pair(start_engine, "fail") as pair:
+
+        def ask(prompt: list[int], pause_s: float | None) -> Answer:
+            if pause_s is None:
+                return pair.ask(prompt)
+            return _abort_after(pair, prompt, pause_s)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(ask, prompts, pauses))
+        for prompt, pause_s, answer in zip(prompts, pauses, answers, strict=True):
+            if pause_s is None:
+                assert answer.tokens == alone.ask(prompt).tokens
+        aborted = [one for one in answers if one.finish_reason == "abort"]
+        assert len(aborted) > 50
+        assert pair.consumer.external_hits() > 0
+        for engine in (pair.producer, pair.consumer):
+            _wait_for_all_blocks(engine)
+
+
+def _abort_after(pair: Pair, prompt: list[int], pause_s: float) -> Answer:
+    """Abort it in one of the two engines, at whatever it is by then."""
+    began = time.monotonic()
+    engine = pair.producer
+    request = engine.add(prompt, max_tokens=1, params=PREFILL)
+    if pause_s > 0.01:
+        params = engine.answer(request).kv_transfer_params
+        engine = pair.consumer
+        request = engine.add(prompt, params=params)
+    threading.Event().wait(pause_s - (time.monotonic() - began))
+    return engine.abort(request)
 
 
 def _pair(start_engine: StartEngine, policy: str, **extra: Any) -> _Started:
