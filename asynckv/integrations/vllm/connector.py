@@ -42,7 +42,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Moves vLLM's KV cache by asynckv: prefill here, decode there.
 
     One instance of each role, in processes of their own or in one. Nothing that is
-    called in a step waits for a peer or for the loop.
+    called in a step waits for a peer or for the loop, but for one case: blocks of a
+    preempted request that are still being saved. It has as many methods as vLLM calls.
     """
 
     _cache_hit_source = CacheHitSource.P2P

@@ -117,6 +117,24 @@ def test_either_engine_may_come_back_with_an_empty_memory(
                 producer = stack.enter_context(start_engine(produce)).wait_ready()
 
 
+def test_an_engine_of_another_block_size_is_refused_and_told_why(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    prompt = random_prompt(100, seed=10)
+    url = free_url()
+    produce = transfer("kv_producer", listen=url)
+    consume = transfer("kv_consumer", "recompute", peers=[url])
+    with (
+        start_engine(produce) as producer,
+        start_engine(consume, block_size=64) as consumer,
+    ):
+        pair = Pair(producer.wait_ready(), consumer.wait_ready())
+        assert pair.ask(prompt).tokens == alone.ask(prompt).tokens
+        state = consumer.state()
+        assert state["metrics"]["vllm:asynckv_failed_loads"] == 1
+        assert "layout" in consumer.log.read_text()
+
+
 def test_a_hundred_aborts_at_random_moments_lose_no_block_and_no_token(
     start_engine: StartEngine, alone: Engine
 ) -> None:
