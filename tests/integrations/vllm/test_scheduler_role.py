@@ -146,13 +146,13 @@ def test_what_decides_on_kv_beside_tokens_is_in_the_salt(
     class Feature:
         identifier: str = "cat.png"
 
-    for name, given in {
-        "a": {},
-        "b": {"cache_salt": "tenant"},
-        "c": {"lora_request": Lora()},
-        "d": {"mm_features": [Feature()]},
-    }.items():
-        role.on_new_request(Request(name, [1], MOVES, **given))
+    for request in (
+        Request("a", [1], MOVES),
+        Request("b", [1], MOVES, cache_salt="tenant"),
+        Request("c", [1], MOVES, lora_request=Lora()),
+        Request("d", [1], MOVES, mm_features=[Feature()]),
+    ):
+        role.on_new_request(request)
     salts = [request.salt for request in connector.requests]
     assert salts[0] == ""
     assert len(set(salts)) == 4

@@ -74,7 +74,8 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
         self.log.append("load")
         for order in self.bound.loads:
             self.loaded_bytes += 100
-            self._end(finished_recving=frozenset({order.request_id}))
+            ids = frozenset({order.request_id})
+            self._end(KVTransferResults(finished_recving=ids))
 
     async def wait_for_layer_load(self, layer_name: str) -> None:
         raise NotImplementedError
@@ -93,7 +94,8 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
         self.log.append("save")
         await self.may_save.wait()
         for order in saves:
-            self._end(finished_sending=frozenset({order.request_id}))
+            ids = frozenset({order.request_id})
+            self._end(KVTransferResults(finished_sending=ids))
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()
@@ -115,8 +117,8 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
     def abort(self) -> None:
         raise NotImplementedError
 
-    def _end(self, **ended: frozenset[str]) -> None:
-        self.done.append(KVTransferResults(**ended))
+    def _end(self, ended: KVTransferResults) -> None:
+        self.done.append(ended)
         self.callback()
 
 
