@@ -99,6 +99,7 @@ class ToyEngine:
         self._requests: dict[str, _Running] = {}
         self._held: dict[str, _Running] = {}
         self._wake = asyncio.Event()
+        self._changed: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._aggregator = KVOutputAggregator(max(1, len(workers)))
 
@@ -167,7 +168,8 @@ class ToyEngine:
     async def quiet(self) -> None:
         """Wait until nothing is under way here. A cancelled call leaves no trace."""
         while self.blocks_in_use or self._requests or self._held:
-            await asyncio.sleep(0.001)
+            self._changed = asyncio.get_running_loop().create_future()
+            await self._changed
 
     async def _run(self) -> None:
         while True:
@@ -330,6 +332,8 @@ class ToyEngine:
         self._aggregator.forget([running.request.request_id])
         self._free.extend(running.block_ids)
         running.block_ids = []
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
 
 
 def _output_of(results: KVTransferResults) -> KVConnectorOutput:

@@ -14,8 +14,6 @@ import numpy.typing
 __all__ = ("ToyModel", "mix")
 
 _VOCABULARY: Final = 50_000
-_Words: type = numpy.uint64
-
 Rows = numpy.typing.NDArray[numpy.int32]
 
 
@@ -50,7 +48,7 @@ class ToyModel:
         return rows.reshape(len(states), 2, self.heads, self.head_dim)
 
     def next_token(self, sums: Sequence[int]) -> int:
-        """Return the token that follows, given :meth:`sum_of` of every head and layer."""
+        """Return the token that follows, given :meth:`sum_of` of all heads and layers."""
         word = numpy.array([sum(sums) % 2**64], dtype=numpy.uint64)
         return int(mix(word)[0] % numpy.uint64(_VOCABULARY))
 
