@@ -280,3 +280,23 @@ class KVStoreBuffer(KVCacheBuffer):
 
         A cancelled call leaves no trace.
         """
+
+    async def match_prefix(self, block_keys: Sequence[str]) -> int:
+        """Return how many of ``block_keys`` are stored, from the first one on.
+
+        A cancelled call leaves no trace.
+        """
+        found = await self.contains(block_keys)
+        return found.index(False) if False in found else len(found)
+
+    @abc.abstractmethod
+    def pin(self, keys: Sequence[str]) -> AbstractAsyncContextManager[tuple[bool, ...]]:
+        """Keep what is stored under ``keys`` from being dropped for room.
+
+        ``async with store.pin(keys) as found``: which of them are there, and stay there
+        unless somebody deletes or replaces them. Leaving lets go of them, also by an
+        error or a cancellation, and never waits.
+
+        :raises LeaseLost: (on a clean leaving) the peer was lost meanwhile, and with it
+            the hold
+        """

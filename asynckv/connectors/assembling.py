@@ -11,9 +11,12 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.errors import IncompatiblePeer
+from asynckv.parallel.copies import Span, StridedCopy
 from asynckv.parallel.plans import RankRead
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.jobs import CopyJob
+from asynckv.tensors.resharding import reshard_jobs
 from asynckv.types import TensorSpec
 
 __all__ = ("Assembly",)
@@ -53,6 +56,7 @@ class Assembly:
             for source in self._layers
         }
         self._check(specs)
+        self._copies = self._copies_by_layer()
         self._landed: dict[str, dict[str, torch.Tensor]] = {}
 
     @property
@@ -86,12 +90,40 @@ class Assembly:
                 digest=False,
             )
         else:
-            raise NotImplementedError
+            try:
+                jobs = self._jobs(layer, sources)
+            except ValueError as exc:
+                raise _misshapen(layer) from exc
+            await pool.run(jobs)
         return target
+
+    def _jobs(self, layer: str, sources: list[torch.Tensor]) -> list[CopyJob]:
+        """Return what takes the heads and tokens of a layer to where they are here."""
+        read, order = self._read, self._order
+        if read is None:
+            raise RuntimeError("whole blocks are not taken apart")
+        target = self._layers[layer]
+        ids = order.block_ids[self._caches.group_of(target)]
+        span = Span(
+            tokens=order.num_tokens,
+            target_start=order.first_block * self._engine.block_size,
+        )
+        return reshard_jobs(
+            self._copies[layer],
+            sources,
+            [KVBlocks(region, ids) for region in self._caches.pools(target)],
+            span,
+        )
 
     def _pairs(self, header: EntryHeader) -> dict[str, str]:
         """Return which layer there is which one here."""
         read, ours = self._read, self._caches.layers
+        if read is not None:
+            source, target = read.plan.source.layout, read.plan.target.layout
+            if source.is_across_layers != target.is_across_layers:
+                raise IncompatiblePeer(
+                    "blocks of all layers and blocks of one do not mix", field="layout"
+                )
         if read is None or read.plan.source.layout.is_across_layers:
             if set(header.layers) != set(ours):
                 raise IncompatiblePeer(
@@ -109,6 +141,15 @@ class Assembly:
             header.layers[layer - theirs[0]]: ours[layer - mine[0]]
             for layer in read.layers
         }
+
+    def _copies_by_layer(self) -> dict[str, tuple[StridedCopy, ...]]:
+        read = self._read
+        if read is None or read.plan.is_identity:
+            return {}
+        if read.plan.source.layout.is_across_layers:
+            return dict.fromkeys(self._layers, read.copies)
+        copies = map(read.copies_of_layer, read.layers)
+        return dict(zip(self._layers, copies, strict=True))
 
     def _check(self, specs: Mapping[str, TensorSpec]) -> None:
         is_identity = self._read is None or self._read.plan.is_identity

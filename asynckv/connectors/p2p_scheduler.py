@@ -169,12 +169,11 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             self._ledger.hear(request_id, "recv", why if is_failed else "")
         lives = self._ledger.take_untold()
         failed = [life for life in lives if life.reason]
-        suspects = frozenset[int]().union(*(life.block_ids for life in failed))
         return KVTransferResults(
             finished_recving=frozenset(life.request_id for life in lives),
             failed_recving=frozenset(life.request_id for life in failed),
-            # Others may be somebody else's by now.
-            invalid_block_ids=results.invalid_block_ids & suspects,
+            # What else the workers name may be somebody else's by now.
+            invalid_block_ids=frozenset[int]().union(*(f.block_ids for f in failed)),
             reasons={life.request_id: life.reason for life in failed},
         )
 
