@@ -70,6 +70,18 @@ def test_nothing_is_fetched_of_a_prompt_that_is_here(
     assert pair.consumer.external_hits() - before <= 1
 
 
+@pytest.mark.parametrize("length", [50, 64, 150])
+def test_what_two_prompts_have_in_common_is_enough(
+    single: Engine, pair: Pair, length: int
+) -> None:
+    whole = random_prompt(150, seed=8 + length)
+    prompt, before = whole[:100], pair.consumer.external_hits()
+    carried = pair.prefill(whole[:length])
+    answer = pair.consumer.ask(prompt, params=carried)
+    assert answer.tokens == single.ask(prompt).tokens
+    assert pair.consumer.external_hits() - before == min(length, 100)
+
+
 def test_kv_of_another_prompt_is_never_used(single: Engine, pair: Pair) -> None:
     """It carries another request's parameters: the load fails, and so does it."""
     carried = pair.prefill(random_prompt(100, seed=4))
