@@ -49,6 +49,7 @@ class _Process:
             getattr(self, f"_do_{order.pop('do')}")(**order)
 
     def _step(self) -> None:
+        self._times.begin_step()
         began = time.perf_counter()
         outputs = self._engine.step()
         self._times.end_step(time.perf_counter() - began, self._has_executed)

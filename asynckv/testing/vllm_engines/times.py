@@ -22,17 +22,20 @@ _CALLS: Final = (
 
 
 class StepTimes:
-    """Of steps that ran the model, and of calls in any step.
+    """Of steps that ran the model, and of calls in any step, on the engine's thread.
 
-    Calls within calls are counted once. A call's own clock costs 0.1 us, and is in it.
+    By the wall and in CPU seconds: beside busy neighbours a call is interrupted, and
+    the wall counts it as the call's. Calls within calls are counted once.
     """
 
     def __init__(self) -> None:
-        self._steps: list[float] = []
+        self._steps: list[tuple[float, float]] = []
         self._calls: list[float] = []
         self._idle_steps = 0
         self._in_step = 0.0
+        self._began_cpu = time.thread_time()
         self._depth = 0
+        self._of_call: dict[str, list[float]] = {}
 
     def watch(self, connector: Any) -> None:
         """Time the calls of ``connector``."""
@@ -40,40 +43,51 @@ class StepTimes:
             function = getattr(connector, name)
             # Watched once already: the clock is started again, not doubled.
             function = getattr(function, "__wrapped__", function)
-            setattr(connector, name, self._timed(function))
+            of_call = self._of_call.setdefault(name, [0, 0.0, 0.0])
+            setattr(connector, name, self._timed(function, of_call))
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._began_cpu = time.thread_time()
 
     def end_step(self, seconds: float, has_executed: bool) -> None:
         """A step has taken so long; note it if it ran the model."""
         if has_executed:
-            self._steps.append(seconds)
+            self._steps.append((seconds, time.thread_time() - self._began_cpu))
             self._calls.append(self._in_step)
             self._in_step = 0.0
         else:
             self._idle_steps += 1
 
     def report(self) -> dict[str, Any]:
-        """Return medians and sums, in seconds."""
+        """Return medians and sums, in seconds, and for each call its count and both."""
         middle = statistics.median
         return {
             "steps": len(self._steps),
             "idle_steps": self._idle_steps,
-            "step_s": middle(self._steps) if self._steps else 0.0,
-            "steps_s": sum(self._steps),
+            "step_s": middle(wall for wall, _ in self._steps) if self._steps else 0.0,
+            "step_cpu_s": middle(cpu for _, cpu in self._steps) if self._steps else 0.0,
             "call_s": middle(self._calls) if self._calls else 0.0,
-            "calls_s": sum(self._calls) + self._in_step,
+            "calls_s": sum(wall for _, wall, _ in self._of_call.values()),
+            "calls_cpu_s": sum(cpu for _, _, cpu in self._of_call.values()),
+            "calls": self._of_call,
         }
 
-    def _timed(self, function: Any) -> Any:
+    def _timed(self, function: Any, of_call: list[float]) -> Any:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._depth:
                 return function(*args, **kwargs)
             self._depth = 1
-            began = time.perf_counter()
+            cpu, began = time.thread_time(), time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._in_step += time.perf_counter() - began
+                wall = time.perf_counter() - began
                 self._depth = 0
+                self._in_step += wall
+                of_call[0] += 1
+                of_call[1] += wall
+                of_call[2] += time.thread_time() - cpu
 
         return timed

@@ -48,13 +48,13 @@ def test_an_aborted_load_gives_its_blocks_back(
         params = pair.prefill(prompt)
         pair.producer.pause()  # so the load lasts
         request = pair.consumer.add(prompt, params=params)
-        assert _used_blocks(pair.consumer) == 7
+        _wait_for_used_blocks(pair.consumer, 7)
         pair.consumer.abort(request)
-        _wait_for_all_blocks(pair.consumer)
+        _wait_for_used_blocks(pair.consumer, 0)
         pair.producer.go_on()
         assert pair.ask(other).tokens == alone.ask(other).tokens
         assert pair.consumer.external_hits() == 200 + len(other)
-        _wait_for_all_blocks(pair.consumer)
+        _wait_for_used_blocks(pair.consumer, 0)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -67,7 +67,7 @@ def test_a_producer_killed_during_a_load_is_survived(
         params = pair.prefill(prompt)
         pair.producer.pause()
         request = pair.consumer.add(prompt, params=params)
-        assert _used_blocks(pair.consumer) == 7
+        _wait_for_used_blocks(pair.consumer, 7)
         began = time.monotonic()
         pair.producer.kill()
         answer = pair.consumer.answer(request)
@@ -78,7 +78,7 @@ def test_a_producer_killed_during_a_load_is_survived(
             assert answer.tokens == alone.ask(prompt).tokens
         assert pair.consumer.ask(prompt).tokens == alone.ask(prompt).tokens
         assert pair.consumer.external_hits() == 250
-        _wait_for_all_blocks(pair.consumer)
+        _wait_for_used_blocks(pair.consumer, 0)
 
 
 def test_a_silent_producer_is_not_waited_for_longer_than_the_deadline(
@@ -157,7 +157,7 @@ def test_a_hundred_aborts_at_random_moments_lose_no_block_and_no_token(
         assert len(aborted) > 50
         assert pair.consumer.external_hits() > 0
         for engine in (pair.producer, pair.consumer):
-            _wait_for_all_blocks(engine)
+            _wait_for_used_blocks(engine, 0)
 
 
 def _abort_after(pair: Pair, prompt: list[int], pause_s: float) -> Answer:
@@ -201,11 +201,7 @@ class _Started(AbstractContextManager[Pair]):
         self._stack.close()
 
 
-def _used_blocks(engine: Engine) -> int:
-    return ALL_BLOCKS - int(engine.state()["free_blocks"])
-
-
-def _wait_for_all_blocks(engine: Engine) -> None:
+def _wait_for_used_blocks(engine: Engine, count: int) -> None:
     deadline = time.monotonic() + 10
-    while _used_blocks(engine):
-        assert time.monotonic() < deadline, "blocks are lost"
+    while (used := ALL_BLOCKS - int(engine.state()["free_blocks"])) != count:
+        assert time.monotonic() < deadline, f"{used} blocks are used, not {count}"

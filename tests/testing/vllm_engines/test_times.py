@@ -36,6 +36,8 @@ def test_calls_belong_to_the_step_that_follows_them() -> None:
     report = timed.report()
     assert 0 < report["calls_s"] < 0.1
     assert report["call_s"] == report["calls_s"] / 2
+    assert report["calls"]["get_transfer_results"][0] == 1
+    assert report["calls"]["take_events"][0] == 0
 
 
 def test_a_connector_may_be_watched_again() -> None:
