@@ -66,7 +66,9 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             settings = Settings.of(vllm_config, kv_cache_config, side="worker")
             name = f"vllm worker {settings.engine.rank}"
             self._groups = settings.groups
-            self._worker = WorkerRole(name, settings.make_worker)
+            self._worker = WorkerRole(
+                name, settings.make_worker, tells_of_saves=settings.tells_of_saves
+            )
         self._reports = KVTransferResults()
 
     def shutdown(self) -> None:

@@ -74,6 +74,11 @@ class Settings:
         """Whether also requests that carry nothing may move something."""
         return self.config.kv_connector != _MODES["p2p"]
 
+    @property
+    def tells_of_saves(self) -> bool:
+        """Whether a worker tells when each request's blocks are no longer read."""
+        return self.config.kv_connector == _MODES["p2p"]
+
     def make_scheduler(self) -> KVConnectorScheduler:
         """Return the side that decides."""
         return P2PScheduler(self.config, self.engine)

@@ -40,11 +40,20 @@ _News: TypeAlias = tuple[KVTransferResults, tuple[int, int]]
 class WorkerRole:
     """Lets a :class:`~asynckv.abc.KVConnectorWorker` work on a loop of its own.
 
-    ``make`` is called on that loop, once the caches are known.
+    ``make`` is called on that loop, once the caches are known. ``tells_of_saves``: each
+    save's end is reported, and blocks are held until then. Else a step that saves
+    anything waits at its end until that is copied.
     """
 
-    def __init__(self, name: str, make: Callable[[], KVConnectorWorker]) -> None:
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], KVConnectorWorker],
+        *,
+        tells_of_saves: bool = True,
+    ) -> None:
         self._make = make
+        self._tells_of_saves = tells_of_saves
         self._bridge = Bridge[_News](name)
         self._handshake: KVConnectorHandshake | None = None
         self._driver: _Driver | None = None
@@ -94,10 +103,16 @@ class WorkerRole:
             self._bridge.call(driver.save_layer, layer_name)
 
     def end_step(self) -> None:
-        """The forward is over: what was not saved by layers can be. Never waits."""
+        """The forward is over: what was not saved by layers can be.
+
+        :raises TimeoutError: blocks are still read that nobody holds
+        """
         orders, self._orders = self._orders, None
-        if orders is not None and self._driver is not None:
-            self._bridge.call(self._driver.end)
+        if orders is None or self._driver is None:
+            return
+        self._bridge.call(self._driver.end)
+        if not self._tells_of_saves and getattr(orders, "saves", ()):
+            self.wait_quiet()
 
     def results(self) -> KVTransferResults:
         """Return what has ended since the last call. Never waits."""

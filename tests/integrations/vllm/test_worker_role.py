@@ -230,6 +230,19 @@ def test_blocks_are_quiet_when_the_saves_of_steps_before_are_over(
     assert wait_for(role).finished_sending == {"a"}
 
 
+def test_a_step_waits_for_saves_of_whose_end_nobody_tells(worker: Worker) -> None:
+    role = WorkerRole("test", lambda: worker, tells_of_saves=False)
+    role.register({}, {})
+    step(role, Orders(loads=(Order("a", ((1,),)),)))
+    assert wait_for(role).finished_recving == {"a"}
+    timer = threading.Timer(0.05, lambda: role._bridge.call(worker.may_save.set))
+    timer.start()
+    step(role, Orders(saves=(Order("b"),)))
+    assert worker.may_save.is_set()
+    timer.join()
+    role.shutdown()
+
+
 def test_a_step_that_is_refused_fails_its_loads_and_not_the_next_step(
     role: WorkerRole, worker: Worker
 ) -> None:
