@@ -85,7 +85,7 @@ class Engine:
                 [
                     sys.executable,
                     "-m",
-                    "asynckv.testing.vllm_engines.process",
+                    "asynckv.testing.vllm_engines",
                     json.dumps(arguments),
                 ],
                 stdin=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """One engine, told by lines of JSON what to do, and stepping as long as it has to.
 
-``python -m asynckv.testing.vllm_engines.process OPTIONS``: the engine is inside this
+``python -m asynckv.testing.vllm_engines OPTIONS``: the engine is inside this
 process, as with ``VLLM_ENABLE_V1_MULTIPROCESSING=0``, so that a kill kills all of it.
 """
 
