@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -136,9 +137,8 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
                     self._skipped_blocks += 1
                     continue
                 value = await self._registered().gather(order.block_ids, index)
-                self._transfers.begin_untold(
-                    lambda key=key, value=value: self._put(key, value), f"put {key}"
-                )
+                put = functools.partial(self._put, key, value)
+                self._transfers.begin_untold(put, f"put {key}")
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()
