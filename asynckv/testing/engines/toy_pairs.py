@@ -77,6 +77,7 @@ def pair_configs(
     return (
         KVTransferConfig(
             kv_connector="P2PConnector",
+            kv_buffer_size="16MiB",
             kv_role=roles[0],
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={
@@ -88,6 +89,7 @@ def pair_configs(
         ),
         KVTransferConfig(
             kv_connector="P2PConnector",
+            kv_buffer_size="16MiB",
             kv_role=roles[1],
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={
