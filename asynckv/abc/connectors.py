@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from asynckv.abc.closing import Closable
 from asynckv.abc.steps import (
@@ -149,7 +149,10 @@ class KVConnectorWorker(Closable):
     A step is ``bind_connector_metadata``, ``start_load_kv``, the forward with the
     hooks of :class:`SupportsLayerwise`, ``wait_for_save``, ``get_finished`` and
     ``clear_connector_metadata``. A step without a forward is one too.
+    ``metadata_type`` is what its scheduler side tells it.
     """
+
+    metadata_type: ClassVar[type[KVConnectorMetadata]]
 
     @abc.abstractmethod
     def register_kv_caches(

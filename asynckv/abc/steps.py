@@ -81,10 +81,14 @@ class KVConnectorHandshake(msgspec.Struct, frozen=True):
 
 
 class KVQuestion(msgspec.Struct, frozen=True):
-    """Which of ``keys``, in order, are stored elsewhere? Asked for one request."""
+    """Which of ``keys``, in order, are stored elsewhere? Asked for one request.
+
+    ``asker`` is which of several connectors asks.
+    """
 
     request_id: str
     keys: tuple[str, ...]
+    asker: int = 0
 
 
 class KVAnswer(msgspec.Struct, frozen=True):
@@ -92,6 +96,7 @@ class KVAnswer(msgspec.Struct, frozen=True):
 
     request_id: str
     num_keys: int
+    asker: int = 0
 
 
 class KVTransferResults(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import numpy
 
 from asynckv.types import KVFingerprint
 
-__all__ = ("prefix_block_keys", "prompt_digest")
+__all__ = ("prefix_block_keys", "prompt_digest", "rank_block_keys")
 
 _DIGEST_NBYTES: Final = 32
 
@@ -54,3 +54,8 @@ def _digest(data: bytes) -> bytes:
 
 def _bytes_of(token_ids: Sequence[int]) -> bytes:
     return numpy.asarray(token_ids, dtype="<i8").tobytes()
+
+
+def rank_block_keys(block_keys: Sequence[str], namespace: str, rank: int) -> list[str]:
+    """Return the keys of one rank's part of blocks, in engines of a ``namespace``."""
+    return [f"{key}/{namespace}/{rank}" for key in block_keys]

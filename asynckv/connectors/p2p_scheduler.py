@@ -24,8 +24,9 @@ from asynckv.abc import (
 )
 from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.expected import ExpectedLoads
 from asynckv.connectors.keys import prompt_digest
-from asynckv.connectors.lifecycle import LifeCounters, TransferLedger
+from asynckv.connectors.lifecycle import LifeCounters
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.observability.lines import as_line
@@ -100,8 +101,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
         self._requests: dict[str, _Known] = {}
         self._orders: list[LoadOrder] = []
-        self._aborts: list[str] = []
-        self._ledger = TransferLedger()
+        self._loads = ExpectedLoads()
         self._incarnations: tuple[str, ...] = ()
         self._refused_params = 0
 
@@ -120,7 +120,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         known = self._known(request)
         if not known.is_to_load:
             return 0, False
-        if self._ledger.find(request.request_id, "recv") is not None:
+        if request.request_id in self._loads:
             return None, False  # an older load of that id is not quiet yet
         count = known.num_tokens - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
@@ -149,33 +149,21 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             incarnations=known.incarnations,
             shape=known.shape,
         )
-        blocks = frozenset(block for group in order.block_ids for block in group)
-        if self._ledger.begin(request.request_id, "recv", blocks) is not None:
+        if self._loads.begin(request.request_id, order.block_ids):
             self._orders.append(order)
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
         saves = [order for each in step.scheduled if (order := self._save_of(each))]
         loads, self._orders = self._orders, []
-        aborts, self._aborts = self._aborts, []
-        return P2PMetadata(loads=tuple(loads), saves=tuple(saves), aborts=tuple(aborts))
+        return P2PMetadata(
+            loads=tuple(loads), saves=tuple(saves), aborts=self._loads.take_aborts()
+        )
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
         for request_id in results.failed_sending:
             if (known := self._requests.get(request_id)) is not None:
                 known.is_saved = False
-        for request_id in results.finished_recving:
-            is_failed = request_id in results.failed_recving
-            why = results.reasons.get(request_id) or "the load failed"
-            self._ledger.hear(request_id, "recv", why if is_failed else "")
-        lives = self._ledger.take_untold()
-        failed = [life for life in lives if life.reason]
-        return KVTransferResults(
-            finished_recving=frozenset(life.request_id for life in lives),
-            failed_recving=frozenset(life.request_id for life in failed),
-            # What else the workers name may be somebody else's by now.
-            invalid_block_ids=frozenset[int]().union(*(f.block_ids for f in failed)),
-            reasons={life.request_id: life.reason for life in failed},
-        )
+        return self._loads.hear(results)
 
     def request_finished(
         self, request: KVRequest, block_ids: BlockIds
@@ -185,8 +173,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             return False, None
         if known.is_to_load:
             self._release(known)
-        if self._ledger.cancel(request.request_id, "recv") is not None:
-            self._aborts.append(request.request_id)
+        if self._loads.abort(request.request_id):
             return True, None
         return False, self._params_of(known) if known.is_saved else None
 
@@ -196,20 +183,20 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         return self.request_finished(request, block_ids)
 
     def has_pending_work(self) -> bool:
-        return bool(self._orders or self._aborts or len(self._ledger))
+        return bool(self._orders or self._loads.has_aborts or len(self._loads))
 
     def statistics(self) -> P2PSchedulerStatistics:
         return P2PSchedulerStatistics(
             requests=len(self._requests),
-            loading=len(self._ledger),
+            loading=len(self._loads),
             refused_params=self._refused_params,
-            lives=dataclasses.replace(self._ledger.counters),
+            lives=dataclasses.replace(self._loads.counters),
         )
 
     def shutdown(self) -> None:
         self._requests.clear()
         self._orders.clear()
-        self._aborts.clear()
+        self._loads.clear()
 
     def _known(self, request: KVRequest) -> _Known:
         """Return what is known of a request; its parameters are read once."""

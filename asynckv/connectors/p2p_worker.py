@@ -66,6 +66,8 @@ class P2PWorker(
     ``load_timeout_s`` fails, as do all loads of a peer that is lost, at once.
     """
 
+    metadata_type = P2PMetadata
+
     def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
         self.config = config
         self.engine = engine

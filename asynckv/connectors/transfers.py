@@ -97,6 +97,11 @@ class Transfers:
         if late := [task for task in tasks.values() if not task.done()]:
             await asyncio.wait(late)
 
+    async def wait_others(self) -> None:
+        """Wait for what nobody is told of. A cancelled call leaves no trace."""
+        while self._others:
+            await asyncio.wait(set(self._others))
+
     def results(self) -> KVTransferResults:
         """Return what has ended since the last call."""
         lives = self.ledger.take_untold()

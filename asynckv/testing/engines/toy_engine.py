@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from asynckv.abc import (
+    AsksElsewhere,
     KVConnectorMetadata,
     KVConnectorScheduler,
     KVConnectorStep,
     KVConnectorWorker,
+    KVQuestion,
     KVRequest,
     KVScheduled,
     KVTransferResults,
@@ -50,6 +52,7 @@ class _Running:
     max_tokens: int
     cached_tokens: int
     done: asyncio.Future[ToyOutput]
+    look: Callable[[list[int]], None] | None = None
     block_ids: list[int] = dataclasses.field(default_factory=list)
     generated: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
@@ -101,6 +104,7 @@ class ToyEngine:
         self._wake = asyncio.Event()
         self._changed: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._asking: set[asyncio.Task[None]] = set()
         self._aggregator = KVOutputAggregator(max(1, len(workers)))
 
     @property
@@ -113,6 +117,8 @@ class ToyEngine:
             worker.register_kv_caches(rank.caches)
             worker.call_when_finished(self._wake.set)
             await worker.start()
+        if isinstance(self.scheduler, AsksElsewhere):
+            await self.scheduler.start()
         if isinstance(self.scheduler, TakesHandshakes):
             self.scheduler.set_handshake_metadata(
                 {
@@ -135,10 +141,14 @@ class ToyEngine:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        for task in self._asking:
+            task.cancel()
         for worker in self.workers:
             await worker.shutdown()
         if self.scheduler is not None:
             self.scheduler.shutdown()
+        if isinstance(self.scheduler, AsksElsewhere):
+            await self.scheduler.aclose()
 
     async def generate(
         self,
@@ -148,14 +158,17 @@ class ToyEngine:
         request_id: str,
         kv_transfer_params: Mapping[str, object] | None = None,
         cached_tokens: int = 0,
+        look: Callable[[list[int]], None] | None = None,
     ) -> ToyOutput:
         """Return the tokens that follow; ``cached_tokens`` are computed here anyway.
+
+        ``look`` is called with the request's blocks just before they are given back.
 
         :raises ToyLoadFailed: its KV could not be loaded, if the policy is ``fail``
         """
         done = asyncio.get_running_loop().create_future()
         request = KVRequest(request_id, tuple(token_ids), kv_transfer_params)
-        running = _Running(request, max_tokens, cached_tokens, done)
+        running = _Running(request, max_tokens, cached_tokens, done, look)
         self._requests[request_id] = running
         if self.scheduler is not None:
             self.scheduler.on_new_request(request)
@@ -175,12 +188,26 @@ class ToyEngine:
         while True:
             self._wake.clear()
             step = self._schedule()
+            self._ask()
             await self._step(step)
             has_more = self.scheduler is not None and self.scheduler.has_pending_work()
             if not step.scheduled and not has_more:
                 await self._wake.wait()
             else:
                 await asyncio.sleep(0 if step.scheduled else 0.0005)
+
+    def _ask(self) -> None:
+        """Let what a scheduler wants to know be asked beside the steps."""
+        if not isinstance(self.scheduler, AsksElsewhere):
+            return
+        for question in self.scheduler.take_questions():
+            task = asyncio.create_task(self._asked(self.scheduler, question))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    async def _asked(self, scheduler: AsksElsewhere, question: KVQuestion) -> None:
+        scheduler.take_answer(await scheduler.ask(question))
+        self._wake.set()
 
     def _schedule(self) -> KVConnectorStep:
         scheduled = []
@@ -211,8 +238,7 @@ class ToyEngine:
             )
         needed = -(-(request.num_tokens + running.max_tokens) // self.block_size)
         if external is None or needed > len(self._free):
-            self._wake.set()
-            return False
+            return False  # asked again when an answer, or a block, is there
         running.block_ids = [self._free.pop() for _ in range(needed)]
         running.is_allocated = True
         for rank in self.ranks:
@@ -283,6 +309,8 @@ class ToyEngine:
                 sums |= rank.sums(running.block_ids, running.computed)
             running.generated.append(self.model.next_token(list(sums.values())))
             if len(running.generated) == running.max_tokens:
+                if running.look is not None:
+                    running.look(running.block_ids)
                 self._finish(running)
 
     def _take(self, said: KVConnectorOutput) -> None:
@@ -332,6 +360,7 @@ class ToyEngine:
         self._aggregator.forget([running.request.request_id])
         self._free.extend(running.block_ids)
         running.block_ids = []
+        self._wake.set()
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 

@@ -48,7 +48,7 @@ class ToyModel:
         return rows.reshape(len(states), 2, self.heads, self.head_dim)
 
     def next_token(self, sums: Sequence[int]) -> int:
-        """Return the token that follows, given :meth:`sum_of` of all heads and layers."""
+        """Return the token that follows, given every head of each layer summed up."""
         word = numpy.array([sum(sums) % 2**64], dtype=numpy.uint64)
         return int(mix(word)[0] % numpy.uint64(_VOCABULARY))
 

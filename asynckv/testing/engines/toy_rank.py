@@ -9,19 +9,7 @@ import torch
 from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.engines.toy_model import ToyModel
 
-__all__ = ("ToyRank", "shape_of")
-
-
-def shape_of(model: ToyModel, like: EngineShape) -> EngineShape:
-    """Return the shape of an engine of this model with layout and ranks of ``like``."""
-    return EngineShape(
-        layout=like.layout,
-        block_size=like.block_size,
-        key_nbytes=4 * model.head_dim,
-        num_kv_heads=model.heads,
-        tp_size=like.tp_size,
-        stages=(model.layers,),
-    )
+__all__ = ("ToyRank",)
 
 
 class ToyRank:
