@@ -15,9 +15,7 @@ import torch
 
 from asynckv.abc import KVConnectorScheduler, KVConnectorWorker
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p_scheduler import P2PScheduler
-from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors import KVEngine, make_scheduler, make_worker
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Settings",)
 
-_MODES: Final = {"p2p": "P2PConnector"}
+_MODES: Final = {"p2p": "P2PConnector", "store": "StoreConnector"}
 _WHOLE_PROMPT: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Specs of layers that keep the KV of every token of a prompt."""
 
@@ -81,11 +79,11 @@ class Settings:
 
     def make_scheduler(self) -> KVConnectorScheduler:
         """Return the side that decides."""
-        return P2PScheduler(self.config, self.engine)
+        return make_scheduler(self.config, self.engine)
 
     def make_worker(self) -> KVConnectorWorker:
         """Return the side that moves bytes."""
-        return P2PWorker(self.config, self.engine)
+        return make_worker(self.config, self.engine)
 
 
 def _config_of(
