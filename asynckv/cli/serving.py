@@ -1,0 +1,110 @@
+"""``asynckv serve``: buffers in a process of their own, for any number of engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from asynckv.cli.ending import until_ended
+from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.security.tls import TLS
+
+__all__ = ("serve",)
+
+
+def serve(
+    *,
+    listen: str = "tcp://127.0.0.1:14579",
+    lookup: str | None = None,
+    store: str | None = None,
+    fingerprint: str | None = None,
+    secret_file: Path | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    ca: Path | None = None,
+    allow_plaintext: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Serve a lookup buffer, a store, or both, until Ctrl-C.
+
+    Prints the URL that peers connect to, one line, when they can.
+
+    Parameters
+    ----------
+    listen
+        Where; a port of 0 takes a free one.
+    lookup
+        How many bytes of entries to hold at most: 2GiB, 500MB.
+    store
+        How many bytes of stored values to hold at most.
+    fingerprint
+        What model they belong to: others find nothing here.
+    secret_file
+        The secret that all peers share.
+    certificate
+        This side's certificate for ``tls://``, with --key and --ca.
+    key
+        The key of the certificate.
+    ca
+        The authorities that certify peers.
+    allow_plaintext
+        Allow ``tcp://`` beyond this host.
+    """
+    try:
+        if lookup is None and store is None:
+            raise ConfigError("nothing to serve", hint="--store 2GiB, --lookup 2GiB")
+        tls = _tls_of(certificate, key, ca)
+        work = _serve(
+            listen, lookup, store, fingerprint, secret_file, tls, allow_plaintext
+        )
+        asyncio.run(until_ended(work))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 0
+    except (AsyncKVError, ValueError, OSError) as exc:
+        print(f"asynckv serve: {exc}")
+        return 1
+    return 0
+
+
+async def _serve(
+    listen: str,
+    lookup: str | None,
+    store: str | None,
+    fingerprint: str | None,
+    secret_file: Path | None,
+    tls: TLS | None,
+    allow_plaintext: bool,
+) -> None:
+    import asynckv
+
+    async with contextlib.AsyncExitStack() as stack:
+        entries = values = None
+        if lookup is not None:
+            entries = asynckv.LookupBuffer(lookup, fingerprint=fingerprint)
+            stack.callback(entries.abort)
+        if store is not None:
+            values = asynckv.StoreBuffer(store, fingerprint=fingerprint)
+            stack.callback(values.abort)
+        server = await stack.enter_async_context(
+            asynckv.serve(
+                listen,
+                lookup=entries,
+                store=values,
+                secret_file=secret_file,
+                tls=tls,
+                allow_plaintext=allow_plaintext,
+            )
+        )
+        print(server.url, flush=True)
+        await asyncio.get_running_loop().create_future()
+
+
+def _tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS | None:
+    if certificate is None and key is None and ca is None:
+        return None
+    if certificate is None or key is None or ca is None:
+        raise ConfigError("--certificate, --key and --ca belong together")
+    return TLS(certificate=certificate, key=key, ca=ca)

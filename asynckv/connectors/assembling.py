@@ -1,0 +1,175 @@
+"""From blocks as another rank had them to blocks as this one has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asynckv.connectors.caches import REGION_NAMES, PagedCaches
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.headers import EntryHeader
+from asynckv.connectors.p2p_orders import LoadOrder
+from asynckv.errors import IncompatiblePeer
+from asynckv.parallel.copies import Span, StridedCopy
+from asynckv.parallel.plans import RankRead
+from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.jobs import CopyJob
+from asynckv.tensors.resharding import reshard_jobs
+from asynckv.types import TensorSpec
+
+__all__ = ("Assembly",)
+
+
+class Assembly:
+    """What one source rank's entry has for one load, layer by layer.
+
+    :raises IncompatiblePeer: it is not what the plan was made for, or not enough
+    """
+
+    def __init__(
+        self,
+        engine: KVEngine,
+        caches: PagedCaches,
+        order: LoadOrder,
+        header: EntryHeader,
+        read: RankRead | None,
+        specs: Mapping[str, TensorSpec],
+    ) -> None:
+        self._engine, self._caches, self._order = engine, caches, order
+        self._read = read
+        expected = None if read is None else read.plan.source
+        if header.shape != expected or (
+            expected is None and header.block_size != engine.block_size
+        ):
+            raise IncompatiblePeer(
+                f"{header.engine_id} is not shaped as its request said", field="shape"
+            )
+        self._layers = self._pairs(header)
+        self._regions: dict[str, tuple[str, ...]] = {
+            source: tuple(
+                f"{source}.{name}"
+                for name in REGION_NAMES
+                if f"{source}.{name}" in specs
+            )
+            for source in self._layers
+        }
+        self._check(specs)
+        self._copies = self._copies_by_layer()
+        self._landed: dict[str, dict[str, torch.Tensor]] = {}
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers of this rank that it fills, or a part of each."""
+        return tuple(self._layers.values())
+
+    def land(self, name: str, tensor: torch.Tensor) -> str | None:
+        """Take a tensor; return the source's layer that is whole by it, if one is."""
+        layer = name.rpartition(".")[0]
+        if layer not in self._layers:
+            return None
+        landed = self._landed.setdefault(layer, {})
+        landed[name] = tensor
+        return layer if len(landed) == len(self._regions[layer]) else None
+
+    async def place(self, layer: str, pool: CopyPool) -> str:
+        """Copy a whole layer into this rank's blocks; return its name here.
+
+        A cancelled call no longer touches the blocks; they may hold a part.
+        """
+        landed = self._landed.pop(layer)
+        target = self._layers[layer]
+        sources = [landed[name] for name in self._regions[layer]]
+        ids = self._order.block_ids[self._caches.group_of(target)]
+        if self._read is None or self._read.plan.is_identity:
+            first = self._order.first_block
+            await pool.copy(
+                [source[first : first + len(ids)] for source in sources],
+                [KVBlocks(region, ids) for region in self._caches.pools(target)],
+                digest=False,
+            )
+        else:
+            try:
+                jobs = self._jobs(layer, sources)
+            except ValueError as exc:
+                raise _misshapen(layer) from exc
+            await pool.run(jobs)
+        return target
+
+    def _jobs(self, layer: str, sources: list[torch.Tensor]) -> list[CopyJob]:
+        """Return what takes the heads and tokens of a layer to where they are here."""
+        read, order = self._read, self._order
+        if read is None:
+            raise RuntimeError("whole blocks are not taken apart")
+        target = self._layers[layer]
+        ids = order.block_ids[self._caches.group_of(target)]
+        span = Span(
+            tokens=order.num_tokens,
+            target_start=order.first_block * self._engine.block_size,
+        )
+        return reshard_jobs(
+            self._copies[layer],
+            sources,
+            [KVBlocks(region, ids) for region in self._caches.pools(target)],
+            span,
+        )
+
+    def _pairs(self, header: EntryHeader) -> dict[str, str]:
+        """Return which layer there is which one here."""
+        read, ours = self._read, self._caches.layers
+        if read is not None:
+            source, target = read.plan.source.layout, read.plan.target.layout
+            if source.is_across_layers != target.is_across_layers:
+                raise IncompatiblePeer(
+                    "blocks of all layers and blocks of one do not mix", field="layout"
+                )
+        if read is None or read.plan.source.layout.is_across_layers:
+            if set(header.layers) != set(ours):
+                raise IncompatiblePeer(
+                    f"{header.engine_id} has other layers", field="layers"
+                )
+            return {layer: layer for layer in header.layers}
+        plan = read.plan
+        theirs = plan.source.layers_of(read.source.pp)
+        mine = plan.target.layers_of(plan.rank.pp)
+        if (len(header.layers), len(ours)) != (len(theirs), len(mine)):
+            raise IncompatiblePeer(
+                f"{header.engine_id} has {len(header.layers)} layers", field="layers"
+            )
+        return {
+            header.layers[layer - theirs[0]]: ours[layer - mine[0]]
+            for layer in read.layers
+        }
+
+    def _copies_by_layer(self) -> dict[str, tuple[StridedCopy, ...]]:
+        read = self._read
+        if read is None or read.plan.is_identity:
+            return {}
+        if read.plan.source.layout.is_across_layers:
+            return dict.fromkeys(self._layers, read.copies)
+        copies = map(read.copies_of_layer, read.layers)
+        return dict(zip(self._layers, copies, strict=True))
+
+    def _check(self, specs: Mapping[str, TensorSpec]) -> None:
+        is_identity = self._read is None or self._read.plan.is_identity
+        for source, target in self._layers.items():
+            pools = self._caches.pools(target)
+            names = self._regions[source]
+            if is_identity and len(names) != len(pools):
+                raise _misshapen(source)
+            ids = self._order.block_ids[self._caches.group_of(target)]
+            for name, pool in zip(names, pools, strict=is_identity):
+                spec = specs[name]
+                if is_identity:
+                    here = KVBlocks(pool, ()).spec
+                    if (spec.dtype, spec.shape[1:]) != (here.dtype, here.shape[1:]):
+                        raise _misshapen(name)
+                    if spec.shape[0] < self._order.first_block + len(ids):
+                        raise _misshapen(name)
+
+
+def _misshapen(name: str) -> IncompatiblePeer:
+    return IncompatiblePeer(
+        f"{name} has not the blocks that were asked for", field=name
+    )

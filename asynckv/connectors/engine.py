@@ -1,0 +1,109 @@
+"""What a connector has to know of the engine that calls it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asynckv.errors import IncompatiblePeer
+from asynckv.parallel.plans import RankRead, plan_reshard, readers_of
+from asynckv.parallel.shapes import EngineShape, Rank
+
+__all__ = ("KVEngine",)
+
+
+class KVEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as one of its processes sees it.
+
+    ``engine_id`` is what its peers call it. ``block_size`` is tokens a block. ``rank``
+    is this worker's, counted over all stages; a scheduler side is of no rank and leaves
+    it. ``shape`` says how caches lie in memory; without it nothing is known of that,
+    and whole blocks move between engines of as many ranks.
+
+    :raises ValueError: there is no such rank, or the shape is another engine's
+    """
+
+    engine_id: str
+    block_size: int
+    rank: int = 0
+    tp_size: int = 1
+    shape: EngineShape | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size}")
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} of {self.size}")
+        shape = self.shape
+        if shape and (shape.tp_size, shape.block_size) != (
+            self.tp_size,
+            self.block_size,
+        ):
+            raise ValueError(
+                f"the shape is of tp_size={shape.tp_size}, block_size="
+                f"{shape.block_size}, the engine of {self.tp_size}, {self.block_size}"
+            )
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return self.tp_size * (self.shape.pp_size if self.shape else 1)
+
+    @property
+    def place(self) -> Rank:
+        """The worker's stage, and its rank within that."""
+        return Rank(*divmod(self.rank, self.tp_size))
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Return how many blocks so many tokens take."""
+        return -(-num_tokens // self.block_size)
+
+    def shape_of(self, tp_size: int) -> EngineShape | None:
+        """Return this engine's shape if it had so many ranks, as far as is known."""
+        if self.shape is None or tp_size == self.tp_size:
+            return self.shape
+        return msgspec.structs.replace(self.shape, tp_size=tp_size)
+
+    def reads_from(self, source: EngineShape | None) -> dict[int, RankRead | None]:
+        """Return which ranks of another engine this one reads from, and what.
+
+        :raises IncompatiblePeer: it has another model, or only one of the two is known
+        """
+        if self.shape is None and source is None:
+            return {self.rank: None}
+        if self.shape is None or source is None:
+            raise _one_is_unknown(self.shape is None)
+        plan = plan_reshard(source, self.shape, self.place)
+        return {
+            read.source.pp * source.tp_size + read.source.tp: read
+            for read in plan.reads
+        }
+
+    def readers_in(self, target: EngineShape | None) -> tuple[int, ...]:
+        """Return which ranks of another engine read from this one.
+
+        :raises IncompatiblePeer: as :meth:`reads_from`
+        """
+        if self.shape is None and target is None:
+            return (self.rank,)
+        if self.shape is None or target is None:
+            raise _one_is_unknown(self.shape is None)
+        readers = readers_of(self.shape, target, self.place)
+        return tuple(rank.pp * target.tp_size + rank.tp for rank in readers)
+
+    def layers_of(
+        self, read: RankRead | None, layers: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Return which of this rank's ``layers`` are in one of its reads."""
+        if read is None or read.plan.target.layout.is_across_layers:
+            return layers
+        first = read.plan.target.layers_of(read.plan.rank.pp)[0]
+        return tuple(layers[layer - first] for layer in read.layers)
+
+
+def _one_is_unknown(is_ours: bool) -> IncompatiblePeer:
+    here, there = ("unknown", "known") if is_ours else ("known", "unknown")
+    return IncompatiblePeer(
+        f"how caches lie in memory is {here} here and {there} there",
+        field="layout",
+        hint="whole blocks move between two engines whose layout is not known",
+    )

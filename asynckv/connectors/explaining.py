@@ -1,0 +1,132 @@
+"""What a configuration means, line by line, and what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.registry import children_of, find_connector
+from asynckv.errors import ConfigError
+from asynckv.links.address import parse_url
+from asynckv.links.exposure import check_exposure
+from asynckv.links.options import make_keyring
+
+__all__ = ("Explained", "explain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """``facts`` say what will happen, ``problems`` what cannot work, with a hint."""
+
+    facts: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def explain(config: KVTransferConfig) -> Explained:
+    """Say what ``config`` makes a connector do. Opens nothing, asks nobody."""
+    facts, problems = [_role_of(config)], list[str]()
+    try:
+        kind = find_connector(config)
+        if kind.name == "MultiConnector":
+            children = children_of(config)
+            facts.append(f"uses {len(children)} connectors, in this order:")
+            for number, child in enumerate(children, 1):
+                one = explain(child)
+                facts += [f"  {number}: {fact}" for fact in one.facts]
+                problems += [f"connector {number}: {each}" for each in one.problems]
+            return Explained(tuple(facts), tuple(problems))
+        options = ConnectorOptions.of(config)
+        facts.append(f"connector: {kind.name}")
+        if kind.name == "StoreConnector":
+            facts, more = _store(config, options, facts)
+        else:
+            facts, more = _p2p(config, options, facts)
+        problems += more
+        problems += _exposed(config, options)
+        facts.append(
+            "a load that fails is computed here instead"
+            if config.kv_load_failure_policy == "recompute"
+            else "a load that fails makes its request fail (kv_load_failure_policy)"
+        )
+    except ConfigError as exc:
+        problems.append(str(exc))
+    if config.kv_role is None:
+        problems.append('kv_role is not set (write "kv_both" to be both)')
+    return Explained(tuple(facts), tuple(problems))
+
+
+def _role_of(config: KVTransferConfig) -> str:
+    what = {
+        "kv_producer": "prefills for others",
+        "kv_consumer": "decodes what others prefilled",
+        "kv_both": "prefills for others, and decodes what others prefilled",
+    }
+    role = config.kv_role
+    return "no role" if role is None else f"{role}: {what[role]}"
+
+
+def _p2p(
+    config: KVTransferConfig, options: ConnectorOptions, facts: list[str]
+) -> tuple[list[str], list[str]]:
+    problems = []
+    is_push = options.direction == "push"
+    serves = config.is_kv_consumer if is_push else config.is_kv_producer
+    dials = config.is_kv_producer if is_push else config.is_kv_consumer
+    facts.append(
+        "push: prompts are sent to the decoding engine while they are computed"
+        if is_push
+        else "pull: prompts are kept until the decoding engine fetches them"
+    )
+    if serves:
+        facts.append(
+            f"serves at {options.listen or config.url}, further ranks after it"
+        )
+        facts.append(f"keeps at most {config.max_bytes} bytes (kv_buffer_size) a rank")
+        if options.listen and parse_url(options.listen).scheme in ("tcp", "tls"):
+            port = parse_url(options.listen).port
+            if not port:
+                problems.append("listen has port 0: peers could not be told it")
+    if dials and not options.peers:
+        verb = "push to" if is_push else "fetch from"
+        problems.append(f"peers is empty: there is nobody to {verb}")
+    for name, urls in options.peers.items():
+        shown = "" if urls == (name,) else f"{name}: "
+        facts.append(f"may talk to {shown}{', '.join(urls)}")
+    facts.append("talks to nobody else, whatever a request says")
+    return facts, problems
+
+
+def _store(
+    config: KVTransferConfig, options: ConnectorOptions, facts: list[str]
+) -> tuple[list[str], list[str]]:
+    if options.store is None:
+        return facts, ["store is not set: the URL of asynckv serve, for example"]
+    verbs = [
+        verb
+        for verb, is_it in (
+            ("saves to", config.is_kv_producer),
+            ("loads from", config.is_kv_consumer),
+        )
+        if is_it
+    ]
+    facts.append(f"{' and '.join(verbs) or 'knows'} the store at {options.store}")
+    if config.fingerprint is None:
+        facts.append(
+            "no fingerprint: engines of different models must not share the store"
+        )
+    return facts, []
+
+
+def _exposed(config: KVTransferConfig, options: ConnectorOptions) -> list[str]:
+    of_peers = [url for urls in options.peers.values() for url in urls]
+    keyring = make_keyring(config.secret_file, config.tls, config.allow_plaintext)
+    problems = []
+    for url in (options.store, options.listen, *of_peers):
+        if url is None:
+            continue
+        try:
+            check_exposure(parse_url(url), keyring)
+        except ConfigError as exc:
+            problems.append(str(exc))
+    return problems

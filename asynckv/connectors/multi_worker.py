@@ -1,0 +1,139 @@
+"""The worker side of several connectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import anyio
+import msgspec
+import torch
+
+from asynckv.abc import (
+    KVConnectorHandshake,
+    KVConnectorMetadata,
+    KVConnectorWorker,
+    KVTransferResults,
+    SupportsHandshake,
+    SupportsLayerwise,
+)
+from asynckv.connectors.multi_scheduler import MultiMetadata
+
+__all__ = ("MultiWorker",)
+
+
+class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
+    """Does what each of its connectors does; what several report comes out once.
+
+    A save has failed where all that report it failed.
+    """
+
+    metadata_type = MultiMetadata
+
+    def __init__(self, children: Sequence[KVConnectorWorker]) -> None:
+        self.children = tuple(children)
+
+    @property
+    def wants_layers(self) -> bool:
+        return any(
+            isinstance(child, SupportsLayerwise) and child.wants_layers
+            for child in self.children
+        )
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        groups: Mapping[str, int] | None = None,
+    ) -> None:
+        for child in self.children:
+            child.register_kv_caches(kv_caches, groups)
+
+    async def start(self) -> None:
+        try:
+            for child in self.children:
+                await child.start()
+        except BaseException:
+            self.abort()
+            raise
+
+    def get_handshake_metadata(self) -> KVConnectorHandshake | None:
+        """That of the first that has one which says something."""
+        told = [
+            child.get_handshake_metadata()
+            for child in self.children
+            if isinstance(child, SupportsHandshake)
+        ]
+        known = [one for one in told if one is not None]
+        return max(known, key=lambda one: bool(one.incarnation), default=None)
+
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        if not isinstance(metadata, MultiMetadata):
+            raise TypeError(f"{type(metadata).__name__} is another connector's")
+        for child, part in zip(self.children, metadata.parts, strict=True):
+            child.bind_connector_metadata(
+                msgspec.msgpack.decode(part, type=child.metadata_type)
+            )
+
+    def clear_connector_metadata(self) -> None:
+        for child in self.children:
+            child.clear_connector_metadata()
+
+    async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
+        for child in self.children:
+            await child.start_load_kv(context, **kwargs)
+
+    async def wait_for_layer_load(self, layer_name: str) -> None:
+        for child in self.children:
+            await child.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor | None = None,
+        attn_metadata: object = None,
+        **kwargs: object,
+    ) -> None:
+        for child in self.children:
+            child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    async def wait_for_save(self) -> None:
+        for child in self.children:
+            await child.wait_for_save()
+
+    def get_finished(
+        self, finished_req_ids: frozenset[str] = frozenset()
+    ) -> KVTransferResults:
+        results = KVTransferResults()
+        sent: set[str] = set()
+        failed: set[str] = set()
+        for child in self.children:
+            one = child.get_finished(finished_req_ids)
+            sent |= one.finished_sending - one.failed_sending
+            failed |= one.failed_sending
+            results |= one
+        return msgspec.structs.replace(results, failed_sending=frozenset(failed - sent))
+
+    def call_when_finished(self, callback: Callable[[], None]) -> None:
+        for child in self.children:
+            child.call_when_finished(callback)
+
+    def handle_preemptions(self, metadata: KVConnectorMetadata) -> None:
+        if isinstance(metadata, MultiMetadata):
+            for child, part in zip(self.children, metadata.parts, strict=True):
+                child.handle_preemptions(
+                    msgspec.msgpack.decode(part, type=child.metadata_type)
+                )
+
+    def statistics(self) -> tuple[object, ...]:
+        return tuple(child.statistics() for child in self.children)
+
+    async def aclose(self) -> None:
+        with anyio.CancelScope(shield=True):
+            try:
+                for child in self.children:
+                    await child.aclose()
+            finally:
+                self.abort()
+
+    def abort(self) -> None:
+        for child in self.children:
+            child.abort()

@@ -1,0 +1,173 @@
+"""What ``kv_connector_extra_config`` says to a connector, checked and explained."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from asynckv.config import KVTransferConfig
+from asynckv.errors import ConfigError
+from asynckv.links.address import Address, parse_url
+
+__all__ = ("CONNECTOR_OPTIONS", "ConnectorOptions", "Direction", "url_of_rank")
+
+Direction: TypeAlias = Literal["push", "pull"]
+
+_OF_THE_NODE: Final = frozenset(
+    {
+        "port_offset",
+        "store_timeout",
+        "peer_url",
+        "fingerprint",
+        "secret_file",
+        "allow_plaintext",
+        "max_waiting_bytes",
+        "tls",
+    }
+)
+
+
+class _Extra(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of connectors, as they are written."""
+
+    listen: str | None = None
+    peers: list[str] | dict[str, str | list[str]] = {}
+    direction: Direction = "push"
+    mode: Literal["p2p", "store"] = "p2p"
+    store: str | None = None
+    layerwise: bool = True
+    load_timeout_s: float = 60.0
+    save_timeout_s: float = 10.0
+    ttl_s: float = 600.0
+    consumer_tp_size: int | None = None
+    connectors: list[dict[str, object]] = []
+
+
+CONNECTOR_OPTIONS: Final = _Extra.__struct_fields__
+"""The names that connectors know in ``kv_connector_extra_config``."""
+
+
+class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What every connector reads of its configuration.
+
+    ``listen`` is where this engine serves, ``peers`` whom it may ever talk to: the
+    name of each, and its URL; where only URLs are given, who answers there says its
+    name. Of an engine of several ranks it is the URL of rank 0, the others are at the
+    ports after it; or the URLs of all are given. ``direction``:
+    ``push`` sends to the decoding engine's own buffer while the prompt is computed,
+    ``pull`` keeps it here until that engine fetches it. ``consumer_tp_size`` is how
+    many ranks the engine has that decodes, if not as many as this one.
+    """
+
+    listen: str | None = None
+    peers: dict[str, tuple[str, ...]] = {}
+    direction: Direction = "push"
+    store: str | None = None
+    layerwise: bool = True
+    load_timeout_s: float = 60.0
+    save_timeout_s: float = 10.0
+    ttl_s: float = 600.0
+    consumer_tp_size: int | None = None
+    are_peers_named: bool = True
+
+    @classmethod
+    def of(cls, config: KVTransferConfig) -> ConnectorOptions:
+        """Read what ``config`` says.
+
+        :raises ConfigError: an option that is none, or cannot work
+        """
+        extra = config.kv_connector_extra_config
+        _check_names(extra)
+        given = {name: extra[name] for name in CONNECTOR_OPTIONS if name in extra}
+        try:
+            found = msgspec.convert(given, _Extra)
+        except (msgspec.ValidationError, UnicodeError) as exc:
+            raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
+        _check_seconds(found)
+        urls = [found.listen, found.store]
+        for url in urls:
+            if url is not None:
+                parse_url(url)
+        return cls(
+            listen=found.listen,
+            peers=_peers_of(found.peers),
+            direction=found.direction,
+            are_peers_named=isinstance(found.peers, dict),
+            store=found.store,
+            layerwise=found.layerwise,
+            load_timeout_s=found.load_timeout_s,
+            save_timeout_s=found.save_timeout_s,
+            ttl_s=found.ttl_s,
+            consumer_tp_size=found.consumer_tp_size,
+        )
+
+    def url_of(self, peer: str, rank: int) -> str:
+        """Return where a rank of ``peer`` serves.
+
+        :raises KeyError: it is nobody of the configuration
+        :raises ConfigError: its URL says nothing of other ranks
+        """
+        urls = self.peers[peer]
+        if len(urls) > 1:
+            if rank >= len(urls):
+                raise ConfigError(f"{peer!r} has {len(urls)} URLs and no rank {rank}")
+            return urls[rank]
+        return url_of_rank(urls[0], rank)
+
+
+def url_of_rank(url: str, rank: int) -> str:
+    """Return a rank's URL, given that of rank 0: as many ports, or names, further.
+
+    :raises ConfigError: it is no URL, or there is no such port
+    """
+    address = parse_url(url)
+    if not rank or (address.scheme in ("tcp", "tls") and not address.port):
+        return url
+    query = f"?payload={address.payload}" if address.payload else ""
+    if address.scheme in ("tcp", "tls"):
+        port = address.port + rank
+        if port > 65535:
+            raise ConfigError(f"{url!r} leaves no port for rank {rank}")
+        host = address.name or address.host
+        return str(Address(address.scheme, host=host, port=port)) + query
+    return str(Address(address.scheme, place=f"{address.place}.{rank}")) + query
+
+
+def _check_names(extra: Mapping[str, object]) -> None:
+    known = {*CONNECTOR_OPTIONS, *_OF_THE_NODE}
+    for name in extra:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else ", ".join(sorted(known))
+            raise ConfigError(
+                f"kv_connector_extra_config.{name} is no option of a connector",
+                hint=hint,
+            )
+
+
+def _check_seconds(found: _Extra) -> None:
+    for name in ("load_timeout_s", "save_timeout_s", "ttl_s"):
+        if not getattr(found, name) > 0:
+            raise ConfigError(
+                f"kv_connector_extra_config.{name} is {getattr(found, name):g}",
+                hint="it is more than 0 seconds",
+            )
+    if found.consumer_tp_size is not None and found.consumer_tp_size < 1:
+        raise ConfigError("kv_connector_extra_config.consumer_tp_size is less than 1")
+
+
+def _peers_of(
+    peers: list[str] | dict[str, str | list[str]],
+) -> dict[str, tuple[str, ...]]:
+    named = {url: url for url in peers} if isinstance(peers, list) else peers
+    found: dict[str, tuple[str, ...]] = {}
+    for name, urls in named.items():
+        found[name] = (urls,) if isinstance(urls, str) else tuple(urls)
+        if not found[name]:
+            raise ConfigError(f"kv_connector_extra_config.peers: {name!r} has no URL")
+        for url in found[name]:
+            parse_url(url)
+    return found

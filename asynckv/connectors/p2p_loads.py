@@ -1,0 +1,152 @@
+"""One request's KV on its way into the blocks of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeAlias
+
+from asynckv.abc import KVLookupBuffer, SelectStream
+from asynckv.connectors.assembling import Assembly
+from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.headers import HEADER, EntryHeader
+from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.p2p_orders import LoadOrder
+from asynckv.errors import IncompatiblePeer
+from asynckv.parallel.plans import RankRead
+from asynckv.tensors.copying import CopyPool
+
+__all__ = ("P2PLoad", "Source", "release")
+
+Source: TypeAlias = "tuple[Callable[[], Awaitable[KVLookupBuffer]], str]"
+"""Where an entry is, once it is dialled, and its id there."""
+
+
+class P2PLoad:
+    """Reads the entry of each source rank, and fills the blocks layer by layer.
+
+    An entry that is of no use is acknowledged all the same: its producer shall not
+    keep it.
+    """
+
+    def __init__(
+        self,
+        engine: KVEngine,
+        caches: PagedCaches,
+        pool: CopyPool,
+        order: LoadOrder,
+        timeout_s: float,
+    ) -> None:
+        self.order = order
+        self.nbytes = 0
+        self._untaken: dict[int, Source] = {}
+        self._engine, self._caches, self._pool = engine, caches, pool
+        self._timeout_s = timeout_s
+        self._is_over = False
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._missing = dict.fromkeys(caches.layers, 0)
+        self._has_begun = False
+
+    @property
+    def untaken_sources(self) -> tuple[Source, ...]:
+        """Where entries still are that were not acknowledged."""
+        return tuple(self._untaken.values())
+
+    async def run(
+        self, reads: Mapping[int, RankRead | None], sources: Mapping[int, Source]
+    ) -> None:
+        """Load it all.
+
+        When it ends, in whatever way, the blocks are no longer written to.
+
+        :raises TimeoutError: nothing came for too long
+        :raises IncompatiblePeer: what came was not this prompt's, or another model's
+        """
+        self._untaken = dict(sources)
+        for read in reads.values():
+            for layer in self._engine.layers_of(read, self._caches.layers):
+                self._missing[layer] += 1
+        self._has_begun = True
+        try:
+            async with asyncio.TaskGroup() as group:
+                for rank, source in sources.items():
+                    group.create_task(self._read(rank, source, reads[rank]))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            self._is_over = True
+            for future in self._waiting.values():
+                _set_done(future)
+
+    async def wait_for(self, layer: str) -> None:
+        """Wait until the layer is there, or never will be.
+
+        A cancelled call leaves no trace.
+        """
+        if self._is_over or (self._has_begun and not self._missing.get(layer)):
+            return
+        loop = asyncio.get_running_loop()
+        future = self._waiting.setdefault(layer, loop.create_future())
+        await asyncio.wait({future})
+
+    async def _read(self, rank: int, source: Source, read: RankRead | None) -> None:
+        find, entry_id = source
+        refusal: IncompatiblePeer | None = None
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._timeout_s) as timeout:
+            buffer = await find()
+            async with buffer.open_drop_select(entry_id=entry_id) as stream:
+                try:
+                    assembly = await self._assembly(stream, read)
+                    async for name, tensor in stream:
+                        timeout.reschedule(loop.time() + self._timeout_s)
+                        self.nbytes += tensor.nbytes
+                        layer = assembly.land(name, tensor)
+                        if layer is not None:
+                            self._landed(await assembly.place(layer, self._pool))
+                except IncompatiblePeer as exc:
+                    refusal = exc
+        del self._untaken[rank]
+        if refusal is not None:
+            raise refusal
+
+    async def _assembly(self, stream: SelectStream, read: RankRead | None) -> Assembly:
+        order = self.order
+        tokens = stream.input_tokens
+        count = 0 if tokens is None else len(tokens)
+        ids = [] if tokens is None else tokens[: order.num_tokens].tolist()
+        if (
+            count < order.num_tokens
+            or prompt_digest(ids, order.num_tokens) != order.digest
+        ):
+            raise IncompatiblePeer(
+                f"the entry of {count} tokens is of another prompt", field="tokens"
+            )
+        EntryHeader.check_spec(stream.specs.get(HEADER))
+        header = EntryHeader.of(await stream.wait_for(HEADER))
+        return Assembly(self._engine, self._caches, order, header, read, stream.specs)
+
+    def _landed(self, layer: str) -> None:
+        self._missing[layer] -= 1
+        if not self._missing[layer] and layer in self._waiting:
+            _set_done(self._waiting.pop(layer))
+
+
+async def release(source: Source, timeout_s: float) -> None:
+    """Acknowledge an entry unread, once it is there: nobody needs it.
+
+    A cancelled call has done so or not.
+
+    :raises TimeoutError: it did not come
+    """
+    find, entry_id = source
+    async with asyncio.timeout(timeout_s):
+        buffer = await find()
+        async with buffer.open_drop_select(entry_id=entry_id):
+            pass
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,49 @@
+"""What the scheduler side of a peer-to-peer connector tells its workers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asynckv.abc import BlockIds, KVConnectorMetadata
+from asynckv.parallel.shapes import EngineShape
+
+__all__ = ("LoadOrder", "P2PMetadata", "SaveOrder")
+
+
+class LoadOrder(msgspec.Struct, frozen=True):
+    """Fill ``block_ids`` from a transfer, beginning with its block ``first_block``.
+
+    The transfer's prompt must begin with the ``num_tokens`` tokens of this ``digest``.
+    Without blocks nothing is loaded or reported: the producer learns that nobody needs
+    it. ``shape`` is how its engine says its KV is cut. ``is_async``: between steps;
+    else the next forward waits for it, layer by layer.
+    """
+
+    request_id: str
+    transfer_id: str
+    peer: str
+    block_ids: BlockIds
+    first_block: int = 0
+    num_tokens: int = 0
+    digest: bytes = b""
+    incarnations: tuple[str, ...] = ()
+    shape: EngineShape | None = None
+    is_async: bool = True
+
+
+class SaveOrder(msgspec.Struct, frozen=True):
+    """This step completes the prompt: save its KV, layer by layer, for ``peer``."""
+
+    request_id: str
+    transfer_id: str
+    peer: str
+    token_ids: tuple[int, ...]
+    block_ids: BlockIds
+
+
+class P2PMetadata(KVConnectorMetadata, frozen=True):
+    """One step's orders. ``aborts`` are requests whose loads end as soon as can be."""
+
+    loads: tuple[LoadOrder, ...] = ()
+    saves: tuple[SaveOrder, ...] = ()
+    aborts: tuple[str, ...] = ()

@@ -1,0 +1,135 @@
+"""Which buffer holds a prompt's entries: all that ``push`` and ``pull`` differ in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from asynckv.abc import KVLookupBuffer
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve import Server, serve
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.options import ConnectorOptions, url_of_rank
+from asynckv.connectors.p2p_loads import Source
+from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
+from asynckv.connectors.p2p_saves import Target
+from asynckv.connectors.peers import Peers, identity_of
+from asynckv.errors import PeerLost
+from asynckv.parallel.plans import RankRead
+
+__all__ = ("P2PRoutes",)
+
+_DRAIN_S: Final = 1.0
+
+
+class P2PRoutes:
+    """This rank's own buffer, where it serves one, and its ways to those of others.
+
+    With ``pull`` an entry is in the buffer of the rank that computed it, under the id
+    of its transfer. With ``push`` it is in that of each rank that reads it, and its id
+    also says whose it is.
+    """
+
+    def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
+        self._config = config
+        self._engine = engine
+        self._options = ConnectorOptions.of(config)
+        self._stack = contextlib.AsyncExitStack()
+        self.peers = Peers(config, engine)
+        self.buffer: LookupBuffer | None = None
+        self.server: Server | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether entries wait here, for peers or for this engine itself."""
+        if self._options.direction == "pull":
+            return self._config.is_kv_producer
+        return self._config.is_kv_consumer
+
+    async def open(self) -> None:
+        """Serve the own buffer, where there is one. Cancelled, nothing is open.
+
+        :raises ConfigError: the address cannot be listened on
+        """
+        if not self.serves or self.buffer is not None:
+            return
+        config, engine = self._config, self._engine
+        buffer = LookupBuffer(
+            config.max_bytes, fingerprint=config.fingerprint, drain_s=_DRAIN_S
+        )
+        server = serve(
+            url_of_rank(self._options.listen or config.url, engine.rank),
+            lookup=buffer,
+            max_waiting_bytes=config.max_waiting_bytes,
+            identity=identity_of(engine.engine_id, engine.rank),
+            secret_file=config.secret_file,
+            tls=config.tls,
+            allow_plaintext=config.allow_plaintext,
+        )
+        self.server = await self._stack.enter_async_context(server)
+        self.buffer = await self._stack.enter_async_context(buffer)
+
+    def sources(
+        self, order: LoadOrder
+    ) -> tuple[Mapping[int, RankRead | None], Mapping[int, Source]]:
+        """Return what this rank reads from whom, and where that is.
+
+        :raises IncompatiblePeer: the engine that computed it has another model
+        """
+        reads = self._engine.reads_from(order.shape)
+        return reads, {rank: self._source(order, rank) for rank in reads}
+
+    def targets(self, order: SaveOrder) -> tuple[Target, ...]:
+        """Return where the entries of this rank go; nowhere if nobody reads them.
+
+        :raises IncompatiblePeer: nothing can be divided over as many ranks
+        """
+        size = self._options.consumer_tp_size or self._ranks_of(order.peer)
+        readers = self._engine.readers_in(self._engine.shape_of(size))
+        if self._options.direction == "pull":
+            return ((self._own, order.transfer_id, len(readers)),) if readers else ()
+        entry_id = _pushed(order.transfer_id, self._engine.rank)
+        return tuple((self._way(order.peer, rank), entry_id, 1) for rank in readers)
+
+    async def aclose(self) -> None:
+        """Close what is open. Bounded and shielded by what it closes."""
+        await self.peers.aclose()
+        await self._stack.aclose()
+
+    def abort(self) -> None:
+        """Hang up. Never waits."""
+        self.peers.abort()
+        if self.server is not None:
+            self.server.abort()
+        if self.buffer is not None:
+            self.buffer.abort()
+
+    def _ranks_of(self, peer: str) -> int:
+        urls = self._options.peers.get(peer, ())
+        return len(urls) if len(urls) > 1 else self._engine.tp_size
+
+    def _source(self, order: LoadOrder, rank: int) -> Source:
+        if self._options.direction == "push":
+            return self._own, _pushed(order.transfer_id, rank)
+        known = order.incarnations
+        incarnation = known[rank] if rank < len(known) else ""
+        return self._way(order.peer, rank, incarnation), order.transfer_id
+
+    def _way(
+        self, peer: str, rank: int, incarnation: str = ""
+    ) -> Callable[[], Awaitable[KVLookupBuffer]]:
+        async def find() -> KVLookupBuffer:
+            return (await self.peers.find(peer, rank, incarnation)).lookup
+
+        return find
+
+    async def _own(self) -> KVLookupBuffer:
+        if self.buffer is None:
+            raise PeerLost("this connector serves no buffer, or is closed")
+        return self.buffer
+
+
+def _pushed(transfer_id: str, rank: int) -> str:
+    return f"{transfer_id}#{rank}"

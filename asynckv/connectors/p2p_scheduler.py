@@ -1,0 +1,296 @@
+"""The scheduler side of a peer-to-peer connector: which prompts go where."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from asynckv.abc import (
+    BlockIds,
+    KVConnectorHandshake,
+    KVConnectorMetadata,
+    KVConnectorScheduler,
+    KVConnectorStep,
+    KVRequest,
+    KVScheduled,
+    KVTransferResults,
+    SupportsHMA,
+    TakesHandshakes,
+)
+from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.expected import ExpectedLoads
+from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.lifecycle import LifeCounters
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.observability.lines import as_line
+from asynckv.parallel.shapes import EngineShape
+
+__all__ = ("P2PScheduler", "P2PSchedulerStatistics")
+
+logger = logging.getLogger(__name__)
+
+_MAX_ID_LENGTH: Final = 200
+
+
+class _Params(msgspec.Struct, frozen=True):
+    """What a request may say of its transfer. It comes from outside."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    transfer_id: str = ""
+    peer: str = ""
+    num_tokens: int | None = None
+    incarnations: tuple[str, ...] = ()
+    shape: EngineShape | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """A request until it is finished, and what is still to be done for it."""
+
+    request: KVRequest
+    transfer_id: str = ""
+    peer: str = ""
+    num_tokens: int = 0
+    incarnations: tuple[str, ...] = ()
+    shape: EngineShape | None = None
+    is_to_load: bool = False
+    is_to_save: bool = False
+    is_saved: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.request.request_id
+
+
+@dataclasses.dataclass(frozen=True)
+class P2PSchedulerStatistics:
+    """Requests by what happens to them, and what was said of them in vain.
+
+    ``refused_params`` came with a transfer that is none, or a peer that is not in the
+    configuration.
+    """
+
+    requests: int
+    loading: int
+    refused_params: int
+    lives: LifeCounters
+
+
+class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
+    """Decides for one engine. A request's ``kv_transfer_params`` say what it is.
+
+    ``{"do_remote_decode": true}`` is to be prefilled here for another engine; it may
+    name a ``transfer_id``, so that the other engine can begin at once, and the ``peer``
+    to push to (needed if several are configured). What it then carries to the other
+    engine is ``{"do_remote_prefill": true, "transfer_id", "peer", "num_tokens",
+    "incarnations", "shape"}``, of which only ``transfer_id`` is needed, and ``peer``
+    where several are configured: a name of the configuration, never an address.
+    """
+
+    def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
+        self.engine = engine
+        self.options = ConnectorOptions.of(config)
+        self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
+        self._requests: dict[str, _Known] = {}
+        self._orders: list[LoadOrder] = []
+        self._loads = ExpectedLoads()
+        self._incarnations: tuple[str, ...] = ()
+        self._refused_params = 0
+
+    def set_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshake]
+    ) -> None:
+        ranks = sorted(metadata)
+        self._incarnations = tuple(metadata[rank].incarnation for rank in ranks)
+
+    def on_new_request(self, request: KVRequest) -> None:
+        self._known(request)
+
+    def get_num_new_matched_tokens(
+        self, request: KVRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        known = self._known(request)
+        if not known.is_to_load:
+            return 0, False
+        if request.request_id in self._loads:
+            return None, False  # an older load of that id is not quiet yet
+        count = known.num_tokens - num_computed_tokens
+        return (count, True) if count > 0 else (0, False)
+
+    def update_state_after_alloc(
+        self, request: KVRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        known = self._known(request)
+        if not known.is_to_load:
+            return
+        if num_external_tokens <= 0:
+            self._release(known)
+            return
+        known.is_to_load = False
+        size = self.engine.block_size
+        first = (known.num_tokens - num_external_tokens) // size
+        end = self.engine.blocks_of(known.num_tokens)
+        order = LoadOrder(
+            request_id=request.request_id,
+            transfer_id=known.transfer_id,
+            peer=known.peer,
+            block_ids=tuple(group[first:end] for group in block_ids),
+            first_block=first,
+            num_tokens=known.num_tokens,
+            digest=prompt_digest(request.token_ids, known.num_tokens),
+            incarnations=known.incarnations,
+            shape=known.shape,
+        )
+        if self._loads.begin(request.request_id, order.block_ids):
+            self._orders.append(order)
+
+    def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
+        saves = [order for each in step.scheduled if (order := self._save_of(each))]
+        loads, self._orders = self._orders, []
+        return P2PMetadata(
+            loads=tuple(loads), saves=tuple(saves), aborts=self._loads.take_aborts()
+        )
+
+    def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
+        for request_id in results.failed_sending:
+            if (known := self._requests.get(request_id)) is not None:
+                known.is_saved = False
+        return self._loads.hear(results)
+
+    def request_finished(
+        self, request: KVRequest, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, object] | None]:
+        known = self._requests.pop(request.request_id, None)
+        if known is None:
+            return False, None
+        if known.is_to_load:
+            self._release(known)
+        if self._loads.abort(request.request_id):
+            return True, None
+        return False, self._params_of(known) if known.is_saved else None
+
+    def request_finished_all_groups(
+        self, request: KVRequest, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, object] | None]:
+        return self.request_finished(request, block_ids)
+
+    def has_pending_work(self) -> bool:
+        return bool(self._orders or self._loads.has_aborts or len(self._loads))
+
+    def statistics(self) -> P2PSchedulerStatistics:
+        return P2PSchedulerStatistics(
+            requests=len(self._requests),
+            loading=len(self._loads),
+            refused_params=self._refused_params,
+            lives=dataclasses.replace(self._loads.counters),
+        )
+
+    def shutdown(self) -> None:
+        self._requests.clear()
+        self._orders.clear()
+        self._loads.clear()
+
+    def _known(self, request: KVRequest) -> _Known:
+        """Return what is known of a request; its parameters are read once."""
+        known = self._requests.get(request.request_id)
+        if known is None:
+            known = self._requests[request.request_id] = _Known(request)
+            try:
+                self._read(known)
+            except (msgspec.ValidationError, ValueError) as exc:
+                self._refused_params += 1
+                logger.warning("%s has no transfer: %s", as_line(known.name), exc)
+        return known
+
+    def _read(self, known: _Known) -> None:
+        given = known.request.kv_transfer_params
+        if given is None:
+            return
+        params = msgspec.convert({name: given[name] for name in given}, _Params)
+        if len(params.transfer_id) > _MAX_ID_LENGTH:
+            raise ValueError(f"a transfer_id of {len(params.transfer_id)} characters")
+        if params.do_remote_prefill:
+            if not params.transfer_id:
+                raise ValueError("it says of no transfer_id where its KV is")
+            known.peer = "" if self._is_push else self._peer_named(params.peer)
+            wanted = known.request.num_tokens
+            given_tokens = wanted if params.num_tokens is None else params.num_tokens
+            known.num_tokens = max(0, min(wanted, given_tokens))
+            known.incarnations = params.incarnations
+            known.shape = params.shape or self._shape_of(known.peer)
+            known.is_to_load = known.num_tokens > 0
+        elif params.do_remote_decode:
+            known.peer = self._peer_named(params.peer) if self._is_push else ""
+            known.is_to_save = True
+        known.transfer_id = params.transfer_id or secrets.token_hex(16)
+
+    @property
+    def _is_push(self) -> bool:
+        return self.options.direction == "push"
+
+    def _peer_named(self, name: str) -> str:
+        """Return one of the configured peers, and never anything else.
+
+        :raises ValueError: it is none of them, or it is not said which
+        """
+        peers = self.options.peers
+        if name in peers or (name and peers and not self.options.are_peers_named):
+            return name  # by its URL no name is known here: the worker asks who it is
+        if not name and len(peers) == 1:
+            return next(iter(peers))
+        raise ValueError(f"{name[:80]!r} is none of the {len(peers)} configured peers")
+
+    def _shape_of(self, peer: str) -> EngineShape | None:
+        """Return how the KV of a peer is cut that did not say: as ours."""
+        urls = self.options.peers.get(peer, ())
+        return self.engine.shape_of(len(urls) if len(urls) > 1 else self.engine.tp_size)
+
+    def _save_of(self, scheduled: KVScheduled) -> SaveOrder | None:
+        known = self._requests.get(scheduled.request_id)
+        if known is None or not known.is_to_save:
+            return None
+        computed = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+        if computed < known.request.num_tokens:
+            return None
+        known.is_to_save, known.is_saved = False, True
+        end = self.engine.blocks_of(known.request.num_tokens)
+        return SaveOrder(
+            request_id=known.name,
+            transfer_id=known.transfer_id,
+            peer=known.peer,
+            token_ids=known.request.token_ids,
+            block_ids=tuple(group[:end] for group in scheduled.block_ids),
+        )
+
+    def _release(self, known: _Known) -> None:
+        """Nothing of it is needed here: let the producer have its memory back."""
+        known.is_to_load = False
+        self._orders.append(
+            LoadOrder(
+                request_id=known.name,
+                transfer_id=known.transfer_id,
+                peer=known.peer,
+                block_ids=(),
+                incarnations=known.incarnations,
+                shape=known.shape,
+            )
+        )
+
+    def _params_of(self, known: _Known) -> dict[str, object]:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": known.transfer_id,
+            "peer": self.engine.engine_id,
+            "num_tokens": known.request.num_tokens,
+            "incarnations": list(self._incarnations),
+            "shape": msgspec.to_builtins(self.engine.shape),
+        }

@@ -1,0 +1,263 @@
+"""The worker side of a peer-to-peer connector: one rank's KV, to and from its peers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import anyio
+import torch
+
+from asynckv.abc import (
+    KVConnectorHandshake,
+    KVConnectorMetadata,
+    KVConnectorWorker,
+    KVTransferResults,
+    SupportsCrossLayerCaches,
+    SupportsHandshake,
+    SupportsLayerwise,
+)
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.headers import EntryHeader
+from asynckv.connectors.lifecycle import Life, LifeCounters
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.p2p_loads import P2PLoad, Source, release
+from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.connectors.p2p_routes import P2PRoutes
+from asynckv.connectors.p2p_saves import P2PSave
+from asynckv.connectors.transfers import Transfers
+from asynckv.errors import IncompatiblePeer
+from asynckv.loops import LoopBound
+from asynckv.tensors.copying import CopyPool
+
+__all__ = ("P2PWorker", "P2PWorkerStatistics")
+
+
+@dataclasses.dataclass(frozen=True)
+class P2PWorkerStatistics:
+    """One rank's transfers: under way, ended, and what was said of them in vain."""
+
+    loading: int
+    saving: int
+    releasing: int
+    loaded_bytes: int
+    saved_bytes: int
+    connected_peers: int
+    lost_peers: int
+    lives: LifeCounters
+    buffer: object
+
+
+class P2PWorker(
+    LoopBound,
+    KVConnectorWorker,
+    SupportsCrossLayerCaches,
+    SupportsHandshake,
+    SupportsLayerwise,
+):
+    """Moves what :class:`~asynckv.connectors.P2PScheduler` decides, for one rank.
+
+    It serves its own buffer where it prefills and keeps (``pull``), or where it decodes
+    and is sent to (``push``). A save is over before ``wait_for_save`` returns; one that
+    takes longer than ``save_timeout_s`` is given up. A load that hears nothing for
+    ``load_timeout_s`` fails, as do all loads of a peer that is lost, at once.
+    """
+
+    metadata_type = P2PMetadata
+
+    def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
+        self.config = config
+        self.engine = engine
+        self.options = ConnectorOptions.of(config)
+        self.routes = P2PRoutes(config, engine)
+        self._pool = CopyPool()
+        self._transfers = Transfers()
+        self._caches: PagedCaches | None = None
+        self._orders: P2PMetadata | None = None
+        self._saves: dict[Life, P2PSave] = {}
+        self._awaited: list[P2PLoad] = []
+        self._loaded_bytes = self._saved_bytes = 0
+
+    @property
+    def wants_layers(self) -> bool:
+        return self.options.layerwise
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        groups: Mapping[str, int] | None = None,
+    ) -> None:
+        self._caches = PagedCaches(kv_caches, self.engine.shape, groups)
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, layer_names: Sequence[str]
+    ) -> None:
+        self._caches = PagedCaches.across_layers(
+            kv_cache, layer_names, self.engine.shape
+        )
+
+    async def start(self) -> None:
+        self._check_loop()
+        await self.routes.open()
+
+    def get_handshake_metadata(self) -> KVConnectorHandshake | None:
+        server = self.routes.server
+        incarnation = "" if server is None else server.identity.incarnation
+        return KVConnectorHandshake(self.engine.rank, incarnation)
+
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        """As the contract says; the saves of the step begin to listen for layers.
+
+        :raises TypeError: it is another connector's
+        :raises RuntimeError: no caches were registered
+        """
+        self._check_loop()
+        if not isinstance(metadata, P2PMetadata):
+            raise TypeError(f"{type(metadata).__name__} is another connector's")
+        self._orders = metadata
+        for order in metadata.saves:
+            self._begin_save(order)
+
+    def clear_connector_metadata(self) -> None:
+        self._orders = None
+        self._awaited.clear()
+        self._saves.clear()
+
+    async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
+        self._check_loop()
+        # Taken, so that a second call in one step is nothing.
+        orders, self._orders = self._orders or P2PMetadata(), None
+        for order in orders.loads:
+            if order.block_ids:
+                self._begin_load(order)
+            else:
+                self._release(order)
+        for request_id in orders.aborts:
+            self._transfers.cancel(request_id, "recv")
+
+    async def wait_for_layer_load(self, layer_name: str) -> None:
+        self._check_loop()
+        for load in list(self._awaited):
+            await load.wait_for(layer_name)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor | None = None,
+        attn_metadata: object = None,
+        **kwargs: object,
+    ) -> None:
+        if self.options.layerwise:
+            for save in self._saves.values():
+                save.offer(layer_name)
+
+    async def wait_for_save(self) -> None:
+        self._check_loop()
+        for save in self._saves.values():
+            save.offer_rest()
+        await self._transfers.finish(self._saves, self.options.save_timeout_s)
+
+    def get_finished(
+        self, finished_req_ids: frozenset[str] = frozenset()
+    ) -> KVTransferResults:
+        return self._transfers.results()
+
+    def call_when_finished(self, callback: Callable[[], None]) -> None:
+        self._transfers.call_when_ended(callback)
+
+    def statistics(self) -> P2PWorkerStatistics:
+        transfers, routes = self._transfers, self.routes
+        return P2PWorkerStatistics(
+            loading=transfers.count("recv"),
+            saving=transfers.count("send"),
+            releasing=transfers.others,
+            loaded_bytes=self._loaded_bytes,
+            saved_bytes=self._saved_bytes,
+            connected_peers=routes.peers.connected,
+            lost_peers=routes.peers.lost,
+            lives=dataclasses.replace(transfers.counters),
+            buffer=None if routes.buffer is None else routes.buffer.statistics(),
+        )
+
+    async def aclose(self) -> None:
+        """End every transfer, wait until memory is quiet, then close."""
+        self._check_loop()
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._transfers.aclose()
+                await self.routes.aclose()
+            finally:  # also if the task is cancelled: nothing stays open
+                self.abort()
+
+    def abort(self) -> None:
+        self._transfers.abort()
+        self.routes.abort()
+        self._pool.close()
+
+    def _registered(self) -> PagedCaches:
+        if self._caches is None:
+            raise RuntimeError("register_kv_caches() comes first")
+        return self._caches
+
+    def _begin_load(self, order: LoadOrder) -> None:
+        load = P2PLoad(
+            self.engine,
+            self._registered(),
+            self._pool,
+            order,
+            self.options.load_timeout_s,
+        )
+        life = self._transfers.begin(
+            order.request_id,
+            "recv",
+            lambda: self._load(load),
+            {block for group in order.block_ids for block in group},
+        )
+        if life is not None and not order.is_async:
+            self._awaited.append(load)
+
+    async def _load(self, load: P2PLoad) -> None:
+        try:
+            await load.run(*self.routes.sources(load.order))
+        finally:
+            self._loaded_bytes += load.nbytes
+            self._release_all(load.order, load.untaken_sources)
+
+    def _begin_save(self, order: SaveOrder) -> None:
+        engine, caches = self.engine, self._registered()
+        header = EntryHeader(
+            engine_id=engine.engine_id,
+            rank=engine.rank,
+            block_size=engine.block_size,
+            layers=caches.layers,
+            shape=engine.shape,
+        )
+        save = P2PSave(caches, order, header, self.options.ttl_s)
+        life = self._transfers.begin(order.request_id, "send", lambda: self._save(save))
+        if life is not None:
+            self._saves[life] = save
+
+    async def _save(self, save: P2PSave) -> None:
+        try:
+            await save.run(self.routes.targets(save.order))
+        finally:
+            self._saved_bytes += save.nbytes
+
+    def _release(self, order: LoadOrder) -> None:
+        """Nobody here needs it: let who holds it have the memory back."""
+        try:
+            _, sources = self.routes.sources(order)
+        except IncompatiblePeer:
+            return  # then it was no transfer for this engine
+        self._release_all(order, list(sources.values()))
+
+    def _release_all(self, order: LoadOrder, sources: Sequence[Source]) -> None:
+        timeout_s = self.options.load_timeout_s
+        for source in sources:
+            self._transfers.begin_untold(
+                functools.partial(release, source, timeout_s),
+                f"release of {order.transfer_id}",
+            )

@@ -1,0 +1,197 @@
+"""The peers of a connector: those of its configuration, and nobody else.
+
+A link that is lost is not mended: everything under way on it fails at once, and the
+next one who needs that peer dials anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from asynckv.buffers.remote import Peer, connect
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
+from asynckv.loops import LoopBound
+from asynckv.observability.lines import as_line
+from asynckv.shielding import wait_shielded
+
+__all__ = ("PeerLine", "Peers", "identity_of")
+
+_DIAL_S: Final = 5.0
+
+
+def identity_of(engine_id: str, rank: int) -> str:
+    """Return what a worker is called by its peers."""
+    return f"{engine_id}/{rank}"
+
+
+class PeerLine:
+    """One rank of one peer, dialled when it is needed."""
+
+    def __init__(self, url: str, config: KVTransferConfig, identity: str) -> None:
+        self.url = url
+        self._config = config
+        self._identity = identity
+        self._peer: Peer | None = None
+        self._dialling: asyncio.Task[Peer] | None = None
+        self._old: set[asyncio.Task[None]] = set()
+        self.lost = 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a request could leave now."""
+        return self._peer is not None and self._peer.is_connected
+
+    async def peer(self) -> Peer:
+        """Return the peer, dialling if nobody does; its end is not hidden.
+
+        A cancelled call leaves no trace.
+
+        :raises PeerLost: nobody is there
+        """
+        if self._peer is not None:
+            if self._peer.is_connected:
+                return self._peer
+            self._drop(self._peer)
+        if self._dialling is None:
+            self._dialling = asyncio.create_task(
+                self._dial(), name=f"asynckv: dial {self.url}"
+            )
+        dialling = self._dialling
+        await asyncio.wait({dialling})
+        if dialling.cancelled():
+            raise PeerLost(f"the connector that dialled {self.url} was closed")
+        return dialling.result()
+
+    async def aclose(self) -> None:
+        """Say goodbye. Bounded and shielded."""
+        if self._dialling is not None:
+            self._dialling.cancel()
+            await wait_shielded(self._dialling)
+        if self._peer is not None:
+            self._drop(self._peer)
+        for task in list(self._old):
+            await wait_shielded(task)
+
+    def abort(self) -> None:
+        """Hang up. Never waits."""
+        if self._dialling is not None:
+            self._dialling.cancel()
+        if self._peer is not None:
+            self._peer.abort()
+
+    async def _dial(self) -> Peer:
+        config = self._config
+        try:
+            async with asyncio.timeout(_DIAL_S):
+                peer = await connect(
+                    self.url,
+                    fingerprint=config.fingerprint,
+                    reconnect_s=0,
+                    max_bytes=config.max_bytes,
+                    secret_file=config.secret_file,
+                    tls=config.tls,
+                    allow_plaintext=config.allow_plaintext,
+                    identity=self._identity,
+                ).__aenter__()
+        except (OSError, TimeoutError) as exc:
+            raise PeerLost(f"nobody serves at {self.url}: {exc}") from exc
+        finally:
+            self._dialling = None
+        self._peer = peer
+        return peer
+
+    def _drop(self, peer: Peer) -> None:
+        """A link that was lost is closed beside whatever comes next."""
+        self._peer = None
+        self.lost += 1
+        closing = asyncio.create_task(peer.aclose(), name=f"asynckv: leave {self.url}")
+        self._old.add(closing)
+        closing.add_done_callback(self._old.discard)
+
+
+class Peers(LoopBound):
+    """Every rank of every peer that the configuration names."""
+
+    def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
+        self._config = config
+        self._engine = engine
+        self._options = ConnectorOptions.of(config)
+        self._lines: dict[tuple[str, int], PeerLine] = {}
+        self._is_closed = False
+
+    def line(self, name: str, rank: int) -> PeerLine:
+        """Return the way to one rank of a peer of that name in the configuration.
+
+        :raises KeyError: there is no such peer
+        """
+        url = self._options.url_of(name, rank)
+        identity = identity_of(self._engine.engine_id, self._engine.rank)
+        found = self._lines.get((name, rank))
+        if found is None:
+            found = PeerLine(url, self._config, identity)
+            self._lines[name, rank] = found
+        return found
+
+    async def find(self, name: str, rank: int, incarnation: str = "") -> Peer:
+        """Return one rank of the peer ``name``.
+
+        A cancelled call leaves no trace.
+
+        :raises PeerLost: nobody of that name is there
+        :raises PeerRestarted: it is not the ``incarnation`` that was given
+        """
+        self._check_loop()
+        if self._is_closed:
+            raise PeerLost("the connector is closed")
+        if name in self._options.peers:
+            peer = await self.line(name, rank).peer()
+        else:
+            peer = await self._called(identity_of(name, rank), rank)
+        if incarnation and peer.incarnation != incarnation:
+            raise PeerRestarted(
+                f"{as_line(name)} has restarted", hint="its KV is gone: compute it here"
+            )
+        return peer
+
+    async def aclose(self) -> None:
+        """Say goodbye to all of them. Bounded and shielded."""
+        self._is_closed = True
+        for line in self._lines.values():
+            await line.aclose()
+
+    def abort(self) -> None:
+        """Hang up everywhere. Never waits."""
+        self._is_closed = True
+        for line in self._lines.values():
+            line.abort()
+
+    @property
+    def connected(self) -> int:
+        """How many links are up."""
+        return sum(line.is_connected for line in self._lines.values())
+
+    @property
+    def lost(self) -> int:
+        """How many links were lost."""
+        return sum(line.lost for line in self._lines.values())
+
+    async def _called(self, identity: str, rank: int) -> Peer:
+        """Ask those of whom only the URL is configured who they are."""
+        names = () if self._options.are_peers_named else tuple(self._options.peers)
+        lost: AsyncKVError | None = None
+        for name in names:
+            try:
+                peer = await self.line(name, rank).peer()
+            except AsyncKVError as exc:
+                lost = exc
+                continue
+            if peer.identity == identity:
+                return peer
+        raise PeerLost(
+            f"none of the {len(names)} configured peers is {as_line(identity)}",
+            hint="kv_connector_extra_config.peers has the URL of each",
+        ) from lost

@@ -1,0 +1,50 @@
+"""The way to a store: one that was given, or the one of the configuration."""
+
+from __future__ import annotations
+
+from asynckv.abc import KVStoreBuffer
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.peers import PeerLine
+from asynckv.errors import ConfigError
+
+__all__ = ("StoreLine",)
+
+
+class StoreLine:
+    """Dials when it is needed; a link that is lost fails what is under way at once.
+
+    :raises ConfigError: no store is given or configured
+    """
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        engine: KVEngine,
+        store: KVStoreBuffer | None,
+        name: str,
+    ) -> None:
+        url = ConnectorOptions.of(config).store
+        if store is None and url is None:
+            raise ConfigError(
+                "a StoreConnector needs kv_connector_extra_config.store",
+                hint='the URL of "asynckv serve --store SIZE", for example',
+            )
+        self._store = store
+        self._line = PeerLine(url or "", config, f"{engine.engine_id}/{name}")
+
+    async def store(self) -> KVStoreBuffer:
+        """Return the store. A cancelled call leaves no trace.
+
+        :raises PeerLost: nobody is there
+        """
+        return self._store or (await self._line.peer()).store
+
+    async def aclose(self) -> None:
+        """Say goodbye; a store that was given stays open. Bounded and shielded."""
+        await self._line.aclose()
+
+    def abort(self) -> None:
+        """Hang up. Never waits."""
+        self._line.abort()

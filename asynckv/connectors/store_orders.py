@@ -1,0 +1,25 @@
+"""What the scheduler side of a store connector tells its workers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asynckv.abc import BlockIds, KVConnectorMetadata
+
+__all__ = ("StoreMetadata", "StoreOrder")
+
+
+class StoreOrder(msgspec.Struct, frozen=True):
+    """Load or save these blocks, of which each group has one for each key."""
+
+    request_id: str
+    block_keys: tuple[str, ...]
+    block_ids: BlockIds
+
+
+class StoreMetadata(KVConnectorMetadata, frozen=True):
+    """One step's orders. ``aborts`` are requests whose loads end as soon as can be."""
+
+    loads: tuple[StoreOrder, ...] = ()
+    saves: tuple[StoreOrder, ...] = ()
+    aborts: tuple[str, ...] = ()

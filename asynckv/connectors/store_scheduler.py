@@ -1,0 +1,244 @@
+"""The scheduler side of a store connector: which blocks are there, which go there."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+from typing import Final
+
+import msgspec
+
+from asynckv.abc import (
+    AsksElsewhere,
+    BlockIds,
+    KVAnswer,
+    KVConnectorMetadata,
+    KVConnectorScheduler,
+    KVConnectorStep,
+    KVQuestion,
+    KVRequest,
+    KVScheduled,
+    KVStoreBuffer,
+    KVTransferResults,
+    SupportsHMA,
+)
+from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.expected import ExpectedLoads
+from asynckv.connectors.keys import prefix_block_keys, rank_block_keys
+from asynckv.connectors.lifecycle import LifeCounters
+from asynckv.connectors.store_line import StoreLine
+from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
+from asynckv.errors import AsyncKVError
+
+__all__ = ("StoreScheduler", "StoreSchedulerStatistics", "namespace_of")
+
+logger = logging.getLogger(__name__)
+
+_ASK_S: Final = 5.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """A request until it is finished. ``stored`` blocks from its start are known of."""
+
+    request: KVRequest
+    keys: tuple[str, ...]
+    is_asked: bool = False
+    stored: int | None = None
+    is_loaded: bool = False
+    saved: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreSchedulerStatistics:
+    """Requests, questions to the store, and what was said of loads in vain."""
+
+    requests: int
+    loading: int
+    asked: int
+    hit_blocks: int
+    unanswered: int
+    lives: LifeCounters
+
+
+class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
+    """Looks prompts up in a store, whole block by whole block, and saves new ones.
+
+    Until its question is answered a request is "ask again". A store that does not
+    answer within 5 s has nothing. ``KVRequest.salt`` keeps the blocks of some
+    requests from others.
+    """
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        engine: KVEngine,
+        store: KVStoreBuffer | None = None,
+    ) -> None:
+        self.engine = engine
+        self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
+        self._fingerprint = config.fingerprint
+        self._is_consumer = config.is_kv_consumer
+        self._is_producer = config.is_kv_producer
+        self._namespace = namespace_of(engine)
+        self._line = StoreLine(config, engine, store, "scheduler")
+        self._requests: dict[str, _Known] = {}
+        self._questions: list[KVQuestion] = []
+        self._orders: list[StoreOrder] = []
+        self._loads = ExpectedLoads()
+        self._asked = self._hit_blocks = self._unanswered = 0
+
+    async def start(self) -> None:
+        """Nothing to open: the store is dialled by the first question."""
+
+    def on_new_request(self, request: KVRequest) -> None:
+        self._ask_for(self._known(request))
+
+    def get_num_new_matched_tokens(
+        self, request: KVRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        known = self._known(request)
+        if known.is_loaded or not self._is_consumer or not known.keys:
+            return 0, False
+        self._ask_for(known)
+        if known.stored is None or request.request_id in self._loads:
+            return None, False
+        count = known.stored * self.engine.block_size - num_computed_tokens
+        return (count, True) if count > 0 else (0, False)
+
+    def take_questions(self) -> tuple[KVQuestion, ...]:
+        questions, self._questions = self._questions, []
+        return tuple(questions)
+
+    async def ask(self, question: KVQuestion) -> KVAnswer:
+        num_keys = 0
+        try:
+            async with asyncio.timeout(_ASK_S):
+                store = await self._line.store()
+                counts = [
+                    await store.match_prefix(
+                        rank_block_keys(question.keys, self._namespace, rank)
+                    )
+                    for rank in range(self.engine.size)
+                ]
+            num_keys = min(counts)
+        except (AsyncKVError, OSError, TimeoutError) as exc:
+            self._unanswered += 1
+            logger.debug("the store does not answer: %s", exc)
+        return KVAnswer(question.request_id, num_keys)
+
+    def take_answer(self, answer: KVAnswer) -> None:
+        known = self._requests.get(answer.request_id)
+        if known is not None and known.stored is None:
+            known.stored = max(0, min(answer.num_keys, len(known.keys)))
+            self._hit_blocks += known.stored
+
+    def update_state_after_alloc(
+        self, request: KVRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        known = self._known(request)
+        if known.is_loaded:
+            return
+        known.is_loaded = True
+        if num_external_tokens <= 0 or not known.stored:
+            return
+        end, size = known.stored, self.engine.block_size
+        first = (end * size - num_external_tokens) // size
+        known.saved = end
+        order = StoreOrder(
+            request.request_id,
+            known.keys[first:end],
+            tuple(group[first:end] for group in block_ids),
+        )
+        if self._loads.begin(request.request_id, order.block_ids):
+            self._orders.append(order)
+
+    def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
+        saves = [order for each in step.scheduled if (order := self._save_of(each))]
+        loads, self._orders = self._orders, []
+        return StoreMetadata(tuple(loads), tuple(saves), self._loads.take_aborts())
+
+    def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
+        believed = self._loads.hear(results)
+        for request_id in believed.failed_recving:
+            if (known := self._requests.get(request_id)) is not None:
+                known.saved = 0  # what is computed instead may be stored again
+        return believed
+
+    def request_finished(
+        self, request: KVRequest, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, object] | None]:
+        self._requests.pop(request.request_id, None)
+        return self._loads.abort(request.request_id), None
+
+    def request_finished_all_groups(
+        self, request: KVRequest, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, object] | None]:
+        return self.request_finished(request, block_ids)
+
+    def has_pending_work(self) -> bool:
+        return bool(self._orders or self._loads.has_aborts or len(self._loads))
+
+    def statistics(self) -> StoreSchedulerStatistics:
+        return StoreSchedulerStatistics(
+            requests=len(self._requests),
+            loading=len(self._loads),
+            asked=self._asked,
+            hit_blocks=self._hit_blocks,
+            unanswered=self._unanswered,
+            lives=dataclasses.replace(self._loads.counters),
+        )
+
+    def shutdown(self) -> None:
+        self._requests.clear()
+        self._orders.clear()
+        self._questions.clear()
+        self._loads.clear()
+
+    async def aclose(self) -> None:
+        await self._line.aclose()
+
+    def abort(self) -> None:
+        self._line.abort()
+
+    def _known(self, request: KVRequest) -> _Known:
+        known = self._requests.get(request.request_id)
+        if known is None:
+            keys = prefix_block_keys(
+                request.token_ids,
+                self.engine.block_size,
+                self._fingerprint,
+                request.salt,
+            )
+            known = self._requests[request.request_id] = _Known(request, keys)
+        return known
+
+    def _ask_for(self, known: _Known) -> None:
+        if self._is_consumer and known.keys and not known.is_asked:
+            known.is_asked = True
+            self._asked += 1
+            self._questions.append(KVQuestion(known.request.request_id, known.keys))
+
+    def _save_of(self, scheduled: KVScheduled) -> StoreOrder | None:
+        known = self._requests.get(scheduled.request_id)
+        if known is None or not self._is_producer:
+            return None
+        computed = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+        end = min(computed // self.engine.block_size, len(known.keys))
+        first, known.saved = known.saved, max(known.saved, end)
+        if first >= end:
+            return None
+        return StoreOrder(
+            scheduled.request_id,
+            known.keys[first:end],
+            tuple(group[first:end] for group in scheduled.block_ids),
+        )
+
+
+def namespace_of(engine: KVEngine) -> str:
+    """Return what is equal for engines whose ranks can read each other's blocks."""
+    told = msgspec.msgpack.encode((engine.size, engine.tp_size, engine.shape))
+    return hashlib.blake2b(told, digest_size=8).hexdigest()

@@ -1,0 +1,159 @@
+"""The transfers of one worker: a task for each, and a ledger of how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import anyio
+
+from asynckv.abc import KVTransferResults
+from asynckv.connectors.lifecycle import Life, LifeCounters, TransferLedger, Way
+from asynckv.observability.lines import as_line
+
+__all__ = ("Transfers",)
+
+logger = logging.getLogger(__name__)
+
+
+class Transfers:
+    """Runs them, and tells each one's end once.
+
+    A transfer's coroutine ends only when no memory is touched by it any more, in
+    whatever way it ends.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = TransferLedger()
+        self._tasks: dict[Life, asyncio.Task[None]] = {}
+        self._others: set[asyncio.Task[None]] = set()
+        self._callbacks: list[Callable[[], None]] = []
+        self._is_closing = False
+
+    @property
+    def counters(self) -> LifeCounters:
+        """What was said of them, and what of it did not count."""
+        return self.ledger.counters
+
+    def count(self, way: Way) -> int:
+        """How many are under way."""
+        return sum(life.way == way for life in self._tasks)
+
+    @property
+    def others(self) -> int:
+        """How many are under way of which nobody is told."""
+        return len(self._others)
+
+    def begin(
+        self,
+        request_id: str,
+        way: Way,
+        run: Callable[[], Coroutine[Any, Any, None]],
+        block_ids: Iterable[int] = (),
+    ) -> Life | None:
+        """Run a transfer; ``None``, and counted, if the request has one of that way."""
+        life = self.ledger.begin(request_id, way, frozenset(block_ids))
+        if life is None:
+            return None
+        task = asyncio.get_running_loop().create_task(
+            run(), name=f"asynckv: {way} {request_id}"
+        )
+        self._tasks[life] = task
+        task.add_done_callback(lambda task: self._ended(life, task))
+        return life
+
+    def begin_untold(
+        self, run: Callable[[], Coroutine[Any, Any, None]], name: str
+    ) -> None:
+        """Run what nobody waits for; that it fails is only logged."""
+        if self._is_closing:
+            return
+        task = asyncio.get_running_loop().create_task(run(), name=f"asynckv: {name}")
+        self._others.add(task)
+        task.add_done_callback(self._untold_ended)
+
+    def cancel(self, request_id: str, way: Way) -> None:
+        """End a request's transfer; it is told once its memory is quiet."""
+        life = self.ledger.cancel(request_id, way)
+        if life is not None:
+            self._tasks[life].cancel()
+
+    async def finish(self, lives: Iterable[Life], timeout_s: float) -> None:
+        """Wait until these have ended; what is not over in time is given up.
+
+        A cancelled call leaves them as they are.
+        """
+        tasks = {life: task for life in lives if (task := self._tasks.get(life))}
+        if not tasks:
+            return
+        await asyncio.wait(tasks.values(), timeout=timeout_s)
+        for life in tasks:
+            if life in self._tasks:
+                self.ledger.cancel(life.request_id, life.way)
+                life.reason = f"it took longer than {timeout_s:g} s"
+                self._tasks[life].cancel()
+        if late := [task for task in tasks.values() if not task.done()]:
+            await asyncio.wait(late)
+
+    async def wait_others(self) -> None:
+        """Wait for what nobody is told of. A cancelled call leaves no trace."""
+        while self._others:
+            await asyncio.wait(set(self._others))
+
+    def results(self) -> KVTransferResults:
+        """Return what has ended since the last call."""
+        lives = self.ledger.take_untold()
+        if not lives:
+            return KVTransferResults()
+        sent = [life for life in lives if life.way == "send"]
+        received = [life for life in lives if life.way == "recv"]
+        failed = [life for life in received if life.reason]
+        return KVTransferResults(
+            finished_sending=frozenset(life.request_id for life in sent),
+            failed_sending=frozenset(life.request_id for life in sent if life.reason),
+            finished_recving=frozenset(life.request_id for life in received),
+            failed_recving=frozenset(life.request_id for life in failed),
+            invalid_block_ids=frozenset[int]().union(*(f.block_ids for f in failed)),
+            reasons={life.request_id: life.reason for life in lives if life.reason},
+        )
+
+    def call_when_ended(self, callback: Callable[[], None]) -> None:
+        """Call back whenever :meth:`results` has something new."""
+        self._callbacks.append(callback)
+
+    async def aclose(self) -> None:
+        """Cancel all of them, and wait until memory is quiet. Shielded."""
+        self.abort()
+        with anyio.CancelScope(shield=True):
+            if tasks := [*self._tasks.values(), *self._others]:
+                await asyncio.wait(tasks)
+
+    def abort(self) -> None:
+        """Cancel all of them, and begin no others of that kind. Never waits."""
+        self._is_closing = True
+        for life in self._tasks:
+            self.ledger.cancel(life.request_id, life.way)
+        for task in (*self._tasks.values(), *self._others):
+            task.cancel()
+
+    def _ended(self, life: Life, task: asyncio.Task[None]) -> None:
+        del self._tasks[life]
+        self.ledger.settle(life, life.reason or _reason(task))
+        for callback in self._callbacks:
+            callback()
+
+    def _untold_ended(self, task: asyncio.Task[None]) -> None:
+        self._others.discard(task)
+        if reason := _reason(task):
+            logger.debug("%s: %s", as_line(task.get_name()), as_line(reason))
+
+
+def _reason(task: asyncio.Task[None]) -> str:
+    if task.cancelled():
+        return "cancelled"
+    exc = task.exception()
+    if exc is None:
+        return ""
+    return f"{type(exc).__name__}: {exc}"

@@ -1,0 +1,63 @@
+"""What the two roles tell each other through vLLM, which pickles it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from asynckv.abc import (
+    KVConnectorHandshake,
+    KVConnectorMetadata as Orders,
+    KVTransferResults,
+)
+
+__all__ = ("AsyncKVHandshake", "AsyncKVMetadata", "AsyncKVWorkerMetadata")
+
+
+@dataclasses.dataclass
+class AsyncKVMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers do in one step; mostly nothing.
+
+    ``must_be_quiet``: blocks are overwritten that a save may still read.
+    """
+
+    orders: Orders | None = None
+    must_be_quiet: bool = False
+
+
+@dataclasses.dataclass
+class AsyncKVHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What one worker tells once its caches are registered."""
+
+    handshake: KVConnectorHandshake
+
+
+@dataclasses.dataclass
+class AsyncKVWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Which transfers failed, and why; vLLM has no place for that."""
+
+    failures: KVTransferResults
+
+    @classmethod
+    def of(cls, results: KVTransferResults) -> AsyncKVWorkerMetadata | None:
+        """Return what failed of ``results``, if anything did."""
+        if not (results.failed_recving or results.failed_sending):
+            return None
+        return cls(
+            KVTransferResults(
+                failed_sending=results.failed_sending,
+                failed_recving=results.failed_recving,
+                reasons=results.reasons,
+            )
+        )
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Return what two ranks say."""
+        if not isinstance(other, AsyncKVWorkerMetadata):
+            return self
+        return AsyncKVWorkerMetadata(self.failures | other.failures)

@@ -1,0 +1,221 @@
+"""What the connector of vLLM's scheduler does: turns its words into asynckv's.
+
+Plain functions, in every step: of requests that move nothing nothing is looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from asynckv.abc import (
+    AsksElsewhere,
+    BlockIds,
+    KVAnswer,
+    KVConnectorHandshake,
+    KVConnectorMetadata,
+    KVConnectorScheduler,
+    KVConnectorStep,
+    KVQuestion,
+    KVRequest,
+    KVScheduled,
+    KVTransferResults,
+    TakesHandshakes,
+)
+from asynckv.integrations.bridge import Bridge
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ("BlockIdsOf", "SchedulerRole")
+
+logger = logging.getLogger("vllm.asynckv")  # vLLM shows only what is below "vllm"
+
+Blocks: TypeAlias = Sequence[Sequence[int]]
+BlockIdsOf: TypeAlias = Callable[[str], Blocks]
+
+_START_S: Final = 30.0
+_NO_STEP: Final = KVConnectorStep()
+
+
+class SchedulerRole:
+    """Asks a :class:`~asynckv.abc.KVConnectorScheduler` on behalf of vLLM's.
+
+    vLLM falls over a completion that it does not expect. So blocks of a saved request
+    are held exactly until its save is quiet, and whatever else comes is dropped.
+    """
+
+    def __init__(self, connector: KVConnectorScheduler, *, sees_all: bool) -> None:
+        self._connector = connector
+        self._sees_all = sees_all
+        self._requests: dict[str, KVRequest] = {}
+        # Prompts of which a part is still to be computed.
+        self._computing: set[str] = set()
+        self._held: set[str] = set()
+        self._quiet: set[str] = set()
+        self.dropped = 0
+        self._asking: Bridge[KVAnswer] | None = None
+        if isinstance(connector, AsksElsewhere):
+            self._asking = Bridge("vllm scheduler")
+            self._asking.run(connector.start, timeout_s=_START_S)
+            self._asking.at_end(connector.aclose)
+
+    @property
+    def held(self) -> int:
+        """How many finished requests have blocks that are still read."""
+        return len(self._held)
+
+    def on_new_request(self, request: Request) -> None:
+        """Take note of it, if it may move anything."""
+        if request.prompt_token_ids is None:
+            return  # embeddings: nothing tells two of them apart
+        if self._sees_all or request.kv_transfer_params:
+            ours = _request_of(request)
+            self._requests[ours.request_id] = ours
+            self._computing.add(ours.request_id)
+            self._connector.on_new_request(ours)
+
+    def matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Say how many tokens come from elsewhere, ``None`` for "ask again"."""
+        ours = self._requests.get(request.request_id)
+        if ours is None:
+            return 0, False
+        if self._asking is not None:
+            self._ask(self._asking)
+        found = self._connector.get_num_new_matched_tokens(ours, num_computed_tokens)
+        if self._asking is not None:
+            self._ask(self._asking)
+        return found
+
+    def allocated(
+        self, request: Request, block_ids: Blocks, num_external_tokens: int
+    ) -> None:
+        """Blocks are there, some of them perhaps to be filled from elsewhere."""
+        ours = self._requests.get(request.request_id)
+        if ours is not None:
+            self._connector.update_state_after_alloc(
+                ours, _as_ours(block_ids), num_external_tokens
+            )
+
+    def orders(
+        self, output: SchedulerOutput, block_ids: BlockIdsOf
+    ) -> KVConnectorMetadata | None:
+        """Return what workers do in this step, ``None`` for nothing."""
+        step = self._step_of(output, block_ids) if self._computing else _NO_STEP
+        orders = self._connector.build_connector_meta(step)
+        return None if orders == type(orders)() else orders
+
+    def preempted(self, output: SchedulerOutput) -> bool:
+        """Whether blocks are about to be overwritten that may still be read."""
+        ids = [one for one in output.preempted_req_ids or () if one in self._requests]
+        is_read = any(one not in self._computing for one in ids)
+        self._computing.update(ids)
+        return is_read
+
+    def believe(self, results: KVTransferResults) -> tuple[set[str], set[str]]:
+        """Return what vLLM may be told: ids of requests sent, and received."""
+        believed = self._connector.update_connector_output(results)
+        sent = self._held & results.finished_sending
+        self._held -= sent
+        early = {one for one in results.finished_sending if one in self._requests}
+        self._quiet |= early
+        received = set(believed.finished_recving)
+        self.dropped += len(results.finished_sending) - len(sent) - len(early)
+        self.dropped += len(results.finished_recving) - len(received)
+        for request_id, reason in believed.reasons.items():
+            logger.warning("the KV of %s did not come: %s", request_id, reason)
+        return sent, received
+
+    def finished(
+        self, request: Request, block_ids: Blocks
+    ) -> tuple[bool, dict[str, object] | None]:
+        """vLLM is done with a request, or it was aborted.
+
+        Its blocks must stay as they are if the answer begins with ``True``.
+        """
+        ours = self._requests.pop(request.request_id, None)
+        if ours is None:
+            return False, None
+        self._computing.discard(ours.request_id)
+        is_quiet = ours.request_id in self._quiet
+        self._quiet.discard(ours.request_id)
+        is_held, params = self._connector.request_finished(ours, _as_ours(block_ids))
+        if params is not None and not is_quiet:
+            self._held.add(ours.request_id)
+            is_held = True
+        return is_held, params
+
+    def take_handshakes(self, metadata: Mapping[int, KVConnectorHandshake]) -> None:
+        """What the workers told once their caches were registered."""
+        if isinstance(self._connector, TakesHandshakes):
+            self._connector.set_handshake_metadata(metadata)
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must go on stepping."""
+        return bool(self._held) or self._connector.has_pending_work()
+
+    def reset_cache(self) -> bool | None:
+        """Forget what is cached elsewhere."""
+        return self._connector.reset_cache()
+
+    def shutdown(self) -> None:
+        """May be called again."""
+        self._connector.shutdown()
+        if self._asking is not None:
+            self._asking.shutdown()
+
+    def _ask(self, bridge: Bridge[KVAnswer]) -> None:
+        """Hand questions over to the loop, and take the answers that have come."""
+        connector = self._connector
+        if not isinstance(connector, AsksElsewhere):
+            return
+
+        async def ask(question: KVQuestion) -> None:
+            bridge.tell(await connector.ask(question))
+
+        for answer in bridge.news():
+            connector.take_answer(answer)
+        for question in connector.take_questions():
+            bridge.start(ask, question)
+
+    def _step_of(
+        self, output: SchedulerOutput, block_ids: BlockIdsOf
+    ) -> KVConnectorStep:
+        """Tell of those prompts whose computing has not been told to its end."""
+        new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+        computed = {each.req_id: each.num_computed_tokens for each in new}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        scheduled = []
+        for request_id in self._computing & computed.keys():
+            before = computed[request_id]
+            count = output.num_scheduled_tokens[request_id]
+            ids = _as_ours(block_ids(request_id))
+            scheduled.append(KVScheduled(request_id, ids, before, count))
+            if before + count >= self._requests[request_id].num_tokens:
+                self._computing.discard(request_id)
+        return KVConnectorStep(tuple(scheduled)) if scheduled else _NO_STEP
+
+
+def _as_ours(block_ids: Blocks) -> BlockIds:
+    return tuple(tuple(group) for group in block_ids)
+
+
+def _request_of(request: Request) -> KVRequest:
+    """Return it as asynckv knows it.
+
+    What decides on its KV beside the tokens goes in the salt.
+    """
+    parts = [request.cache_salt or ""]
+    if request.lora_request is not None:
+        parts.append(f"lora {request.lora_request.lora_name}")
+    parts += [f"mm {feature.identifier}" for feature in request.mm_features or ()]
+    return KVRequest(
+        request.request_id,
+        tuple(request.prompt_token_ids or ()),
+        request.kv_transfer_params,
+        "\n".join(parts) if any(parts) else "",
+    )

@@ -1,0 +1,173 @@
+"""What vLLM's configuration says to asynckv: whom to talk to, and what must be equal.
+
+How KV lies in a block is the attention backend's own affair, so blocks move whole, and
+between engines only whose fingerprints say that a block means the same to both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+import torch
+
+from asynckv.abc import KVConnectorScheduler, KVConnectorWorker
+from asynckv.config import KVTransferConfig
+from asynckv.connectors import KVEngine, make_scheduler, make_worker
+from asynckv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ("Settings",)
+
+_MODES: Final = {"p2p": "P2PConnector", "store": "StoreConnector"}
+_WHOLE_PROMPT: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+"""Specs of layers that keep the KV of every token of a prompt."""
+
+
+class Settings:
+    """One engine's configuration, as one of its processes sees it."""
+
+    def __init__(
+        self, config: KVTransferConfig, engine: KVEngine, groups: Mapping[str, int]
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.groups = groups
+
+    @classmethod
+    def of(
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        side: Literal["scheduler", "worker"],
+    ) -> Settings:
+        """Read what vLLM was told.
+
+        :raises ConfigError: an option that is none, or what cannot be moved yet
+        """
+        _check_parallelism(vllm_config)
+        _check_groups(kv_cache_config)
+        parallel = vllm_config.parallel_config
+        engine = KVEngine(
+            engine_id=vllm_config.kv_transfer_config.engine_id,
+            block_size=vllm_config.cache_config.block_size,
+            rank=parallel.rank if side == "worker" else 0,
+            tp_size=parallel.tensor_parallel_size,
+        )
+        groups = {
+            layer: number
+            for number, group in enumerate(kv_cache_config.kv_cache_groups)
+            for layer in group.layer_names
+        }
+        return cls(_config_of(vllm_config, kv_cache_config), engine, groups)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether also requests that carry nothing may move something."""
+        return self.config.kv_connector != _MODES["p2p"]
+
+    @property
+    def tells_of_saves(self) -> bool:
+        """Whether a worker tells when each request's blocks are no longer read."""
+        return self.config.kv_connector == _MODES["p2p"]
+
+    def make_scheduler(self) -> KVConnectorScheduler:
+        """Return the side that decides."""
+        return make_scheduler(self.config, self.engine)
+
+    def make_worker(self) -> KVConnectorWorker:
+        """Return the side that moves bytes."""
+        return make_worker(self.config, self.engine)
+
+
+def _config_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> KVTransferConfig:
+    given = vllm_config.kv_transfer_config
+    extra: dict[str, Any] = dict(given.kv_connector_extra_config)
+    mode = extra.pop("mode", "p2p")
+    if mode not in _MODES:
+        raise ConfigError(
+            f"kv_connector_extra_config.mode is {mode!r}",
+            hint=f"it is one of {', '.join(_MODES)}",
+        )
+    # The peers are those that an engine may fetch from.
+    extra.setdefault("direction", "pull")
+    extra.setdefault("layerwise", False)
+    extra["fingerprint"] = _fingerprint(
+        vllm_config, kv_cache_config, extra.get("fingerprint")
+    )
+    return KVTransferConfig(
+        kv_connector=_MODES[mode],
+        engine_id=given.engine_id,
+        kv_role=given.kv_role,
+        kv_buffer_size=extra.pop("max_bytes", "2GiB"),
+        kv_connector_extra_config=extra,
+        kv_load_failure_policy=given.kv_load_failure_policy,
+    )
+
+
+def _fingerprint(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, name: object
+) -> dict[str, str]:
+    """Say what must be equal. ``name`` is what its users call the model."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    specs = [
+        (
+            group.layer_names,
+            type(group.kv_cache_spec).__name__,
+            group.kv_cache_spec.block_size,
+            group.kv_cache_spec.page_size_bytes,
+        )
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    layout = [specs, getattr(kv_cache_config, "kv_cache_layout", None), _machine()]
+    digest = hashlib.blake2b(msgspec.json.encode(layout), digest_size=8).hexdigest()
+    return {
+        "model": name if isinstance(name, str) else str(model.model),
+        "dtype": f"{model.dtype}, kv {cache.cache_dtype}",
+        "layout": f"blocks of {cache.block_size}, {digest}",
+        "ranks": f"tp {parallel.tensor_parallel_size}",
+    }
+
+
+def _machine() -> str:
+    """Return what a CPU kernel chooses its layout by."""
+    if torch.cuda.is_available():
+        return "cuda"
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return f"{torch.backends.cpu.get_cpu_capability()}, amx {has_amx}"
+
+
+def _check_parallelism(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            raise ConfigError(
+                f"{name} is {size}: only tensor parallel ranks are moved yet",
+                hint=f"set {name} to 1",
+            )
+
+
+def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+    for group in kv_cache_config.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        if kind not in _WHOLE_PROMPT:
+            raise ConfigError(
+                f"layers like {group.layer_names[0]} are of a {kind}, which does not "
+                "keep a whole prompt",
+                hint="pass --disable-hybrid-kv-cache-manager, which makes sliding "
+                "windows full attention; state space layers cannot be moved",
+            )

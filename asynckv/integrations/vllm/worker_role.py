@@ -1,0 +1,287 @@
+"""What the connector of a vLLM worker does: the engine's thread, beside the loop.
+
+A step that moves nothing costs a few comparisons. A step that does puts its orders on
+the loop and goes on; what has ended comes back by the bridge's queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from asynckv.abc import (
+    KVConnectorHandshake,
+    KVConnectorMetadata,
+    KVConnectorWorker,
+    KVTransferResults,
+    SupportsHandshake,
+    SupportsLayerwise,
+)
+from asynckv.integrations.bridge import Bridge
+from asynckv.integrations.vllm.counts import added
+
+__all__ = ("WorkerRole",)
+
+logger = logging.getLogger("vllm.asynckv")  # vLLM shows only what is below "vllm"
+
+_START_S: Final = 30.0
+_QUIET_S: Final = 60.0
+_NOTHING: Final = KVTransferResults()
+
+_News: TypeAlias = tuple[KVTransferResults, tuple[int, int]]
+"""What has ended, and the bytes loaded and saved meanwhile."""
+
+
+class WorkerRole:
+    """Lets a :class:`~asynckv.abc.KVConnectorWorker` work on a loop of its own.
+
+    ``make`` is called on that loop, once the caches are known. ``tells_of_saves``: each
+    save's end is reported, and blocks are held until then. Else a step that saves
+    anything waits at its end until that is copied.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], KVConnectorWorker],
+        *,
+        tells_of_saves: bool = True,
+    ) -> None:
+        self._make = make
+        self._tells_of_saves = tells_of_saves
+        self._bridge = Bridge[_News](name)
+        self._handshake: KVConnectorHandshake | None = None
+        self._driver: _Driver | None = None
+        self._orders: KVConnectorMetadata | None = None
+        self._began: dict[str, float] = {}
+        self._counts: dict[str, Any] | None = None
+        self._moved = (0, 0)
+
+    def register(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        groups: Mapping[str, int],
+    ) -> None:
+        """Take the caches, and be there for peers when it returns.
+
+        :raises ConfigError: an address that cannot be listened on
+        :raises ValueError: caches that cannot be moved
+        """
+        self._driver = self._bridge.run(
+            self._start, kv_caches, groups, timeout_s=_START_S
+        )
+
+    @property
+    def handshake(self) -> KVConnectorHandshake | None:
+        """What the scheduler's role must know of this rank."""
+        return self._handshake
+
+    def begin_step(self, orders: KVConnectorMetadata | None) -> None:
+        """Note what is to be done in this step. Never waits."""
+        self._orders = orders
+        if orders is not None and self._driver is not None:
+            self._bridge.call(self._driver.bind, orders)
+
+    def start_loads(self) -> None:
+        """Issue the loads of this step. Never waits."""
+        if self._orders is not None and self._driver is not None:
+            self._bridge.call(self._driver.load)
+            now = time.monotonic()
+            for load in getattr(self._orders, "loads", ()):
+                if load.block_ids:
+                    self._began[load.request_id] = now
+
+    def save_layer(self, layer_name: str) -> None:
+        """That layer is computed. Never waits."""
+        driver = self._driver
+        if self._orders is not None and driver is not None and driver.wants_layers:
+            self._bridge.call(driver.save_layer, layer_name)
+
+    def end_step(self) -> None:
+        """The forward is over: what was not saved by layers can be.
+
+        :raises TimeoutError: blocks are still read that nobody holds
+        """
+        orders, self._orders = self._orders, None
+        if orders is None or self._driver is None:
+            return
+        self._bridge.call(self._driver.end)
+        if not self._tells_of_saves and getattr(orders, "saves", ()):
+            self.wait_quiet()
+
+    def results(self) -> KVTransferResults:
+        """Return what has ended since the last call. Never waits."""
+        news = self._bridge.news()
+        if not news:
+            return _NOTHING
+        ended = _NOTHING
+        for results, nbytes in news:
+            ended |= results
+            self._count(results, nbytes)
+        return ended
+
+    def take_counts(self) -> dict[str, Any] | None:
+        """Return what was counted since the last call, if anything was."""
+        counts, self._counts = self._counts, None
+        return counts
+
+    def wait_quiet(self) -> None:
+        """Wait until no save reads any block: some are about to be overwritten.
+
+        :raises TimeoutError: that is not so, and the step must not run
+        """
+        if self._driver is not None:
+            self._bridge.run(self._driver.quiet, timeout_s=_QUIET_S)
+
+    def shutdown(self) -> None:
+        """End everything and join the thread. May be called again."""
+        self._bridge.shutdown()
+
+    async def _start(
+        self, kv_caches: Mapping[str, torch.Tensor], groups: Mapping[str, int]
+    ) -> _Driver:
+        worker = self._make()
+        worker.register_kv_caches(kv_caches, groups)
+        self._bridge.at_end(worker.shutdown)
+        await worker.start()
+        if isinstance(worker, SupportsHandshake):
+            self._handshake = worker.get_handshake_metadata()
+        driver = _Driver(worker, lambda failed: self._bridge.tell((failed, (0, 0))))
+        worker.call_when_finished(lambda: self._tell(worker))
+        self._bridge.start(driver.run)
+        return driver
+
+    def _tell(self, worker: KVConnectorWorker) -> None:
+        results = worker.get_finished()
+        if not results:
+            return
+        statistics = worker.statistics()
+        moved = (
+            int(getattr(statistics, "loaded_bytes", 0)),
+            int(getattr(statistics, "saved_bytes", 0)),
+        )
+        before, self._moved = self._moved, moved
+        self._bridge.tell((results, (moved[0] - before[0], moved[1] - before[1])))
+
+    def _count(self, results: KVTransferResults, nbytes: tuple[int, int]) -> None:
+        now, began = time.monotonic(), self._began
+        loaded = results.finished_recving - results.failed_recving
+        counts = {
+            "loads": len(loaded),
+            "failed_loads": len(results.failed_recving),
+            "loaded_bytes": nbytes[0],
+            "saves": len(results.finished_sending - results.failed_sending),
+            "failed_saves": len(results.failed_sending),
+            "saved_bytes": nbytes[1],
+            "load_seconds": [now - began[one] for one in loaded if one in began],
+        }
+        for request_id in results.finished_recving:
+            began.pop(request_id, None)
+        self._counts = added(self._counts or {}, counts)
+
+
+class _Driver:
+    """Takes a worker through its steps in order, on the loop.
+
+    A step need not wait for the saves of the one before: their blocks are held.
+    """
+
+    def __init__(
+        self, worker: KVConnectorWorker, tell: Callable[[KVTransferResults], None]
+    ) -> None:
+        self._worker = worker
+        self._tell = tell
+        self._parts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._saving: set[asyncio.Task[None]] = set()
+        self.wants_layers = (
+            isinstance(worker, SupportsLayerwise) and worker.wants_layers
+        )
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        try:
+            while True:
+                part = await self._parts.get()
+                try:
+                    await part()
+                except Exception:
+                    # One step's fault must not end all the others.
+                    logger.exception("a part of a step failed")
+        finally:
+            for task in self._saving:
+                task.cancel()
+
+    def bind(self, orders: KVConnectorMetadata) -> None:
+        """A step begins."""
+
+        async def bind() -> None:
+            try:
+                self._worker.bind_connector_metadata(orders)
+            except Exception as exc:
+                self._tell(_failed(orders, exc))
+                raise
+
+        self._parts.put_nowait(bind)
+
+    def load(self) -> None:
+        """Its loads can be issued."""
+        self._parts.put_nowait(self._worker.start_load_kv)
+
+    def save_layer(self, layer_name: str) -> None:
+        """One layer can be saved."""
+
+        async def save() -> None:
+            self._worker.save_kv_layer(layer_name)
+
+        self._parts.put_nowait(save)
+
+    def end(self) -> None:
+        """All can be saved, and the step is over."""
+        self._parts.put_nowait(self._end)
+
+    async def quiet(self) -> None:
+        """Wait for all saves of the steps before."""
+        done = asyncio.get_running_loop().create_future()
+
+        async def reached() -> None:
+            done.set_result(None)
+
+        self._parts.put_nowait(reached)
+        await done
+        while self._saving:
+            await asyncio.wait(self._saving)
+
+    async def _end(self) -> None:
+        saving = asyncio.create_task(self._worker.wait_for_save())
+        self._saving.add(saving)
+        saving.add_done_callback(self._forget)
+        await asyncio.sleep(0)  # it has begun: it knows of which step it is
+        self._worker.clear_connector_metadata()
+
+    def _forget(self, saving: asyncio.Task[None]) -> None:
+        self._saving.discard(saving)
+        if not saving.cancelled() and (error := saving.exception()) is not None:
+            logger.error("a save failed", exc_info=error)
+
+
+def _failed(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:
+    """Say that nothing of a step was done: no request may wait for it for ever."""
+    loads = [load for load in getattr(orders, "loads", ()) if load.block_ids]
+    names = frozenset(load.request_id for load in loads)
+    saves = frozenset(save.request_id for save in getattr(orders, "saves", ()))
+    blocks = [load.block_ids for load in loads]
+    return KVTransferResults(
+        finished_sending=saves,
+        failed_sending=saves,
+        finished_recving=names,
+        failed_recving=names,
+        invalid_block_ids=frozenset(
+            block for groups in blocks for group in groups for block in group
+        ),
+        reasons=dict.fromkeys(names | saves, str(error)),
+    )

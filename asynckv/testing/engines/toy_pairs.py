@@ -1,0 +1,102 @@
+"""Two toy engines and what connects them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asynckv.config import KVLoadFailurePolicy, KVRole, KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.registry import make_scheduler, make_worker
+from asynckv.parallel.layouts import KVLayout
+from asynckv.parallel.shapes import EngineShape
+from asynckv.testing.engines.toy_engine import ToyEngine
+from asynckv.testing.engines.toy_model import ToyModel
+from asynckv.testing.engines.toy_rank import ToyRank
+
+__all__ = ("make_engine", "pair_configs", "toy_shape")
+
+
+def toy_shape(
+    model: ToyModel,
+    *,
+    tp_size: int = 1,
+    block_size: int = 16,
+    layout: KVLayout | None = None,
+) -> EngineShape:
+    """Return how a toy engine's KV is cut."""
+    return EngineShape(
+        layout=layout or KVLayout.kv_first(),
+        block_size=block_size,
+        key_nbytes=4 * model.head_dim,
+        num_kv_heads=model.heads,
+        tp_size=tp_size,
+        stages=(model.layers,),
+    )
+
+
+def make_engine(
+    name: str,
+    config: KVTransferConfig,
+    shape: EngineShape,
+    model: ToyModel,
+    *,
+    num_blocks: int = 64,
+    chunk: int = 64,
+    policy: KVLoadFailurePolicy = "recompute",
+) -> ToyEngine:
+    """Return an engine with the configured connector. Enter it, once."""
+    places = [
+        KVEngine(
+            engine_id=name,
+            block_size=shape.block_size,
+            rank=rank,
+            tp_size=shape.tp_size,
+            shape=shape,
+        )
+        for rank in range(shape.tp_size)
+    ]
+    return ToyEngine(
+        [ToyRank(model, shape, rank, num_blocks) for rank in range(shape.tp_size)],
+        make_scheduler(config, places[0]),
+        [make_worker(config, place) for place in places],
+        num_blocks=num_blocks,
+        chunk=chunk,
+        policy=policy,
+    )
+
+
+def pair_configs(
+    prefill: list[str],
+    decode: list[str],
+    extra: Mapping[str, object] | None = None,
+    *,
+    roles: tuple[KVRole, KVRole] = ("kv_producer", "kv_consumer"),
+) -> tuple[KVTransferConfig, KVTransferConfig]:
+    """Return the configurations of P and D, given the URL of each of their ranks."""
+    more = dict(extra or {})
+    return (
+        KVTransferConfig(
+            kv_connector="P2PConnector",
+            kv_buffer_size="16MiB",
+            kv_role=roles[0],
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                "listen": prefill[0],
+                "peers": {"D": decode},
+                "consumer_tp_size": len(decode),
+                **more,
+            },
+        ),
+        KVTransferConfig(
+            kv_connector="P2PConnector",
+            kv_buffer_size="16MiB",
+            kv_role=roles[1],
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                "listen": decode[0],
+                "peers": {"P": prefill},
+                "consumer_tp_size": len(decode),
+                **more,
+            },
+        ),
+    )

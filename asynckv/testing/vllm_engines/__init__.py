@@ -1,0 +1,18 @@
+"""Real vLLM engines with a tiny model, each in a process of its own."""
+
+from __future__ import annotations
+
+from asynckv.testing.vllm_engines.engine import Answer, Engine
+from asynckv.testing.vllm_engines.pair import PREFILL, Pair, free_url, transfer
+from asynckv.testing.vllm_engines.tiny import make_tiny_model, random_prompt
+
+__all__ = (
+    "PREFILL",
+    "Answer",
+    "Engine",
+    "Pair",
+    "free_url",
+    "make_tiny_model",
+    "random_prompt",
+    "transfer",
+)

@@ -1,0 +1,327 @@
+"""What a connector's calls cost an engine's step, with nothing pending and with eight.
+
+With a fake runner: one step's calls of both roles, in microseconds, beside a hop to
+another thread's loop and back. And, where vLLM is installed, inside its engine with a
+model whose steps are milliseconds: what the calls of a step take, as a part of the same
+engine's step without a connector; eight requests decode all the while, and in the
+second case eight others come and go through a second engine.
+
+    python -m benchmarks.vllm_steps [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib.util
+import itertools
+import statistics
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from asynckv.abc import KVTransferResults
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.p2p_scheduler import P2PScheduler
+from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.integrations.bridge import Bridge
+from asynckv.integrations.vllm.scheduler_role import SchedulerRole
+from asynckv.integrations.vllm.worker_role import WorkerRole
+from asynckv.testing.vllm_engines import (
+    Engine,
+    Pair,
+    free_url,
+    make_tiny_model,
+    random_prompt,
+    transfer,
+)
+
+__all__ = ("main",)
+
+_LAYERS: Final = 32
+_STEPS: Final = 2000
+_DECODING, _IN_FLIGHT = 8, 8
+_TOKENS: Final = 600
+_SECONDS: Final = 8.0
+_LIMITS: Final = {"nothing pending": 0.05, f"{_IN_FLIGHT} in flight": 0.15}
+
+
+class _Request(types.SimpleNamespace):
+    """vLLM's request, as far as it is looked at."""
+
+    cache_salt = lora_request = None
+    mm_features = ()
+
+
+class _Runner:
+    """Calls both roles of one engine, as vLLM's scheduler and runner do."""
+
+    def __init__(self, folder: Path) -> None:
+        config = KVTransferConfig(
+            kv_connector="P2PConnector",
+            engine_id="runner",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "listen": f"unix://{folder}/socket",
+                "peers": {"runner": f"unix://{folder}/socket"},
+                "direction": "pull",
+                "layerwise": False,
+            },
+        )
+        engine = KVEngine(engine_id="runner", block_size=32)
+        self.scheduler: Any = SchedulerRole(
+            P2PScheduler(config, engine), sees_all=False
+        )
+        self.worker = WorkerRole("runner", lambda: P2PWorker(config, engine))
+        names = [f"layer{number}" for number in range(_LAYERS)]
+        self._caches = {name: torch.zeros(512, 2, 32, 64) for name in names}
+        self.worker.register(self._caches, dict.fromkeys(names, 0))
+        self._blocks = itertools.count(1)
+        self._of: dict[str, list[list[int]]] = {}
+
+    def step(self, output: Any) -> KVTransferResults:
+        """Make one step's calls, without a model between them."""
+        orders = self.scheduler.orders(output, self._of.__getitem__)
+        self.worker.begin_step(orders)
+        for name in self._caches:
+            self.worker.save_layer(name)
+        self.worker.start_loads()
+        self.worker.end_step()
+        results = self.worker.results()
+        self.worker.take_counts()
+        if results:
+            self.scheduler.believe(results)
+        return results
+
+    def prefill(self, name: str) -> tuple[_Request, Any]:
+        """Return a new request of 64 tokens and its one step."""
+        request = _Request(
+            request_id=name,
+            prompt_token_ids=random_prompt(64, seed=next(self._blocks)),
+            kv_transfer_params={"do_remote_decode": True},
+        )
+        self._take_blocks(name)
+        self.scheduler.on_new_request(request)
+        self.scheduler.matched_tokens(request, 0)
+        new = types.SimpleNamespace(req_id=name, num_computed_tokens=0)
+        return request, _output({name: 64}, [new])
+
+    def decode(self, name: str, tokens: list[int], params: dict[str, Any]) -> _Request:
+        """Let a request wait for what ``params`` say."""
+        request = _Request(
+            request_id=name, prompt_token_ids=tokens, kv_transfer_params=params
+        )
+        self._take_blocks(name)
+        self.scheduler.on_new_request(request)
+        count, _ = self.scheduler.matched_tokens(request, 0)
+        self.scheduler.allocated(request, self._of[name], count)
+        return request
+
+    def finish(self, request: _Request) -> dict[str, Any]:
+        """End a request, and return what it carries."""
+        _, params = self.scheduler.finished(request, self._of.pop(request.request_id))
+        return params or {}
+
+    def close(self) -> None:
+        """End both roles."""
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+    def _take_blocks(self, name: str) -> None:
+        first = 2 * next(self._blocks) % 510
+        self._of[name] = [[first, first + 1]]
+
+
+def _output(scheduled: dict[str, int], new: list[Any]) -> Any:
+    cached = types.SimpleNamespace(req_ids=[], num_computed_tokens=[])
+    return types.SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=cached,
+        preempted_req_ids=None,
+    )
+
+
+def _hop_us() -> float:
+    bridge = Bridge[None]("hop")
+    times = []
+    for _ in range(_STEPS):
+        began = time.perf_counter()
+        bridge.run(asyncio.sleep, 0, timeout_s=5)
+        times.append(time.perf_counter() - began)
+    bridge.shutdown()
+    return statistics.median(times) * 1e6
+
+
+def _idle_us(runner: _Runner) -> float:
+    output = _output({}, [])
+    times = []
+    for _ in range(_STEPS):
+        began = time.perf_counter()
+        runner.step(output)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
+
+
+def _busy_us(runner: _Runner) -> float:
+    """Keep eight on their way from this runner to itself; all their calls count."""
+    names = (f"r{number}" for number in itertools.count())
+    waiting: dict[str, _Request] = {}
+    spent, steps, ended = 0.0, 0, 0
+    while ended < 200:
+        prefilled: list[tuple[_Request, dict[str, Any]]] = []
+        began = time.perf_counter()
+        while len(waiting) + len(prefilled) < _IN_FLIGHT:
+            request, output = runner.prefill(next(names))
+            runner.step(output)
+            prefilled.append((request, runner.finish(request)))
+            steps += 1
+        for request, params in prefilled:
+            name = next(names)
+            tokens = request.prompt_token_ids
+            waiting[name] = runner.decode(name, tokens, params)
+        results = runner.step(_output({}, []))
+        for name in results.finished_recving:
+            runner.finish(waiting.pop(name))
+        spent += time.perf_counter() - began
+        steps += 1
+        ended += len(results.finished_recving)
+        threading.Event().wait(0.001)  # where the model would run
+    return spent / steps * 1e6
+
+
+def _fake_runner() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        runner = _Runner(Path(folder))
+        hop, idle, busy = _hop_us(), _idle_us(runner), _busy_us(runner)
+        again = _idle_us(runner)
+        runner.close()
+    print(f"fake runner, {_LAYERS} layers, microseconds a step (a hop: {hop:.0f})")
+    print(f"  nothing pending: {idle:.1f}, after all that again {again:.1f}")
+    print(f"  {_IN_FLIGHT} in flight: {busy:.0f}, their own calls included")
+
+
+@contextlib.contextmanager
+def _decoding(engine: Engine) -> Iterator[None]:
+    """Eight requests decode all the while, and end soon after."""
+    stopping = threading.Event()
+
+    def decode(seed: int) -> None:
+        while not stopping.is_set():
+            engine.ask(random_prompt(50, seed=seed), max_tokens=_TOKENS)
+
+    with concurrent.futures.ThreadPoolExecutor(_DECODING) as pool:
+        for seed in range(_DECODING):
+            pool.submit(decode, seed)
+        try:
+            yield
+        finally:
+            stopping.set()
+
+
+def _measured(engine: Engine, pair: Pair | None = None) -> dict[str, Any]:
+    """Time an engine's steps while it decodes, and perhaps while eight come and go."""
+    stopping = threading.Event()
+
+    def come_and_go(seed: int) -> None:
+        for number in itertools.count():
+            if stopping.is_set():
+                return
+            prompt = random_prompt(100, seed=seed + 1000 * number)
+            if pair is None:
+                engine.ask(prompt, max_tokens=2)
+            else:
+                pair.ask(prompt, max_tokens=2)
+
+    with _decoding(engine), concurrent.futures.ThreadPoolExecutor(_IN_FLIGHT) as pool:
+        threading.Event().wait(2)
+        if pair is not None:
+            for seed in range(10, 10 + _IN_FLIGHT):
+                pool.submit(come_and_go, seed)
+            threading.Event().wait(1)
+        engine.start_timing()
+        threading.Event().wait(_SECONDS)
+        times = engine.times()
+        stopping.set()
+    return times
+
+
+def _real_engines(rounds: int) -> bool:
+    options = {"max_num_seqs": 16, "dtype": "float32"}
+    url, is_within = free_url(), True
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        model = make_tiny_model(folder / "model")
+        configs = {
+            "bare": None,
+            "producer": transfer("kv_producer", listen=url),
+            "consumer": transfer("kv_consumer", peers=[url]),
+        }
+        engines = {
+            who: stack.enter_context(
+                Engine(model, folder / f"{who}.log", config, **options)
+            )
+            for who, config in configs.items()
+        }
+        for engine in engines.values():
+            engine.wait_ready()
+        pair = Pair(engines["producer"], engines["consumer"])
+        parts: dict[str, list[float]] = {case: [] for case in _LIMITS}
+        for _ in range(rounds):
+            bare = _measured(engines["bare"])
+            for case, other in zip(_LIMITS, (None, pair), strict=True):
+                times = _measured(pair.consumer, other)
+                part = _part_of(times, bare)
+                parts[case].append(part)
+                print(f"  {case}: {_described(times, bare)}, {part:.1%}")
+        for case, limit in _LIMITS.items():
+            part = statistics.median(parts[case])
+            is_within &= part <= limit
+            print(f"{case}: {part:.1%} of a step, at most {limit:.0%}")
+    return is_within
+
+
+def _part_of(times: dict[str, Any], bare: dict[str, Any]) -> float:
+    """In CPU seconds: three engines share the cores, and interrupt each other."""
+    return float(times["calls_cpu_s"] / max(times["steps"], 1) / bare["step_cpu_s"])
+
+
+def _described(times: dict[str, Any], bare: dict[str, Any]) -> str:
+    steps = max(times["steps"], 1)
+    dear = sorted(times["calls"].items(), key=lambda one: -one[1][2])[:4]
+    names = ", ".join(f"{name} {of[2] / steps * 1e6:.0f}" for name, of in dear)
+    return (
+        f"{times['calls_cpu_s'] / steps * 1e6:.0f} us of CPU in calls a step "
+        f"({names}), "
+        f"{bare['step_cpu_s'] * 1e3:.2f} ms of CPU a step without a connector; by the "
+        f"wall {times['call_s'] * 1e6:.0f} us in the median step, "
+        f"{times['calls_s'] / steps * 1e6:.0f} on average, of "
+        f"{bare['step_s'] * 1e3:.2f} ms ({steps} steps, {times['idle_steps']} idle)"
+    )
+
+
+def main() -> None:
+    """Measure, print, and end with an error where a limit is not kept."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    _fake_runner()
+    if importlib.util.find_spec("vllm") is None:
+        print(
+            "vLLM is not installed here: nox -s vllm makes an environment that has it"
+        )
+    elif not _real_engines(rounds):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

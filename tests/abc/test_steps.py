@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import msgspec
+
+from asynckv.abc import KVConnectorStep, KVRequest, KVScheduled, KVTransferResults
+
+
+def test_results_are_united_each_request_once() -> None:
+    one = KVTransferResults(
+        finished_recving=frozenset({"a"}),
+        failed_recving=frozenset({"a"}),
+        invalid_block_ids=frozenset({1}),
+        reasons={"a": "lost"},
+    )
+    two = KVTransferResults(
+        finished_sending=frozenset({"b"}), finished_recving=frozenset({"a", "c"})
+    )
+    both = one | two
+    assert both.finished_recving == {"a", "c"}
+    assert both.finished_sending == {"b"}
+    assert (both.failed_recving, both.reasons) == ({"a"}, {"a": "lost"})
+
+
+def test_nothing_finished_is_false() -> None:
+    assert not KVTransferResults()
+    assert KVTransferResults(finished_recving=frozenset({"a"}))
+
+
+def test_what_crosses_processes_can_be_encoded() -> None:
+    request = KVRequest("r", (1, 2, 3), {"transfer_id": "t"})
+    step = KVConnectorStep((KVScheduled("r", ((4, 5),), 0, 3),), frozenset({"p"}))
+    for value in (request, step, KVTransferResults(reasons={"a": "b"})):
+        encoded = msgspec.msgpack.encode(value)
+        assert msgspec.msgpack.decode(encoded, type=type(value)) == value
+    assert request.num_tokens == 3

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asynckv.connectors.assembling import Assembly
+from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.headers import EntryHeader
+from asynckv.connectors.p2p_orders import LoadOrder
+from asynckv.errors import IncompatiblePeer
+from asynckv.parallel.shapes import EngineShape
+from asynckv.tensors.copying import CopyPool
+from asynckv.testing.engines.toy_model import ToyModel
+from asynckv.testing.engines.toy_pairs import toy_shape
+from asynckv.testing.engines.toy_rank import ToyRank
+from asynckv.types import TensorSpec
+
+MODEL = ToyModel(layers=2)
+TOKENS = list(range(20))
+
+
+def assembly_of(
+    theirs: EngineShape, header_shape: EngineShape | None, names: tuple[str, ...]
+) -> tuple[Assembly, ToyRank, ToyRank]:
+    ours = toy_shape(MODEL, block_size=8)
+    engine = KVEngine(engine_id="D", block_size=8, shape=ours)
+    source, target = ToyRank(MODEL, theirs, 0, 8), ToyRank(MODEL, ours, 0, 8)
+    order = LoadOrder("r", "t", "P", ((5, 0, 2),), num_tokens=20)
+    header = EntryHeader(
+        engine_id="P",
+        rank=0,
+        block_size=theirs.block_size,
+        layers=names,
+        shape=header_shape,
+    )
+    specs = PagedCaches(source.caches, theirs).specs(((3, 1),))
+    read = engine.reads_from(theirs)[0]
+    caches = PagedCaches(target.caches, ours)
+    return Assembly(engine, caches, order, header, read, specs), source, target
+
+
+async def test_heads_and_tokens_come_to_where_they_are_here() -> None:
+    theirs = toy_shape(MODEL, block_size=16)
+    assembly, source, target = assembly_of(theirs, theirs, MODEL.layer_names)
+    pool = CopyPool()
+    for layer in MODEL.layer_names:
+        source.write(layer, [3, 1], TOKENS, 0)
+        cache = source.caches[layer]
+        assert assembly.land(f"{layer}.key", cache[0][[3, 1]]) is None
+        assert assembly.land(f"{layer}.value", cache[1][[3, 1]]) == layer
+        assert await assembly.place(layer, pool) == layer
+        there = target.read(layer, [5, 0, 2], 20)
+        assert torch.equal(there, source.read(layer, [3, 1], 20))
+    assert assembly.land("another layer.key", torch.zeros(1)) is None
+    assert assembly.layers == MODEL.layer_names
+    pool.close()
+
+
+def test_a_header_that_says_something_else_than_its_request_is_refused() -> None:
+    theirs = toy_shape(MODEL, block_size=16)
+    with pytest.raises(IncompatiblePeer) as caught:
+        assembly_of(theirs, toy_shape(MODEL, block_size=32), MODEL.layer_names)
+    assert caught.value.field == "shape"
+    with pytest.raises(IncompatiblePeer) as caught:
+        assembly_of(theirs, theirs, ("one",))
+    assert caught.value.field == "layers"
+
+
+def test_whole_blocks_must_be_equal_and_enough() -> None:
+    engine = KVEngine(engine_id="D", block_size=4)
+    caches = PagedCaches({"a": torch.zeros(8, 3)}, None)
+    header = EntryHeader(engine_id="P", rank=0, block_size=4, layers=("a",))
+    order = LoadOrder("r", "t", "P", ((5, 0),), first_block=1, num_tokens=12)
+    for spec in (
+        TensorSpec((2, 3), "float32"),
+        TensorSpec((3, 4), "float32"),
+        TensorSpec((3, 3), "int32"),
+    ):
+        with pytest.raises(IncompatiblePeer, match="other blocks"):
+            Assembly(engine, caches, order, header, None, {"a.key": spec})
+    good = {"a.key": TensorSpec((3, 3), "float32")}
+    assert Assembly(engine, caches, order, header, None, good).layers == ("a",)

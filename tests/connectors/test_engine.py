@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.connectors.engine import KVEngine
+from asynckv.errors import IncompatiblePeer
+from asynckv.parallel.shapes import Rank
+from asynckv.testing.engines.toy_model import ToyModel
+from asynckv.testing.engines.toy_pairs import toy_shape
+
+MODEL = ToyModel(heads=4)
+
+
+def engine_of(tp_size: int, rank: int = 0) -> KVEngine:
+    shape = toy_shape(MODEL, tp_size=tp_size)
+    return KVEngine(
+        engine_id="e", block_size=16, rank=rank, tp_size=tp_size, shape=shape
+    )
+
+
+def test_a_rank_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        KVEngine(engine_id="e", block_size=16, rank=2, tp_size=2)
+    with pytest.raises(ValueError, match="block_size"):
+        KVEngine(engine_id="e", block_size=0)
+
+
+def test_a_shape_of_another_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="the shape is of"):
+        KVEngine(engine_id="e", block_size=32, shape=toy_shape(MODEL))
+
+
+def test_a_prompt_takes_whole_blocks() -> None:
+    engine = engine_of(1)
+    assert [engine.blocks_of(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert engine_of(2, 1).place == Rank(0, 1)
+
+
+def test_readers_and_sources_agree() -> None:
+    prefill, decode = engine_of(1), engine_of(2, 1)
+    assert prefill.readers_in(toy_shape(MODEL, tp_size=2)) == (0, 1)
+    assert tuple(decode.reads_from(prefill.shape)) == (0,)
+    assert tuple(engine_of(1).reads_from(decode.shape)) == (0, 1)
+
+
+def test_of_replicated_heads_some_ranks_have_no_reader() -> None:
+    eight = [engine_of(8, rank) for rank in range(8)]
+    readers = [one.readers_in(toy_shape(MODEL, tp_size=4)) for one in eight]
+    assert sorted(readers) == [(), (), (), (), (0,), (1,), (2,), (3,)]
+
+
+def test_without_a_shape_ranks_read_from_their_like() -> None:
+    plain = KVEngine(engine_id="e", block_size=16, rank=1, tp_size=2)
+    assert plain.reads_from(None) == {1: None}
+    assert plain.readers_in(plain.shape_of(2)) == (1,)
+    with pytest.raises(IncompatiblePeer) as caught:
+        plain.reads_from(toy_shape(MODEL))
+    assert caught.value.field == "layout"

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.connectors.keys import prefix_block_keys, prompt_digest, rank_block_keys
+from asynckv.types import KVFingerprint
+
+
+def test_two_prompts_share_as_many_keys_as_whole_blocks() -> None:
+    one = prefix_block_keys([*range(10), 128_000, 1], 4)
+    two = prefix_block_keys([*range(10), 128_001, 1, 2], 4)
+    assert len(one) == len(two) == 3
+    assert one[:2] == two[:2]
+    assert one[2] != two[2]
+
+
+def test_a_key_stands_for_all_tokens_before_it() -> None:
+    first = prefix_block_keys([1, 2, 3, 4], 2)
+    other = prefix_block_keys([9, 2, 3, 4], 2)
+    assert not set(first) & set(other)
+
+
+def test_models_salts_and_block_sizes_have_keys_of_their_own() -> None:
+    tokens = list(range(8))
+    found = [
+        prefix_block_keys(tokens, 4),
+        prefix_block_keys(tokens, 4, KVFingerprint(model="m")),
+        prefix_block_keys(tokens, 4, KVFingerprint(model="m"), "tenant"),
+        prefix_block_keys(tokens, 8),
+        prefix_block_keys(tokens, 4, None, "tenant"),
+    ]
+    assert len({key for keys in found for key in keys}) == sum(map(len, found))
+
+
+def test_no_whole_block_has_no_key() -> None:
+    assert prefix_block_keys([1, 2, 3], 4) == ()
+    with pytest.raises(ValueError, match="block_size"):
+        prefix_block_keys([1], 0)
+
+
+def test_ranks_and_namespaces_have_keys_of_their_own() -> None:
+    assert rank_block_keys(["a", "b"], "n", 1) == ["a/n/1", "b/n/1"]
+
+
+def test_a_digest_is_of_the_first_tokens_only() -> None:
+    assert prompt_digest([1, 2, 3], 2) == prompt_digest((1, 2), 2)
+    assert prompt_digest([1, 2, 3], 2) != prompt_digest([1, 2, 3], 3)

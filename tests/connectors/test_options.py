@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.options import ConnectorOptions, url_of_rank
+from asynckv.errors import ConfigError
+
+
+def options_of(**extra: object) -> ConnectorOptions:
+    config = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
+    return ConnectorOptions.of(config)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"peer": ["tcp://h:1"]}, "did you mean"),
+        ({"peers": ["nonsense"]}, "not a URL"),
+        ({"peers": {"P": []}}, "has no URL"),
+        ({"direction": "sideways"}, "direction"),
+        ({"load_timeout_s": 0}, "load_timeout_s is 0"),
+        ({"consumer_tp_size": 0}, "consumer_tp_size"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(
+    extra: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        options_of(**extra)
+
+
+def test_push_is_what_happens_unless_somebody_says_pull() -> None:
+    assert options_of().direction == "push"
+    assert options_of(direction="pull").direction == "pull"
+
+
+def test_peers_have_names_or_are_their_urls() -> None:
+    named = options_of(peers={"P": "tcp://h:1", "Q": ["tcp://h:2", "tcp://i:2"]})
+    assert named.url_of("Q", 1) == "tcp://i:2"
+    assert named.url_of("P", 2) == "tcp://h:3"
+    assert named.are_peers_named
+    assert not options_of(peers=["tcp://h:1"]).are_peers_named
+    with pytest.raises(KeyError):
+        named.url_of("tcp://elsewhere:1", 0)
+
+
+@pytest.mark.parametrize(
+    ("url", "second"),
+    [
+        ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"),
+        ("tcp://127.0.0.1:7000?payload=inline", "tcp://127.0.0.1:7001?payload=inline"),
+        ("tls://kv.example:7000", "tls://kv.example:7001"),
+        ("unix:///run/a.sock", "unix:///run/a.sock.1"),
+        ("mem://a", "mem://a.1"),
+        ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
+    ],
+)
+def test_each_rank_is_a_port_or_a_name_further(url: str, second: str) -> None:
+    assert url_of_rank(url, 0) == url
+    assert url_of_rank(url, 1) == second
+    with pytest.raises(ConfigError, match="no port"):
+        url_of_rank("tcp://h:65535", 1)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.headers import HEADER, EntryHeader
+from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.p2p_loads import P2PLoad, release
+from asynckv.connectors.p2p_orders import LoadOrder
+from asynckv.errors import IncompatiblePeer
+from asynckv.tensors.copying import CopyPool
+from asynckv.types import TensorSpec
+
+TOKENS = list(range(6))
+ENGINE = KVEngine(engine_id="E", block_size=4)
+ORDER = LoadOrder(
+    "r", "t", "", ((3, 1),), num_tokens=6, digest=prompt_digest(TOKENS, 6)
+)
+SPECS = {name: TensorSpec((2, 5), "float32") for name in ("a.key", "b.key")}
+
+
+def header_of(block_size: int = 4) -> torch.Tensor:
+    return EntryHeader(
+        engine_id="P", rank=0, block_size=block_size, layers=("a", "b")
+    ).tensor()
+
+
+def load_of(timeout_s: float = 5) -> tuple[P2PLoad, PagedCaches]:
+    pools = {layer: torch.zeros(8, 5) for layer in "ab"}
+    caches = PagedCaches(pools, None)
+    return P2PLoad(ENGINE, caches, CopyPool(), ORDER, timeout_s), caches
+
+
+async def run(load: P2PLoad, buffer: LookupBuffer) -> None:
+    async def find() -> LookupBuffer:
+        return buffer
+
+    await load.run({0: None}, {0: (find, "t")})
+
+
+async def test_a_layer_is_there_before_the_next_has_come() -> None:
+    load, caches = load_of()
+    async with LookupBuffer("16MiB") as buffer:
+        loading = asyncio.create_task(run(load, buffer))
+        specs = {HEADER: TensorSpec(tuple(header_of().shape), "uint8"), **SPECS}
+        async with buffer.open_insert(TOKENS, None, specs, entry_id="t") as writer:
+            await writer.put(HEADER, header_of())
+            await writer.put("b.key", torch.ones(2, 5))
+            await load.wait_for("b")
+            assert caches.pools("b")[0][[3, 1]].eq(1).all()
+            assert not caches.pools("a")[0].any()
+            await writer.put("a.key", torch.ones(2, 5))
+        await loading
+        await load.wait_for("a")
+        assert load.untaken_sources == ()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "shape"),
+    [([9, *TOKENS], 4, (2, 5)), (TOKENS, 8, (2, 5)), (TOKENS, 4, (1, 5))],
+)
+async def test_what_is_not_what_was_asked_for_is_refused_and_acknowledged(
+    tokens: list[int], block_size: int, shape: tuple[int, int]
+) -> None:
+    load, caches = load_of()
+    async with LookupBuffer("16MiB") as buffer:
+        kv = {layer: torch.ones(shape) for layer in "ab"}
+        extras = {"asynckv": header_of(block_size)}
+        await buffer.insert(tokens, None, kv, None, None, extras=extras, entry_id="t")
+        with pytest.raises(IncompatiblePeer):
+            await run(load, buffer)
+        await load.wait_for("a")
+        assert buffer.statistics().entries == 0
+        assert not caches.pools("a")[0].any()
+
+
+async def test_a_cancelled_load_says_what_it_left_where() -> None:
+    load, _ = load_of()
+    async with LookupBuffer("16MiB") as buffer:
+        loading = asyncio.create_task(run(load, buffer))
+        await asyncio.sleep(0)
+        loading.cancel()
+        await asyncio.wait([loading])
+        (source,) = load.untaken_sources
+        await buffer.insert(TOKENS, None, torch.ones(3), None, None, entry_id="t")
+        await release(source, 5)
+        assert buffer.statistics().entries == 0
+
+
+async def test_nothing_is_waited_for_longer_than_it_may_take() -> None:
+    load, _ = load_of(timeout_s=0.01)
+    async with LookupBuffer("16MiB") as buffer:
+        with pytest.raises(TimeoutError):
+            await run(load, buffer)

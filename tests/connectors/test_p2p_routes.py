@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
+from asynckv.connectors.p2p_routes import P2PRoutes
+from asynckv.errors import PeerLost
+from asynckv.testing.engines.toy_model import ToyModel
+from asynckv.testing.engines.toy_pairs import pair_configs, toy_shape
+
+MODEL = ToyModel()
+SAVE = SaveOrder("r", "t", "D", (1,), ((0,),))
+
+
+def routes_of(direction: str, side: int, tp_size: int = 1, rank: int = 0) -> P2PRoutes:
+    decode = ["mem://rD", "mem://rD.1"] if side == 0 else ["mem://rD"]
+    configs = pair_configs(["mem://rP"], decode, {"direction": direction})
+    shape = toy_shape(MODEL, tp_size=tp_size)
+    engine = KVEngine(
+        engine_id="PD"[side], block_size=16, tp_size=tp_size, rank=rank, shape=shape
+    )
+    return P2PRoutes(configs[side], engine)
+
+
+async def test_who_keeps_prompts_serves() -> None:
+    for direction, side, serves in [
+        ("pull", 0, True),
+        ("pull", 1, False),
+        ("push", 0, False),
+        ("push", 1, True),
+    ]:
+        routes = routes_of(direction, side)
+        assert routes.serves == serves
+        await routes.open()
+        assert (routes.buffer is not None) == serves
+        await routes.aclose()
+
+
+def test_one_entry_is_read_by_two_ranks_or_pushed_to_each() -> None:
+    ((_, entry_id, deliveries),) = routes_of("pull", 0).targets(SAVE)
+    assert (entry_id, deliveries) == ("t", 2)
+    pushed = routes_of("push", 0).targets(SAVE)
+    assert [(name, count) for _, name, count in pushed] == [("t#0", 1)] * 2
+
+
+def test_a_rank_reads_from_every_rank_that_has_a_part() -> None:
+    order = LoadOrder("r", "t", "P", ((1,),), shape=toy_shape(MODEL, tp_size=2))
+    reads, sources = routes_of("push", 1).sources(order)
+    assert list(reads) == [0, 1]
+    assert [name for _, name in sources.values()] == ["t#0", "t#1"]
+
+
+async def test_without_a_buffer_there_is_nothing_to_read_from() -> None:
+    routes = routes_of("push", 1)
+    _, sources = routes.sources(
+        LoadOrder("r", "t", "", ((1,),), shape=toy_shape(MODEL))
+    )
+    find, _ = sources[0]
+    with pytest.raises(PeerLost):
+        await find()

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.abc import (
+    KVConnectorHandshake,
+    KVConnectorStep,
+    KVRequest,
+    KVScheduled,
+    KVTransferResults,
+    supports_hma,
+)
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.p2p_orders import P2PMetadata
+from asynckv.connectors.p2p_scheduler import P2PScheduler
+
+
+def make(**extra: object) -> P2PScheduler:
+    config = KVTransferConfig(
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "direction": "pull",
+            "peers": {"P": "tcp://127.0.0.1:1"},
+            **extra,
+        },
+    )
+    return P2PScheduler(config, KVEngine(engine_id="E", block_size=4))
+
+
+def load(name: str = "r", **params: object) -> KVRequest:
+    asked = {"do_remote_prefill": True, "transfer_id": "t", **params}
+    return KVRequest(name, tuple(range(10)), asked)
+
+
+def save(name: str = "r", **params: object) -> KVRequest:
+    return KVRequest(name, tuple(range(10)), {"do_remote_decode": True, **params})
+
+
+def orders(scheduler: P2PScheduler, *scheduled: KVScheduled) -> P2PMetadata:
+    metadata = scheduler.build_connector_meta(KVConnectorStep(scheduled))
+    assert isinstance(metadata, P2PMetadata)
+    return metadata
+
+
+def test_what_it_offers_is_what_is_not_computed_yet() -> None:
+    scheduler = make()
+    for _ in range(2):
+        assert scheduler.get_num_new_matched_tokens(load(), 4) == (6, True)
+    assert scheduler.get_num_new_matched_tokens(load(), 10) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(load("s", num_tokens=7), 0) == (7, True)
+    assert scheduler.get_num_new_matched_tokens(KVRequest("n", (1,)), 0) == (0, False)
+
+
+def test_only_the_missing_blocks_are_ordered_and_only_once() -> None:
+    scheduler = make()
+    for _ in range(2):
+        scheduler.update_state_after_alloc(load(), ((7, 8, 9, 10),), 6)
+    (order,) = orders(scheduler).loads
+    assert (order.block_ids, order.first_block, order.num_tokens) == (((8, 9),), 1, 10)
+    assert orders(scheduler).loads == ()
+    assert scheduler.has_pending_work()
+    assert scheduler.get_num_new_matched_tokens(load(), 0) == (0, False)
+
+
+def test_what_is_not_needed_is_ordered_without_blocks() -> None:
+    scheduler = make()
+    scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 0)
+    (order,) = orders(scheduler).loads
+    assert order.block_ids == ()
+    scheduler.on_new_request(load("rejected"))
+    assert scheduler.request_finished(load("rejected"), ((),)) == (False, None)
+    assert [one.request_id for one in orders(scheduler).loads] == ["rejected"]
+
+
+def test_an_aborted_load_holds_its_blocks_and_its_id() -> None:
+    scheduler = make()
+    scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 10)
+    assert scheduler.request_finished(load(), ((7, 8, 9),)) == (True, None)
+    assert orders(scheduler).aborts == ("r",)
+    assert scheduler.get_num_new_matched_tokens(load(), 0) == (None, False)
+    said = KVTransferResults(finished_recving=frozenset({"r", "stranger"}))
+    assert scheduler.update_connector_output(said).finished_recving == {"r"}
+    assert not scheduler.update_connector_output(said)
+    assert scheduler.get_num_new_matched_tokens(load(), 0) == (10, True)
+
+
+def test_a_prompt_is_saved_by_the_step_that_completes_it() -> None:
+    scheduler = make()
+    scheduler.set_handshake_metadata({0: KVConnectorHandshake(0, "now")})
+    scheduler.on_new_request(save())
+    assert orders(scheduler, KVScheduled("r", ((1, 2),), 0, 8)).saves == ()
+    (order,) = orders(scheduler, KVScheduled("r", ((1, 2, 3, 4),), 8, 2)).saves
+    assert order.block_ids == ((1, 2, 3),)
+    assert orders(scheduler, KVScheduled("r", ((1, 2, 3, 4),), 10, 1)).saves == ()
+    is_held, params = scheduler.request_finished(save(), ((1, 2, 3, 4),))
+    assert not is_held and params is not None
+    assert params["transfer_id"] == order.transfer_id
+    assert (params["peer"], params["num_tokens"]) == ("E", 10)
+    assert params["incarnations"] == ["now"]
+
+
+def test_what_could_not_be_saved_or_was_not_computed_is_not_promised() -> None:
+    scheduler = make()
+    scheduler.on_new_request(save())
+    orders(scheduler, KVScheduled("r", ((1, 2, 3),), 0, 10))
+    lost = frozenset({"r"})
+    scheduler.update_connector_output(
+        KVTransferResults(finished_sending=lost, failed_sending=lost)
+    )
+    assert scheduler.request_finished(save(), ((),)) == (False, None)
+    scheduler.on_new_request(save("early"))
+    assert scheduler.request_finished(save("early"), ((),)) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"transfer_id": ""},
+        {"transfer_id": "x" * 300},
+        {"transfer_id": 7},
+        {"peer": "tcp://169.254.169.254:80"},
+        {"shape": {"layout": {"axes": "LKBNH"}, "block_size": -1, "key_nbytes": 1}},
+        {"num_tokens": "many"},
+    ],
+)
+def test_parameters_from_outside_that_make_no_sense_load_nothing(
+    params: dict[str, object],
+) -> None:
+    scheduler = make()
+    assert scheduler.get_num_new_matched_tokens(load(**params), 0) == (0, False)
+    assert scheduler.statistics().refused_params == 1
+
+
+def test_of_several_peers_one_must_be_named() -> None:
+    two = {"P": "tcp://127.0.0.1:1", "Q": "tcp://127.0.0.1:2"}
+    scheduler = make(peers=two)
+    assert scheduler.get_num_new_matched_tokens(load(), 0) == (0, False)
+    named = load("s", peer="Q")
+    assert scheduler.get_num_new_matched_tokens(named, 0) == (10, True)
+
+
+def test_hybrid_models_have_a_list_of_blocks_a_group() -> None:
+    scheduler = make()
+    assert supports_hma(scheduler)
+    scheduler.update_state_after_alloc(load(), ((7, 8, 9), (1, 2, 3)), 6)
+    assert orders(scheduler).loads[0].block_ids == ((8, 9), (2, 3))
+    assert scheduler.request_finished_all_groups(load(), ((7,), (1,))) == (True, None)
+    scheduler.shutdown()
+    assert orders(scheduler).aborts == ()

@@ -1,0 +1,372 @@
+"""Two toy engines, and every byte that goes from one to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from asynckv.abc import KVConnectorMetadata
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.connectors.p2p_scheduler import P2PScheduler
+from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.parallel.layouts import KVLayout
+from asynckv.parallel.shapes import EngineShape
+from asynckv.testing.blocked import until
+from asynckv.testing.engines.toy_engine import ToyEngine, ToyLoadFailed
+from asynckv.testing.engines.toy_model import ToyModel
+from asynckv.testing.engines.toy_pairs import make_engine, pair_configs, toy_shape
+from asynckv.testing.engines.toy_rank import ToyRank
+
+MODEL = ToyModel()
+NAMES = itertools.count()
+PREFILL = {"do_remote_decode": True}
+
+Pair = tuple[ToyEngine, ToyEngine]
+
+
+def prompt(length: int = 70, seed: int = 1) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(50_000) for _ in range(length)]
+
+
+def worker_of(engine: ToyEngine, rank: int = 0) -> P2PWorker:
+    worker = engine.workers[rank]
+    assert isinstance(worker, P2PWorker)
+    return worker
+
+
+def scheduler_of(engine: ToyEngine) -> P2PScheduler:
+    assert isinstance(engine.scheduler, P2PScheduler)
+    return engine.scheduler
+
+
+def buffer_of(worker: P2PWorker) -> LookupBuffer:
+    assert worker.routes.buffer is not None
+    return worker.routes.buffer
+
+
+@asynccontextmanager
+async def pair_of(
+    p: EngineShape | None = None, d: EngineShape | None = None, **extra: object
+) -> AsyncIterator[Pair]:
+    p, d, name = p or toy_shape(MODEL), d or toy_shape(MODEL), next(NAMES)
+    urls = [
+        [f"mem://{side}{name}" + (f".{rank}" if rank else "") for rank in range(size)]
+        for side, size in (("P", p.tp_size), ("D", d.tp_size))
+    ]
+    configs = pair_configs(*urls, {"direction": "pull", **extra})
+    async with (
+        make_engine("P", configs[0], p, MODEL, chunk=32) as prefill,
+        make_engine("D", configs[1], d, MODEL) as decode,
+    ):
+        yield prefill, decode
+
+
+async def hand_over(
+    pair: Pair, tokens: list[int], name: str = "r", cached: int = 0, count: int = 3
+) -> tuple[list[int], int]:
+    prefill, decode = pair
+    first = await prefill.generate(
+        tokens, request_id=f"{name}-p", kv_transfer_params=PREFILL
+    )
+    assert first.kv_transfer_params is not None
+    last = await decode.generate(
+        tokens,
+        count,
+        request_id=name,
+        kv_transfer_params=first.kv_transfer_params,
+        cached_tokens=cached,
+    )
+    return last.tokens, last.external_tokens
+
+
+async def all_quiet(pair: Pair) -> None:
+    for engine in pair:
+        await engine.quiet()
+        for rank in range(len(engine.workers)):
+            worker = worker_of(engine, rank)
+            await until(lambda w=worker: not w.statistics().releasing)
+            if worker.routes.buffer is not None:
+                assert worker.routes.buffer.statistics().entries == 0
+        assert engine.unknown_completions == 0
+
+
+SHAPES = [
+    (toy_shape(MODEL), toy_shape(MODEL)),
+    (toy_shape(MODEL, tp_size=2), toy_shape(MODEL)),
+    (toy_shape(MODEL), toy_shape(MODEL, tp_size=2)),
+    (
+        toy_shape(MODEL, tp_size=4, layout=KVLayout.blocks_first("HND")),
+        toy_shape(MODEL, tp_size=2, block_size=32, layout=KVLayout.fused()),
+    ),
+]
+
+
+@pytest.mark.parametrize("direction", ["pull", "push"])
+@pytest.mark.parametrize(("p", "d"), SHAPES)
+async def test_another_engine_goes_on_from_the_kv_of_the_first(
+    direction: str, p: EngineShape, d: EngineShape
+) -> None:
+    async with pair_of(p, d, direction=direction) as pair:
+        tokens = prompt()
+        assert await hand_over(pair, tokens) == (MODEL.generate(tokens, 3), 70)
+        assert await hand_over(pair, tokens, "again", d.block_size) == (
+            MODEL.generate(tokens, 3),
+            70 - d.block_size,
+        )
+        await all_quiet(pair)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64])
+async def test_prompts_of_any_length_go_over(length: int) -> None:
+    async with pair_of() as pair:
+        tokens = prompt(length)
+        assert await hand_over(pair, tokens) == (MODEL.generate(tokens, 3), length)
+        await all_quiet(pair)
+
+
+class SpoiltRank(ToyRank):
+    """One whose caches are not quite right."""
+
+    def write(
+        self, layer: str, block_ids: Sequence[int], token_ids: Sequence[int], start: int
+    ) -> None:
+        super().write(layer, block_ids, token_ids, start)
+        if start + len(token_ids) > 30:
+            self.caches[layer].view(-1)[::7] += 1
+
+
+async def test_a_wrong_byte_would_be_seen() -> None:
+    async with pair_of() as pair:
+        tokens = prompt()
+        pair[0].ranks[0].__class__ = SpoiltRank
+        assert (await hand_over(pair, tokens))[0] != MODEL.generate(tokens, 3)
+
+
+async def test_decode_may_ask_before_prefill_has_begun() -> None:
+    for direction in ("pull", "push"):
+        async with pair_of(direction=direction) as pair:
+            tokens = prompt()
+            params = {"do_remote_prefill": True, "transfer_id": "t"}
+            decoding = asyncio.create_task(
+                pair[1].generate(tokens, 2, request_id="d", kv_transfer_params=params)
+            )
+            await until(lambda: worker_of(pair[1]).statistics().loading == 1)
+            await pair[0].generate(
+                tokens,
+                request_id="p",
+                kv_transfer_params={**PREFILL, "transfer_id": "t"},
+            )
+            assert (await decoding).tokens == MODEL.generate(tokens, 2)
+            await all_quiet(pair)
+
+
+async def test_what_is_not_needed_is_let_go_by_its_producer() -> None:
+    async with pair_of() as pair:
+        tokens = prompt(64)
+        assert (await hand_over(pair, tokens, cached=64))[1] == 0
+        await all_quiet(pair)
+
+
+async def test_kv_of_another_prompt_is_never_taken() -> None:
+    async with pair_of() as pair:
+        first = await pair[0].generate(
+            prompt(), request_id="p", kv_transfer_params=PREFILL
+        )
+        other = prompt(seed=2)
+        last = await pair[1].generate(
+            other, 2, request_id="d", kv_transfer_params=first.kv_transfer_params
+        )
+        assert last.tokens == MODEL.generate(other, 2)
+        assert "another prompt" in pair[1].failures["d"]
+        await all_quiet(pair)
+
+
+async def test_a_peer_that_is_not_configured_is_never_dialled() -> None:
+    async with pair_of() as pair:
+        tokens = prompt()
+        params = {
+            "do_remote_prefill": True,
+            "transfer_id": "t",
+            "peer": "tcp://10.0.0.1:1",
+        }
+        last = await pair[1].generate(
+            tokens, 2, request_id="d", kv_transfer_params=params
+        )
+        assert last.tokens == MODEL.generate(tokens, 2)
+        assert scheduler_of(pair[1]).statistics().refused_params == 1
+        assert worker_of(pair[1]).statistics().connected_peers == 0
+
+
+async def test_loads_of_a_peer_that_dies_fail_at_once() -> None:
+    async with pair_of() as pair:
+        tokens = prompt()
+        params = {"do_remote_prefill": True, "transfer_id": "t"}
+        decoding = asyncio.create_task(
+            pair[1].generate(tokens, 2, request_id="d", kv_transfer_params=params)
+        )
+        buffer = buffer_of(worker_of(pair[0]))
+        await until(lambda: buffer.statistics().waiting_selects == 1)
+        worker_of(pair[0]).routes.abort()
+        assert (await decoding).tokens == MODEL.generate(tokens, 2)
+        assert "PeerLost" in pair[1].failures["d"]
+        await pair[1].quiet()
+
+
+async def test_kv_of_a_peer_that_has_restarted_is_not_waited_for() -> None:
+    async with pair_of() as pair:
+        tokens = prompt()
+        params = {
+            "do_remote_prefill": True,
+            "transfer_id": "t",
+            "incarnations": ["of before"],
+        }
+        last = await pair[1].generate(
+            tokens, 2, request_id="d", kv_transfer_params=params
+        )
+        assert last.tokens == MODEL.generate(tokens, 2)
+        assert "PeerRestarted" in pair[1].failures["d"]
+
+
+async def test_what_never_comes_fails_in_time() -> None:
+    async with pair_of(load_timeout_s=0.05) as pair:
+        tokens = prompt()
+        params = {"do_remote_prefill": True, "transfer_id": "never"}
+        last = await pair[1].generate(
+            tokens, 2, request_id="d", kv_transfer_params=params
+        )
+        assert last.tokens == MODEL.generate(tokens, 2)
+        assert "TimeoutError" in pair[1].failures["d"]
+
+
+async def test_by_policy_a_failed_load_fails_its_request() -> None:
+    async with pair_of(load_timeout_s=0.05) as pair:
+        pair[1]._policy = "fail"
+        params = {"do_remote_prefill": True, "transfer_id": "never"}
+        with pytest.raises(ToyLoadFailed):
+            await pair[1].generate(prompt(), request_id="d", kv_transfer_params=params)
+        await pair[1].quiet()
+
+
+async def test_an_aborted_load_gives_its_blocks_back_when_it_is_quiet() -> None:
+    async with pair_of() as pair:
+        params = {"do_remote_prefill": True, "transfer_id": "t"}
+        decoding = asyncio.create_task(
+            pair[1].generate(prompt(), request_id="d", kv_transfer_params=params)
+        )
+        await until(lambda: worker_of(pair[1]).statistics().loading == 1)
+        decoding.cancel()
+        await asyncio.wait([decoding])
+        assert pair[1].blocks_in_use > 0
+        await pair[1].quiet()
+        # Its producer, which comes later, is told that nobody needs it.
+        await pair[0].generate(
+            prompt(), request_id="p", kv_transfer_params={**PREFILL, "transfer_id": "t"}
+        )
+        await all_quiet(pair)
+
+
+async def test_prefill_without_room_goes_on_and_says_that_it_did_not_keep_it() -> None:
+    async with pair_of(save_timeout_s=0.05) as pair:
+        buffer = buffer_of(worker_of(pair[0]))
+        await buffer.insert(
+            [1], None, torch.zeros(10**9 - 2**20, dtype=torch.uint8), None, None
+        )
+        first = await pair[0].generate(
+            prompt(), request_id="p", kv_transfer_params=PREFILL
+        )
+        assert first.kv_transfer_params is None
+        await pair[0].quiet()
+
+
+def worker_alone(name: str) -> P2PWorker:
+    config = pair_configs([f"mem://{name}"], ["mem://nobody"], {"direction": "pull"})[0]
+    shape = toy_shape(MODEL)
+    return P2PWorker(config, KVEngine(engine_id="P", block_size=16, shape=shape))
+
+
+def caches() -> dict[str, torch.Tensor]:
+    return {layer: torch.ones(2, 8, 16, 4, 8) for layer in MODEL.layer_names}
+
+
+async def test_after_wait_for_save_the_blocks_may_be_overwritten() -> None:
+    worker, kv = worker_alone("alone"), caches()
+    worker.register_kv_caches(kv)
+    async with worker:
+        await worker.start()
+        worker.bind_connector_metadata(
+            P2PMetadata(saves=(SaveOrder("r", "t", "", (1, 2, 3), ((4,),)),))
+        )
+        await worker.start_load_kv()
+        for layer in kv:
+            worker.save_kv_layer(layer, kv[layer])
+            worker.save_kv_layer("no such layer")
+        await worker.wait_for_save()
+        for cache in kv.values():
+            cache.zero_()
+        async with buffer_of(worker).drop_select(entry_id="t") as entry:
+            assert isinstance(entry.value, dict)
+            assert all(bool((tensor == 1).all()) for tensor in entry.value.values())
+        assert worker.get_finished().finished_sending == {"r"}
+
+
+async def test_start_load_kv_returns_whatever_the_peer_does() -> None:
+    worker = worker_alone("alone-too")
+    worker.register_kv_caches(caches())
+    order = LoadOrder("r", "t", "D", ((1,),), num_tokens=3, is_async=False)
+    async with worker:
+        worker.bind_connector_metadata(P2PMetadata(loads=(order,)))
+        await worker.start_load_kv()
+        await worker.start_load_kv()
+        assert worker.statistics().loading == 1
+        await worker.wait_for_layer_load(MODEL.layer_names[0])
+        results = worker.get_finished()
+        assert (results.failed_recving, results.invalid_block_ids) == ({"r"}, {1})
+
+
+async def test_orders_of_another_connector_are_refused() -> None:
+    worker = worker_alone("alone-three")
+    async with worker:
+        with pytest.raises(TypeError, match="another connector"):
+            worker.bind_connector_metadata(KVConnectorMetadata())
+        with pytest.raises(RuntimeError, match="register_kv_caches"):
+            worker.bind_connector_metadata(
+                P2PMetadata(saves=(SaveOrder("r", "t", "", (1,), ((0,),)),))
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["pull", "push"])
+async def test_a_hundred_aborts_under_load_leave_nothing_behind(direction: str) -> None:
+    chance = random.Random(7)
+    async with pair_of(SHAPES[1][0], SHAPES[1][1], direction=direction) as pair:
+
+        async def one(number: int) -> None:
+            tokens = prompt(chance.randrange(1, 120), number)
+            name = f"r{number}"
+            working = asyncio.create_task(
+                hand_over(pair, tokens, name, chance.choice([0, 0, 16]))
+            )
+            if number % 2:
+                await asyncio.wait([working], timeout=chance.random() * 0.03)
+                working.cancel()
+                await asyncio.wait([working])
+            else:
+                assert (await working)[0] == MODEL.generate(tokens, 3)
+
+        for start in range(0, 200, 8):
+            async with asyncio.TaskGroup() as group:
+                for number in range(start, start + 8):
+                    group.create_task(one(number))
+        for engine in pair:
+            async with asyncio.timeout(10):
+                await engine.quiet()
+            assert engine.unknown_completions == 0

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from asynckv.integrations.vllm.counts import COUNTERS, added, summary
+
+
+def test_two_reports_add_up() -> None:
+    one = {"loads": 1, "loaded_bytes": 10, "load_seconds": [0.1]}
+    other = {"loads": 2, "saves": 1, "load_seconds": [0.2, 0.3]}
+    total = added(one, other)
+    assert (total["loads"], total["saves"], total["loaded_bytes"]) == (3, 1, 10)
+    assert total["load_seconds"] == [0.1, 0.2, 0.3]
+
+
+def test_nothing_and_nothing_is_nothing() -> None:
+    assert not any(added({}, {}).values())
+
+
+def test_every_counter_is_in_the_line_of_the_log() -> None:
+    line = summary(dict.fromkeys(COUNTERS, 2_000_000) | {"load_seconds": [0.2, 0.1]})
+    assert line["Loads"] == line["Failed saves"] == 2_000_000
+    assert line["Loaded MB"] == line["Saved MB"] == 2.0
+    assert (line["Median load (ms)"], line["Longest load (ms)"]) == (200.0, 200.0)
+
+
+def test_a_line_of_no_loads_can_be_written() -> None:
+    assert set(summary({}).values()) == {0}

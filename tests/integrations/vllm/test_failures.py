@@ -1,0 +1,207 @@
+"""Peers that die, are silent or come back, and requests that are given up."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+
+from asynckv.testing.vllm_engines import (
+    PREFILL,
+    Answer,
+    Engine,
+    Pair,
+    free_url,
+    random_prompt,
+    transfer,
+)
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]
+
+StartEngine = Callable[..., AbstractContextManager[Engine]]
+ALL_BLOCKS = 255
+
+
+@pytest.fixture(scope="module")
+def alone(start_engine: StartEngine) -> Iterator[Engine]:
+    """What it says is right."""
+    with start_engine() as engine:
+        yield engine.wait_ready()
+
+
+def test_an_aborted_load_gives_its_blocks_back(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    prompt, other = random_prompt(200, seed=1), random_prompt(200, seed=2)
+    with _pair(start_engine, "fail") as pair:
+        params = pair.prefill(prompt)
+        pair.producer.pause()  # so the load lasts
+        request = pair.consumer.add(prompt, params=params)
+        _wait_for_used_blocks(pair.consumer, 7)
+        pair.consumer.abort(request)
+        _wait_for_used_blocks(pair.consumer, 0)
+        pair.producer.go_on()
+        assert pair.ask(other).tokens == alone.ask(other).tokens
+        assert pair.consumer.external_hits() == 200 + len(other)
+        _wait_for_used_blocks(pair.consumer, 0)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_producer_killed_during_a_load_is_survived(
+    start_engine: StartEngine, alone: Engine, policy: str
+) -> None:
+    prompt, first = random_prompt(200, seed=3), random_prompt(50, seed=4)
+    with _pair(start_engine, policy) as pair:
+        assert pair.ask(first).tokens == alone.ask(first).tokens
+        params = pair.prefill(prompt)
+        pair.producer.pause()
+        request = pair.consumer.add(prompt, params=params)
+        _wait_for_used_blocks(pair.consumer, 7)
+        began = time.monotonic()
+        pair.producer.kill()
+        answer = pair.consumer.answer(request)
+        assert time.monotonic() - began < 5
+        if policy == "fail":
+            assert answer.finish_reason == "error"
+        else:
+            assert answer.tokens == alone.ask(prompt).tokens
+        assert pair.consumer.ask(prompt).tokens == alone.ask(prompt).tokens
+        assert pair.consumer.external_hits() == 250
+        _wait_for_used_blocks(pair.consumer, 0)
+
+
+def test_a_silent_producer_is_not_waited_for_longer_than_the_deadline(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    prompt = random_prompt(100, seed=5)
+    with _pair(start_engine, "recompute", load_timeout_s=1.0) as pair:
+        params = pair.prefill(prompt)
+        pair.producer.pause()
+        began = time.monotonic()
+        answer = pair.consumer.ask(prompt, params=params)
+        assert answer.tokens == alone.ask(prompt).tokens
+        assert 1 <= time.monotonic() - began < 10
+        pair.producer.go_on()
+
+
+def test_either_engine_may_come_back_with_an_empty_memory(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    url = free_url()
+    produce = transfer("kv_producer", listen=url)
+    consume = transfer("kv_consumer", peers=[url])
+    prompts = [random_prompt(100, seed=seed) for seed in (6, 7, 8)]
+    with ExitStack() as stack:
+        producer = stack.enter_context(start_engine(produce)).wait_ready()
+        consumer = stack.enter_context(start_engine(consume)).wait_ready()
+        for number, prompt in enumerate(prompts):
+            answer = Pair(producer, consumer).ask(prompt)
+            assert answer.tokens == alone.ask(prompt).tokens
+            assert consumer.external_hits() == 100 * (2 if number == 2 else 1)
+            if number == 0:
+                consumer.kill()
+                consumer = stack.enter_context(start_engine(consume)).wait_ready()
+            elif number == 1:
+                producer.kill()
+                producer = stack.enter_context(start_engine(produce)).wait_ready()
+
+
+def test_an_engine_of_another_block_size_is_refused_and_told_why(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    prompt = random_prompt(100, seed=10)
+    url = free_url()
+    produce = transfer("kv_producer", listen=url)
+    consume = transfer("kv_consumer", "recompute", peers=[url])
+    with (
+        start_engine(produce) as producer,
+        start_engine(consume, block_size=64) as consumer,
+    ):
+        pair = Pair(producer.wait_ready(), consumer.wait_ready())
+        assert pair.ask(prompt).tokens == alone.ask(prompt).tokens
+        state = consumer.state()
+        assert state["metrics"]["vllm:asynckv_failed_loads"] == 1
+        assert "layout" in consumer.log.read_text()
+
+
+def test_a_hundred_aborts_at_random_moments_lose_no_block_and_no_token(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    chance = random.Random(9)
+    prompts = [random_prompt(1 + seed * 13 % 150, seed=seed) for seed in range(200)]
+    pauses = [chance.uniform(0, 0.06) if seed % 2 else None for seed in range(200)]
+    with _pair(start_engine, "fail") as pair:
+
+        def ask(prompt: list[int], pause_s: float | None) -> Answer:
+            if pause_s is None:
+                return pair.ask(prompt)
+            return _abort_after(pair, prompt, pause_s)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(ask, prompts, pauses))
+        for prompt, pause_s, answer in zip(prompts, pauses, answers, strict=True):
+            if pause_s is None:
+                assert answer.tokens == alone.ask(prompt).tokens
+        aborted = [one for one in answers if one.finish_reason == "abort"]
+        assert len(aborted) > 50
+        assert pair.consumer.external_hits() > 0
+        for engine in (pair.producer, pair.consumer):
+            _wait_for_used_blocks(engine, 0)
+
+
+def _abort_after(pair: Pair, prompt: list[int], pause_s: float) -> Answer:
+    """Abort it in one of the two engines, at whatever it is by then."""
+    began = time.monotonic()
+    engine = pair.producer
+    request = engine.add(prompt, max_tokens=1, params=PREFILL)
+    if pause_s > 0.01:
+        params = engine.answer(request).kv_transfer_params
+        engine = pair.consumer
+        request = engine.add(prompt, params=params)
+    threading.Event().wait(pause_s - (time.monotonic() - began))
+    return engine.abort(request)
+
+
+def _pair(start_engine: StartEngine, policy: str, **extra: Any) -> _Started:
+    return _Started(start_engine, policy, extra)
+
+
+class _Started(AbstractContextManager[Pair]):
+    """A pair of its own: one of the two does not live on."""
+
+    def __init__(
+        self, start_engine: StartEngine, policy: str, extra: dict[str, Any]
+    ) -> None:
+        self._start, self._policy, self._extra = start_engine, policy, extra
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Pair:
+        url = free_url()
+        engines = [
+            self._stack.enter_context(self._start(config))
+            for config in (
+                transfer("kv_producer", listen=url),
+                transfer("kv_consumer", self._policy, peers=[url], **self._extra),
+            )
+        ]
+        return Pair(*(engine.wait_ready() for engine in engines))
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+
+def _wait_for_used_blocks(engine: Engine, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while (used := ALL_BLOCKS - int(engine.state()["free_blocks"])) != count:
+        assert time.monotonic() < deadline, f"{used} blocks are used, not {count}"

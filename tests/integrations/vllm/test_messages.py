@@ -1,0 +1,40 @@
+"""vLLM pickles what the roles tell each other; nothing of it may be lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+_CODE = """
+import copy
+from asynckv.abc import KVConnectorHandshake, KVTransferResults
+from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
+from asynckv.integrations.vllm.messages import (
+    AsyncKVHandshake, AsyncKVMetadata, AsyncKVWorkerMetadata,
+)
+
+orders = P2PMetadata(loads=(LoadOrder("a", "t", "p", ((1, 2),), digest=b"x"),))
+for told in (
+    AsyncKVMetadata(orders, must_be_quiet=True),
+    AsyncKVHandshake(KVConnectorHandshake(1, "incarnation")),
+    AsyncKVWorkerMetadata(KVTransferResults(reasons={"a": "b"})),
+):
+    copied = copy.deepcopy(told)  # by the same protocol as pickle
+    assert copied == told and copied is not told
+
+nothing = KVTransferResults(finished_recving=frozenset({"a"}))
+assert AsyncKVWorkerMetadata.of(nothing) is None
+failed = [
+    AsyncKVWorkerMetadata.of(KVTransferResults(failed_recving=frozenset({name})))
+    for name in "ab"
+]
+assert failed[0].aggregate(failed[1]).failures.failed_recving == {"a", "b"}
+"""
+
+
+def test_what_the_roles_tell_each_other_arrives_whole() -> None:
+    subprocess.run([sys.executable, "-c", _CODE], check=True, timeout=60)

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from asynckv.abc import (
+    AsksElsewhere,
+    BlockIds,
+    KVAnswer,
+    KVConnectorMetadata,
+    KVConnectorScheduler,
+    KVConnectorStep,
+    KVQuestion,
+    KVRequest,
+    KVTransferResults,
+)
+from asynckv.integrations.vllm.scheduler_role import SchedulerRole
+
+MOVES = {"do_remote_decode": True}
+
+
+@dataclasses.dataclass
+class Request:
+    """vLLM's, as far as it is looked at."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    kv_transfer_params: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: Sequence[Any] = ()
+
+
+@dataclasses.dataclass
+class New:
+    req_id: str
+    num_computed_tokens: int = 0
+
+
+@dataclasses.dataclass
+class Cached:
+    req_ids: list[str] = dataclasses.field(default_factory=list)
+    num_computed_tokens: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Output:
+    """What vLLM's scheduler decided for one step."""
+
+    num_scheduled_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    scheduled_new_reqs: list[New] = dataclasses.field(default_factory=list)
+    scheduled_cached_reqs: Cached = dataclasses.field(default_factory=Cached)
+    preempted_req_ids: set[str] | None = None
+
+
+class Orders(KVConnectorMetadata, frozen=True):
+    told: tuple[str, ...] = ()
+
+
+class Connector(KVConnectorScheduler):
+    """Saves what it is told of, believes everything, and notes it all."""
+
+    def __init__(self) -> None:
+        self.steps: list[KVConnectorStep] = []
+        self.requests: list[KVRequest] = []
+        self.params: dict[str, object] | None = {"do_remote_prefill": True}
+
+    def on_new_request(self, request: KVRequest) -> None:
+        self.requests.append(request)
+
+    def get_num_new_matched_tokens(
+        self, request: KVRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return request.num_tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(
+        self, request: KVRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        self.allocated = (request.request_id, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
+        self.steps.append(step)
+        return Orders(tuple(one.request_id for one in step.scheduled))
+
+    def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
+        return KVTransferResults(finished_recving=results.finished_recving & {"known"})
+
+    def request_finished(
+        self, request: KVRequest, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, object] | None]:
+        return False, self.params
+
+    def shutdown(self) -> None:
+        self.is_down = True
+
+
+@pytest.fixture
+def connector() -> Connector:
+    return Connector()
+
+
+@pytest.fixture
+def role(connector: Connector) -> Any:
+    """Of any type: it is given fakes of vLLM's objects."""
+    return SchedulerRole(connector, sees_all=False)
+
+
+def blocks_of(request_id: str) -> list[list[int]]:
+    return [[1, 2, 3]]
+
+
+def test_a_request_that_carries_nothing_is_not_looked_at(
+    role: Any, connector: Connector
+) -> None:
+    request = Request("a", [1, 2, 3])
+    role.on_new_request(request)
+    assert role.matched_tokens(request, 0) == (0, False)
+    assert role.finished(request, [[1]]) == (False, None)
+    assert connector.requests == []
+
+
+def test_embeddings_are_not_moved_for_nothing_tells_two_of_them_apart(
+    role: Any, connector: Connector
+) -> None:
+    role.on_new_request(Request("a", None, MOVES))
+    assert connector.requests == []
+
+
+def test_every_request_is_seen_where_a_store_may_have_it(connector: Connector) -> None:
+    role: Any = SchedulerRole(connector, sees_all=True)
+    role.on_new_request(Request("a", [1, 2]))
+    assert [request.token_ids for request in connector.requests] == [(1, 2)]
+
+
+def test_what_decides_on_kv_beside_tokens_is_in_the_salt(
+    role: Any, connector: Connector
+) -> None:
+    @dataclasses.dataclass
+    class Lora:
+        lora_name: str = "french"
+
+    @dataclasses.dataclass
+    class Feature:
+        identifier: str = "cat.png"
+
+    for request in (
+        Request("a", [1], MOVES),
+        Request("b", [1], MOVES, cache_salt="tenant"),
+        Request("c", [1], MOVES, lora_request=Lora()),
+        Request("d", [1], MOVES, mm_features=[Feature()]),
+    ):
+        role.on_new_request(request)
+    salts = [request.salt for request in connector.requests]
+    assert salts[0] == ""
+    assert len(set(salts)) == 4
+
+
+def test_a_prompt_is_told_of_until_its_last_chunk(
+    role: Any, connector: Connector
+) -> None:
+    role.on_new_request(Request("a", list(range(100)), MOVES))
+    first = Output({"a": 64}, [New("a")])
+    second = Output({"a": 36}, scheduled_cached_reqs=Cached(["a"], [64]))
+    third = Output({"a": 1}, scheduled_cached_reqs=Cached(["a"], [100]))
+    orders = [role.orders(output, blocks_of) for output in (first, second, third)]
+    assert orders == [Orders(("a",)), Orders(("a",)), None]
+    told = [step.scheduled for step in connector.steps]
+    assert [len(some) for some in told] == [1, 1, 0]
+    assert told[1][0].num_computed_tokens == 64
+    assert told[1][0].block_ids == ((1, 2, 3),)
+
+
+def test_a_preempted_prompt_is_told_of_again(role: Any, connector: Connector) -> None:
+    role.on_new_request(Request("a", [1, 2], MOVES))
+    role.orders(Output({"a": 2}, [New("a")]), blocks_of)
+    assert role.preempted(Output(preempted_req_ids={"a", "stranger"}))
+    again = Output({"a": 2}, scheduled_cached_reqs=Cached(["a"], [0]))
+    assert role.orders(again, blocks_of) == Orders(("a",))
+
+
+def test_blocks_nobody_reads_may_be_overwritten_at_once(role: Any) -> None:
+    role.on_new_request(Request("a", list(range(100)), MOVES))
+    role.orders(Output({"a": 64}, [New("a")]), blocks_of)
+    assert not role.preempted(Output(preempted_req_ids={"a", "stranger"}))
+
+
+def test_blocks_of_a_saved_request_are_held_until_it_is_sent(role: Any) -> None:
+    request = Request("a", [1, 2], MOVES)
+    role.on_new_request(request)
+    assert role.finished(request, [[1]]) == (True, {"do_remote_prefill": True})
+    assert role.has_pending_work()
+    sent = KVTransferResults(finished_sending=frozenset({"a"}))
+    assert role.believe(sent) == ({"a"}, set())
+    assert role.believe(sent) == (set(), set())
+    assert role.dropped == 1
+    assert not role.has_pending_work()
+
+
+def test_a_save_that_ended_before_its_request_holds_nothing(role: Any) -> None:
+    request = Request("a", [1, 2], MOVES)
+    role.on_new_request(request)
+    sent = KVTransferResults(finished_sending=frozenset({"a"}))
+    assert role.believe(sent) == (set(), set())
+    assert role.finished(request, [[1]]) == (False, {"do_remote_prefill": True})
+
+
+def test_a_request_whose_save_failed_carries_nothing(
+    role: Any, connector: Connector
+) -> None:
+    request = Request("a", [1, 2], MOVES)
+    role.on_new_request(request)
+    connector.params = None
+    assert role.finished(request, [[1]]) == (False, None)
+
+
+def test_only_completions_that_the_connector_knows_reach_vllm(role: Any) -> None:
+    received = frozenset({"known", "late"})
+    results = KVTransferResults(finished_recving=received)
+    assert role.believe(results) == (set(), {"known"})
+    assert role.dropped == 1
+
+
+class Asking(Connector, AsksElsewhere):
+    """Asks on its loop how much there is of a prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions: list[KVQuestion] = []
+        self.answers: dict[str, int] = {}
+        self.log: list[str] = []
+
+    async def start(self) -> None:
+        self.log.append("started")
+
+    def get_num_new_matched_tokens(
+        self, request: KVRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if request.request_id not in self.answers:
+            if "asked" not in self.log:
+                self.log.append("asked")
+                self.questions.append(KVQuestion(request.request_id, ("key",)))
+            return None, False
+        return self.answers[request.request_id], True
+
+    def take_questions(self) -> tuple[KVQuestion, ...]:
+        questions, self.questions = tuple(self.questions), []
+        return questions
+
+    async def ask(self, question: KVQuestion) -> KVAnswer:
+        return KVAnswer(question.request_id, 32)
+
+    def take_answer(self, answer: KVAnswer) -> None:
+        self.answers[answer.request_id] = answer.num_keys
+
+    async def aclose(self) -> None:
+        self.log.append("closed")
+
+    def abort(self) -> None:
+        raise NotImplementedError
+
+
+def test_what_has_to_be_asked_elsewhere_is_asked_again_until_it_is_known() -> None:
+    connector = Asking()
+    role: Any = SchedulerRole(connector, sees_all=True)
+    request = Request("a", list(range(40)))
+    role.on_new_request(request)
+    assert role.matched_tokens(request, 0) == (None, False)
+    while (found := role.matched_tokens(request, 0)) == (None, False):
+        pass
+    assert found == (32, True)
+    role.shutdown()
+    role.shutdown()
+    assert connector.log == ["started", "asked", "closed"]

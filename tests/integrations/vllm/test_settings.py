@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+
+from asynckv.errors import ConfigError
+from asynckv.integrations.vllm.settings import Settings
+
+LISTEN = "tcp://127.0.0.1:14579"
+
+
+class FullAttentionSpec(types.SimpleNamespace):
+    block_size, page_size_bytes = 32, 4096
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
+@dataclasses.dataclass
+class Group:
+    layer_names: list[str]
+    kv_cache_spec: Any
+
+
+def cache_config(*groups: Group) -> Any:
+    return types.SimpleNamespace(
+        kv_cache_groups=list(groups) or [Group(["layer"], FullAttentionSpec())]
+    )
+
+
+def vllm_config(*, dtype: str = "bfloat16", tp: int = 1, **given: Any) -> Any:
+    extra = {"listen": LISTEN, **given.pop("extra", {})}
+    transfer: dict[str, Any] = {
+        "engine_id": "p",
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": extra,
+    }
+    namespace = types.SimpleNamespace
+    parallel: dict[str, Any] = {"rank": 0, "tensor_parallel_size": tp, **given}
+    return namespace(
+        kv_transfer_config=namespace(**transfer),
+        cache_config=namespace(block_size=32, cache_dtype="auto"),
+        model_config=namespace(model="tiny", dtype=dtype),
+        parallel_config=namespace(**parallel),
+    )
+
+
+def fingerprint(config: Any, cache: Any = None) -> Any:
+    settings = Settings.of(config, cache or cache_config(), side="worker")
+    return settings.config.fingerprint
+
+
+def test_an_engine_fetches_from_its_peers_unless_it_says_otherwise() -> None:
+    pulled = Settings.of(vllm_config(), cache_config(), side="worker")
+    assert pulled.config.kv_connector_extra_config["direction"] == "pull"
+    pushed = Settings.of(
+        vllm_config(extra={"direction": "push"}), cache_config(), side="worker"
+    )
+    assert pushed.config.kv_connector_extra_config["direction"] == "push"
+
+
+def test_the_scheduler_is_of_no_rank() -> None:
+    config = vllm_config(tp=2, rank=1)
+    assert Settings.of(config, cache_config(), side="worker").engine.rank == 1
+    assert Settings.of(config, cache_config(), side="scheduler").engine.rank == 0
+
+
+def test_every_layer_knows_its_group() -> None:
+    groups = cache_config(
+        Group(["a", "b"], FullAttentionSpec()), Group(["c"], FullAttentionSpec())
+    )
+    settings = Settings.of(vllm_config(), groups, side="worker")
+    assert settings.groups == {"a": 0, "b": 0, "c": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("model", vllm_config(extra={"fingerprint": "another"})),
+        ("dtype", vllm_config(dtype="float32")),
+        ("ranks", vllm_config(tp=2)),
+    ],
+)
+def test_what_must_be_equal_is_named_where_it_differs(field: str, other: Any) -> None:
+    assert fingerprint(vllm_config()).difference(fingerprint(vllm_config())) is None
+    assert fingerprint(vllm_config()).difference(fingerprint(other)) == field
+
+
+def test_other_layers_are_another_layout() -> None:
+    other = cache_config(Group(["layer", "more"], FullAttentionSpec()))
+    ours, theirs = fingerprint(vllm_config()), fingerprint(vllm_config(), other)
+    assert ours.difference(theirs) == "layout"
+
+
+@pytest.mark.parametrize(
+    ("config", "cache", "why"),
+    [
+        (vllm_config(extra={"mode": "p2"}), None, "mode is 'p2'"),
+        (vllm_config(pipeline_parallel_size=2), None, "pipeline_parallel_size is 2"),
+        (
+            vllm_config(),
+            cache_config(Group(["a"], SlidingWindowSpec())),
+            "does not keep a whole prompt",
+        ),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_by_name(
+    config: Any, cache: Any, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Settings.of(config, cache or cache_config(), side="worker")
+
+
+def test_an_option_that_is_none_is_refused_when_the_engine_starts() -> None:
+    settings = Settings.of(
+        vllm_config(extra={"lisen": "x"}), cache_config(), side="scheduler"
+    )
+    with pytest.raises(ConfigError, match="lisen"):
+        settings.make_scheduler()

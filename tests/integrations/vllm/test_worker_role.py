@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+import pytest
+import torch
+
+from asynckv.abc import (
+    BlockIds,
+    KVConnectorHandshake,
+    KVConnectorMetadata,
+    KVConnectorWorker,
+    KVTransferResults,
+    SupportsHandshake,
+    SupportsLayerwise,
+)
+from asynckv.integrations.vllm.worker_role import WorkerRole
+
+
+class Order(msgspec.Struct, frozen=True):
+    request_id: str
+    block_ids: BlockIds = ()
+
+
+class Orders(KVConnectorMetadata, frozen=True):
+    loads: tuple[Order, ...] = ()
+    saves: tuple[Order, ...] = ()
+
+
+class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
+    """Notes what it is told; ends a load at once, a save when it is let."""
+
+    loaded_bytes = saved_bytes = 0
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.bound = Orders()
+        self.done: list[KVTransferResults] = []
+        self.may_save = asyncio.Event()
+        self.is_refusing = False
+        self.wants = True
+
+    @property
+    def wants_layers(self) -> bool:
+        return self.wants
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        groups: Mapping[str, int] | None = None,
+    ) -> None:
+        self.log.append(f"register {len(kv_caches)}")
+
+    async def start(self) -> None:
+        self.log.append("start")
+
+    def get_handshake_metadata(self) -> KVConnectorHandshake | None:
+        return KVConnectorHandshake(3, "incarnation")
+
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        if self.is_refusing:
+            raise RuntimeError("not now")
+        assert isinstance(metadata, Orders)
+        self.bound = metadata
+        self.log.append("bind")
+
+    def clear_connector_metadata(self) -> None:
+        self.log.append("clear")
+
+    async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
+        self.log.append("load")
+        for order in self.bound.loads:
+            self.loaded_bytes += 100
+            ids = frozenset({order.request_id})
+            self._end(KVTransferResults(finished_recving=ids))
+
+    async def wait_for_layer_load(self, layer_name: str) -> None:
+        raise NotImplementedError
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor | None = None,
+        attn_metadata: object = None,
+        **kwargs: object,
+    ) -> None:
+        self.log.append(layer_name)
+
+    async def wait_for_save(self) -> None:
+        saves = self.bound.saves
+        self.log.append("save")
+        await self.may_save.wait()
+        for order in saves:
+            ids = frozenset({order.request_id})
+            self._end(KVTransferResults(finished_sending=ids))
+
+    def get_finished(
+        self, finished_req_ids: frozenset[str] = frozenset()
+    ) -> KVTransferResults:
+        ended = KVTransferResults()
+        while self.done:
+            ended |= self.done.pop()
+        return ended
+
+    def call_when_finished(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
+
+    def statistics(self) -> object:
+        return self
+
+    async def aclose(self) -> None:
+        self.log.append("close")
+
+    def abort(self) -> None:
+        raise NotImplementedError
+
+    def _end(self, ended: KVTransferResults) -> None:
+        self.done.append(ended)
+        self.callback()
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+@pytest.fixture
+def role(worker: Worker) -> Iterator[WorkerRole]:
+    role = WorkerRole("test", lambda: worker)
+    role.register({"layer": torch.zeros(2, 2)}, {"layer": 0})
+    worker.log.clear()
+    yield role
+    role.shutdown()
+
+
+def step(role: WorkerRole, orders: KVConnectorMetadata | None, *layers: str) -> None:
+    role.begin_step(orders)
+    for layer in layers:
+        role.save_layer(layer)
+    role.start_loads()
+    role.end_step()
+
+
+def wait_for(role: WorkerRole) -> KVTransferResults:
+    while not (ended := role.results()):
+        threading.Event().wait(0.001)
+    return ended
+
+
+def settle(role: WorkerRole) -> None:
+    """Let the loop do what it was told so far."""
+    role._bridge.run(asyncio.sleep, 0.01, timeout_s=5)
+
+
+def test_registering_starts_the_worker_and_learns_who_it_is(worker: Worker) -> None:
+    role = WorkerRole("test", lambda: worker)
+    role.register({"layer": torch.zeros(2, 2)}, {"layer": 0})
+    assert worker.log == ["register 1", "start"]
+    assert role.handshake == KVConnectorHandshake(3, "incarnation")
+    role.shutdown()
+    role.shutdown()
+    assert worker.log[-1] == "close"
+
+
+def test_a_step_without_orders_says_nothing_to_the_loop(
+    role: WorkerRole, worker: Worker
+) -> None:
+    step(role, None, "layer")
+    settle(role)
+    assert worker.log == []
+    assert not role.results()
+    assert role.take_counts() is None
+
+
+def test_the_parts_of_a_step_come_in_order(role: WorkerRole, worker: Worker) -> None:
+    step(role, Orders(loads=(Order("a", ((1,),)),)), "one", "two")
+    step(role, Orders())
+    settle(role)
+    assert worker.log == [
+        *["bind", "one", "two", "load", "save", "clear"],
+        *["bind", "load", "save", "clear"],
+    ]
+
+
+def test_layers_are_told_only_to_who_wants_them(
+    role: WorkerRole, worker: Worker
+) -> None:
+    worker.wants = False
+    other = WorkerRole("other", lambda: worker)
+    other.register({}, {})
+    worker.log.clear()
+    step(other, Orders(), "one")
+    settle(other)
+    other.shutdown()
+    assert "one" not in worker.log
+
+
+def test_what_ended_is_reported_once_and_counted(role: WorkerRole) -> None:
+    step(role, Orders(loads=(Order("a", ((1,),)),)))
+    assert wait_for(role).finished_recving == {"a"}
+    assert not role.results()
+    counts = role.take_counts()
+    assert counts is not None
+    assert (counts["loads"], counts["loaded_bytes"]) == (1, 100)
+    assert len(counts["load_seconds"]) == 1
+    assert role.take_counts() is None
+
+
+def test_a_save_that_lasts_keeps_no_later_step_waiting(
+    role: WorkerRole, worker: Worker
+) -> None:
+    step(role, Orders(saves=(Order("a"),)))
+    step(role, Orders(loads=(Order("b", ((1,),)),)))
+    assert wait_for(role).finished_recving == {"b"}
+    role._bridge.call(worker.may_save.set)
+    assert wait_for(role).finished_sending == {"a"}
+
+
+def test_blocks_are_quiet_when_the_saves_of_steps_before_are_over(
+    role: WorkerRole, worker: Worker
+) -> None:
+    step(role, Orders(saves=(Order("a"),)))
+    timer = threading.Timer(0.05, lambda: role._bridge.call(worker.may_save.set))
+    timer.start()
+    role.wait_quiet()
+    timer.join()
+    assert wait_for(role).finished_sending == {"a"}
+
+
+def test_a_step_waits_for_saves_of_whose_end_nobody_tells(worker: Worker) -> None:
+    role = WorkerRole("test", lambda: worker, tells_of_saves=False)
+    role.register({}, {})
+    step(role, Orders(loads=(Order("a", ((1,),)),)))
+    assert wait_for(role).finished_recving == {"a"}
+    timer = threading.Timer(0.05, lambda: role._bridge.call(worker.may_save.set))
+    timer.start()
+    step(role, Orders(saves=(Order("b"),)))
+    assert worker.may_save.is_set()
+    timer.join()
+    role.shutdown()
+
+
+def test_a_step_that_is_refused_fails_its_loads_and_not_the_next_step(
+    role: WorkerRole, worker: Worker
+) -> None:
+    worker.is_refusing = True
+    step(role, Orders(loads=(Order("a", ((1, 2),)),), saves=(Order("b"),)))
+    ended = wait_for(role)
+    assert ended.failed_recving == ended.finished_recving == {"a"}
+    assert ended.invalid_block_ids == {1, 2}
+    assert ended.failed_sending == ended.finished_sending == {"b"}
+    assert ended.reasons == {"a": "not now", "b": "not now"}
+    settle(role)
+    worker.is_refusing = False
+    step(role, Orders(loads=(Order("c", ((1,),)),)))
+    assert wait_for(role).finished_recving == {"c"}
