@@ -23,7 +23,13 @@ _ASYNCHRONOUS: Final = (
     "Coroutine[",
 )
 _OF_OBJECTS: Final = ("__aenter__", "__aexit__", "__anext__")
-_NOT_THE_CORE: Final = ("asynckv.testing.", "asynckv.integrations.", "asynckv.cli.")
+_NOT_THE_CORE: Final = (
+    "asynckv.abc.connectors",
+    "asynckv.connectors.",
+    "asynckv.testing.",
+    "asynckv.integrations.",
+    "asynckv.cli.",
+)
 
 ONE_STEP: Final = frozenset(
     {
@@ -111,7 +117,7 @@ def _classes() -> set[type[Any]]:
     }
     for contract in [cls for cls in found if inspect.isabstract(cls)]:
         found |= set(_implementations(contract))
-    return found
+    return {cls for cls in found if not cls.__module__.startswith(_NOT_THE_CORE)}
 
 
 def _implementations(contract: type[Any]) -> Iterator[type[Any]]:

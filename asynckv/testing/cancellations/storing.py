@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import OVERWRITE, SMALL, expect_overwritten
 from asynckv.testing.cancellations.grounds import BUFFER_BYTES, Ground
@@ -21,6 +22,7 @@ __all__ = (
     "a_contains",
     "a_delete",
     "a_get",
+    "a_pin",
     "a_put",
     "a_put_that_waits_for_room",
 )
@@ -148,7 +150,35 @@ async def a_contains(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
         expect(found == (True, False), f"contains: {found}")
         await ground.check_quiet()
 
+    async def check_count(outcome: Outcome[int]) -> None:
+        expect(outcome.value in {1, None}, f"a prefix of {outcome.value}")
+        await ground.check_quiet()
+
     await sweeper.sweep("a contains", lambda: ground.client.contains(keys), check)
+    prefix = [*keys, _KEY]
+    await sweeper.sweep(
+        "a match", lambda: ground.client.match_prefix(prefix), check_count
+    )
+
+
+async def a_pin(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """However it ends, what it held can be dropped."""
+    value = noise(nbytes, 6)
+
+    async def before() -> None:
+        await ground.store.put(_KEY, value)
+
+    async def hold() -> None:
+        async with ground.client.pin([_KEY, "no key"]) as found:
+            expect(found == (True, False), f"pinned: {found}")
+            expect_same(await ground.client.get(_KEY), value)
+
+    async def check(outcome: Outcome[None]) -> None:
+        await ground.store.delete(_KEY)
+        await until(lambda: not ground.store.statistics().used_bytes)
+        await ground.check_quiet()
+
+    await sweeper.sweep("a pin", hold, check, before)
 
 
 STORING: Final = (
@@ -156,5 +186,10 @@ STORING: Final = (
     Scenario(a_put_that_waits_for_room, ("KVStoreBuffer.put", "StoreBuffer.reserve")),
     Scenario(a_get, ("KVStoreBuffer.get",)),
     Scenario(a_delete, ("KVStoreBuffer.delete", "KVStoreBuffer.put"), sizes=(SMALL,)),
-    Scenario(a_contains, ("KVStoreBuffer.contains",), sizes=(SMALL,)),
+    Scenario(
+        a_contains,
+        ("KVStoreBuffer.contains", "KVStoreBuffer.match_prefix"),
+        sizes=(SMALL,),
+    ),
+    Scenario(a_pin, ("KVStoreBuffer.pin",), sizes=(SMALL,)),
 )
