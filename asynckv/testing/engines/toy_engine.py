@@ -129,6 +129,7 @@ class ToyEngine:
                 }
             )
         self._task = asyncio.create_task(self._run(), name="toy engine")
+        self._task.add_done_callback(self._died)
         return self
 
     async def __aexit__(
@@ -195,6 +196,13 @@ class ToyEngine:
                 await self._wake.wait()
             else:
                 await asyncio.sleep(0 if step.scheduled else 0.0005)
+
+    def _died(self, task: asyncio.Task[None]) -> None:
+        """Let everybody who waits hear of what went wrong here."""
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            for running in self._requests.values():
+                if not running.done.done():
+                    running.done.set_exception(exc)
 
     def _ask(self) -> None:
         """Let what a scheduler wants to know be asked beside the steps."""
@@ -318,6 +326,7 @@ class ToyEngine:
             return
         results = self.scheduler.update_connector_output(_results_of(said))
         for request_id in results.finished_recving:
+            self._wake.set()  # it was set before this step, perhaps, and cleared
             if (held := self._held.pop(request_id, None)) is not None:
                 self._give_back(held)
                 continue
