@@ -20,7 +20,7 @@ def save_of() -> tuple[P2PSave, PagedCaches]:
 
 
 async def test_each_layer_leaves_as_soon_as_it_is_offered() -> None:
-    save, caches = save_of()
+    save, _ = save_of()
     async with LookupBuffer("16MiB") as buffer:
 
         async def find() -> LookupBuffer:

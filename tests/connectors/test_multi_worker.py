@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.multi_worker import MultiWorker
+from asynckv.connectors.store_worker import StoreWorker
+from asynckv.testing.engines.toy_model import ToyModel
+from asynckv.testing.engines.toy_pairs import make_engine, pair_configs, toy_shape
+
+MODEL = ToyModel()
+
+
+def both(config: KVTransferConfig) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_buffer_size="16MiB",
+        kv_connector_extra_config={
+            "connectors": [
+                {
+                    "kv_connector": "P2PConnector",
+                    "kv_role": config.kv_role,
+                    "kv_connector_extra_config": config.kv_connector_extra_config,
+                },
+                {
+                    "kv_connector": "StoreConnector",
+                    "kv_connector_extra_config": {"store": "mem://multi-store"},
+                },
+            ]
+        },
+    )
+
+
+async def test_a_prompt_is_saved_by_all_and_loaded_from_the_first() -> None:
+    configs = pair_configs(["mem://mP"], ["mem://mD"], {"direction": "pull"})
+    tokens, shape = list(range(70)), toy_shape(MODEL)
+    async with (
+        StoreBuffer("16MiB") as store,
+        serve("mem://multi-store", store=store),
+        make_engine("P", both(configs[0]), shape, MODEL) as prefill,
+        make_engine("D", both(configs[1]), shape, MODEL) as decode,
+    ):
+        first = await prefill.generate(
+            tokens, request_id="p", kv_transfer_params={"do_remote_decode": True}
+        )
+        worker = prefill.workers[0]
+        assert isinstance(worker, MultiWorker) and worker.wants_layers
+        spooling = worker.children[1]
+        assert isinstance(spooling, StoreWorker)
+        await spooling.flush()
+        last = await decode.generate(
+            tokens, 3, request_id="d", kv_transfer_params=first.kv_transfer_params
+        )
+        assert (last.tokens, last.external_tokens) == (MODEL.generate(tokens, 3), 70)
+        stored = await decode.generate(tokens, 3, request_id="e")
+        assert (stored.tokens, stored.external_tokens) == (last.tokens, 64)
+        assert decode.unknown_completions == 0
+        await decode.quiet()

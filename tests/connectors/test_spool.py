@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.spool import Spool
+from asynckv.tensors.copying import CopyPool
+
+
+async def test_a_block_of_all_layers_goes_out_and_in_again() -> None:
+    pools = {name: torch.randn(6, 3) for name in "abc"}
+    spool = Spool(PagedCaches(pools, None, {"c": 1}), CopyPool())
+    before = {name: pool.clone() for name, pool in pools.items()}
+    value = await spool.gather(((4, 2), (1, 5)), 1)
+    assert value.nbytes == spool.block_nbytes == 3 * 12
+    for pool in pools.values():
+        pool.zero_()
+    await spool.scatter(value, ((0,), (3,)), 0)
+    assert torch.equal(pools["a"][0], before["a"][2])
+    assert torch.equal(pools["c"][3], before["c"][5])
+    assert not pools["c"][0].any()
+
+
+async def test_a_value_of_another_size_is_refused() -> None:
+    spool = Spool(PagedCaches({"a": torch.zeros(6, 3)}, None), CopyPool())
+    with pytest.raises(ValueError, match="no block of 12"):
+        await spool.scatter(torch.zeros(11, dtype=torch.uint8), ((0,),), 0)

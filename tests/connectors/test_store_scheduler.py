@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import torch
+
+from asynckv.abc import (
+    KVAnswer,
+    KVConnectorStep,
+    KVRequest,
+    KVScheduled,
+    KVTransferResults,
+)
+from asynckv.buffers.store import StoreBuffer
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.keys import rank_block_keys
+from asynckv.connectors.store_orders import StoreMetadata
+from asynckv.connectors.store_scheduler import StoreScheduler, namespace_of
+
+REQUEST = KVRequest("r", tuple(range(10)))
+ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
+
+
+def make(store: StoreBuffer | None = None) -> StoreScheduler:
+    config = KVTransferConfig(
+        kv_role="kv_both", kv_connector_extra_config={"store": "mem://no-such-store"}
+    )
+    return StoreScheduler(config, ENGINE, store)
+
+
+def orders(scheduler: StoreScheduler, *scheduled: KVScheduled) -> StoreMetadata:
+    metadata = scheduler.build_connector_meta(KVConnectorStep(scheduled))
+    assert isinstance(metadata, StoreMetadata)
+    return metadata
+
+
+def test_until_its_question_is_answered_a_request_is_ask_again() -> None:
+    scheduler = make()
+    for _ in range(2):
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
+    (question,) = scheduler.take_questions()
+    assert len(question.keys) == 2
+    assert scheduler.take_questions() == ()
+    scheduler.take_answer(KVAnswer("stranger", 7))
+    scheduler.take_answer(KVAnswer("r", 99))
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 4) == (4, True)
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 8) == (0, False)
+
+
+async def test_a_block_is_there_when_every_rank_s_part_is() -> None:
+    async with StoreBuffer() as store:
+        scheduler = make(store)
+        scheduler.on_new_request(REQUEST)
+        (question,) = scheduler.take_questions()
+        assert (await scheduler.ask(question)).num_keys == 0
+        for rank, count in ((0, 2), (1, 1)):
+            for key in rank_block_keys(question.keys, namespace_of(ENGINE), rank)[
+                :count
+            ]:
+                await store.put(key, torch.ones(1))
+        assert (await scheduler.ask(question)).num_keys == 1
+        await scheduler.aclose()
+
+
+async def test_a_store_that_is_not_there_has_nothing() -> None:
+    scheduler = make()
+    await scheduler.start()
+    scheduler.on_new_request(REQUEST)
+    (question,) = scheduler.take_questions()
+    assert (await scheduler.ask(question)).num_keys == 0
+    assert scheduler.statistics().unanswered == 1
+    scheduler.abort()
+
+
+def test_what_is_stored_is_loaded_and_the_rest_is_saved_once() -> None:
+    scheduler = make()
+    scheduler.on_new_request(REQUEST)
+    scheduler.take_answer(KVAnswer("r", 1))
+    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 4)
+    keys = scheduler.take_questions()[0].keys
+    (load,) = orders(scheduler).loads
+    assert (load.block_keys, load.block_ids) == (keys[:1], ((7,),))
+    scheduled = KVScheduled("r", ((7, 8, 9),), 4, 6)
+    (save,) = orders(scheduler, scheduled).saves
+    assert (save.block_keys, save.block_ids) == (keys[1:], ((8,),))
+    assert orders(scheduler, scheduled).saves == ()
+    assert scheduler.has_pending_work()
+
+
+def test_an_aborted_load_holds_its_blocks() -> None:
+    scheduler = make()
+    scheduler.on_new_request(REQUEST)
+    scheduler.take_answer(KVAnswer("r", 2))
+    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    assert scheduler.request_finished_all_groups(REQUEST, ((7, 8, 9),)) == (True, None)
+    assert orders(scheduler).aborts == ("r",)
+    said = KVTransferResults(finished_recving=frozenset({"r"}))
+    assert scheduler.update_connector_output(said).failed_recving == {"r"}
+    assert not scheduler.has_pending_work()
+    scheduler.shutdown()
+
+
+def test_what_failed_to_load_is_saved_again_when_it_is_computed() -> None:
+    scheduler = make()
+    scheduler.on_new_request(REQUEST)
+    scheduler.take_answer(KVAnswer("r", 2))
+    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    lost = frozenset({"r"})
+    scheduler.update_connector_output(
+        KVTransferResults(finished_recving=lost, failed_recving=lost)
+    )
+    (save,) = orders(scheduler, KVScheduled("r", ((7, 8, 9),), 0, 10)).saves
+    assert save.block_ids == ((7, 8),)
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
