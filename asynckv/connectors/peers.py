@@ -191,7 +191,8 @@ class Peers(LoopBound):
                 continue
             if peer.identity == identity:
                 return peer
+        why = "" if lost is None else f"; {as_line(str(lost))}"
         raise PeerLost(
-            f"none of the {len(names)} configured peers is {as_line(identity)}",
+            f"none of the {len(names)} configured peers is {as_line(identity)}{why}",
             hint="kv_connector_extra_config.peers has the URL of each",
         ) from lost

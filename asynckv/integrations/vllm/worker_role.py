@@ -111,7 +111,8 @@ class WorkerRole:
         if orders is None or self._driver is None:
             return
         self._bridge.call(self._driver.end)
-        if not self._tells_of_saves and getattr(orders, "saves", ()):
+        saves = getattr(orders, "saves", None)
+        if saves and not self._tells_of_saves:
             self.wait_quiet()
 
     def results(self) -> KVTransferResults:

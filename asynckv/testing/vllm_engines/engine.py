@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -159,6 +160,11 @@ class Engine:
         """Return how many tokens it was given by another engine so far."""
         return int(self.state()["metrics"]["vllm:external_prefix_cache_hits"])
 
+    def why_not_loaded(self) -> str:
+        """Return what it logged of loads that failed."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if "did not come" in line)
+
     def pause(self) -> None:
         """Let it do nothing at all, not even answer its peers."""
         self._process.send_signal(signal.SIGSTOP)
@@ -186,7 +192,9 @@ class Engine:
         """Let it shut down as vLLM does, in 30 s at most."""
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is not None:
-            stdin.close()
+            # What it was told when it was dead already is still in there.
+            with contextlib.suppress(BrokenPipeError):
+                stdin.close()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
@@ -230,6 +238,8 @@ class Engine:
         return found
 
     def _death(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
         return f"the engine ended with {self._process.poll()}: {self._tail()}"
 
     def _tail(self) -> str:

@@ -60,7 +60,7 @@ def trio(start_engine: StartEngine, dtype: str) -> Iterator[tuple[Engine, Pair]]
 
     The pair saves layer by layer, or each prompt when all of it is computed.
     """
-    url, layerwise = free_url(), dtype == "bfloat16"
+    url, layerwise = free_url(), dtype == "float32"
     with contextlib.ExitStack() as stack:
         single, producer, consumer = (
             stack.enter_context(start_engine(config, dtype=dtype))

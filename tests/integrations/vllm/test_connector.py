@@ -99,18 +99,24 @@ def test_all_blocks_come_back(single: Engine, pair: Pair) -> None:
 
 
 def test_two_hundred_requests_eight_at_a_time(
-    single: Engine, pair: Pair, record_property: Callable[[str, object], None]
+    single: Engine,
+    pair: Pair,
+    dtype: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
+    """In bfloat16 two tokens may be as likely, and who else is in a batch decides."""
     lengths = [1 + seed * 37 % 200 for seed in range(200)]
     prompts = [random_prompt(n, seed=1000 + seed) for seed, n in enumerate(lengths)]
     before = pair.consumer.external_hits()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda prompt: pair.ask(prompt).tokens, prompts))
         right = list(pool.map(lambda prompt: single.ask(prompt).tokens, prompts))
-    assert [n for n, a, b in zip(lengths, found, right, strict=True) if a != b] == []
+    other = [n for n, a, b in zip(lengths, found, right, strict=True) if a != b]
+    assert len(other) <= (0 if dtype == "float32" else 2), other
     hits = pair.consumer.external_hits() - before
     assert hits == sum(lengths)
-    record_property("figure", f"200 requests, 8 at a time: {hits} external tokens")
+    what = f"200 requests, 8 at a time, {dtype}: {hits} external tokens"
+    record_property("figure", f"{what}, {len(other)} answers differ")
 
 
 def test_wrong_kv_makes_wrong_tokens(

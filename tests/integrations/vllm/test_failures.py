@@ -132,7 +132,7 @@ def test_an_engine_of_another_block_size_is_refused_and_told_why(
         assert pair.ask(prompt).tokens == alone.ask(prompt).tokens
         state = consumer.state()
         assert state["metrics"]["vllm:asynckv_failed_loads"] == 1
-        assert "layout" in consumer.log.read_text()
+        assert "layout" in consumer.why_not_loaded()
 
 
 def test_a_hundred_aborts_at_random_moments_lose_no_block_and_no_token(
