@@ -21,7 +21,7 @@ __all__ = ("Bridge",)
 
 logger = logging.getLogger(__name__)
 
-Ts = TypeVarTuple("Ts")
+_Ts = TypeVarTuple("_Ts")
 T = TypeVar("T")
 NewsT = TypeVar("NewsT")
 
@@ -76,7 +76,7 @@ class Bridge(Generic[NewsT]):
         queue = self._news
         return [queue.popleft() for _ in range(len(queue))] if queue else []
 
-    def call(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
+    def call(self, function: Callable[[*_Ts], object], *args: *_Ts) -> None:
         """Call a plain function on the loop, soon, in the order of the calls.
 
         :raises RuntimeError: the bridge was shut down
@@ -85,7 +85,7 @@ class Bridge(Generic[NewsT]):
         self._loop.call_soon_threadsafe(function, *args)
 
     def start(
-        self, function: Callable[[*Ts], Coroutine[Any, Any, object]], *args: *Ts
+        self, function: Callable[[*_Ts], Coroutine[Any, Any, object]], *args: *_Ts
     ) -> None:
         """Run a coroutine on the loop as a task that the bridge owns.
 
@@ -98,8 +98,8 @@ class Bridge(Generic[NewsT]):
 
     def run(
         self,
-        function: Callable[[*Ts], Coroutine[Any, Any, T]],
-        *args: *Ts,
+        function: Callable[[*_Ts], Coroutine[Any, Any, T]],
+        *args: *_Ts,
         timeout_s: float,
     ) -> T:
         """Run a coroutine on the loop and wait for its result.

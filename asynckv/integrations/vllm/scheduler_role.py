@@ -33,8 +33,8 @@ __all__ = ("BlockIdsOf", "SchedulerRole")
 
 logger = logging.getLogger("vllm.asynckv")  # vLLM shows only what is below "vllm"
 
-Blocks: TypeAlias = Sequence[Sequence[int]]
-BlockIdsOf: TypeAlias = Callable[[str], Blocks]
+_Blocks: TypeAlias = Sequence[Sequence[int]]
+BlockIdsOf: TypeAlias = Callable[[str], _Blocks]
 
 _START_S: Final = 30.0
 _NO_STEP: Final = KVConnectorStep()
@@ -92,7 +92,7 @@ class SchedulerRole:
         return found
 
     def allocated(
-        self, request: Request, block_ids: Blocks, num_external_tokens: int
+        self, request: Request, block_ids: _Blocks, num_external_tokens: int
     ) -> None:
         """Blocks are there, some of them perhaps to be filled from elsewhere."""
         ours = self._requests.get(request.request_id)
@@ -131,7 +131,7 @@ class SchedulerRole:
         return sent, received
 
     def finished(
-        self, request: Request, block_ids: Blocks
+        self, request: Request, block_ids: _Blocks
     ) -> tuple[bool, dict[str, object] | None]:
         """vLLM is done with a request, or it was aborted.
 
@@ -200,7 +200,7 @@ class SchedulerRole:
         return KVConnectorStep(tuple(scheduled)) if scheduled else _NO_STEP
 
 
-def _as_ours(block_ids: Blocks) -> BlockIds:
+def _as_ours(block_ids: _Blocks) -> BlockIds:
     return tuple(tuple(group) for group in block_ids)
 
 
