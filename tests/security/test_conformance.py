@@ -24,12 +24,12 @@ Options = dict[str, Any]
 
 
 def sometimes(checks: Any) -> list[Any]:
-    """One in four runs each time, all of them with ``-m trust``."""
+    """One in four runs each time, all of them in ``nox -s chaos``."""
     return [
         pytest.param(
             check,
             id=check.__name__,
-            marks=[pytest.mark.trust] if number % 4 else [],
+            marks=[pytest.mark.chaos] if number % 4 else [],
         )
         for number, check in enumerate(checks)
     ]
@@ -58,7 +58,7 @@ async def test_pipes_over_tls(check: PipeCheck, options: Options) -> None:
         await check(near, far)
 
 
-@pytest.mark.trust
+@pytest.mark.chaos
 @pytest.mark.parametrize("scheme", ["tcp", "unix", "mem"])
 @pytest.mark.parametrize("check", LOOKUP_CHECKS[::4], ids=lambda each: each.__name__)
 async def test_lookup_buffers_with_a_secret(

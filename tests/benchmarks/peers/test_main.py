@@ -39,7 +39,7 @@ def test_a_peer_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.trust
+@pytest.mark.chaos
 def test_a_quick_run_measures_every_work(tmp_path: Path) -> None:
     options = ["--quick", "--rounds", "2", "--lanes", "1", "--lag-s", "0.1"]
     assert main(["--folder", str(tmp_path), *options, "anyio"]) == 0

@@ -76,7 +76,7 @@ def test_a_quick_bench_leaves_a_row_for_every_case(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.trust)]
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)]
 )
 def test_an_interrupted_bench_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals

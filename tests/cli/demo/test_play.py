@@ -28,7 +28,7 @@ def belonging_to(folder: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.trust)]
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)]
 )
 def test_an_interrupted_demo_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals

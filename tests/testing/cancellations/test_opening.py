@@ -8,7 +8,7 @@ from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper
 
 
-@pytest.mark.parametrize("kind", ["mem", pytest.param("tcp", marks=pytest.mark.trust)])
+@pytest.mark.parametrize("kind", ["mem", pytest.param("tcp", marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("scenario", OPENING, ids=lambda scenario: scenario.name)
 async def test_it_is_open_or_as_if_it_had_never_begun(
     scenario: Scenario, kind: Kind

@@ -91,7 +91,7 @@ async def test_nothing_is_wrong_or_lost_under(fault: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.trust
+@pytest.mark.chaos
 @pytest.mark.parametrize("fault", PULSING)
 async def test_nothing_is_wrong_or_lost_while_it_comes_and_goes(fault: str) -> None:
     on_s, off_s, make = PULSING[fault]
