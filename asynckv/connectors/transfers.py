@@ -89,13 +89,13 @@ class Transfers:
         if not tasks:
             return
         await asyncio.wait(tasks.values(), timeout=timeout_s)
-        for life in tasks:
-            if life in self._tasks:
-                self.ledger.cancel(life.request_id, life.way)
-                life.reason = f"it took longer than {timeout_s:g} s"
-                self._tasks[life].cancel()
-        if late := [task for task in tasks.values() if not task.done()]:
-            await asyncio.wait(late)
+        late = {life: task for life, task in tasks.items() if not task.done()}
+        for life, task in late.items():
+            self.ledger.cancel(life.request_id, life.way)
+            life.reason = f"it took longer than {timeout_s:g} s"
+            task.cancel()
+        if late:
+            await asyncio.wait(late.values())
 
     async def wait_others(self) -> None:
         """Wait for what nobody is told of. A cancelled call leaves no trace."""
