@@ -218,6 +218,7 @@ class P2PWorker(
             "recv",
             lambda: self._load(load),
             {block for group in order.block_ids for block in group},
+            load.end,
         )
         if life is not None and not order.is_async:
             self._awaited.append(load)

@@ -52,8 +52,12 @@ class Transfers:
         way: Way,
         run: Callable[[], Coroutine[Any, Any, None]],
         block_ids: Iterable[int] = (),
+        ended: Callable[[], None] | None = None,
     ) -> Life | None:
-        """Run a transfer; ``None``, and counted, if the request has one of that way."""
+        """Run a transfer; ``None``, and counted, if the request has one of that way.
+
+        ``ended`` is called when it has ended, also if it had no time to begin.
+        """
         life = self.ledger.begin(request_id, way, frozenset(block_ids))
         if life is None:
             return None
@@ -62,6 +66,8 @@ class Transfers:
         )
         self._tasks[life] = task
         task.add_done_callback(lambda task: self._ended(life, task))
+        if ended is not None:
+            task.add_done_callback(lambda _: ended())
         return life
 
     def begin_untold(
