@@ -217,7 +217,7 @@ async def test_loads_of_a_peer_that_dies_fail_at_once() -> None:
         await until(lambda: buffer.statistics().waiting_selects == 1)
         worker_of(pair[0]).routes.abort()
         assert (await decoding).tokens == MODEL.generate(tokens, 2)
-        assert "PeerLost" in pair[1].failures["d"]
+        assert pair[1].failures["d"].startswith(("PeerLost", "BufferClosed"))
         await pair[1].quiet()
 
 
@@ -277,9 +277,8 @@ async def test_an_aborted_load_gives_its_blocks_back_when_it_is_quiet() -> None:
 async def test_prefill_without_room_goes_on_and_says_that_it_did_not_keep_it() -> None:
     async with pair_of(save_timeout_s=0.05) as pair:
         buffer = buffer_of(worker_of(pair[0]))
-        await buffer.insert(
-            [1], None, torch.zeros(10**9 - 2**20, dtype=torch.uint8), None, None
-        )
+        full = torch.zeros(buffer.statistics().max_bytes - 65536, dtype=torch.uint8)
+        await buffer.insert([1], None, full, None, None)
         first = await pair[0].generate(
             prompt(), request_id="p", kv_transfer_params=PREFILL
         )
