@@ -342,6 +342,24 @@ async def test_orders_of_another_connector_are_refused() -> None:
             )
 
 
+async def test_a_cancelled_wait_for_save_leaves_the_save_as_it_is() -> None:
+    worker, kv = worker_alone("alone-four"), caches()
+    worker.register_kv_caches(kv)
+    async with worker:
+        await worker.start()
+        worker.bind_connector_metadata(
+            P2PMetadata(saves=(SaveOrder("r", "t", "", (1, 2, 3), ((4,),)),))
+        )
+        waiting = asyncio.create_task(worker.wait_for_save())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        await worker.wait_for_save()
+        assert worker.get_finished().failed_sending == frozenset()
+        assert await buffer_of(worker).peek([1, 2, 3]) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["pull", "push"])
 async def test_a_hundred_aborts_under_load_leave_nothing_behind(direction: str) -> None:
