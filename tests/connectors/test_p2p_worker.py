@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -62,7 +63,7 @@ async def pair_of(
         [f"mem://{side}{name}" + (f".{rank}" if rank else "") for rank in range(size)]
         for side, size in (("P", p.tp_size), ("D", d.tp_size))
     ]
-    configs = pair_configs(*urls, {"direction": "pull", **extra})
+    configs = pair_configs(urls[0], urls[1], {"direction": "pull", **extra})
     async with (
         make_engine("P", configs[0], p, MODEL, chunk=32) as prefill,
         make_engine("D", configs[1], d, MODEL) as decode,
@@ -88,12 +89,16 @@ async def hand_over(
     return last.tokens, last.external_tokens
 
 
+def has_let_go(worker: P2PWorker) -> bool:
+    return not worker.statistics().releasing
+
+
 async def all_quiet(pair: Pair) -> None:
     for engine in pair:
         await engine.quiet()
         for rank in range(len(engine.workers)):
             worker = worker_of(engine, rank)
-            await until(lambda w=worker: not w.statistics().releasing)
+            await until(functools.partial(has_let_go, worker))
             if worker.routes.buffer is not None:
                 assert worker.routes.buffer.statistics().entries == 0
         assert engine.unknown_completions == 0
