@@ -17,13 +17,17 @@ def test_nothing_to_serve_is_an_error(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"listen": "nonsense"}, {"store": "many"}, {"listen": "tcp://0.0.0.0:0"}],
+    ("listen", "store"),
+    [
+        ("nonsense", "8MiB"),
+        ("tcp://127.0.0.1:0", "many"),
+        ("tcp://0.0.0.0:0", "8MiB"),
+    ],
 )
 def test_what_cannot_be_served_is_said(
-    options: dict[str, str], capsys: pytest.CaptureFixture[str]
+    listen: str, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert serve(**{"store": "8MiB", **options}) == 1
+    assert serve(listen=listen, store=store) == 1
     assert "asynckv serve: " in capsys.readouterr().out
 
 
