@@ -167,16 +167,6 @@ class Peer(LoopBound):
             )
         return link
 
-    async def until_lost(self) -> PeerLost:
-        """Wait until the peer is gone for good, and return why.
-
-        A cancelled call leaves no trace.
-        """
-        self.check()
-        while self._error is None:
-            await self._watchers.next_change()
-        return self._error
-
     async def __aenter__(self) -> Self:
         self._check_loop()
         if self._link is not None or self._is_closing:

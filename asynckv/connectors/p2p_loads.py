@@ -75,9 +75,13 @@ class P2PLoad:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
-            self._is_over = True
-            for future in self._waiting.values():
-                _set_done(future)
+            self.end()
+
+    def end(self) -> None:
+        """Nothing more will come: nobody waits any longer. Never waits."""
+        self._is_over = True
+        for future in self._waiting.values():
+            _set_done(future)
 
     async def wait_for(self, layer: str) -> None:
         """Wait until the layer is there, or never will be.

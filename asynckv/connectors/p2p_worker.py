@@ -137,6 +137,9 @@ class P2PWorker(
                 self._release(order)
         for request_id in orders.aborts:
             self._transfers.cancel(request_id, "recv")
+        for order in orders.loads:
+            if order.block_ids and order.request_id in orders.aborts:
+                self._release(order)  # it had no time to begin
 
     async def wait_for_layer_load(self, layer_name: str) -> None:
         self._check_loop()
@@ -215,6 +218,7 @@ class P2PWorker(
             "recv",
             lambda: self._load(load),
             {block for group in order.block_ids for block in group},
+            load.end,
         )
         if life is not None and not order.is_async:
             self._awaited.append(load)

@@ -60,6 +60,10 @@ class PeerLine:
             self._dialling = asyncio.create_task(
                 self._dial(), name=f"asynckv: dial {self.url}"
             )
+            # It may be that nobody waits for it any more.
+            self._dialling.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )
         dialling = self._dialling
         await asyncio.wait({dialling})
         if dialling.cancelled():

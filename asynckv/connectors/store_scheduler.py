@@ -135,6 +135,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         if known is not None and known.stored is None:
             known.stored = max(0, min(answer.num_keys, len(known.keys)))
             self._hit_blocks += known.stored
+            known.saved = max(known.saved, known.stored)
 
     def update_state_after_alloc(
         self, request: KVRequest, block_ids: BlockIds, num_external_tokens: int
@@ -147,7 +148,6 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
             return
         end, size = known.stored, self.engine.block_size
         first = (end * size - num_external_tokens) // size
-        known.saved = end
         order = StoreOrder(
             request.request_id,
             known.keys[first:end],

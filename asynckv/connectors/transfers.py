@@ -52,8 +52,12 @@ class Transfers:
         way: Way,
         run: Callable[[], Coroutine[Any, Any, None]],
         block_ids: Iterable[int] = (),
+        ended: Callable[[], None] | None = None,
     ) -> Life | None:
-        """Run a transfer; ``None``, and counted, if the request has one of that way."""
+        """Run a transfer; ``None``, and counted, if the request has one of that way.
+
+        ``ended`` is called when it has ended, also if it had no time to begin.
+        """
         life = self.ledger.begin(request_id, way, frozenset(block_ids))
         if life is None:
             return None
@@ -62,6 +66,8 @@ class Transfers:
         )
         self._tasks[life] = task
         task.add_done_callback(lambda task: self._ended(life, task))
+        if ended is not None:
+            task.add_done_callback(lambda _: ended())
         return life
 
     def begin_untold(
@@ -89,13 +95,13 @@ class Transfers:
         if not tasks:
             return
         await asyncio.wait(tasks.values(), timeout=timeout_s)
-        for life in tasks:
-            if life in self._tasks:
-                self.ledger.cancel(life.request_id, life.way)
-                life.reason = f"it took longer than {timeout_s:g} s"
-                self._tasks[life].cancel()
-        if late := [task for task in tasks.values() if not task.done()]:
-            await asyncio.wait(late)
+        late = {life: task for life, task in tasks.items() if not task.done()}
+        for life, task in late.items():
+            self.ledger.cancel(life.request_id, life.way)
+            life.reason = f"it took longer than {timeout_s:g} s"
+            task.cancel()
+        if late:
+            await asyncio.wait(late.values())
 
     async def wait_others(self) -> None:
         """Wait for what nobody is told of. A cancelled call leaves no trace."""

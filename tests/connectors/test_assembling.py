@@ -77,7 +77,7 @@ def test_whole_blocks_must_be_equal_and_enough() -> None:
         TensorSpec((3, 4), "float32"),
         TensorSpec((3, 3), "int32"),
     ):
-        with pytest.raises(IncompatiblePeer, match="other blocks"):
+        with pytest.raises(IncompatiblePeer, match="blocks that were asked for"):
             Assembly(engine, caches, order, header, None, {"a.key": spec})
     good = {"a.key": TensorSpec((3, 3), "float32")}
     assert Assembly(engine, caches, order, header, None, good).layers == ("a",)

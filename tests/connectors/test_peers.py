@@ -10,6 +10,7 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.peers import Peers, identity_of
 from asynckv.errors import PeerLost, PeerRestarted
+from asynckv.testing.blocked import until
 
 ENGINE = KVEngine(engine_id="D", block_size=16)
 
@@ -40,7 +41,7 @@ async def test_a_lost_peer_is_dialled_again_by_the_next_who_needs_it() -> None:
     async with LookupBuffer() as buffer:
         async with server_of(buffer):
             first = await peers.find("P", 0)
-        await first.until_lost()
+        await until(lambda: not first.is_connected)
         with pytest.raises(PeerLost):
             await peers.find("P", 0)
         async with server_of(buffer):

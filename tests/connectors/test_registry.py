@@ -30,7 +30,12 @@ class _NeedsHND(P2PScheduler):
 
 
 Mine = KVConnectorKind("Mine", _NeedsHND, _NeedsHND, P2PWorker)
-Abstract = KVConnectorKind("Abstract", KVConnectorScheduler, _NeedsHND, P2PWorker)
+Abstract = KVConnectorKind(
+    "Abstract",
+    KVConnectorScheduler,  # type: ignore[type-abstract]
+    _NeedsHND,
+    P2PWorker,
+)
 
 
 def config_of(name: str | None = None, module: str | None = None) -> KVTransferConfig:

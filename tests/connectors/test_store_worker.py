@@ -20,7 +20,8 @@ NAMES = itertools.count()
 
 
 def prompt(length: int = 70) -> list[int]:
-    return [random.Random(length).randrange(50_000) for _ in range(length)]
+    chance = random.Random(length)
+    return [chance.randrange(50_000) for _ in range(length)]
 
 
 @asynccontextmanager

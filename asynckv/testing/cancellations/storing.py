@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import OVERWRITE, SMALL, expect_overwritten
 from asynckv.testing.cancellations.grounds import BUFFER_BYTES, Ground
@@ -21,6 +22,8 @@ __all__ = (
     "a_contains",
     "a_delete",
     "a_get",
+    "a_match_prefix",
+    "a_pin",
     "a_put",
     "a_put_that_waits_for_room",
 )
@@ -151,10 +154,46 @@ async def a_contains(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     await sweeper.sweep("a contains", lambda: ground.client.contains(keys), check)
 
 
+async def a_match_prefix(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Leaves no trace."""
+    await ground.store.put(_KEY, noise(nbytes, 6))
+    keys = [_KEY, "no key"]
+
+    async def check(outcome: Outcome[int]) -> None:
+        expect(outcome.cancelled or outcome.value == 1, f"a prefix: {outcome}")
+        await ground.check_quiet()
+
+    await sweeper.sweep(
+        "a match_prefix", lambda: ground.client.match_prefix(keys), check
+    )
+
+
+async def a_pin(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Holds nothing any more, wherever it was cancelled."""
+    value = noise(nbytes, 7)
+
+    async def before() -> None:
+        await ground.store.put(_KEY, value)
+
+    async def pin() -> None:
+        async with ground.client.pin([_KEY, "no key"]) as found:
+            expect(found == (True, False), f"pinned: {found}")
+            expect_same(await ground.client.get(_KEY), value)
+
+    async def check(outcome: Outcome[None]) -> None:
+        await ground.client.delete(_KEY)
+        await until(lambda: not ground.store.statistics().used_bytes)
+        await ground.check_quiet()
+
+    await sweeper.sweep("a pin", pin, check, before)
+
+
 STORING: Final = (
     Scenario(a_put, ("KVStoreBuffer.put",)),
     Scenario(a_put_that_waits_for_room, ("KVStoreBuffer.put", "StoreBuffer.reserve")),
     Scenario(a_get, ("KVStoreBuffer.get",)),
     Scenario(a_delete, ("KVStoreBuffer.delete", "KVStoreBuffer.put"), sizes=(SMALL,)),
     Scenario(a_contains, ("KVStoreBuffer.contains",), sizes=(SMALL,)),
+    Scenario(a_match_prefix, ("KVStoreBuffer.match_prefix",), sizes=(SMALL,)),
+    Scenario(a_pin, ("KVStoreBuffer.pin",), sizes=(SMALL,)),
 )

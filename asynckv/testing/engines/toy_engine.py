@@ -96,6 +96,7 @@ class ToyEngine:
         self.block_size = ranks[0].shape.block_size
         self.failures: dict[str, str] = {}
         self.unknown_completions = 0
+        self._reasons: dict[str, str] = {}
         self._chunk, self._policy = chunk, policy
         self._free = list(range(num_blocks))
         self._num_blocks = num_blocks
@@ -129,6 +130,7 @@ class ToyEngine:
                 }
             )
         self._task = asyncio.create_task(self._run(), name="toy engine")
+        self._task.add_done_callback(self._died)
         return self
 
     async def __aexit__(
@@ -195,6 +197,13 @@ class ToyEngine:
                 await self._wake.wait()
             else:
                 await asyncio.sleep(0 if step.scheduled else 0.0005)
+
+    def _died(self, task: asyncio.Task[None]) -> None:
+        """Let everybody who waits hear of what went wrong here."""
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            for running in self._requests.values():
+                if not running.done.done():
+                    running.done.set_exception(exc)
 
     def _ask(self) -> None:
         """Let what a scheduler wants to know be asked beside the steps."""
@@ -266,11 +275,15 @@ class ToyEngine:
             worker.bind_connector_metadata(copy)
             await worker.start_load_kv()
         await self._forward(step, metadata)
-        said = [_Said(_output_of(worker.get_finished())) for worker in self.workers]
+        told_by = [worker.get_finished() for worker in self.workers]
+        said = [_Said(_output_of(results)) for results in told_by]
+        for results in told_by:
+            self._reasons |= results.reasons
+        unsaved = frozenset[str]().union(*(one.failed_sending for one in told_by))
         for worker in self.workers:
             worker.clear_connector_metadata()
         if (all_said := self._aggregator.aggregate(said)) is not None:
-            self._take(all_said.kv_connector_output or KVConnectorOutput())
+            self._take(all_said.kv_connector_output or KVConnectorOutput(), unsaved)
         self._advance(step)
 
     async def _forward(
@@ -313,11 +326,21 @@ class ToyEngine:
                     running.look(running.block_ids)
                 self._finish(running)
 
-    def _take(self, said: KVConnectorOutput) -> None:
+    def _take(self, said: KVConnectorOutput, unsaved: frozenset[str]) -> None:
         if self.scheduler is None:
             return
-        results = self.scheduler.update_connector_output(_results_of(said))
+        results = self.scheduler.update_connector_output(
+            KVTransferResults(
+                finished_sending=frozenset(said.finished_sending or ()),
+                failed_sending=unsaved,
+                finished_recving=frozenset(said.finished_recving or ()),
+                failed_recving=frozenset(said.failed_recving or ()),
+                invalid_block_ids=frozenset(said.invalid_block_ids),
+                reasons=self._reasons,
+            )
+        )
         for request_id in results.finished_recving:
+            self._wake.set()  # it was set before this step, perhaps, and cleared
             if (held := self._held.pop(request_id, None)) is not None:
                 self._give_back(held)
                 continue
@@ -358,6 +381,7 @@ class ToyEngine:
 
     def _give_back(self, running: _Running) -> None:
         self._aggregator.forget([running.request.request_id])
+        self._reasons.pop(running.request.request_id, None)
         self._free.extend(running.block_ids)
         running.block_ids = []
         self._wake.set()
@@ -371,13 +395,4 @@ def _output_of(results: KVTransferResults) -> KVConnectorOutput:
         finished_recving=set(results.finished_recving),
         failed_recving=set(results.failed_recving),
         invalid_block_ids=set(results.invalid_block_ids),
-    )
-
-
-def _results_of(said: KVConnectorOutput) -> KVTransferResults:
-    return KVTransferResults(
-        finished_sending=frozenset(said.finished_sending or ()),
-        finished_recving=frozenset(said.finished_recving or ()),
-        failed_recving=frozenset(said.failed_recving or ()),
-        invalid_block_ids=frozenset(said.invalid_block_ids),
     )

@@ -145,6 +145,7 @@ async def a_closed_buffer_refuses(client: KVStoreBuffer, local: StoreBuffer) -> 
         client.get("key"),
         client.delete("key"),
         client.contains(["key"]),
+        client.match_prefix(["key"]),
     ):
         try:
             await call
