@@ -23,6 +23,7 @@ _ASYNCHRONOUS: Final = (
     "Coroutine[",
 )
 _OF_OBJECTS: Final = ("__aenter__", "__aexit__", "__anext__")
+# What an engine calls has cancellation tests of its own, with whole engines.
 _NOT_THE_CORE: Final = (
     "asynckv.abc.connectors",
     "asynckv.connectors.",
@@ -116,8 +117,6 @@ def _classes() -> set[type[Any]]:
         for value in (getattr(module, name) for name in module.__all__)
         if inspect.isclass(value)
     }
-    # What an engine calls has cancellation tests of its own, with whole engines.
-    found = {cls for cls in found if cls.__module__ != "asynckv.abc.connectors"}
     for contract in [cls for cls in found if inspect.isabstract(cls)]:
         found |= set(_implementations(contract))
     return {cls for cls in found if not cls.__module__.startswith(_NOT_THE_CORE)}
