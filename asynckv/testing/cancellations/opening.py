@@ -23,7 +23,6 @@ __all__ = (
     "a_connection",
     "a_connection_that_comes_back",
     "a_listener",
-    "a_loss",
     "a_pipe",
     "a_server",
     "an_accept",
@@ -61,22 +60,6 @@ async def a_connection_that_comes_back(
 
         await sweeper.sweep("a link that comes back", peer.link, check, before)
     await ground.check_quiet()
-
-
-async def a_loss(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """Of a peer that nobody dials again."""
-
-    async def lose() -> None:
-        opened = connect(ground.url, lanes=1, reconnect_s=0, **ground.options)
-        async with opened as peer:
-            link = await peer.link()
-            asyncio.get_running_loop().call_soon(link.abort)
-            expect(bool(str(await peer.until_lost())), "nothing says why")
-
-    async def check(outcome: Outcome[None]) -> None:
-        await ground.check_quiet()
-
-    await sweeper.sweep("a loss", lose, check)
 
 
 async def a_server(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
@@ -172,7 +155,6 @@ OPENING: Final = tuple(
     for run, covers in (
         (a_connection, _PEER),
         (a_connection_that_comes_back, ("Peer.link",)),
-        (a_loss, ("Peer.until_lost",)),
         (a_server, ("serve", "Server.__aenter__", "Server.__aexit__")),
         (a_pipe, ("open_pipe", "KVPipe.__aexit__")),
         (an_accept, ("PipeListener.accept", "PipeListener.accept_end")),
