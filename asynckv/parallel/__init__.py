@@ -1,4 +1,4 @@
-"""Pure arithmetic over ranks."""
+"""Pure arithmetic over ranks: no torch, no I/O."""
 
 from __future__ import annotations
 
