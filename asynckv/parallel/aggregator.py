@@ -1,0 +1,208 @@
+"""What all workers say of their transfers, as one: for the scheduler, once a step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol, TypeVar
+
+from asynckv.parallel.outputs import Foldable, HasKVOutput, KVConnectorOutput
+from asynckv.parallel.reports import Overdue, Reports
+
+__all__ = ("HasFinishedCount", "KVOutputAggregator")
+
+_logger = logging.getLogger(__name__)
+
+_MAX_DONE: Final = 16 * 1024
+_FOLDED: Final = ("kv_connector_stats", "kv_connector_worker_meta")
+
+_Output = TypeVar("_Output", bound=HasKVOutput)
+
+
+class HasFinishedCount(Protocol):
+    """A connector that knows how many workers report each request."""
+
+    def get_finished_count(self) -> int | None:
+        """Return how many, or ``None`` if all do."""
+        ...
+
+
+class KVOutputAggregator:
+    """Emits a request when as many ranks as expected have reported it, each once.
+
+    A rank that reports twice is counted once, also after the request was emitted:
+    call :meth:`forget` when a request is over, or when its transfer begins again
+    under the same id. A failed receive is emitted with the finished one, not before.
+    What a step brings is never lost: without an output of the chosen rank it is kept
+    for the next step that has one.
+
+    A request that is not complete ``deadline_s`` after its first report is logged once,
+    with the ranks that are missing; it stays open, for they may still touch its blocks.
+
+    :raises ValueError: the count is not at least 1
+    """
+
+    def __init__(
+        self,
+        expected_finished_count: int,
+        *,
+        deadline_s: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if expected_finished_count < 1:
+            raise ValueError(f"expected_finished_count={expected_finished_count}")
+        self.expected_finished_count = expected_finished_count
+        self.deadline_s = deadline_s
+        self._clock = clock
+        self._world_size = 0
+        self._sending = Reports("sending", max_done=_MAX_DONE)
+        self._receiving = Reports("receiving", max_done=_MAX_DONE)
+        self._failed: set[str] = set()
+        self._logged: set[tuple[str, str]] = set()
+        self._held = KVConnectorOutput()
+
+    @classmethod
+    def from_connector(
+        cls,
+        connector: HasFinishedCount,
+        world_size: int,
+        *,
+        deadline_s: float = 300.0,
+    ) -> KVOutputAggregator:
+        """Return one that expects as many reports as the connector says, or all.
+
+        :raises ValueError: the connector says more than there are workers
+        """
+        count = connector.get_finished_count() or world_size
+        if count > world_size:
+            raise ValueError(f"{count} of {world_size} workers can never report")
+        return cls(count, deadline_s=deadline_s)
+
+    @property
+    def duplicates(self) -> int:
+        """How many reports came again before their request was complete."""
+        return self._sending.duplicates + self._receiving.duplicates
+
+    @property
+    def late(self) -> int:
+        """How many reports came after their request was complete."""
+        return self._sending.late + self._receiving.late
+
+    @property
+    def unfinished(self) -> int:
+        """How many transfers some ranks, but not enough, have reported."""
+        return len(self._sending) + len(self._receiving)
+
+    def aggregate(
+        self, outputs: Sequence[_Output | None], output_rank: int = 0
+    ) -> _Output | None:
+        """Take what each rank says; return the chosen rank's output with the result.
+
+        Its ``kv_connector_output`` is replaced; sets without members are ``None``
+        there. ``None`` if that rank has no output: the result comes with the next.
+
+        :raises TypeError: statistics of two ranks are of different types; nothing was
+            taken then
+        :raises IndexError: there is no rank ``output_rank``
+        """
+        chosen = outputs[output_rank]
+        said = [
+            None if output is None else output.kv_connector_output for output in outputs
+        ]
+        for field in _FOLDED:
+            self._check_types(field, said)
+        self._world_size = max(self._world_size, len(outputs))
+        for one in said:
+            self._note_failures(one)
+        for rank, one in enumerate(said):
+            if one is not None:
+                self._take(rank, one)
+        self._log_overdue()
+        if chosen is None:
+            return None
+        chosen.kv_connector_output, self._held = self._held, KVConnectorOutput()
+        return chosen
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what is known of requests: what is reported from now on is new."""
+        ids = set(request_ids)
+        self._sending.forget(ids)
+        self._receiving.forget(ids)
+        self._failed -= ids
+
+    def overdue(self) -> list[Overdue]:
+        """Return what is past the deadline, and which ranks are missing."""
+        now_s, found = self._clock(), list[Overdue]()
+        for reports in (self._sending, self._receiving):
+            found += reports.overdue(
+                world_size=self._world_size, now_s=now_s, deadline_s=self.deadline_s
+            )
+        return found
+
+    def _note_failures(self, one: KVConnectorOutput | None) -> None:
+        failed = (one and one.failed_recving) or set()
+        self._failed |= {name for name in failed if not self._receiving.is_done(name)}
+
+    def _take(self, rank: int, one: KVConnectorOutput) -> None:
+        held = self._held
+        self._expect(one.expected_finished_count)
+        if sent := self._complete(self._sending, rank, one.finished_sending):
+            held.finished_sending = (held.finished_sending or set()) | sent
+        if received := self._complete(self._receiving, rank, one.finished_recving):
+            held.finished_recving = (held.finished_recving or set()) | received
+            if failed := received & self._failed:
+                held.failed_recving = (held.failed_recving or set()) | failed
+                self._failed -= failed
+        held.invalid_block_ids |= one.invalid_block_ids
+        for field in _FOLDED:
+            mine: Foldable | None = getattr(held, field)
+            theirs: Foldable | None = getattr(one, field)
+            if theirs is not None:
+                folded = theirs if mine is None else mine.aggregate(theirs)
+                setattr(held, field, folded)
+
+    def _expect(self, count: int) -> None:
+        """Let a worker say how many are to report what nobody has reported yet."""
+        if count <= 0 or count == self.expected_finished_count:
+            return
+        if count > self._world_size:
+            _logger.warning(
+                "a worker expects %d reports of each request; there are %d workers",
+                count,
+                self._world_size,
+            )
+            count = self._world_size
+        self.expected_finished_count = count
+
+    def _complete(
+        self, reports: Reports, rank: int, request_ids: Iterable[str] | None
+    ) -> set[str]:
+        now_s, expected = self._clock(), self.expected_finished_count
+        return {
+            request_id
+            for request_id in request_ids or ()
+            if reports.add(request_id, rank, expected=expected, now_s=now_s)
+        }
+
+    def _check_types(
+        self, field: str, said: Sequence[KVConnectorOutput | None]
+    ) -> None:
+        known: type | None = None
+        for one in (self._held, *said):
+            value = one and getattr(one, field)
+            if value is None:
+                continue
+            if known not in (None, type(value)):
+                raise TypeError(
+                    f"{field} of one rank is a {known.__name__}, "
+                    f"of another a {type(value).__name__}"
+                )
+            known = type(value)
+
+    def _log_overdue(self) -> None:
+        overdue = {(late.direction, late.request_id): late for late in self.overdue()}
+        for key, late in overdue.items():
+            if key not in self._logged:
+                _logger.warning("%s", late)
+        self._logged = set(overdue)

@@ -1,0 +1,51 @@
+"""What a worker says of its transfers after a step, and what all of them say."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol, Self
+
+__all__ = ("Foldable", "HasKVOutput", "KVConnectorOutput")
+
+
+class Foldable(Protocol):
+    """Statistics, or whatever else of several workers can be made one of."""
+
+    def aggregate(self, other: Self, /) -> Self:
+        """Return both as one."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class KVConnectorOutput:
+    """Transfers that ended, by request id. The names are vLLM's.
+
+    A failed receive is in ``failed_recving`` and in ``finished_recving``.
+    ``expected_finished_count``, if above 0, is how many workers are to report
+    requests that nobody has reported yet.
+    """
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    failed_recving: set[str] | None = None
+    invalid_block_ids: set[int] = dataclasses.field(default_factory=set)
+    kv_connector_stats: Foldable | None = None
+    kv_connector_worker_meta: Foldable | None = None
+    expected_finished_count: int = 0
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to say."""
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.failed_recving
+            or self.invalid_block_ids
+            or self.kv_connector_stats
+            or self.kv_connector_worker_meta
+        )
+
+
+class HasKVOutput(Protocol):
+    """One worker's whole output of a step: its transfers are one attribute of it."""
+
+    kv_connector_output: KVConnectorOutput | None

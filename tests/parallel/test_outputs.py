@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.parallel.outputs import KVConnectorOutput
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        KVConnectorOutput(finished_sending={"a"}),
+        KVConnectorOutput(finished_recving={"a"}),
+        KVConnectorOutput(failed_recving={"a"}),
+        KVConnectorOutput(invalid_block_ids={0}),
+    ],
+)
+def test_an_output_with_anything_in_it_is_not_empty(output: KVConnectorOutput) -> None:
+    assert not output.is_empty()
+
+
+def test_an_output_without_members_is_empty() -> None:
+    assert KVConnectorOutput(
+        finished_sending=set(), expected_finished_count=2
+    ).is_empty()
