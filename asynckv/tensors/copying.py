@@ -21,6 +21,7 @@ from asynckv.processes import ProcessBound
 from asynckv.protocol.digests import Digester
 from asynckv.shielding import wait_or_stop
 from asynckv.tensors.blocks import KVMemory, memory_of
+from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.runs import Runs, copied, pieces_of
 from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor
 from asynckv.types import TensorSpec
@@ -50,7 +51,7 @@ class _Call:
 
     def __init__(
         self,
-        sources: Sequence[_Place],
+        sources: Sequence[_Place] | Sequence[CopyJob],
         targets: Sequence[_Place] | None,
         digest: bool,
     ) -> None:
@@ -90,7 +91,12 @@ class _Call:
                 target = None if self._targets is None else self._targets[index]
                 self.digests[index] = self._run_one(self._sources[index], target)
 
-    def _run_one(self, source: _Place, target: _Place | None) -> bytes:
+    def _run_one(self, source: _Place | CopyJob, target: _Place | None) -> bytes:
+        if isinstance(source, CopyJob):
+            for _ in source.steps():
+                if self.stopped:
+                    raise _Stopped
+            return b""
         digester = Digester()
         for piece in _pieces(source, target):
             if self._digest:
@@ -161,6 +167,19 @@ class CopyPool(ProcessBound):
         call, is_small = _Call(tensors, None, True), _is_small(tensors)
         del tensors
         return await self._run(call, is_small=is_small)
+
+    async def run(self, jobs: Sequence[CopyJob]) -> None:
+        """Do jobs, beside each other: up to 64 KiB in all at once, more in the threads.
+
+        A cancelled call ends when no thread is at one; each may be half done then, as
+        it may be after an error.
+
+        :raises Exception: what a job raises; the others may be half done
+        :raises RuntimeError: the pool is closed, or the process can have no thread
+        """
+        call, is_small = _Call(jobs, None, False), _is_small(jobs)
+        del jobs
+        await self._run(call, is_small=is_small)
 
     def close(self) -> None:
         """Take no more calls. Threads end after those under way; never waits."""
@@ -259,7 +278,7 @@ def _set_done(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _is_small(tensors: Sequence[_Place]) -> bool:
+def _is_small(tensors: Sequence[_Place] | Sequence[CopyJob]) -> bool:
     if len(tensors) > _AT_ONCE_TENSORS:
         return False
     return sum(tensor.nbytes for tensor in tensors) <= _AT_ONCE_NBYTES
