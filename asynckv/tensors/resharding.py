@@ -13,19 +13,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy
-import numpy.typing
-import torch
 
 from asynckv.parallel.copies import CopySide, Span, StridedCopy
 from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.tensors.jobs import CopyJob, run_jobs
+from asynckv.tensors.segments import Places, SegmentView, alignment_of
 
 __all__ = ("reshard", "reshard_jobs")
 
 _PIECE_NBYTES: Final = 2**20
-_UNITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
-_Ids = numpy.typing.NDArray[numpy.int64]
+_JOBS: Final = 4
+"""A copy between many regions is as many jobs, so that threads can share it."""
 
 
 def reshard(
@@ -36,9 +35,9 @@ def reshard(
 ) -> None:
     """Copy what one read of a plan says, in the calling thread.
 
-    ``sources`` and ``targets`` are the two ranks' regions, in their order; the first
-    dimension of each counts the blocks of ``span``, whatever the dtype and the other
-    dimensions are. :func:`reshard_jobs` do the same in a ``CopyPool``.
+    ``sources`` and ``targets`` are the two ranks' regions, in their order, and share
+    no memory; the first dimension of each counts the blocks of ``span``, whatever the
+    dtype and the other dimensions are. :func:`reshard_jobs` is for a ``CopyPool``.
 
     :raises ValueError: the regions are not what the plan is for, or have too few
         blocks, or a target has a block twice
@@ -55,183 +54,160 @@ def reshard_jobs(
     """Return the copies as jobs for ``await pool.run(jobs)``; see :func:`reshard`.
 
     :raises ValueError: as for :func:`reshard`, except that a block which is there
-        twice is found when the job runs
+        twice is found when a job comes to it
     """
-    origins, landings = list(map(_as_blocks, sources)), list(map(_as_blocks, targets))
     jobs: list[CopyJob] = []
     for copy in copies:
-        for one in _between_regions(copy):
-            sides = (
-                _Side(_at(origins, one.source.region, "source"), one.source),
-                _Side(_at(landings, one.target.region, "target"), one.target),
-            )
-            jobs.append(_ReshardJob(one, *sides, span))
+        segments = copy.segments_of(span)
+        starts = span.source_start, span.target_start
+        sides = (copy.source, sources, "source"), (copy.target, targets, "target")
+        for (side, regions, name), start in zip(sides, starts, strict=True):
+            needed = _block_of(copy, side, segments.stop - 1, start) + 1
+            _check(copy, side, regions, needed if segments else 0, name)
+        pairs = math.prod(copy.counts[index] for index in _far(copy))
+        jobs += (
+            _ReshardJob(copy, sources, targets, span, range(first, pairs, _JOBS))
+            for first in range(min(pairs, _JOBS))
+        )
     return jobs
 
 
-def _as_blocks(memory: KVMemory) -> KVBlocks:
-    return (
-        memory if isinstance(memory, KVBlocks) else KVBlocks(memory, range(len(memory)))
-    )
-
-
-def _at(regions: Sequence[KVBlocks], index: int, name: str) -> KVBlocks:
-    if not 0 <= index < len(regions):
-        raise ValueError(f"the plan has a {name} region {index} of {len(regions)}")
-    return regions[index]
-
-
-def _between_regions(copy: StridedCopy) -> Iterator[StridedCopy]:
-    """Yield the same copy for one pair of regions each: loops stay within blocks."""
-    pairs = list(zip(copy.source.steps, copy.target.steps, strict=True))
-    is_far = [bool(ours.regions or theirs.regions) for ours, theirs in pairs]
-    counts = [
-        range(count) if far else range(1)
-        for count, far in zip(copy.counts, is_far, strict=True)
-    ]
-    near = [index for index, far in enumerate(is_far) if not far]
-    for indices in itertools.product(*counts):
-        yield dataclasses.replace(
-            copy,
-            counts=tuple(copy.counts[index] for index in near),
-            source=_moved(copy.source, indices, near),
-            target=_moved(copy.target, indices, near),
-        )
-
-
-def _moved(side: CopySide, indices: Sequence[int], near: Sequence[int]) -> CopySide:
-    ahead = list(zip(indices, side.steps, strict=True))
-    return dataclasses.replace(
-        side,
-        region=side.region + sum(index * step.regions for index, step in ahead),
-        offset=side.offset + sum(index * step.nbytes for index, step in ahead),
-        steps=tuple(side.steps[index] for index in near),
-    )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Side:
-    """The blocks of one region, and where in each of them the copy goes."""
-
-    blocks: KVBlocks
-    side: CopySide
-
-    def check(self, copy: StridedCopy, needed: int) -> None:
-        last = self.side.offset + (self.side.segments - 1) * self.side.segment_nbytes
-        for count, step in zip(copy.counts, self.side.steps, strict=True):
-            last += (count - 1) * step.nbytes
-        if self.side.offset < 0 or last + copy.nbytes > self.blocks.block_nbytes:
+def _check(
+    copy: StridedCopy,
+    side: CopySide,
+    regions: Sequence[KVMemory],
+    needed: int,
+    name: str,
+) -> None:
+    steps = list(zip(copy.counts, side.steps, strict=True))
+    last = side.offset + (side.segments - 1) * side.segment_nbytes + copy.nbytes
+    last += sum((count - 1) * step.nbytes for count, step in steps)
+    numbers = [side.region]
+    for count, step in steps:
+        if step.regions:
+            numbers = [
+                number + index * step.regions
+                for number in numbers
+                for index in range(count)
+            ]
+    for number in numbers:
+        if not 0 <= number < len(regions):
+            raise ValueError(f"the plan has a {name} region {number} of {len(regions)}")
+        region = regions[number]
+        if needed > len(region):
             raise ValueError(
-                f"blocks of region {self.side.region} have {self.blocks.block_nbytes} "
-                f"bytes, the plan reaches to {last + copy.nbytes}"
-            )
-        if needed > len(self.blocks):
-            raise ValueError(
-                f"region {self.side.region} has {len(self.blocks)} blocks, "
+                f"{name} region {number} has {len(region)} blocks, "
                 f"the span takes {needed}"
             )
+        if len(region) and last * len(region) > region.nbytes:
+            raise ValueError(
+                f"a block of {name} region {number} has {region.nbytes // len(region)} "
+                f"bytes, the plan reaches to {last}"
+            )
 
-    def alignment(self) -> int:
-        """Return what divides all of its places, up to 8."""
-        pool, side = self.blocks.pool, self.side
-        size = pool.element_size()
-        return math.gcd(
-            8,
-            pool.data_ptr(),
-            pool.storage_offset() * size,
-            pool.stride(0) * size,
-            self.blocks.block_nbytes,
-            side.offset,
-            side.segment_nbytes,
-            *(step.nbytes for step in side.steps),
-        )
 
-    def view(self, copy: StridedCopy, unit: int) -> torch.Tensor:
-        """Return the pool as blocks, segments, the counts, and units of one piece."""
-        pool, side = self.blocks.pool.detach(), self.side
-        row = self.blocks.block_nbytes // pool.element_size()
-        rows = pool.as_strided((len(pool), row), (pool.stride(0), 1)).view(_UNITS[unit])
-        strides = side.segment_nbytes, *(step.nbytes for step in side.steps)
-        return rows.as_strided(
-            (len(pool), side.segments, *copy.counts, copy.nbytes // unit),
-            (rows.stride(0), *(stride // unit for stride in strides), 1),
-            rows.storage_offset() + side.offset // unit,
-        )
+def _far(copy: StridedCopy) -> list[int]:
+    """Return which loops lead from one region to another."""
+    steps = zip(copy.source.steps, copy.target.steps, strict=True)
+    return [
+        index
+        for index, (ours, theirs) in enumerate(steps)
+        if ours.regions or theirs.regions
+    ]
 
 
 class _ReshardJob(CopyJob):
-    """One copy between two regions."""
+    """One copy, between some of its pairs of regions."""
 
     def __init__(
-        self, copy: StridedCopy, source: _Side, target: _Side, span: Span
+        self,
+        copy: StridedCopy,
+        sources: Sequence[KVMemory],
+        targets: Sequence[KVMemory],
+        span: Span,
+        turns: range,
     ) -> None:
-        segments, size = copy.segments_of(span), copy.segment_tokens
-        self._copy, self._source, self._target = copy, source, target
-        self._sources = _places(segments, span.source_start // size, source)
-        self._targets = _places(segments, span.target_start // size, target)
-        self._count = len(segments)
-        for side, places in ((source, self._sources), (target, self._targets)):
-            side.check(copy, int(places[0][-1]) + 1 if self._count else 0)
+        self._copy, self._span, self._turns = copy, span, turns
+        self._sources, self._targets = sources, targets
+        self._segments = copy.segments_of(span)
+        self._far = _far(copy)
 
     @property
     def nbytes(self) -> int:
-        return self._count * self._copy.segment_nbytes
+        pairs = math.prod(self._copy.counts[index] for index in self._far)
+        whole = len(self._segments) * self._copy.segment_nbytes
+        return whole // pairs * len(self._turns)
 
     def steps(self) -> Iterator[None]:
-        if not self._count:
+        if not self._segments:
             return
-        if self._target.blocks.overlaps:
+        places = (
+            self._places(self._copy.source, self._span.source_start),
+            self._places(self._copy.target, self._span.target_start),
+        )
+        ahead = list(
+            itertools.product(*(range(self._copy.counts[index]) for index in self._far))
+        )
+        for turn in self._turns:
+            yield from self._move(self._pair(ahead[turn]), *places)
+
+    def _move(
+        self, copy: StridedCopy, sources: Places, targets: Places
+    ) -> Iterator[None]:
+        origin = _as_blocks(self._sources[copy.source.region])
+        landing = _as_blocks(self._targets[copy.target.region])
+        if landing.overlaps:
             raise ValueError("a block is there twice: what should land in it?")
-        copy = self._copy
-        unit = math.gcd(self._source.alignment(), self._target.alignment(), copy.nbytes)
-        origin = self._source.view(copy, unit)
-        landing = self._target.view(copy, unit)
+        unit = math.gcd(
+            alignment_of(origin, copy.source),
+            alignment_of(landing, copy.target),
+            copy.nbytes,
+        )
+        source = SegmentView(origin, copy.source, copy.counts, copy.nbytes, unit)
+        target = SegmentView(landing, copy.target, copy.counts, copy.nbytes, unit)
         piece = max(1, _PIECE_NBYTES // copy.segment_nbytes)
-        for first in range(0, self._count, piece):
+        for first in range(0, len(self._segments), piece):
             part = slice(first, first + piece)
-            values = _take(origin, self._ids(self._source, self._sources, part))
-            _put(landing, self._ids(self._target, self._targets, part), values)
+            values = source.take((sources[0][part], sources[1][part]))
+            target.put((targets[0][part], targets[1][part]), values)
             yield
 
-    @staticmethod
-    def _ids(side: _Side, places: tuple[_Ids, _Ids], part: slice) -> tuple[_Ids, _Ids]:
-        blocks, within = places
-        return side.blocks.block_ids[blocks[part]], within[part]
+    def _places(self, side: CopySide, start: int) -> Places:
+        first = self._segments.start - start // self._copy.segment_tokens
+        numbers = numpy.arange(first, first + len(self._segments), dtype=numpy.int64)
+        blocks, within = numpy.divmod(numbers, side.segments)
+        return blocks, within
+
+    def _pair(self, indices: Sequence[int]) -> StridedCopy:
+        """Return the same copy for one pair of regions: its loops stay in blocks."""
+        near = [
+            index for index in range(len(self._copy.counts)) if index not in self._far
+        ]
+        return dataclasses.replace(
+            self._copy,
+            counts=tuple(self._copy.counts[index] for index in near),
+            source=self._moved(self._copy.source, indices, near),
+            target=self._moved(self._copy.target, indices, near),
+        )
+
+    def _moved(
+        self, side: CopySide, indices: Sequence[int], near: Sequence[int]
+    ) -> CopySide:
+        far = [side.steps[index] for index in self._far]
+        ahead = list(zip(indices, far, strict=True))
+        return dataclasses.replace(
+            side,
+            region=side.region + sum(index * step.regions for index, step in ahead),
+            offset=side.offset + sum(index * step.nbytes for index, step in ahead),
+            steps=tuple(side.steps[index] for index in near),
+        )
 
 
-def _places(segments: range, start: int, side: _Side) -> tuple[_Ids, _Ids]:
-    """Return in which block of the request each segment is, and where in that."""
-    numbers = numpy.arange(segments.start, segments.stop, dtype=numpy.int64)
-    blocks, within = numpy.divmod(numbers - start, side.side.segments)
-    return blocks, within
+def _block_of(copy: StridedCopy, side: CopySide, segment: int, start: int) -> int:
+    return (segment - start // copy.segment_tokens) // side.segments
 
 
-def _neighbours(blocks: _Ids, view: torch.Tensor) -> slice | None:
-    """Return whole blocks that follow each other as a slice."""
-    first, last = int(blocks[0]), int(blocks[-1])
-    if view.shape[1] != 1 or last - first != len(blocks) - 1:
-        return None
-    return slice(first, last + 1) if (numpy.diff(blocks) == 1).all() else None
-
-
-def _take(view: torch.Tensor, places: tuple[_Ids, _Ids]) -> torch.Tensor:
-    blocks, within = places
-    if (whole := _neighbours(blocks, view)) is not None:
-        return view[whole, 0]
-    ids = (
-        torch.from_numpy(blocks).to(view.device),
-        torch.from_numpy(within).to(view.device),
-    )
-    return view[ids]
-
-
-def _put(view: torch.Tensor, places: tuple[_Ids, _Ids], values: torch.Tensor) -> None:
-    blocks, within = places
-    if (whole := _neighbours(blocks, view)) is not None:
-        view[whole, 0].copy_(values)
-        return
-    ids = (
-        torch.from_numpy(blocks).to(view.device),
-        torch.from_numpy(within).to(view.device),
-    )
-    view[ids] = values.to(view.device)
+def _as_blocks(memory: KVMemory) -> KVBlocks:
+    if isinstance(memory, KVBlocks):
+        return memory
+    return KVBlocks(memory, range(len(memory)))

@@ -189,11 +189,13 @@ def test_regions_that_the_plan_is_not_for_are_refused_before_a_byte_moves() -> N
         reshard(copies, good[:1], good, Span(4))
     with pytest.raises(ValueError, match="target region 1 of 1"):
         reshard(copies, good, good[:1], Span(4))
-    with pytest.raises(ValueError, match="region 0 has 4 blocks, the span takes 5"):
+    with pytest.raises(
+        ValueError, match="source region 0 has 4 blocks, the span takes 5"
+    ):
         reshard(copies, good, [region.clone() for region in good], Span(17))
     small = [torch.zeros((4, 31), dtype=torch.uint8) for _ in range(2)]
     for sources, targets in ((small, good), (good, small)):
-        with pytest.raises(ValueError, match="have 31 bytes, the plan reaches to 32"):
+        with pytest.raises(ValueError, match="has 31 bytes, the plan reaches to 32"):
             reshard(copies, sources, targets, Span(4))
 
 
