@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from asynckv.parallel.places import Step
@@ -56,6 +56,15 @@ class CopySide:
     segments: int
     segment_nbytes: int
     steps: tuple[Step, ...]
+
+    def moved(self, ahead: Iterable[tuple[int, int]], kept: Sequence[int]) -> CopySide:
+        """Return the side after so many of some steps, with the ``kept`` ones left."""
+        region, offset = self.region, self.offset
+        for index, count in ahead:
+            region += count * self.steps[index].regions
+            offset += count * self.steps[index].nbytes
+        steps = tuple(self.steps[index] for index in kept)
+        return dataclasses.replace(self, region=region, offset=offset, steps=steps)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +118,36 @@ class StridedCopy:
                     self.nbytes,
                 )
 
+    @property
+    def region_pairs(self) -> int:
+        """How many pairs of regions it goes between."""
+        return math.prod(self.counts[index] for index in self._far())
+
+    def between_regions(self, first: int = 0, step: int = 1) -> Iterator[StridedCopy]:
+        """Yield it as a copy for each pair of regions, with loops that stay in blocks.
+
+        Every ``step``-th pair from ``first`` on, for those who share the work.
+        """
+        far = self._far()
+        near = [index for index in range(len(self.counts)) if index not in far]
+        every = itertools.product(*(range(self.counts[index]) for index in far))
+        for indices in itertools.islice(every, first, None, step):
+            yield dataclasses.replace(
+                self,
+                counts=tuple(self.counts[index] for index in near),
+                source=self.source.moved(zip(far, indices, strict=True), near),
+                target=self.target.moved(zip(far, indices, strict=True), near),
+            )
+
+    def _far(self) -> list[int]:
+        """Return which loops lead from one region to another, at either side."""
+        steps = zip(self.source.steps, self.target.steps, strict=True)
+        return [
+            index
+            for index, (ours, theirs) in enumerate(steps)
+            if ours.regions or theirs.regions
+        ]
+
     def _starts(self, span: Span) -> tuple[tuple[CopySide, int], tuple[CopySide, int]]:
         return (self.source, span.source_start), (self.target, span.target_start)
 
@@ -119,12 +158,9 @@ class StridedCopy:
 
     def _pieces(self) -> Iterator[tuple[Step, Step]]:
         for indices in itertools.product(*map(range, self.counts)):
-            yield _reached(self.source, indices), _reached(self.target, indices)
-
-
-def _reached(side: CopySide, indices: tuple[int, ...]) -> Step:
-    regions, nbytes = side.region, side.offset
-    for index, step in zip(indices, side.steps, strict=True):
-        regions += index * step.regions
-        nbytes += index * step.nbytes
-    return Step(regions, nbytes)
+            ahead = list(enumerate(indices))
+            sides = self.source.moved(ahead, ()), self.target.moved(ahead, ())
+            yield (
+                Step(sides[0].region, sides[0].offset),
+                Step(sides[1].region, sides[1].offset),
+            )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import msgspec
+
 from asynckv.parallel.copies import Move, Span, StridedCopy
 from asynckv.parallel.shapes import EngineShape, Rank, check_same_model
 from asynckv.parallel.strides import Held, copies_between
 
-__all__ = ("RankRead", "ReshardPlan", "plan_reshard", "readers_of")
+__all__ = ("RankRead", "ReshardPlan", "plan_rearrange", "plan_reshard", "readers_of")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,6 +130,25 @@ def plan_reshard(source: EngineShape, target: EngineShape, rank: Rank) -> Reshar
     target.layers_of(rank.pp)
     target.heads_of(rank.tp)
     return ReshardPlan(source, target, rank)
+
+
+def plan_rearrange(
+    source: EngineShape, target: EngineShape, rank: Rank
+) -> tuple[StridedCopy, ...]:
+    """Return what is left to do where blocks were received as the source has them.
+
+    That is when a rank has received its own heads and layers, no others, in the block
+    size and the layout of the ``source``, whatever that one's ranks are.
+
+    :raises IncompatiblePeer: they cannot be of one model
+    :raises ValueError: the target has no such rank
+    """
+    alike = msgspec.structs.replace(
+        source, tp_size=target.tp_size, stages=target.stages
+    )
+    check_same_model(source, target)
+    (read,) = plan_reshard(alike, target, rank).reads
+    return read.copies
 
 
 def readers_of(

@@ -6,8 +6,6 @@ not fit is refused, it never reaches beyond a block.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
@@ -64,10 +62,9 @@ def reshard_jobs(
         for (side, regions, name), start in zip(sides, starts, strict=True):
             needed = _block_of(copy, side, segments.stop - 1, start) + 1
             _check(copy, side, regions, needed if segments else 0, name)
-        pairs = math.prod(copy.counts[index] for index in _far(copy))
         jobs += (
-            _ReshardJob(copy, sources, targets, span, range(first, pairs, _JOBS))
-            for first in range(min(pairs, _JOBS))
+            _ReshardJob(copy, sources, targets, span, turn)
+            for turn in range(min(copy.region_pairs, _JOBS))
         )
     return jobs
 
@@ -106,16 +103,6 @@ def _check(
             )
 
 
-def _far(copy: StridedCopy) -> list[int]:
-    """Return which loops lead from one region to another."""
-    steps = zip(copy.source.steps, copy.target.steps, strict=True)
-    return [
-        index
-        for index, (ours, theirs) in enumerate(steps)
-        if ours.regions or theirs.regions
-    ]
-
-
 class _ReshardJob(CopyJob):
     """One copy, between some of its pairs of regions."""
 
@@ -125,18 +112,17 @@ class _ReshardJob(CopyJob):
         sources: Sequence[KVMemory],
         targets: Sequence[KVMemory],
         span: Span,
-        turns: range,
+        turn: int,
     ) -> None:
-        self._copy, self._span, self._turns = copy, span, turns
+        self._copy, self._span, self._turn = copy, span, turn
         self._sources, self._targets = sources, targets
         self._segments = copy.segments_of(span)
-        self._far = _far(copy)
 
     @property
     def nbytes(self) -> int:
-        pairs = math.prod(self._copy.counts[index] for index in self._far)
+        pairs = self._copy.region_pairs
         whole = len(self._segments) * self._copy.segment_nbytes
-        return whole // pairs * len(self._turns)
+        return whole // pairs * len(range(self._turn, pairs, _JOBS))
 
     def steps(self) -> Iterator[None]:
         if not self._segments:
@@ -145,11 +131,8 @@ class _ReshardJob(CopyJob):
             self._places(self._copy.source, self._span.source_start),
             self._places(self._copy.target, self._span.target_start),
         )
-        ahead = list(
-            itertools.product(*(range(self._copy.counts[index]) for index in self._far))
-        )
-        for turn in self._turns:
-            yield from self._move(self._pair(ahead[turn]), *places)
+        for copy in self._copy.between_regions(self._turn, _JOBS):
+            yield from self._move(copy, *places)
 
     def _move(
         self, copy: StridedCopy, sources: Places, targets: Places
@@ -177,30 +160,6 @@ class _ReshardJob(CopyJob):
         numbers = numpy.arange(first, first + len(self._segments), dtype=numpy.int64)
         blocks, within = numpy.divmod(numbers, side.segments)
         return blocks, within
-
-    def _pair(self, indices: Sequence[int]) -> StridedCopy:
-        """Return the same copy for one pair of regions: its loops stay in blocks."""
-        near = [
-            index for index in range(len(self._copy.counts)) if index not in self._far
-        ]
-        return dataclasses.replace(
-            self._copy,
-            counts=tuple(self._copy.counts[index] for index in near),
-            source=self._moved(self._copy.source, indices, near),
-            target=self._moved(self._copy.target, indices, near),
-        )
-
-    def _moved(
-        self, side: CopySide, indices: Sequence[int], near: Sequence[int]
-    ) -> CopySide:
-        far = [side.steps[index] for index in self._far]
-        ahead = list(zip(indices, far, strict=True))
-        return dataclasses.replace(
-            side,
-            region=side.region + sum(index * step.regions for index, step in ahead),
-            offset=side.offset + sum(index * step.nbytes for index, step in ahead),
-            steps=tuple(side.steps[index] for index in near),
-        )
 
 
 def _block_of(copy: StridedCopy, side: CopySide, segment: int, start: int) -> int:

@@ -50,3 +50,12 @@ def test_blocks_are_counted_from_where_each_side_begins() -> None:
 def test_a_side_begins_with_a_block(span: Span) -> None:
     with pytest.raises(ValueError, match="begins no block"):
         _COPY.segments_of(span)
+
+
+def test_a_copy_between_regions_is_one_for_each_pair() -> None:
+    pairs = list(_COPY.between_regions())
+    assert _COPY.region_pairs == len(pairs) == 2
+    moves = [move for pair in pairs for move in pair.moves(Span(9, 2, 4))]
+    assert sorted(moves) == sorted(_COPY.moves(Span(9, 2, 4)))
+    assert list(_COPY.between_regions(1, 2)) == pairs[1:]
+    assert all(pair.region_pairs == 1 for pair in pairs)

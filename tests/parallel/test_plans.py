@@ -11,7 +11,12 @@ from hypothesis import given, settings, strategies as st
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.copies import Span
 from asynckv.parallel.layouts import CROSS_LAYER_LAYOUTS, KVLayout
-from asynckv.parallel.plans import ReshardPlan, plan_reshard, readers_of
+from asynckv.parallel.plans import (
+    ReshardPlan,
+    plan_rearrange,
+    plan_reshard,
+    readers_of,
+)
 from asynckv.parallel.shapes import EngineShape, Rank
 from asynckv.testing.whole_cache import NOTHING, WholeCache
 
@@ -264,3 +269,15 @@ def test_a_rank_that_is_not_there_reads_nothing(rank: Rank) -> None:
     for ask in (plan_reshard, readers_of):
         with pytest.raises(ValueError, match="there is no"):
             ask(shape, shape, rank)
+
+
+def test_what_was_received_as_the_source_has_it_moves_within_each_region() -> None:
+    source = _Engine(KVLayout.kv_first("HND"), 1, 16, (1, 1)).shape()
+    target = _Engine(KVLayout.kv_first("NHD"), 2, 64, (2,)).shape()
+    (copy,) = plan_rearrange(source, target, Rank(tp=1))
+    assert copy.region_pairs == 4
+    for pair in copy.between_regions():
+        assert pair.source.region == pair.target.region
+    other = _Engine(stages=(3,)).shape()
+    with pytest.raises(IncompatiblePeer, match="num_layers is 3 here and 2 there"):
+        plan_rearrange(other, target, Rank())

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias
 
+import anyio
 import numpy
 import pytest
 import torch
@@ -26,11 +28,31 @@ _LAYOUTS = (
 )
 
 
+_Cancel: TypeAlias = Callable[[asyncio.Task[None], anyio.CancelScope], Awaitable[None]]
+
+
 @pytest.fixture
 async def pool() -> AsyncIterator[CopyPool]:
     pool = CopyPool()
     yield pool
     pool.close()
+
+
+async def _cancel_by_task(task: asyncio.Task[None], scope: anyio.CancelScope) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def _cancel_by_scope(task: asyncio.Task[None], scope: anyio.CancelScope) -> None:
+    scope.cancel()
+    await task
+    assert scope.cancelled_caught
+
+
+async def _in(scope: anyio.CancelScope, work: Coroutine[Any, Any, None]) -> None:
+    with scope:
+        await work
 
 
 def _shape(
@@ -156,8 +178,9 @@ async def test_a_pool_does_it_off_the_loop(pool: CopyPool) -> None:
         assert torch.equal(came.pool[came.block_ids], should)
 
 
+@pytest.mark.parametrize("cancel", [_cancel_by_task, _cancel_by_scope])
 async def test_after_a_cancelled_run_nothing_is_written_any_more(
-    pool: CopyPool,
+    pool: CopyPool, cancel: _Cancel
 ) -> None:
     shape = _shape(KVLayout.kv_first("HND"), block=16, sizes=(256, 256), stages=(1,))
     other = _shape(KVLayout.kv_first("NHD"), block=16, sizes=(256, 256), stages=(1,))
@@ -165,12 +188,11 @@ async def test_after_a_cancelled_run_nothing_is_written_any_more(
     targets = [torch.zeros((2048, 16, 4, 64), dtype=torch.int32) for _ in range(2)]
     (read,) = plan_reshard(shape, other, Rank()).reads
     jobs = reshard_jobs(read.copies, sources, targets, Span(2048 * 16))
-    task = asyncio.create_task(pool.run(jobs))
+    scope = anyio.CancelScope()
+    task = asyncio.create_task(_in(scope, pool.run(jobs)))
     while not targets[0][0].any():  # noqa: ASYNC110
         await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancel(task, scope)
     left = sum(int(target.sum()) for target in targets)
     assert 0 < left < 2 * targets[0].numel()
     assert sum(int(target.sum()) for target in targets) == left

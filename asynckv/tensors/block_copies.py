@@ -1,0 +1,254 @@
+"""``copy_kv_blocks``: blocks of every layer from one cache into another, at once.
+
+What stages KV in host memory: from a device's cache into the host's, or back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Literal, TypeAlias
+
+import numpy
+import numpy.typing
+import torch
+
+from asynckv.tensors.jobs import CopyJob, run_jobs
+
+__all__ = (
+    "BlockIds",
+    "CopyBlocksOp",
+    "CopyDirection",
+    "block_copy_jobs",
+    "copy_kv_blocks",
+)
+
+CopyDirection: TypeAlias = Literal["h2d", "d2h"]
+
+CopyBlocksOp: TypeAlias = Callable[
+    [
+        Mapping[str, torch.Tensor],
+        Mapping[str, torch.Tensor],
+        list[int],
+        list[int],
+        CopyDirection,
+    ],
+    None,
+]
+"""What an engine may bring instead: the same arguments as ``copy_kv_blocks``."""
+
+BlockIds: TypeAlias = Sequence[int] | torch.Tensor
+
+_PIECE_NBYTES: Final = 2**20
+
+_LEAST_RUN_NBYTES: Final = 16 * 1024
+"""Shorter runs are rather gathered together than copied one by one."""
+
+_Ids: TypeAlias = numpy.typing.NDArray[numpy.int64]
+
+
+def copy_kv_blocks(
+    src_kv_caches: Mapping[str, torch.Tensor],
+    dst_kv_caches: Mapping[str, torch.Tensor],
+    src_block_ids: BlockIds,
+    dst_block_ids: BlockIds,
+    direction: CopyDirection | None = None,
+    *,
+    block_dim: int = 0,
+) -> None:
+    """Do ``dst[dst_block_ids] = src[src_block_ids]`` for each layer; it is done then.
+
+    ``block_dim`` is the dimension that counts blocks: 1 where a layer is
+    ``(2, blocks, ...)``. ``direction`` says which side is the host: ``"h2d"``,
+    ``"d2h"``; between two caches of the host it may be left out. Without ids nothing
+    happens. Blocks that follow each other on both sides are copied together. Both sides
+    may be one cache, where blocks may be read and written at once.
+
+    It blocks; on an event loop use :class:`~asynckv.tensors.block_copier.BlockCopier`.
+
+    :raises ValueError: layers, lengths, shapes or dtypes differ, a block is written
+        twice, or the direction is not what the devices say; nothing was copied then
+    :raises IndexError: there is no block of that id; nothing was copied then
+    """
+    run_jobs(
+        block_copy_jobs(
+            src_kv_caches,
+            dst_kv_caches,
+            src_block_ids,
+            dst_block_ids,
+            direction,
+            block_dim=block_dim,
+        )
+    )
+
+
+def block_copy_jobs(
+    src_kv_caches: Mapping[str, torch.Tensor],
+    dst_kv_caches: Mapping[str, torch.Tensor],
+    src_block_ids: BlockIds,
+    dst_block_ids: BlockIds,
+    direction: CopyDirection | None = None,
+    *,
+    block_dim: int = 0,
+) -> list[CopyJob]:
+    """Return what :func:`copy_kv_blocks` does, a job a layer, for a ``CopyPool``.
+
+    :raises ValueError: as that does
+    :raises IndexError: as that does
+    """
+    sources, targets = _ids(src_block_ids), _ids(dst_block_ids)
+    if len(sources) != len(targets):
+        raise ValueError(f"{len(sources)} blocks cannot go into {len(targets)}")
+    if missing := src_kv_caches.keys() ^ dst_kv_caches.keys():
+        raise ValueError(f"layers of one side only: {', '.join(sorted(missing))}")
+    _check_direction(src_kv_caches, dst_kv_caches, direction)
+    if not len(sources):
+        return []
+    if len(numpy.unique(targets)) != len(targets):
+        raise ValueError("a block is there twice: what should land in it?")
+    jobs: list[CopyJob] = []
+    runs = _runs(sources, targets)
+    extremes = [(int(ids.min()), int(ids.max())) for ids in (sources, targets)]
+    for layer, source in src_kv_caches.items():
+        target = dst_kv_caches[layer]
+        _check_layer(layer, source, target, block_dim)
+        for (least, most), cache in zip(extremes, (source, target), strict=True):
+            count = cache.shape[block_dim]
+            if not 0 <= least <= most < count:
+                raise IndexError(f"a block id is outside of the {count} of {layer}")
+        ends = source.movedim(block_dim, 0), target.movedim(block_dim, 0)
+        jobs.append(_LayerCopy(*ends, sources, targets, runs))
+    return jobs
+
+
+def _ids(block_ids: BlockIds) -> _Ids:
+    ids = numpy.asarray(block_ids)
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise ValueError("block ids are one list of whole numbers")
+    return ids.astype(numpy.int64)
+
+
+def _check_direction(
+    sources: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    direction: str | None,
+) -> None:
+    if direction not in (None, "h2d", "d2h"):
+        raise ValueError(f"direction={direction!r} is neither 'h2d' nor 'd2h'")
+    places = [
+        {"h" if tensor.device.type == "cpu" else "d" for tensor in caches.values()}
+        for caches in (sources, targets)
+    ]
+    if places[0] <= {"h"} and places[1] <= {"h"}:
+        return  # the host may be the device as well
+    if any(len(side) != 1 for side in places) or places[0] == places[1]:
+        raise ValueError("one side must be in host memory, and the other on a device")
+    found = "h2d" if places[0] == {"h"} else "d2h"
+    if direction != found:
+        raise ValueError(f"direction={direction!r}, but the devices say {found!r}")
+
+
+def _check_layer(
+    layer: str, source: torch.Tensor, target: torch.Tensor, block_dim: int
+) -> None:
+    shapes = []
+    for cache in (source, target):
+        if not 0 <= block_dim < cache.dim():
+            raise ValueError(f"{layer} has no dimension {block_dim}")
+        shapes.append((cache.shape[:block_dim], cache.shape[block_dim + 1 :]))
+    if shapes[0] != shapes[1] or source.dtype != target.dtype:
+        raise ValueError(
+            f"{layer} is {source.dtype} {tuple(source.shape)} on one side and "
+            f"{target.dtype} {tuple(target.shape)} on the other"
+        )
+
+
+def _runs(sources: _Ids, targets: _Ids) -> list[tuple[int, int, int]]:
+    """Return where blocks follow each other on both sides: source, target, how many."""
+    is_first = numpy.ones(len(sources), dtype=bool)
+    is_first[1:] = (numpy.diff(sources) != 1) | (numpy.diff(targets) != 1)
+    (first,) = is_first.nonzero()
+    counts = numpy.diff(first, append=len(sources))
+    return list(
+        zip(
+            sources[first].tolist(),
+            targets[first].tolist(),
+            counts.tolist(),
+            strict=True,
+        )
+    )
+
+
+class _LayerCopy(CopyJob):
+    """The blocks of one layer. The first dimension of both sides counts blocks."""
+
+    def __init__(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        sources: _Ids,
+        targets: _Ids,
+        runs: Sequence[tuple[int, int, int]],
+    ) -> None:
+        self._source, self._target = source, target
+        self._sources, self._targets = sources, targets
+        self._runs = runs
+        self._block_nbytes = source.element_size() * source.shape[1:].numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self._block_nbytes * len(self._sources)
+
+    def steps(self) -> Iterator[None]:
+        if self._source.device != self._target.device:
+            yield from self._across_devices()
+        elif self._overlaps():
+            self._put(self._targets, self._take(self._sources))
+            yield
+        elif self.nbytes >= _LEAST_RUN_NBYTES * len(self._runs):
+            yield from self._run_by_run()
+        else:
+            yield from self._gathered()
+
+    def _overlaps(self) -> bool:
+        ours, theirs = self._source.untyped_storage(), self._target.untyped_storage()
+        return ours.data_ptr() == theirs.data_ptr()
+
+    def _across_devices(self) -> Iterator[None]:
+        moved = self._take(self._sources).to(self._target.device)
+        self._put(self._targets, moved)
+        if self._target.is_cuda:
+            torch.cuda.current_stream(self._target.device).synchronize()
+        yield
+
+    def _run_by_run(self) -> Iterator[None]:
+        most = max(1, _PIECE_NBYTES // max(1, self._block_nbytes))
+        for source, target, count in self._runs:
+            for done in range(0, count, most):
+                some = min(most, count - done)
+                self._target.narrow(0, target + done, some).copy_(
+                    self._source.narrow(0, source + done, some)
+                )
+                yield
+
+    def _gathered(self) -> Iterator[None]:
+        most = max(1, _PIECE_NBYTES // max(1, self._block_nbytes))
+        for first in range(0, len(self._sources), most):
+            part = slice(first, first + most)
+            self._put(self._targets[part], self._take(self._sources[part]))
+            yield
+
+    def _take(self, ids: _Ids) -> torch.Tensor:
+        if len(self._runs) == 1:
+            taken = self._source.narrow(0, int(ids[0]), len(ids))
+            return taken.clone() if self._overlaps() else taken
+        return self._source.index_select(0, _index(ids, self._source))
+
+    def _put(self, ids: _Ids, values: torch.Tensor) -> None:
+        if len(self._runs) == 1:
+            self._target.narrow(0, int(ids[0]), len(ids)).copy_(values)
+        else:
+            self._target.index_copy_(0, _index(ids, self._target), values)
+
+
+def _index(ids: _Ids, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(ids).to(tensor.device)
