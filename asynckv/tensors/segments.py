@@ -82,10 +82,9 @@ class SegmentView:
             self._view[self._index(ids), self._index(within)] = moved
 
     def _neighbours(self, ids: _Ids) -> slice | None:
-        first, last = int(ids[0]), int(ids[-1])
-        if self._view.shape[1] != 1 or last - first != len(ids) - 1:
+        if self._view.shape[1] != 1 or (numpy.diff(ids) != 1).any():
             return None
-        return slice(first, last + 1) if (numpy.diff(ids) == 1).all() else None
+        return slice(int(ids[0]), int(ids[-1]) + 1)
 
     def _index(self, numbers: _Ids) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._view.device)

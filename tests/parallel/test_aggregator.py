@@ -159,6 +159,7 @@ def test_invalid_blocks_are_united() -> None:
 def test_a_failure_is_held_until_all_ranks_have_finished() -> None:
     aggregator = KVOutputAggregator(2)
     assert _said(aggregator, _received("a", failed=("a",)), None).is_empty()
+    assert _said(aggregator, _received("c"), _received("c")).failed_recving is None
     result = _said(aggregator, None, _received("a"))
     assert result.finished_recving == result.failed_recving == {"a"}
     assert _said(aggregator, _received("b"), _received("b")).failed_recving is None
