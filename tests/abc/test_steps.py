@@ -18,7 +18,8 @@ def test_results_are_united_each_request_once() -> None:
     both = one | two
     assert both.finished_recving == {"a", "c"}
     assert both.finished_sending == {"b"}
-    assert (both.failed_recving, both.reasons) == ({"a"}, {"a": "lost"})
+    assert both.failed_recving == {"a"}
+    assert both.reasons == {"a": "lost"}
 
 
 def test_nothing_finished_is_false() -> None:

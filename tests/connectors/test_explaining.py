@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from asynckv.config import KVRole, KVTransferConfig
@@ -37,7 +39,7 @@ def test_a_config_that_works_has_facts_and_no_problems() -> None:
         ({"pers": []}, "did you mean"),
     ],
 )
-def test_what_is_wrong_is_said(extra: dict[str, object], words: str) -> None:
+def test_what_is_wrong_is_said(extra: dict[str, Any], words: str) -> None:
     assert any(words in problem for problem in explained(**extra).problems)
 
 

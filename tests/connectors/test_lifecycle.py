@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from asynckv.connectors.lifecycle import Phase, TransferLedger
+from asynckv.connectors.lifecycle import Phase, TransferLedger, Way
 
 
 def test_an_end_is_told_once() -> None:
@@ -31,7 +31,8 @@ def test_what_was_cancelled_fails_even_if_all_of_it_came() -> None:
     assert life is not None and not life.is_over
     ledger.settle(life)
     (told,) = ledger.take_untold()
-    assert (told.reason, told.block_ids) == ("cancelled", {1, 2})
+    assert told.reason == "cancelled"
+    assert told.block_ids == {1, 2}
     assert told.phase is Phase.TOLD
 
 
@@ -84,7 +85,7 @@ def test_whatever_is_said_each_life_is_told_exactly_once(
 ) -> None:
     ledger, begun, told = TransferLedger(), 0, 0
     for action, name, way in actions:
-        side = "send" if way == "send" else "recv"
+        side: Way = "send" if way == "send" else "recv"
         if action == "begin":
             begun += ledger.begin(name, side) is not None
         elif action == "take":

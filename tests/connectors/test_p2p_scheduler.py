@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from asynckv.abc import (
@@ -125,7 +127,7 @@ def test_what_could_not_be_saved_or_was_not_computed_is_not_promised() -> None:
     ],
 )
 def test_parameters_from_outside_that_make_no_sense_load_nothing(
-    params: dict[str, object],
+    params: dict[str, Any],
 ) -> None:
     scheduler = make()
     assert scheduler.get_num_new_matched_tokens(load(**params), 0) == (0, False)

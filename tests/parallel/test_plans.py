@@ -156,7 +156,7 @@ def test_every_byte_arrives_once_between_any_two_engines(
     _check(plan_reshard(source, target, rank), Span(tokens, *starts))
 
 
-@pytest.mark.trust
+@pytest.mark.chaos
 @pytest.mark.parametrize(("heads", "tp", "other_tp"), _PAIRS)
 def test_every_byte_arrives_once_in_the_whole_matrix(
     heads: int, tp: int, other_tp: int

@@ -168,7 +168,7 @@ class ToyEngine:
 
         :raises ToyLoadFailed: its KV could not be loaded, if the policy is ``fail``
         """
-        done = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[ToyOutput] = asyncio.get_running_loop().create_future()
         request = KVRequest(request_id, tuple(token_ids), kv_transfer_params)
         running = _Running(request, max_tokens, cached_tokens, done, look)
         self._requests[request_id] = running
