@@ -29,7 +29,7 @@ def test_a_config_that_works_is_explained(
     [
         ("{", "not JSON"),
         ('{"kv_roll": "kv_both"}', "kv_role"),
-        ('{"kv_role": "kv_consumer"}', "peers is empty"),
+        ('{"kv_role": "kv_producer"}', "peers is empty"),
         ("@no such file", "No such file"),
     ],
 )

@@ -114,7 +114,8 @@ class ToyEngine:
         return self._num_blocks - len(self._free)
 
     async def __aenter__(self) -> Self:
-        for rank, worker in zip(self.ranks, self.workers, strict=True):
+        # Without a connector there are ranks, and no workers.
+        for rank, worker in zip(self.ranks, self.workers, strict=False):
             worker.register_kv_caches(rank.caches)
             worker.call_when_finished(self._wake.set)
             await worker.start()
