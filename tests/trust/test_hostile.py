@@ -28,7 +28,7 @@ pytestmark = [
 MIB = 2**20
 BUDGET_BYTES = 64 * MIB
 SPARE_BYTES = 64 * MIB
-ROUNDS = 7
+ROUNDS = 5
 # Of the crowd about a third are thrown out at any moment, and come again.
 UP = 100
 KEPT = 0.5

@@ -64,9 +64,9 @@ async def run_scenarios(
     for scenario, nbytes in scenarios_on(ground):
         await _run(scenario, nbytes, ground, sweeper, "first pass")
     for number in itertools.count():
-        if sweeper.cancelled >= at_least:
-            break
         for scenario, nbytes in scenarios_on(ground):
+            if sweeper.cancelled >= at_least:
+                return
             if not _has_its_turn(scenario, nbytes, number):
                 continue
             name = f"{seed} {number}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asynckv.buffers.lookup import LookupBuffer
 
-__all__ = ("Footprint",)
+__all__ = ("Footprint", "count_threads")
 
 _PAGES = 1
 
@@ -44,10 +44,15 @@ class Footprint:
         pages = int(Path("/proc/self/statm").read_text().split()[_PAGES])
         return cls(
             tasks=len(asyncio.all_tasks()),
-            threads=sum(t.name.startswith("asynckv") for t in threading.enumerate()),
+            threads=count_threads(),
             descriptors=len(os.listdir("/proc/self/fd")),
             resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
             leased=state.leased,
             waiting=state.waiting_inserts + state.waiting_selects,
             remembered=len(buffer.ledger.book.tombstones),
         )
+
+
+def count_threads() -> int:
+    """Return how many of asynckv's threads run. Those that copy end when idle."""
+    return sum(t.name.startswith("asynckv") for t in threading.enumerate())

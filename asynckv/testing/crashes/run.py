@@ -18,7 +18,7 @@ from asynckv.testing.blocked import until
 from asynckv.testing.crashes.account import Account, Findings
 from asynckv.testing.crashes.contents import is_right
 from asynckv.testing.crashes.crew import Crew
-from asynckv.testing.crashes.footprint import Footprint
+from asynckv.testing.crashes.footprint import Footprint, count_threads
 from asynckv.testing.crashes.witness import watch_acknowledgements
 from asynckv.testing.crashes.workshop import open_workshop
 
@@ -26,6 +26,7 @@ __all__ = ("judge", "kill_workers", "leave_under_load", "new_buffer", "soak")
 
 _BUFFER_BYTES: Final = 8 * 2**20
 _CALM_PAUSE_S: Final = 1.0
+_FIRST_ENTRIES: Final = 50
 _QUIET_S: Final = 10.0
 
 
@@ -80,8 +81,9 @@ async def soak(
 ) -> tuple[Findings, Footprint, Footprint]:
     """Work for so long, with a death now and then: findings, and what was in use.
 
-    The footprints were taken while nobody worked: after a tenth of the time,
-    and at the end.
+    The footprints were taken while nobody worked: after a tenth of the time, and
+    some entries at least (else what is made by the first of them has grown), and
+    at the end.
     """
     account = Account()
     async with (
@@ -99,11 +101,17 @@ async def _work_for(
 ) -> Footprint:
     await crew.hire_couples(couples)
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or _count_remembered(buffer) < _FIRST_ENTRIES:
         await crew.kill_one(_CALM_PAUSE_S)
     await crew.dismiss()
     await until(lambda: _is_quiet(buffer), timeout_s=_QUIET_S)
+    with contextlib.suppress(TimeoutError):  # then they are counted
+        await until(lambda: not count_threads(), timeout_s=_QUIET_S)
     return Footprint.now(buffer)
+
+
+def _count_remembered(buffer: LookupBuffer) -> int:
+    return len(buffer.ledger.book.tombstones)
 
 
 def new_buffer(account: Account) -> LookupBuffer:

@@ -33,7 +33,7 @@ Fault = Literal["flip", "cut"]
 Kind = Literal["control", "lanes", "both"]
 Way = Literal["to_listener", "to_dialler"]
 HANGS_S = 10.0
-PIPES = 300
+PIPES = 120
 SMALL = torch.arange(48, dtype=torch.int16).view(3, 16)
 LARGE = torch.arange(20_000, dtype=torch.float32)
 
