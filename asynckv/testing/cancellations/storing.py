@@ -170,9 +170,12 @@ async def a_match_prefix(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
 
 async def a_pin(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Holds nothing any more, wherever it was cancelled."""
-    value = noise(nbytes, 7)
+    value, others = noise(nbytes, 7), 0
 
     async def before() -> None:
+        nonlocal others
+        await ground.store.delete(_KEY)
+        others = ground.store.statistics().used_bytes
         await ground.store.put(_KEY, value)
 
     async def pin() -> None:
@@ -182,7 +185,7 @@ async def a_pin(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
 
     async def check(outcome: Outcome[None]) -> None:
         await ground.client.delete(_KEY)
-        await until(lambda: not ground.store.statistics().used_bytes)
+        await until(lambda: ground.store.statistics().used_bytes == others)
         await ground.check_quiet()
 
     await sweeper.sweep("a pin", pin, check, before)
