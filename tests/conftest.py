@@ -46,6 +46,12 @@ def _uvloop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
+def pytest_configure() -> None:
+    # Tests share the cores: threads of torch that spin while they wait for more
+    # would take a third of the time. Also of the processes that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons = {"gpu": _why_no_gpu, "model": _why_no_model, "vllm": _why_no_vllm}
     for item in items:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -113,15 +113,6 @@ def _model(kind: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=dtype)
     built: PreTrainedModel = model.eval()
     return built
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,10 @@ async def test_both_sides_reach_the_same_buffers(
 
 async def test_torch_has_its_threads_again() -> None:
     before = torch.get_num_threads()
-    async with open_ground("local"):
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(2)
+    try:
+        async with open_ground("local"):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
