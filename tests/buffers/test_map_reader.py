@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -182,6 +183,43 @@ async def test_pages_that_lie_apart_are_one_tensor(
         assert isinstance(entry.key, torch.Tensor)
         assert torch.equal(entry.key, values)
         del entry
+
+
+async def test_what_rides_along_lands_in_memory_of_the_caller(
+    local: LookupBuffer, peer: Peer
+) -> None:
+    await insert(local)  # the first slab
+    await local.drop_select()
+    key = local.empty((MIB,), torch.uint8).fill_(3)
+    hidden = torch.arange(100)
+    await local.insert([1], None, key, None, hidden)
+    del key
+    into = {
+        "key": torch.zeros(MIB, dtype=torch.uint8),
+        "hidden": torch.zeros_like(hidden),
+    }
+    entry = await peer.lookup.drop_select(into=into)
+    assert entry.hidden is into["hidden"] and torch.equal(into["hidden"], hidden)
+    assert entry.key is into["key"] and into["key"].eq(3).all()
+
+
+async def test_a_link_that_is_lost_before_there_was_room_costs_none(
+    local: LookupBuffer, mappable: Server, peer: Peer
+) -> None:
+    budget = peer.budget
+    await budget.reserve(budget.max_bytes)
+    await insert(local)
+    taking = asyncio.create_task(peer.lookup.drop_select())
+    await until(lambda: bool(budget._line))
+    (services,) = mappable._services
+    services.link.abort()
+    await until(lambda: not peer.is_connected)
+    budget.release(budget.max_bytes)
+    with pytest.raises(PeerLost):
+        await taking
+    assert budget.used_bytes == 0
+    await until(lambda: not local.statistics().mapped_by)
+    assert local.statistics().entries == 1
 
 
 def _refuse(*args: object, **kwargs: object) -> None:
