@@ -16,7 +16,7 @@ from asynckv.buffers.serve import Server
 from asynckv.errors import ChecksumError, PeerLost
 from asynckv.protocol.values import Place
 from asynckv.tensors import shared_file
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 
 MIB = 2**20
 
@@ -203,21 +203,32 @@ async def test_what_rides_along_lands_in_memory_of_the_caller(
     assert entry.key is into["key"] and into["key"].eq(3).all()
 
 
-async def test_a_link_that_is_lost_before_there_was_room_costs_none(
-    local: LookupBuffer, mappable: Server, peer: Peer
+@pytest.mark.parametrize("how", ["lost", "retracted"])
+async def test_an_offer_that_ends_before_there_was_room_lands_nowhere_and_costs_none(
+    local: LookupBuffer, mappable: Server, peer: Peer, how: str
 ) -> None:
-    budget = peer.budget
+    budget, into = peer.budget, torch.zeros(MIB, dtype=torch.uint8)
+    both = torch.ones(2, MIB, dtype=torch.uint8)
     await budget.reserve(budget.max_bytes)
-    await insert(local)
-    taking = asyncio.create_task(peer.lookup.drop_select())
+    await local.insert([1], None, both[0], both[1], None)
+    taking = asyncio.create_task(peer.lookup.drop_select(into={"key": into}))
     await until(lambda: bool(budget._line))
     (services,) = mappable._services
-    services.link.abort()
-    await until(lambda: not peer.is_connected)
+    assert services.lookup is not None
+    (served,) = services.lookup.selects
+    if how == "lost":
+        services.link.abort()
+        await until(lambda: not peer.is_connected)
+    else:
+        assert served._offering is not None
+        served._offering.retract()
+        await until_blocked(taking)
     budget.release(budget.max_bytes)
-    with pytest.raises(PeerLost):
+    await until_blocked(taking)
+    assert budget.used_bytes == 0 and not into.any()
+    taking.cancel()
+    with pytest.raises(PeerLost if how == "lost" else asyncio.CancelledError):
         await taking
-    assert budget.used_bytes == 0
     await until(lambda: not local.statistics().mapped_by)
     assert local.statistics().entries == 1
 
