@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
 import posix
-import struct
 import threading
 from collections.abc import AsyncIterator
 
 import pytest
 import torch
 
-from asynckv.abc import KVEntry
 from asynckv.buffers import mapped as mapped_module
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.mapped import MappedMemory
@@ -292,103 +289,6 @@ async def test_a_full_connection_tells_of_the_end_later(
 
     monkeypatch.setattr(memory, "_sock", Full())
     del entry
-    await until(lambda: pinned(buffer) == 0)
-
-
-async def taken(buffer: LookupBuffer, peer: Peer, count: int) -> list[KVEntry]:
-    """Take so many entries as views, and one, the first, that is let go at once."""
-    await insert(buffer)
-    await peer.lookup.drop_select()
-    entries = []
-    for _ in range(count):
-        await insert(buffer)
-        async with peer.lookup.drop_select() as entry:
-            entries.append(entry)
-    await until(lambda: pinned(buffer) == count * MIB)
-    return entries
-
-
-def choke(memory: MappedMemory) -> None:
-    """Fill its connection with the end of the first pin, which is nothing new."""
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            memory._sock.send(struct.pack("!Q", 1))
-
-
-async def hung_up(memory: MappedMemory, fd: int, buffer: LookupBuffer) -> None:
-    """Wait for the end of its connection; nothing of it is left in the loop."""
-    await until(lambda: memory._sock.fileno() < 0)
-    await until(lambda: pinned(buffer) == 0)
-    assert not asyncio.get_running_loop().remove_writer(fd)
-
-
-async def test_what_a_full_connection_was_not_told_is_told_by_its_end(
-    buffer: LookupBuffer, server: Server
-) -> None:
-    async with connect(server.url, reconnect_s=0) as peer:
-        views = await taken(buffer, peer, 1)
-        memory = memory_of(peer)
-        fd = memory._sock.fileno()
-        memory.link_over()
-        choke(memory)
-        views.clear()
-        assert memory._sock.fileno() == fd
-        await hung_up(memory, fd, buffer)
-
-
-async def test_two_threads_that_let_the_last_two_go_at_once_hang_up_once(
-    monkeypatch: pytest.MonkeyPatch, buffer: LookupBuffer, server: Server
-) -> None:
-    class Meeting(set[int]):
-        def discard(self, number: int) -> None:
-            super().discard(number)
-            meeting.wait(10)
-
-    meeting = threading.Barrier(2)
-    async with connect(server.url, reconnect_s=0) as peer:
-        views = await taken(buffer, peer, 2)
-        memory = memory_of(peer)
-        fd = memory._sock.fileno()
-        memory.link_over()
-        choke(memory)
-        monkeypatch.setattr(memory, "_live", Meeting(memory._live))
-        threads = [threading.Thread(target=[view].clear) for view in views]
-        views.clear()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        await hung_up(memory, fd, buffer)
-
-
-async def test_a_connection_that_was_closed_is_not_written_to_later(
-    buffer: LookupBuffer, server: Server
-) -> None:
-    async with connect(server.url, reconnect_s=0) as peer:
-        views = await taken(buffer, peer, 1)
-        memory = memory_of(peer)
-        fd = memory._sock.fileno()
-        choke(memory)
-        views.clear()
-        await asyncio.sleep(0)
-        choke(memory)
-        memory.link_over()
-        memory._tell_unsent()  # in the same tick, by the loop: and it is full again
-        await hung_up(memory, fd, buffer)
-
-
-async def test_a_copy_of_a_view_in_a_child_tells_nobody_of_its_end(
-    monkeypatch: pytest.MonkeyPatch, buffer: LookupBuffer, peer: Peer
-) -> None:
-    views = await taken(buffer, peer, 1)
-    memory = memory_of(peer)
-    with monkeypatch.context() as patch:
-        patch.setattr(memory, "_pid", os.getpid() + 1)
-        views.clear()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert pinned(buffer) == MIB
-    memory.let_go(2)
     await until(lambda: pinned(buffer) == 0)
 
 
