@@ -146,8 +146,9 @@ class MappedMemory(ProcessBound):
                 self._sock.close()
 
     def _close(self) -> None:
-        self._loop.remove_writer(self._sock)
-        self._sock.close()
+        if self._sock.fileno() >= 0:  # two threads may have let the last two go
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
 
 
 class _Asking:

@@ -62,7 +62,7 @@ def make_offer(
         check_body(link.limits.max_body_bytes, body)
     except EntryTooLarge:
         if holder is not None and pin is not None:
-            holder.unpin(pin)
+            holder.unpin(pin.number)
         raise
     offering = Offering(link, stream, entry, link.new_transfer(), pin=pin)
     offer = Offer(

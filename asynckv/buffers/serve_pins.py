@@ -31,7 +31,11 @@ class ServedPin:
         self._stream = stream
         self._charged = REQUEST_NBYTES + sum(len(key.encode()) for key in keys)
         service.kept.queries.take(self._charged)
-        self._pinned = service.buffer.hold(keys, fingerprint)
+        try:
+            self._pinned = service.buffer.hold(keys, fingerprint)
+        except BaseException:
+            service.kept.queries.give(self._charged)
+            raise
         stream.send(Pinned(tuple(pinned is not None for pinned in self._pinned)))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:

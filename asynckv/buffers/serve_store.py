@@ -73,10 +73,8 @@ class StoreService:
             case Put():
                 return _ServedPut(self, stream, frame, body)
             case Get(key=key):
-                self.kept.queries.take(REQUEST_NBYTES)
-                pinned = self.buffer.lookup(key, fingerprint)
+                pinned = self._lookup(key)
                 if pinned is None:
-                    self.kept.queries.give(REQUEST_NBYTES)
                     return self._answer(stream, Result(0))
                 return _ServedGet(self, stream, pinned)
             case Pin():
@@ -131,6 +129,17 @@ class StoreService:
         """Wait for the tasks of an aborted service."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
+
+    def _lookup(self, key: str) -> PinnedValue | None:
+        """Return what is stored as ``key``, and charge for it if something is."""
+        pinned = None
+        self.kept.queries.take(REQUEST_NBYTES)
+        try:
+            pinned = self.buffer.lookup(key, self.link.fingerprint)
+        finally:
+            if pinned is None:
+                self.kept.queries.give(REQUEST_NBYTES)
+        return pinned
 
     def _answer(self, stream: LinkStream, last: Result) -> StreamHandler:
         stream.send(last)

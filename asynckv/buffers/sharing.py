@@ -94,9 +94,10 @@ class MapHolder:
         pin = self._pins[self._last_number] = Pin(self._last_number, regions)
         return pin
 
-    def unpin(self, pin: Pin) -> None:
-        """The peer does not have it, or not any more."""
-        if self._pins.pop(pin.number, None) is not None:
+    def unpin(self, number: int) -> None:
+        """The peer does not have that pin, or not any more. Again is nothing."""
+        pin = self._pins.pop(number, None)
+        if pin is not None:
             pin.end()
 
     def link_over(self) -> None:
@@ -135,8 +136,7 @@ class MapHolder:
                 logger.warning("%s releases what it was never shown", self.peer_id)
                 self.close()
                 return
-            if (pin := self._pins.get(number)) is not None:
-                self.unpin(pin)
+            self.unpin(number)
         if self._is_link_over and not self._pins:
             self.close()
         self._sharing.changed()

@@ -43,6 +43,15 @@ def test_tokens_of_any_strides_are_packed_densely() -> None:
     assert manifest.roi is None
 
 
+def test_whoever_keeps_a_tensor_that_rode_along_keeps_no_long_tokens() -> None:
+    tokens = as_tokens(torch.arange(1000))
+    body = pack([record("key"), record("value")], tokens, None, 2 * [bytes_of(KEY)])
+    pieces = unpack(body, inline=True).inline
+    assert [bytes(piece) for piece in pieces] == 2 * [bytes(bytes_of(KEY))]
+    kept = {len(piece.obj) for piece in pieces}  # type: ignore[arg-type]
+    assert kept == {2 * len(pieces[0])}
+
+
 def test_an_entry_may_have_nothing_at_all() -> None:
     manifest = unpack(pack([], None, None), inline=True)
     assert manifest.records == () and manifest.nbytes == 0

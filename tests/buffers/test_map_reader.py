@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from asynckv.buffers.serve import Server
 from asynckv.errors import ChecksumError, PeerLost
 from asynckv.protocol.values import Place
 from asynckv.tensors import shared_file
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 
 MIB = 2**20
 
@@ -182,6 +183,54 @@ async def test_pages_that_lie_apart_are_one_tensor(
         assert isinstance(entry.key, torch.Tensor)
         assert torch.equal(entry.key, values)
         del entry
+
+
+async def test_what_rides_along_lands_in_memory_of_the_caller(
+    local: LookupBuffer, peer: Peer
+) -> None:
+    await insert(local)  # the first slab
+    await local.drop_select()
+    key = local.empty((MIB,), torch.uint8).fill_(3)
+    hidden = torch.arange(100)
+    await local.insert([1], None, key, None, hidden)
+    del key
+    into = {
+        "key": torch.zeros(MIB, dtype=torch.uint8),
+        "hidden": torch.zeros_like(hidden),
+    }
+    entry = await peer.lookup.drop_select(into=into)
+    assert entry.hidden is into["hidden"] and torch.equal(into["hidden"], hidden)
+    assert entry.key is into["key"] and into["key"].eq(3).all()
+
+
+@pytest.mark.parametrize("how", ["lost", "retracted"])
+async def test_an_offer_that_ends_before_there_was_room_lands_nowhere_and_costs_none(
+    local: LookupBuffer, mappable: Server, peer: Peer, how: str
+) -> None:
+    budget, into = peer.budget, torch.zeros(MIB, dtype=torch.uint8)
+    both = torch.ones(2, MIB, dtype=torch.uint8)
+    await budget.reserve(budget.max_bytes)
+    await local.insert([1], None, both[0], both[1], None)
+    taking = asyncio.create_task(peer.lookup.drop_select(into={"key": into}))
+    await until(lambda: bool(budget._line))
+    (services,) = mappable._services
+    assert services.lookup is not None
+    (served,) = services.lookup.selects
+    if how == "lost":
+        services.link.abort()
+        await until(lambda: not peer.is_connected)
+    else:
+        assert served._offering is not None
+        served._offering.retract()
+        await until_blocked(taking)
+    budget.release(budget.max_bytes)
+    await until_blocked(taking)
+    assert budget.used_bytes == 0 and not into.any()
+    taking.cancel()
+    with pytest.raises(PeerLost if how == "lost" else asyncio.CancelledError):
+        await taking
+    await until(lambda: not local.statistics().mapped_by)
+    assert local.statistics().entries == 1
 
 
 def _refuse(*args: object, **kwargs: object) -> None:

@@ -7,7 +7,7 @@ from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import LeaseLost
+from asynckv.errors import LeaseLost, Overloaded
 from asynckv.testing.blocked import until
 
 MIB = 2**20
@@ -41,6 +41,22 @@ async def test_a_hold_ends_with_its_link() -> None:
                     peer.abort()
                     await until(lambda: not peer.is_connected)
                     await until(lambda: not local._ledger._values[("a", None)].readers)
+
+
+async def test_a_hold_that_is_refused_holds_nothing() -> None:
+    async with (
+        StoreBuffer("8MiB") as local,
+        serve("mem://pin", store=local, max_waiting_bytes=8192) as server,
+        connect("mem://pin") as peer,
+    ):
+        await local.put("a", torch.ones(9))
+        async with peer.store.pin(["a"]):
+            with pytest.raises(Overloaded):
+                async with peer.store.pin(["a", "b"]):
+                    raise AssertionError
+            assert local._ledger._values[("a", None)].readers == 1
+        await until(lambda: not server.waiting_bytes)
+        assert not local._ledger._values[("a", None)].readers
 
 
 async def test_a_prefix_ends_at_the_first_key_that_is_missing() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import struct
 
 import pytest
 import torch
 
+from asynckv.buffers import sharing
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve import serve
+from asynckv.buffers.remote import connect
+from asynckv.buffers.serve import Server, serve
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Ack, Nack
 from asynckv.testing.blocked import until
@@ -142,3 +145,32 @@ async def test_who_releases_what_it_never_had_is_hung_up_on(
     _, _, offer, _ = await mapper.select()
     assert offer.mapped is None
     assert mapper.link.is_open
+
+
+async def test_a_system_without_such_sockets_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, mapper: RawMapper
+) -> None:
+    monkeypatch.setattr(sharing, "has_fd_sockets", lambda: False)
+    with pytest.raises(ValueError, match="no memory that could be mapped"):
+        await mapper.ask()
+
+
+async def test_a_process_without_files_to_spare_shows_its_memory_to_later_links(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    local: LookupBuffer,
+    mappable: Server,
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharing, "FdDoor", refuse)
+        async with connect(mappable.url) as peer:
+            assert peer.transport == "inline"
+            await insert(local)
+            assert (await peer.lookup.drop_select()).nbytes == MIB + 16
+    assert caplog.text.count("too many open files") == 1
+    caplog.clear()  # the error is kept there, and by it the memory
+    async with connect(mappable.url) as peer:
+        assert peer.transport == "map"
