@@ -57,8 +57,8 @@ def make_offer(
     body = entry.preamble()
     pin = mapped = None
     if inline:
-        regions = entry.regions[: len(entry.parts)]
-        body = b"".join((body, *(joined(region.memory()) for region in regions)))
+        pieces = [_read(region) for region in entry.regions[: len(entry.parts)]]
+        body = b"".join((body, *pieces))
     elif holder is not None and entry.complete and can_be_mapped(entry, holder):
         pin, mapped, places = map_entry(entry, holder)
         body += places
