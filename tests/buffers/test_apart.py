@@ -98,7 +98,7 @@ async def _taken(
     return {f"{layer}.key": tensor for layer, tensor in entry.key.items()}
 
 
-async def test_what_is_moved_from_memory_that_lies_apart_maps_nothing(
+async def test_nothing_is_mapped_for_who_only_moves_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(fd: int, runs: object, *, writable: bool) -> None:
@@ -110,10 +110,9 @@ async def test_what_is_moved_from_memory_that_lies_apart_maps_nothing(
         layers = _layers()
         entry_id = await local.insert([99], None, layers, None, None)
         assert len(_runs_of(local, entry_id)) > 1
-        async with local.drop_select([99]) as entry:
-            assert isinstance(entry.key, dict)
-            for layer, tensor in layers.items():
-                assert torch.equal(entry.key[layer], tensor)
+        names = {f"{layer}.key": tensor for layer, tensor in layers.items()}
+        found = await _taken(local, "into", names)
+        assert all(torch.equal(found[name], tensor) for name, tensor in names.items())
 
 
 async def test_values_of_a_store_may_lie_apart() -> None:
