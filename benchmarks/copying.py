@@ -52,7 +52,8 @@ def _measure_apart(nbytes: int, *, tuned: bool) -> dict[str, float]:
     environment = dict(os.environ)
     environment.pop("GLIBC_TUNABLES", None)
     if tuned:
-        environment.update([TUNABLES.split("=", 1)])
+        name, _, value = TUNABLES.partition("=")
+        environment[name] = value
     command = [sys.executable, "-m", "benchmarks.copying", "--one", str(nbytes)]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
     found: dict[str, float] = json.loads(done.stdout)
