@@ -147,4 +147,4 @@ class Offering(msgspec.Struct, eq=False):
 
 
 def _read(region: Region) -> memoryview:
-    return joined(region.memory())
+    return region.view() if region.pages is None else joined(region.memory())
