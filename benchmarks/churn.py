@@ -140,7 +140,9 @@ async def measure(
     buffer = asynckv.LookupBuffer(max_bytes, drain_s=0)
     async with buffer:
         churn = Churn(buffer, random.Random(seed))
-        await churn.run(draw, time.monotonic() + seconds / 10)  # until it is full
+        await churn.run(draw, time.monotonic() + seconds / 10)
+        while buffer._growth.arena.is_growing:  # its pages are mapped once
+            await churn.run(draw, time.monotonic() + 1)
         warm = len(churn.shares), churn.entries, churn.moved_bytes, _faults()
         await churn.run(draw, time.monotonic() + seconds)
         await churn.leave()

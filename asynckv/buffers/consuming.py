@@ -54,8 +54,13 @@ class RemoteConsumer:
         lent = [delivery.entry()]
         delivery.forget()
         selecting.release()
-        async with self._held(selecting, delivery):
+        try:
+            selecting.reach(delivery)
             yield lent.pop()  # kept by nobody here: its memory may be another's
+        except BaseException as exc:
+            await _give_back(selecting, delivery, exc)
+            raise
+        await self._acknowledge(selecting, delivery)
 
     @asynccontextmanager
     async def stream(
@@ -64,9 +69,14 @@ class RemoteConsumer:
         """Do what entering an ``open_drop_select`` does."""
         selecting, delivery = await self._select(query, targets, streams=True)
         stream = RemoteStream(selecting, delivery)
-        async with self._held(selecting, delivery):
+        try:
+            selecting.reach(delivery)
             yield stream
             stream.close()
+        except BaseException as exc:
+            await _give_back(selecting, delivery, exc)
+            raise
+        await self._acknowledge(selecting, delivery)
 
     async def _select(
         self,
@@ -134,24 +144,6 @@ class RemoteConsumer:
         except (PeerLost, PeerRestarted):
             return False
 
-    @asynccontextmanager
-    async def _held(
-        self, selecting: Selecting, delivery: Delivery
-    ) -> AsyncIterator[None]:
-        """The application has it: acknowledged at the end, or given back."""
-        try:
-            selecting.reach(delivery)
-            yield
-        except Exception:
-            selecting.give_back(delivery, reached=True)
-            await selecting.quiesce()
-            raise
-        except BaseException:
-            selecting.give_back(delivery, reached=False)
-            await selecting.quiesce()
-            raise
-        await self._acknowledge(selecting, delivery)
-
     async def _acknowledge(self, selecting: Selecting, delivery: Delivery) -> None:
         try:
             await selecting.acknowledge(delivery)
@@ -168,6 +160,14 @@ class RemoteConsumer:
         finally:
             selecting.close()
             await selecting.quiesce()
+
+
+async def _give_back(
+    selecting: Selecting, delivery: Delivery, error: BaseException
+) -> None:
+    """The application is done with it, but by an error, or cancelled."""
+    selecting.give_back(delivery, reached=isinstance(error, Exception))
+    await selecting.quiesce()
 
 
 def _who_waits(selecting: Selecting) -> str:

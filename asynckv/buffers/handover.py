@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -12,8 +13,10 @@ from asynckv.buffers.entries import Lease, Part
 from asynckv.buffers.queries import tensor_of
 from asynckv.errors import LeaseLost
 from asynckv.observability.lines import as_line
+from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, check_landing, landing_of, tensor_at
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.runs import Runs
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -73,7 +76,7 @@ async def hand_over(
         if part.name not in targets
         and (part.region is None or part.region.can_change_hands())
     ]
-    named = {part.name: _tensor(part) for part in own}
+    named, own = _taken(own)
     others = {part.name for part in lease.entry.parts} - named.keys()
     copies = await _copies(lease, pool, targets, only=others | targets.keys())
     if lease.is_valid:
@@ -97,7 +100,7 @@ async def tensors_of(
         targets[part.name] if part.name in targets else pool.empty(part.spec)
         for part in parts
     ]
-    await pool.copy([_tensor(part) for part in parts], places, digest=False)
+    await pool.copy([_place(part) for part in parts], places, digest=False)
     return [tensor_at(place) for place in places]
 
 
@@ -133,7 +136,24 @@ async def _copies(
     return {part.name: t for part, t in zip(wanted, tensors, strict=True)}
 
 
-def _tensor(part: Part) -> torch.Tensor:
+def _taken(parts: list[Part]) -> tuple[dict[str, torch.Tensor], list[Part]]:
+    """Return tensors in the parts' own memory, and whose they are.
+
+    Not of what lies apart when the process may have no more mappings.
+    """
+    named: dict[str, torch.Tensor] = {}
+    for part in parts:
+        region = _region(part)
+        with contextlib.suppress(OSError):
+            named[part.name] = region.tensor(part.spec)
+    return named, [part for part in parts if part.name in named]
+
+
+def _place(part: Part) -> torch.Tensor | Runs:
+    return _region(part).place(part.spec)
+
+
+def _region(part: Part) -> Region:
     if part.region is None:
         raise LeaseLost("the entry was taken back while it was read")
-    return part.region.tensor(part.spec)
+    return part.region

@@ -15,6 +15,7 @@ from asynckv.errors import LeaseLost
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.runs import Runs
 
 __all__ = ("LocalSource",)
 
@@ -40,7 +41,7 @@ class LocalSource:
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
         targets = [
-            part.region.tensor(part.spec)
+            part.region.place(part.spec)
             for part in entry.parts
             if part.region is not None
         ]
@@ -61,7 +62,7 @@ class LocalSource:
             targets.clear()  # an error's traceback would keep the memory in use
 
     async def _move(
-        self, some: range, targets: list[torch.Tensor], in_place: set[int]
+        self, some: range, targets: list[torch.Tensor | Runs], in_place: set[int]
     ) -> None:
         """Copy and digest some tensors, but copy none that is there already."""
         there = [index for index in some if index in in_place]

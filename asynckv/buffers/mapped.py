@@ -201,7 +201,7 @@ class Mappings:
 
     def of(self, link: Link) -> MappedMemory | None:
         """Return what ``link`` shows of the peer's memory, if it does."""
-        return self._of_link.get(link)
+        return self._of_link.get(link) if link.may_map else None
 
     def close(self) -> None:
         """Forget the file. What there are views of stays mapped. Never waits."""

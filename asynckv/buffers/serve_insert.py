@@ -31,6 +31,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.tensors.arena import Region
+from asynckv.tensors.runs import fill
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService
@@ -135,7 +136,7 @@ class ServedInsert:
             digests = [b""] * len(digests)  # as those that come by payload
         for index, digest in enumerate(digests):
             # At most 64 KiB: what rides with a frame.
-            regions[index].view()[:] = manifest.inline[index]
+            fill(regions[index].memory(), manifest.inline[index])
             landed(index, digest)
 
 
@@ -145,7 +146,7 @@ class _Coming:
     def __init__(
         self, link: Link, transfer: int, regions: list[Region], landed: Landed
     ) -> None:
-        targets = [region.view() for region in regions]
+        targets = [region.memory() for region in regions]
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.reception = Reception(link, transfer, targets, self, has_riders=True)
         self._landed = landed

@@ -5,6 +5,8 @@ Plain functions; nothing here waits or knows how a delivery ends.
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from asynckv.buffers.entries import Lease, StoredEntry
@@ -21,6 +23,8 @@ from asynckv.protocol.frames import (
     Retract,
 )
 from asynckv.protocol.payload_frames import Done
+from asynckv.tensors.arena import Region
+from asynckv.tensors.runs import joined
 
 __all__ = ("Offering", "make_offer", "may_begin")
 
@@ -53,8 +57,8 @@ def make_offer(
     body = entry.preamble()
     pin = mapped = None
     if inline:
-        views = [region.view() for region in entry.regions[: len(entry.parts)]]
-        body = b"".join((body, *views))
+        pieces = [_read(region) for region in entry.regions[: len(entry.parts)]]
+        body = b"".join((body, *pieces))
     elif holder is not None and entry.complete and can_be_mapped(entry, holder):
         pin, mapped, places = map_entry(entry, holder)
         body += places
@@ -131,11 +135,16 @@ class Offering(msgspec.Struct, eq=False):
         if rides(nbytes):
             if self._riding is None:
                 self._riding = RidingParts(self.link, stream, transfer)
-            self._riding.add(index, nbytes, part.region.view, digest)
+            self._riding.add(index, nbytes, partial(_read, part.region), digest)
             return
 
         def sent(digest: bytes, error: BaseException | None) -> None:
             if error is None:
                 stream.send(Done(transfer, index, digest))
 
-        self.link.payload.send(transfer, index, part.region.view(), sent, digest=digest)
+        memory = part.region.memory()
+        self.link.payload.send(transfer, index, memory, sent, digest=digest)
+
+
+def _read(region: Region) -> memoryview:
+    return region.view() if region.pages is None else joined(region.memory())

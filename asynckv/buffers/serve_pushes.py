@@ -16,6 +16,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.arena import Region
+from asynckv.tensors.runs import fill
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService
@@ -140,7 +141,8 @@ class ServedPushes:
         if frame.digest and frame.digest != digest:
             self.failed(ChecksumError("a pushed tensor changed on its way"))
             return
-        region.view()[:] = body  # at most 64 KiB: what rides with a frame
+        # At most 64 KiB: what rides with a frame.
+        fill(region.memory(), memoryview(body))
         self.verified(frame.part, digest)
 
     def _grant(self, frame: Push, region: Region) -> None:
@@ -179,7 +181,8 @@ class _Pushed:
         self, pushes: ServedPushes, frame: Push, service: LookupService, region: Region
     ) -> None:
         self.index = frame.part
-        self.reception = Reception(service.link, frame.transfer, [region.view()], self)
+        targets = [region.memory()]
+        self.reception = Reception(service.link, frame.transfer, targets, self)
         self._pushes = pushes
 
     def part_verified(self, index: int, digest: bytes) -> None:

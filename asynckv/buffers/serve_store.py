@@ -36,6 +36,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.pin_frames import Pin
 from asynckv.protocol.values import TensorRecord
+from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of
 
 __all__ = ("StoreService",)
@@ -208,12 +209,12 @@ class _ServedPut:
             digest = digest_of(self._inline)
             if self._frame.digest and self._frame.digest != digest:
                 raise ChecksumError(f"{self._frame.key!r} changed on its way")
-            pending.region.view()[:] = self._inline  # at most 64 KiB
+            fill(pending.region.memory(), memoryview(self._inline))  # at most 64 KiB
             return digest
         self._reception = Reception(
             self._service.link,
             self._frame.transfer,
-            [pending.region.view()],
+            [pending.region.memory()],
             self,
             has_riders=True,
         )
@@ -259,7 +260,8 @@ class _ServedGet:
             return
         inline = pinned.spec.nbytes <= INLINE_NBYTES
         record = TensorRecord("value", pinned.spec, pinned.digest)
-        body = pack([record], None, None, [pinned.region.view()] if inline else [])
+        pieces = [joined(pinned.region.memory())] if inline else []
+        body = pack([record], None, None, pieces)
         self._stream.send(Offer(transfer=self._transfer, inline=inline), body)
         if inline:
             self._end(Result(1))
@@ -269,7 +271,7 @@ class _ServedGet:
         self._service.link.payload.send(
             self._transfer,
             0,
-            self._pinned.region.view(),
+            self._pinned.region.memory(),
             self._sent,
             digest=self._pinned.digest or None,
         )

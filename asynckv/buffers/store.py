@@ -69,7 +69,7 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         try:
             # No variable: an error's traceback would keep the memory in use.
             [digest] = await self.pool.copy(
-                [value], [pending.region.tensor(pending.spec)]
+                [value], [pending.region.place(pending.spec)]
             )
             self.commit(pending, digest)
         finally:
@@ -89,7 +89,7 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
                 check_into(into, pinned.spec, key)
             target = self.pool.empty(pinned.spec) if into is None else into
             await self.pool.copy(
-                [pinned.region.tensor(pinned.spec)], [target], digest=False
+                [pinned.region.place(pinned.spec)], [target], digest=False
             )
             return target
         finally:

@@ -54,7 +54,7 @@ class LocalWriter(InsertWriter):
     async def _copy(self, index: int, tensor: KVMemory) -> None:
         entry, part = self._entry, self._entry.parts[index]
         if part.region is not None:
-            (digest,) = await self._pool.copy([tensor], [part.region.tensor(part.spec)])
+            (digest,) = await self._pool.copy([tensor], [part.region.place(part.spec)])
             self._ledger.landed(entry, index, digest)
         elif entry.left_by:
             raise EntryAborted(reason=entry.left_by)

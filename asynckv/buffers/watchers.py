@@ -33,7 +33,9 @@ class Watchers:
     def wake(self) -> None:
         """The object has changed. Never waits."""
         first, others = self._first, self._others
+        if first is None:
+            return  # nor is there any other
         self._first = self._others = None
         for future in (first, *(others or ())):
-            if future is not None and not future.done():
+            if not future.done():
                 future.set_result(None)

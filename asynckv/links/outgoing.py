@@ -158,7 +158,10 @@ class Outgoing:
 
     def _flush_now(self) -> None:
         self.will_flush = self._has_begun = False
-        self.flush()
+        if self._outbox.nbytes or self.is_reading_paused or self._when_drained:
+            self.flush()
+        elif self._is_last:
+            self.flush()
         if self._when_answered:
             self._tell_answered()
 

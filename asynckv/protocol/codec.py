@@ -193,11 +193,11 @@ class FrameDecoder:
     def _join(self, data: Buffer) -> bytes:
         """Return what is pending with ``data`` behind it, when that is enough."""
         pending = self._pending
-        pending += data
         # Joined once a frame, however small the pieces are.
-        if len(pending) < self._wanted_bytes:
+        if len(pending) + len(data) < self._wanted_bytes:
+            pending += data
             return b""
-        joined = bytes(pending)
+        joined = b"".join((pending, data))
         pending.clear()
         self._wanted_bytes = HEADER_BYTES
         return joined

@@ -17,6 +17,7 @@ import numpy.typing
 import torch
 
 from asynckv.tensors.allocator import Run
+from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.views import bytes_of, tensor_over
 from asynckv.types import TensorSpec
 
@@ -33,7 +34,7 @@ class Pages:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = runs
         self.memory: numpy.typing.NDArray[numpy.uint8] | None = None
-        """Where they are mapped in one piece, if they do not lie together."""
+        """Where they are mapped in one piece, once somebody needs them so."""
         self.left = 0
 
 
@@ -67,6 +68,22 @@ class Region:
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor over these bytes, without a copy."""
         return tensor_over(self.view(), spec)
+
+    def memory(self) -> Memory:
+        """Return the bytes where they lie, be that in several places.
+
+        No memory is mapped for it, which a first use of would fault in page by page:
+        for whoever only moves bytes.
+        """
+        return self.view()
+
+    def place(self, spec: TensorSpec) -> torch.Tensor | Runs:
+        """Return what a tensor is copied to or from: one, or the places of its bytes.
+
+        As :meth:`memory` for :class:`~asynckv.tensors.copying.CopyPool`.
+        """
+        memory = self.memory()
+        return memory if isinstance(memory, Runs) else tensor_over(memory, spec)
 
     def hold(self) -> Hold:
         """Keep the memory as it is, also when it is released, until the hold ends."""

@@ -22,7 +22,7 @@ from asynckv.protocol.digests import Digester
 from asynckv.shielding import wait_or_stop
 from asynckv.tensors.blocks import KVMemory, memory_of
 from asynckv.tensors.jobs import CopyJob
-from asynckv.tensors.runs import Runs, copied, pieces_of
+from asynckv.tensors.runs import Runs, copied, landed, pieces_of
 from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor
 from asynckv.types import TensorSpec
 
@@ -139,9 +139,9 @@ class CopyPool(ProcessBound):
         """Copy each source into its target; return the targets' digests.
 
         Sources may have any strides; targets are contiguous, of equal shape and
-        dtype. Either may be blocks, beside what is contiguous. Without ``digest``
-        the digests are empty. Up to 64 KiB in all are copied at once, more in the
-        threads.
+        dtype. Either may be blocks, or runs of as many bytes, beside what is
+        contiguous. Without ``digest`` the digests are empty. Up to 64 KiB in all are
+        copied at once, more in the threads.
 
         A cancelled call stops at the next piece (1 MiB) and ends when no thread
         touches a source or a target; targets may hold part of the copy then,
@@ -299,13 +299,20 @@ def _block_pieces(source: _Place, target: _Place | None) -> Iterator[memoryview]
                 origin, start, min(start + _PIECE_NBYTES, origin.nbytes)
             )
         return
-    if not isinstance(source, Runs) and not isinstance(target, Runs):
-        _check_equal(source, target)
-    yield from copied(memory_of(source), memory_of(target), _PIECE_NBYTES)
+    _check_equal(source, target)
+    if isinstance(source, torch.Tensor):
+        check_sendable(source)
+    if isinstance(source, torch.Tensor) and not _is_dense(source):
+        yield from landed(_strided_pieces(source, None), memory_of(target))
+    else:
+        yield from copied(memory_of(source), memory_of(target), _PIECE_NBYTES)
 
 
-def _check_equal(source: KVMemory, target: KVMemory) -> None:
-    if (source.shape, source.dtype) != (target.shape, target.dtype):
+def _check_equal(source: _Place, target: _Place) -> None:
+    if isinstance(source, Runs) or isinstance(target, Runs):
+        if source.nbytes != target.nbytes:
+            raise ValueError(f"{source.nbytes} bytes are not {target.nbytes}")
+    elif (source.shape, source.dtype) != (target.shape, target.dtype):
         raise ValueError(
             f"a {source.dtype} {tuple(source.shape)} cannot be copied into "
             f"a {target.dtype} {tuple(target.shape)}"
@@ -319,10 +326,15 @@ def _tensor_pieces(
     if target is not None:
         _check_equal(source, target)
         bytes_of(target)  # refuses what is not contiguous
-    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+    if _is_dense(source):
         yield from _dense_pieces(source, target)
     else:
         yield from _strided_pieces(source, target)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Is its memory its elements in order?"""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _dense_pieces(

@@ -36,10 +36,12 @@ class Lending:
         if slabs is None or slabs.is_closed:
             return empty_tensor(spec)
         (region,) = slabs.allocate([spec.nbytes]) or (None,)
-        if not isinstance(region, SlabRegion):
+        tensor = None
+        if isinstance(region, SlabRegion):
+            tensor = _tensor_in(region, spec)
+        if tensor is None or not isinstance(region, SlabRegion):
             slabs.free([] if region is None else [region])
             return empty_tensor(spec)
-        tensor = region.tensor(spec)
         self._lent[tensor.data_ptr()] = region
         region.is_lent = True
         region.release()
@@ -53,7 +55,10 @@ class Lending:
         region = None if self._slabs is None else self._slabs.take_spare(spec.nbytes)
         if region is None:
             return empty_tensor(spec)
-        tensor = region.tensor(spec)
+        tensor = _tensor_in(region, spec)
+        if tensor is None:
+            region.release()
+            return empty_tensor(spec)
         region.hand_out()
         region.release()
         return tensor
@@ -75,6 +80,14 @@ class Lending:
         is_whole = tensor.nbytes == region.nbytes and tensor.is_contiguous()
         is_plain = not (tensor.is_conj() or tensor.is_neg())
         return region if is_whole and is_plain else None
+
+
+def _tensor_in(region: SlabRegion, spec: TensorSpec) -> torch.Tensor | None:
+    """Return a tensor there; ``None`` if the process may have no more mappings."""
+    try:
+        return region.tensor(spec)
+    except OSError:
+        return None
 
 
 def allocate_but(

@@ -7,7 +7,7 @@ runs on one thread, and nothing waits.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy
@@ -54,6 +54,9 @@ class Pins:
     def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
         memory = self._pages.memory_of(region.pages, writable=writable)
         return memory[region.offset : region.offset + region.nbytes]
+
+    def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
+        return self._pages.spans_of(region.pages, region.offset, region.nbytes)
 
     def let_go(self, region: SlabRegion) -> None:
         self._gone.append(region)

@@ -6,13 +6,24 @@ Neighbours are one run: what lies in one place is a plain ``memoryview``.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Final, TypeAlias
 
 import numpy
 import numpy.typing
 
-__all__ = ("Memory", "Runs", "copied", "fill", "joined", "pieces_of", "runs_in")
+__all__ = (
+    "Memory",
+    "Runs",
+    "copied",
+    "fill",
+    "joined",
+    "landed",
+    "pieces_of",
+    "runs_at",
+    "runs_in",
+)
 
 
 class Runs:
@@ -62,6 +73,8 @@ class Runs:
 Memory: TypeAlias = memoryview | Runs
 """Where payload comes from, or lands. Flat bytes."""
 
+_NOTHING: Final = memoryview(b"")
+
 
 def runs_in(
     base: memoryview, starts: numpy.typing.NDArray[numpy.int64], nbytes: int
@@ -81,6 +94,16 @@ def runs_in(
     return Runs(base, places.tolist(), stops.tolist(), ends.tolist())
 
 
+def runs_at(base: memoryview, spans: Sequence[tuple[int, int]]) -> Memory:
+    """Return the memory of runs that begin and end at these places."""
+    if len(spans) < 2:
+        return base[slice(*spans[0])] if spans else base[:0]
+    starts = [start for start, _ in spans]
+    stops = [stop for _, stop in spans]
+    ends = list(accumulate(stop - start for start, stop in spans))
+    return Runs(base, starts, stops, ends)
+
+
 def copied(source: Memory, target: Memory, nbytes: int) -> Iterator[memoryview]:
     """Copy from the beginning, and yield what was copied in pieces of ``nbytes``.
 
@@ -88,21 +111,19 @@ def copied(source: Memory, target: Memory, nbytes: int) -> Iterator[memoryview]:
     """
     for start in range(0, source.nbytes, nbytes):
         stop = min(start + nbytes, source.nbytes)
-        rest, offset = iter(pieces_of(source, start, stop)), 0
-        origin = next(rest)
-        for place in pieces_of(target, start, stop):
-            done = 0
-            while done < len(place):
-                if offset == len(origin):
-                    origin, offset = next(rest), 0
-                some = min(len(place) - done, len(origin) - offset)
-                numpy.copyto(
-                    numpy.frombuffer(place[done : done + some], numpy.uint8),
-                    numpy.frombuffer(origin[offset : offset + some], numpy.uint8),
-                )
-                done += some
-                offset += some
-            yield place
+        yield from _scattered(pieces_of(source, start, stop), target, start, stop)
+
+
+def landed(pieces: Iterable[memoryview], target: Memory) -> Iterator[memoryview]:
+    """Copy pieces in, one after the other, and yield where each is now.
+
+    Releases the GIL while it copies.
+    """
+    start = 0
+    for piece in pieces:
+        stop = start + len(piece)
+        yield from _scattered([piece], target, start, stop)
+        start = stop
 
 
 def fill(target: Memory, source: memoryview) -> None:
@@ -125,3 +146,22 @@ def joined(memory: Memory) -> memoryview:
     if isinstance(memory, Runs):
         return memoryview(b"".join(memory.pieces(0, memory.nbytes)))
     return memory
+
+
+def _scattered(
+    pieces: Iterable[memoryview], target: Memory, start: int, stop: int
+) -> Iterator[memoryview]:
+    rest, offset, origin = iter(pieces), 0, _NOTHING
+    for place in pieces_of(target, start, stop):
+        done = 0
+        while done < len(place):
+            if offset == len(origin):
+                origin, offset = next(rest), 0
+            some = min(len(place) - done, len(origin) - offset)
+            numpy.copyto(
+                numpy.frombuffer(place[done : done + some], numpy.uint8),
+                numpy.frombuffer(origin[offset : offset + some], numpy.uint8),
+            )
+            done += some
+            offset += some
+        yield place

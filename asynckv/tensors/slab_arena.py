@@ -149,7 +149,7 @@ class SlabArena(Arena):
         sizes = sizes[: len(sizes) - charges]
         if not self._is_for_heap(sum(sizes)):
             # Their memory stays where it is; as many pages are kept for them.
-            placed = self.pages.place(sizes)
+            placed = self.pages.take(sizes)
             if placed is None and not self._may_spill:
                 self.pages.want()
                 return False

@@ -23,7 +23,7 @@ __all__ = ("Place", "SlabPages")
 
 _MAX_RUNS: Final = 64
 _MAX_STITCHED_RUNS: Final = 8192
-"""Places that one block may be in, and those that are mapped for such blocks: a
+"""Places that one block may be in, and those that may be mapped for such blocks: a
 process may have 65,530 mappings."""
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
@@ -38,7 +38,8 @@ class SlabPages:
     ``wanted`` is called when a slab is needed: :meth:`make_slab`, in a thread, then
     :meth:`add_slab` are to follow.
 
-    What fits nowhere in one piece, once all slabs are there, is mapped in several.
+    What fits nowhere in one piece, once all slabs are there, lies in several, which
+    are mapped together for those alone who need them so.
     """
 
     def __init__(self, max_bytes: int, wanted: Callable[[], None]) -> None:
@@ -76,7 +77,7 @@ class SlabPages:
         """Would :meth:`take` have pages for tensors of these sizes now?"""
         return self._allocator.fits(pack(sizes)[0], max_runs=self._max_runs)
 
-    def place(self, sizes: Sequence[int]) -> list[Place] | None:
+    def take(self, sizes: Sequence[int]) -> list[Place] | None:
         """Take pages for tensors of these sizes, all or none, and map nothing."""
         blocks, places = pack(sizes)
         taken = self._allocator.allocate(blocks, max_runs=self._max_runs)
@@ -85,22 +86,6 @@ class SlabPages:
         self._stitched_runs += sum(len(runs) for runs in taken if len(runs) > 1)
         pages = [Pages(runs) for runs in taken]
         return [(pages[block], offset) for block, offset in places]
-
-    def take(self, sizes: Sequence[int]) -> list[Place] | None:
-        """Take pages for tensors of these sizes, all or none, that can be written."""
-        placed, slabs = self.place(sizes), self._slabs
-        if placed is None or slabs is None:
-            return None
-        taken = list(dict.fromkeys(pages for pages, _ in placed))
-        try:
-            for pages in taken:
-                if len(pages.runs) > 1:
-                    pages.memory = slabs.of_runs(pages.runs, writable=True)
-        except OSError:  # too many mappings: there is room when others have left
-            for pages in taken:
-                self.free(pages)
-            return None
-        return placed
 
     def free(self, pages: Pages) -> None:
         """Give pages back that no region has any more."""
@@ -114,14 +99,36 @@ class SlabPages:
         """Return pages that :meth:`take` has returned, in one piece.
 
         :raises RuntimeError: the slabs were unmapped
+        :raises OSError: they lie apart, and the process may have no more mappings
         """
         slabs = self._slabs
         if pages is None or slabs is None:
             raise RuntimeError("a region outlived the slabs of its arena")
-        memory = pages.memory if writable else None
-        return (
-            slabs.of_runs(pages.runs, writable=writable) if memory is None else memory
-        )
+        if not writable or len(pages.runs) < 2:
+            return slabs.of_runs(pages.runs, writable=writable)
+        if pages.memory is None:
+            pages.memory = slabs.of_runs(pages.runs, writable=True)
+        return pages.memory
+
+    def spans_of(
+        self, pages: Pages | None, offset: int, nbytes: int
+    ) -> tuple[_Bytes, list[tuple[int, int]]]:
+        """Return all memory, and where some bytes of ``pages`` begin and end in it.
+
+        :raises RuntimeError: the slabs were unmapped
+        """
+        slabs = self._slabs
+        if pages is None or slabs is None:
+            raise RuntimeError("a region outlived the slabs of its arena")
+        spans: list[tuple[int, int]] = []
+        for first, count in pages.runs:
+            length = count * PAGE_NBYTES
+            if offset < length and nbytes:
+                start, some = first * PAGE_NBYTES + offset, min(length - offset, nbytes)
+                spans.append((start, start + some))
+                nbytes -= some
+            offset -= min(offset, length)
+        return slabs.memory, spans
 
     def want(self) -> None:
         """Ask for a slab, if there can be one more."""

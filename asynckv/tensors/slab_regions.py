@@ -8,6 +8,7 @@ moment, so it only notes the region; the owner's thread does the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 import numpy
@@ -15,6 +16,7 @@ import numpy.typing
 import torch
 
 from asynckv.tensors.arena import Hold, Pages, Region, heap_memory
+from asynckv.tensors.runs import Memory, runs_at
 from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
 
@@ -27,7 +29,13 @@ class SlabRegionOwner(Protocol):
     """The arena, as its regions see it."""
 
     def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
-        """Return a region's bytes, without a hold on it."""
+        """Return a region's bytes, without a hold on it.
+
+        :raises OSError: they lie apart, and cannot be mapped together
+        """
+
+    def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
+        """Return all memory, and where a region's bytes begin and end in it."""
 
     def let_go(self, region: SlabRegion) -> None:
         """A hold ended. Called by finalizers: in any thread, at any moment."""
@@ -117,10 +125,20 @@ class SlabRegion(Region):
         pages.left += 1
 
     def view(self) -> memoryview:
-        """Return the bytes, writable, without a copy; scratch once it is released."""
+        """Return the bytes, writable, without a copy; scratch once it is released.
+
+        :raises OSError: they lie apart, and the process may have no more mappings
+        """
         if self._is_released or self._owner is None:
             return heap_memory(self.nbytes)
         return self._window(self._owner).data  # not kept here: it holds this region
+
+    def memory(self) -> Memory:
+        owner, pages = self._owner, self.pages
+        if self._is_released or owner is None or pages is None or len(pages.runs) < 2:
+            return self.view()
+        base, spans = owner.spans_of(self)
+        return runs_at(self._held(owner, base).data, spans)
 
     def constant(self, spec: TensorSpec) -> torch.Tensor:
         """Return a tensor over these bytes that must never be written: a crash."""
@@ -197,6 +215,8 @@ class SlabRegion(Region):
             owner.give_back(self)
 
     def _window(self, owner: SlabRegionOwner, *, writable: bool = True) -> _Bytes:
-        memory = owner.memory_of(self, writable=writable)
+        return self._held(owner, owner.memory_of(self, writable=writable))
+
+    def _held(self, owner: SlabRegionOwner, memory: _Bytes) -> _Bytes:
         self._holds += 1
         return numpy.asarray(_Window(self, owner, memory))

@@ -14,7 +14,7 @@ from asynckv.buffers.handover import (
 )
 from asynckv.buffers.queries import Query
 from asynckv.errors import LeaseLost
-from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.holders import RecordingHolder, draft_of
 from asynckv.types import TensorSpec
@@ -44,6 +44,24 @@ async def test_the_last_delivery_gets_the_memory_itself() -> None:
     lease = leased()
     entry = await hand_over(lease, POOL, {})
     assert of(entry.key).data_ptr() == stored(lease.entry).data_ptr()
+
+
+async def test_memory_that_cannot_be_shown_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease = leased()
+    region = lease.entry.parts[0].region
+    tensor = stored(lease.entry)
+    monkeypatch.setattr(Region, "place", lambda region, spec: tensor)
+
+    def refuse(region: Region, spec: TensorSpec) -> torch.Tensor:
+        raise OSError("too many mappings")
+
+    monkeypatch.setattr(Region, "tensor", refuse)
+    entry = await hand_over(lease, POOL, {})
+    assert of(entry.key).tolist() == [7] * 8
+    assert of(entry.key).data_ptr() != tensor.data_ptr()
+    assert region is lease.entry.parts[0].region
 
 
 async def test_any_other_delivery_gets_a_copy() -> None:

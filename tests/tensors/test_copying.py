@@ -11,6 +11,7 @@ import torch
 
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.runs import Runs, joined, runs_at
 from asynckv.tensors.views import bytes_of, empty_tensor
 from asynckv.types import TensorSpec
 
@@ -90,6 +91,25 @@ async def test_strided_sources_become_dense(
     assert await pool.digest([source.permute(2, 1, 0)]) == [digest]
 
 
+@pytest.mark.parametrize("rows", [2, 600, 5000])
+async def test_whatever_is_copied_may_land_in_several_places(
+    pool: CopyPool, rows: int
+) -> None:
+    source = _random(256 * 3 * rows).view(256, 3, rows)
+    base = bytearray(2 * source.nbytes)
+    middle = source.nbytes + source.nbytes // 3
+    spans = [(middle, 2 * source.nbytes), (0, 7), (source.nbytes, middle - 7)]
+    place = runs_at(memoryview(base), spans)
+    assert isinstance(place, Runs)
+    dense = torch.empty_like(source)
+    for one in (source, source.permute(2, 1, 0)):
+        digests = await pool.copy([one], [place])
+        assert joined(place) == bytes_of(one.contiguous())
+        assert await pool.copy([place], [dense]) == digests
+        assert bytes_of(dense) == joined(place)
+        assert digests == [digest_of(joined(place))]
+
+
 async def test_one_row_larger_than_a_piece_is_split(pool: CopyPool) -> None:
     source = torch.arange(2 * 2**20).view(1, 2, 1024, 1024).transpose(2, 3)
     target = torch.zeros_like(source, memory_format=torch.contiguous_format)
@@ -147,6 +167,9 @@ async def test_a_misfit_is_a_value_error(pool: CopyPool, rows: int) -> None:
         await pool.copy([torch.zeros(rows)], [torch.zeros(rows + 1)])
     with pytest.raises(ValueError, match="not contiguous"):
         await pool.copy([torch.zeros(rows, 2)], [torch.zeros(rows, 4)[:, ::2]])
+    with pytest.raises(ValueError, match="bytes are not"):
+        place = runs_at(memoryview(bytearray(99)), [(8, 14), (2, 3)])
+        await pool.copy([place], [torch.zeros(rows)])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="1 sources and 0 targets"):
         await pool.copy([torch.zeros(rows)], [])
 

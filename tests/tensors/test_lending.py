@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import errno
 import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from asynckv.tensors import slabs as slabs_module
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.lending import Lending, allocate_but
 from asynckv.tensors.slab_arena import SlabArena
@@ -115,6 +117,24 @@ def test_without_idle_memory_a_spare_tensor_is_ordinary(arena: SlabArena) -> Non
     for nbytes in (16, 17 * _MIB):
         assert lending.spare(TensorSpec((nbytes,), "uint8")).nbytes == nbytes
     assert arena.handed_out_bytes == 0
+
+
+def test_where_no_more_can_be_mapped_tensors_are_ordinary(
+    arena: SlabArena, lending: Lending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, runs: object, *, writable: bool) -> None:
+        raise OSError(errno.ENOMEM, "too many mappings")
+
+    monkeypatch.setattr(slabs_module, "stitch", refuse)
+    others = [lending.empty(_LARGE) for _ in range(16)]
+    others.sort(key=torch.Tensor.data_ptr)
+    del others[::2]
+    for lend in (lending.empty, lending.spare):
+        assert lend(TensorSpec((3 * _MIB,), "uint8")).nbytes == 3 * _MIB
+        arena.collect()
+        assert (arena.used_bytes, arena.pinned_bytes) == (0, 8 * _MIB)
+        assert arena.handed_out_bytes == 0
+        assert arena.pages.free_bytes == 8 * _MIB
 
 
 def test_a_heap_lends_ordinary_tensors() -> None:

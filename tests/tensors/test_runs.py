@@ -4,7 +4,17 @@ import numpy
 import pytest
 from hypothesis import given, strategies as st
 
-from asynckv.tensors.runs import Memory, Runs, copied, fill, joined, pieces_of, runs_in
+from asynckv.tensors.runs import (
+    Memory,
+    Runs,
+    copied,
+    fill,
+    joined,
+    landed,
+    pieces_of,
+    runs_at,
+    runs_in,
+)
 
 _BASE = bytes(range(256))
 
@@ -52,6 +62,22 @@ def test_runs_of_different_lengths_are_copied(
     target = _runs([6 * place for place in targets], 6, base)
     hot = b"".join(copied(source, target, piece_nbytes))
     assert hot == joined(target) == joined(source)
+
+
+@pytest.mark.parametrize("spans", [[], [(3, 9)], [(200, 256), (0, 1), (7, 90)]])
+def test_runs_are_at_their_places(spans: list[tuple[int, int]]) -> None:
+    memory = runs_at(memoryview(_BASE), spans)
+    assert isinstance(memory, Runs) is (len(spans) > 1)
+    assert joined(memory) == b"".join(_BASE[start:stop] for start, stop in spans)
+
+
+@given(st.lists(st.binary(max_size=9)))
+def test_pieces_land_one_after_the_other(pieces: list[bytes]) -> None:
+    whole = b"".join(pieces)
+    middle, base = len(whole) // 2, bytearray(len(whole) + 5)
+    target = runs_at(memoryview(base), [(middle + 5, len(base)), (0, middle)])
+    hot = list(landed(map(memoryview, pieces), target))
+    assert b"".join(hot) == joined(target) == whole
 
 
 def test_a_few_bytes_fill_runs() -> None:

@@ -4,16 +4,19 @@ import errno
 import gc
 import os
 import random
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from asynckv.tensors import slab_arena as slab_arena_module
 from asynckv.tensors.arena import Region
+from asynckv.tensors.runs import pieces_of
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, PAGE_NBYTES, has_slabs
@@ -178,6 +181,10 @@ def test_slabs_are_unmapped_when_the_last_view_is_gone(bench: Bench) -> None:
     assert _mappings() == mappings
 
 
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def _mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:asynckv")
 
@@ -313,8 +320,9 @@ def _with_gaps(bench: Bench) -> list[SlabRegion]:
 def test_what_fits_nowhere_in_one_piece_is_in_several(bench: Bench) -> None:
     others, mappings = _with_gaps(bench), _mappings()
     (region,) = bench.take(24 * _MIB)
-    assert _mappings() == mappings + 24
+    assert _mappings() == mappings
     tensor = region.tensor(TensorSpec((24, _MIB), "uint8"))
+    assert _mappings() == mappings + 24
     tensor.copy_(torch.arange(100, 124, dtype=torch.uint8).unsqueeze(1))
     assert [bytes(other.view()[::4096]) for other in others] == [
         bytes([mark]) * 256 for mark in range(1, 64, 2)
@@ -327,6 +335,33 @@ def test_what_fits_nowhere_in_one_piece_is_in_several(bench: Bench) -> None:
     bench.arena.collect()
     assert _mappings() == mappings
     assert bench.arena.pages.free_bytes == 32 * _MIB
+
+
+def test_bytes_are_moved_where_they_lie_without_a_mapping_or_a_fault(
+    bench: Bench,
+) -> None:
+    others, mappings = _with_gaps(bench), _mappings()
+    (region,) = bench.take(24 * _MIB)
+    before = _faults()
+    for piece in pieces_of(region.memory(), 0, 24 * _MIB):
+        numpy.frombuffer(piece, numpy.uint8)[:] = 77
+    assert _faults() - before < 24 * _MIB // PAGE_NBYTES // 20
+    assert _mappings() == mappings
+    assert region.view() == bytes([77]) * 24 * _MIB
+    assert [other.view()[-1] for other in others] == list(range(1, 64, 2))
+
+
+def test_bytes_that_lie_apart_are_kept_while_somebody_moves_them(bench: Bench) -> None:
+    others = _with_gaps(bench)
+    (region,) = bench.take(2 * _MIB)
+    memory = [region.memory()]
+    region.release()
+    assert bench.arena.pinned_bytes == 2 * _MIB
+    assert isinstance(region.memory(), memoryview)  # scratch: it is released
+    memory.clear()
+    bench.arena.collect()
+    assert bench.arena.pinned_bytes == 0
+    assert len(others) == 32
 
 
 def test_pieces_outlive_their_arena_with_the_last_view(bench: Bench) -> None:

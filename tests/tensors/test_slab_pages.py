@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
+import numpy
 import pytest
 
 from asynckv.tensors import slab_pages as slab_pages_module, slabs as slabs_module
@@ -87,7 +88,7 @@ def test_too_small_a_slab_is_the_last(pages: SlabPages) -> None:
 
 def test_pages_can_be_had_without_their_memory(pages: SlabPages) -> None:
     _with_gaps(pages)
-    (place,) = pages.place([2 * _MIB]) or []
+    (place,) = pages.take([2 * _MIB]) or []
     assert len(place[0].runs) == 2
     assert place[0].memory is None
     pages.free(place[0])
@@ -117,16 +118,29 @@ def test_nothing_is_in_more_pieces_than_there_may_be(
     assert pages.take([3 * _MIB]) is not None
 
 
-def test_where_no_more_can_be_mapped_there_is_no_room(
+def test_where_no_more_can_be_mapped_there_is_room_all_the_same(
     pages: SlabPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(fd: int, runs: object, *, writable: bool) -> None:
         raise OSError(errno.ENOMEM, "too many mappings")
 
     _with_gaps(pages)
-    free = pages.free_bytes
     monkeypatch.setattr(slabs_module, "stitch", refuse)
-    assert pages.take([4 * _MIB]) is None
-    assert pages.free_bytes == free
+    (place,) = pages.take([4 * _MIB]) or []
+    with pytest.raises(OSError, match="mappings"):
+        pages.memory_of(place[0], writable=True)
+    assert len(pages.spans_of(place[0], 0, 4 * _MIB)[1]) == 4
     monkeypatch.undo()
-    assert pages.take([4 * _MIB]) is not None
+    assert pages.memory_of(place[0], writable=True).nbytes == 4 * _MIB
+
+
+def test_bytes_that_lie_apart_are_found_where_they_are(pages: SlabPages) -> None:
+    _with_gaps(pages)
+    (place,) = pages.take([3 * _MIB]) or []
+    whole = pages.memory_of(place[0], writable=True)
+    whole[:] = numpy.arange(3 * _MIB) % 251
+    memory, spans = pages.spans_of(place[0], _MIB - 3, _MIB + 8)
+    assert [stop - start for start, stop in spans] == [3, _MIB, 5]
+    found = numpy.concatenate([memory[start:stop] for start, stop in spans])
+    assert numpy.array_equal(found, whole[_MIB - 3 : 2 * _MIB + 5])
+    assert pages.spans_of(place[0], 3 * _MIB, 0)[1] == []
