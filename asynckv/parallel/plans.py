@@ -29,13 +29,21 @@ class RankRead:
     @property
     def copies(self) -> tuple[StridedCopy, ...]:
         """How it moves, between all regions of the two ranks."""
+        return self._copies(*self.ends, len(self.layers))
+
+    @property
+    def ends(self) -> tuple[Held, Held]:
+        """Where it begins at both ranks.
+
+        That, and how many layers and heads it has, is all that ``copies`` are made of:
+        reads that are alike in it move alike, whatever engines they are between.
+        """
         source, target = self.plan.source, self.plan.target
         theirs = source.layers_of(self.source.pp)
         ours = target.layers_of(self.plan.rank.pp)
-        return self._copies(
+        return (
             self._held(source, self.source.tp, len(theirs), self.layers[0] - theirs[0]),
             self._held(target, self.plan.rank.tp, len(ours), self.layers[0] - ours[0]),
-            len(self.layers),
         )
 
     def copies_of_layer(self, layer: int) -> tuple[StridedCopy, ...]:
@@ -67,7 +75,8 @@ class RankRead:
         return self._held(shape, rank.tp, len(layers), layer - layers[0])
 
     def _held(self, shape: EngineShape, tp: int, layers: int, first: int) -> Held:
-        return Held(shape, layers, first, self.heads[0] - shape.heads_of(tp)[0])
+        first_head = self.heads[0] - shape.heads_of(tp)[0]
+        return Held(shape.of_one_rank(layers), first, first_head)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -92,6 +92,8 @@ def block_copy_jobs(
 ) -> list[CopyJob]:
     """Return what :func:`copy_kv_blocks` does, a job a layer, for a ``CopyPool``.
 
+    They take milliseconds to be made: see ``make_and_run`` there.
+
     :raises ValueError: as that does
     :raises IndexError: as that does
     """

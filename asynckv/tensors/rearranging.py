@@ -42,7 +42,10 @@ def rearrange(copies: Sequence[StridedCopy], regions: Sequence[KVBlocks]) -> Non
 def rearrange_jobs(
     copies: Sequence[StridedCopy], regions: Sequence[KVBlocks]
 ) -> list[CopyJob]:
-    """Return :func:`rearrange` as a job a region, for ``await pool.run(jobs)``.
+    """Return :func:`rearrange` as a job a region, for a ``CopyPool``.
+
+    They take milliseconds to be made: on an event loop let the pool do that too, by
+    ``await pool.make_and_run(lambda: rearrange_jobs(...))``.
 
     :raises ValueError: as that does
     """

@@ -49,7 +49,10 @@ def reshard_jobs(
     targets: Sequence[KVMemory],
     span: Span,
 ) -> list[CopyJob]:
-    """Return the copies as jobs for ``await pool.run(jobs)``; see :func:`reshard`.
+    """Return the copies as jobs for a ``CopyPool``; see :func:`reshard`.
+
+    Of many layers they take milliseconds to be made: on an event loop let the pool do
+    that too, by ``await pool.make_and_run(lambda: reshard_jobs(...))``.
 
     :raises ValueError: as for :func:`reshard`, except that a block which is there
         twice is found when a job comes to it
