@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from fractions import Fraction
 
 import msgspec
 
+from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.copies import Move, Span, StridedCopy
+from asynckv.parallel.places import region_block_nbytes
 from asynckv.parallel.shapes import EngineShape, Rank, check_same_model
 from asynckv.parallel.strides import Held, copies_between
 
@@ -149,15 +152,34 @@ def plan_rearrange(
     That is when a rank has received its own heads and layers, no others, in the block
     size and the layout of the ``source``, whatever that one's ranks are.
 
-    :raises IncompatiblePeer: they cannot be of one model
+    :raises IncompatiblePeer: they cannot be of one model, or a token takes more bytes
+        on one side: then blocks back to back are not where they would be sought
     :raises ValueError: the target has no such rank
     """
     alike = msgspec.structs.replace(
         source, tp_size=target.tp_size, stages=target.stages
     )
     check_same_model(source, target)
+    _check_same_tokens(alike, target, len(target.layers_of(rank.pp)))
     (read,) = plan_reshard(alike, target, rank).reads
     return read.copies
+
+
+def _check_same_tokens(source: EngineShape, target: EngineShape, layers: int) -> None:
+    """Refuse regions whose blocks hold the same tokens in more bytes, or in fewer."""
+    theirs, ours = (
+        [
+            Fraction(nbytes, shape.block_size)
+            for nbytes in region_block_nbytes(shape, layers)
+        ]
+        for shape in (source, target)
+    )
+    if len(theirs) == len(ours) and theirs != ours:
+        raise IncompatiblePeer(
+            f"a token takes {theirs[0]} bytes of a region there and {ours[0]} here",
+            field="layout",
+            hint="rows padded otherwise cannot be put in place: use plan_reshard()",
+        )
 
 
 def readers_of(

@@ -266,3 +266,16 @@ def test_what_was_received_as_the_source_has_it_moves_within_each_region() -> No
     other = _Engine(stages=(3,)).shape()
     with pytest.raises(IncompatiblePeer, match="num_layers is 3 here and 2 there"):
         plan_rearrange(other, target, Rank())
+
+
+@pytest.mark.parametrize("others", [(0, 1), (1, 0)])
+def test_rows_padded_in_another_way_cannot_be_put_in_place(
+    others: tuple[int, int],
+) -> None:
+    layouts = KVLayout.fused(), KVLayout.pallas(row_align_nbytes=12)
+    source, target = (_Engine(layouts[which]).shape(sizes=(8, 8)) for which in others)
+    with pytest.raises(IncompatiblePeer, match="a token takes") as caught:
+        plan_rearrange(source, target, Rank())
+    assert caught.value.field == "layout"
+    padded = _Engine(layouts[1], block=64).shape(sizes=(8, 8))
+    assert plan_rearrange(padded, _Engine(layouts[1]).shape(sizes=(8, 8)), Rank())

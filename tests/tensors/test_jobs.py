@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.jobs import CopyJob, run_jobs
+from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
 
 
 class _Fill(CopyJob):
@@ -39,6 +39,19 @@ def test_jobs_are_done_one_after_the_other() -> None:
     targets = [torch.zeros(4, requires_grad=True) for _ in range(3)]
     run_jobs(_Fill(target) for target in targets)
     assert all(target.all() for target in targets)
+
+
+def test_a_thread_stands_back_after_a_while_and_not_before() -> None:
+    times, pauses = (
+        iter([0.0, 0.0002, 0.0003, 0.0005, 0.0006, 0.0008, 1]),
+        list[float](),
+    )
+    pace = Pace(clock=lambda: next(times), sleep=pauses.append)
+    counts = []
+    for _ in range(4):
+        pace.keep()
+        counts.append(len(pauses))
+    assert counts == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("size", [8, 200_000])
