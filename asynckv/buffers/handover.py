@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 
@@ -12,6 +14,7 @@ from asynckv.buffers.entries import Lease, Part
 from asynckv.buffers.queries import tensor_of
 from asynckv.errors import LeaseLost
 from asynckv.observability.lines import as_line
+from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, check_landing, landing_of, tensor_at
 from asynckv.tensors.copying import CopyPool
 from asynckv.types import TensorSpec
@@ -24,6 +27,9 @@ __all__ = (
     "match_targets",
     "tensors_of",
 )
+
+_AT_A_TIME: Final = 16
+"""Views of an arena's memory take their time to be made: 40 us, on the loop."""
 
 
 def check_targets(
@@ -58,26 +64,30 @@ def match_targets(
 
 async def hand_over(
     lease: Lease, pool: CopyPool, targets: Mapping[str, KVMemory]
-) -> KVEntry:
+) -> KVEntry | None:
     """Make the entry the consumer's own, just before it is acknowledged.
 
     Where this is the entry's last delivery its memory itself changes hands, unless
     somebody else has a view of it; the rest, and what is named in ``targets``, is
-    copied.
+    copied. ``None`` where the lease was lost meanwhile; it may have been also
+    where an entry is returned.
     """
     if lease.entry.deliveries_left > 1:
         return await lend(lease, pool, targets)
-    own = [
-        part
-        for part in lease.entry.parts
-        if part.name not in targets
-        and (part.region is None or part.region.can_change_hands())
-    ]
-    named = {part.name: _tensor(part) for part in own}
+    named, own = dict[str, torch.Tensor](), list[Region]()
+    for index, part in enumerate(lease.entry.parts, 1):
+        region = _region(part)
+        if part.name not in targets and region.can_change_hands():
+            named[part.name] = region.tensor(part.spec)
+            own.append(region)
+        if not index % _AT_A_TIME:
+            await asyncio.sleep(0)
+            if not lease.is_valid:
+                return None
     others = {part.name for part in lease.entry.parts} - named.keys()
     copies = await _copies(lease, pool, targets, only=others | targets.keys())
     if lease.is_valid:
-        for region in [part.region for part in own if part.region is not None]:
+        for region in own:
             region.hand_out()
     return build_entry(lease, named | copies)
 
@@ -93,11 +103,15 @@ async def tensors_of(
     parts: list[Part], pool: CopyPool, targets: Mapping[str, KVMemory]
 ) -> list[torch.Tensor]:
     """Copy some landed parts out, into ``targets`` where they are named there."""
-    places = [
-        targets[part.name] if part.name in targets else pool.empty(part.spec)
-        for part in parts
-    ]
-    await pool.copy([_tensor(part) for part in parts], places, digest=False)
+    regions = [_region(part) for part in parts]
+    sources, places = list[torch.Tensor](), list[KVMemory]()
+    for index, (part, region) in enumerate(zip(parts, regions, strict=True)):
+        if index and not index % _AT_A_TIME:
+            await asyncio.sleep(0)
+        sources.append(region.tensor(part.spec))
+        into = targets.get(part.name)
+        places.append(pool.empty(part.spec) if into is None else into)
+    await pool.copy(sources, places, digest=False)
     return [tensor_at(place) for place in places]
 
 
@@ -133,7 +147,7 @@ async def _copies(
     return {part.name: t for part, t in zip(wanted, tensors, strict=True)}
 
 
-def _tensor(part: Part) -> torch.Tensor:
+def _region(part: Part) -> Region:
     if part.region is None:
         raise LeaseLost("the entry was taken back while it was read")
-    return part.region.tensor(part.spec)
+    return part.region

@@ -44,7 +44,7 @@ class Pace:
         self,
         *,
         clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = time.sleep,  # noqa: TID251 - a thread's
     ) -> None:
         self._clock, self._sleep = clock, sleep
         self._since_s = clock()
