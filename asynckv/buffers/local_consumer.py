@@ -45,7 +45,7 @@ class LocalConsumer:
             while True:
                 lease = await holder.whole_lease()
                 entry = await hand_over(lease, self._pool, targets)
-                if entry is not None and lease.is_valid:
+                if lease.is_valid:
                     self._leases.acknowledge(lease)
                     return entry
                 del entry  # its views: the next may be long in coming
