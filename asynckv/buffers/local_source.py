@@ -53,6 +53,8 @@ class LocalSource:
             if region is not None and region is entry.parts[index].region
         }
         for some in _batches(self._tensors):
+            if len(regions) > _BATCH_TENSORS:
+                await asyncio.sleep(0)
             targets = {
                 index: regions[index].tensor(entry.parts[index].spec)
                 for index in some
@@ -64,8 +66,6 @@ class LocalSource:
                 targets.clear()  # an error's traceback would keep the memory in use
             for index in some:
                 landed(index, self._digests[index])
-            if some.stop < len(regions):
-                await asyncio.sleep(0)
 
     async def _move(self, some: range, targets: dict[int, torch.Tensor]) -> None:
         """Copy and digest some tensors; those without a target are there already."""

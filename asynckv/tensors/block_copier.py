@@ -22,7 +22,7 @@ __all__ = ("BlockCopier",)
 
 _NEVER_AT_ONCE: Final = 2**20
 
-_FEW_LAYERS: Final = 8
+_FEW_LAYERS: Final = 4
 _FEW_BLOCKS: Final = 64
 
 

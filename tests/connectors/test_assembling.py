@@ -70,7 +70,8 @@ class _Watched(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         cls.threads.add(threading.get_ident())
-        return super().__torch_function__(func, types, args, kwargs or {})
+        run = super().__torch_function__
+        return run(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 async def test_nothing_that_came_is_looked_at_on_the_loop() -> None:

@@ -91,7 +91,8 @@ class _Memory:
         assert 0 <= blocks.min() <= blocks.max() < self._blocks
         nbytes = self._nbytes[regions]
         assert (0 <= offsets).all() and (offsets < nbytes).all()
-        return self._starts[regions] + blocks * nbytes + offsets
+        places: _Numbers = self._starts[regions] + blocks * nbytes + offsets
+        return places
 
 
 _memory = functools.lru_cache(maxsize=1024)(_Memory)
@@ -149,9 +150,9 @@ def _likeness(reads: Sequence[RankRead]) -> int:
 
 
 def test_what_has_been_checked_is_what_a_plan_moves() -> None:
-    for index, ranks in enumerate(_RANKS[::40]):
-        *pair, rank = ranks
-        (plan,) = _plans(*pair, [rank], _CUTS[index * 97 % len(_CUTS)])
+    for index, (heads, tp, other_tp, rank) in enumerate(_RANKS[::40]):
+        cut = _CUTS[index * 97 % len(_CUTS)]
+        (plan,) = _plans(heads, tp, other_tp, [rank], cut)
         for copy in (copy for read in plan.reads for copy in read.copies):
             moves = list(copy.moves(Span(140)))
             for side, places in (

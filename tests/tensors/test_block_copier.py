@@ -158,7 +158,8 @@ class _Watched(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         cls.threads.add(threading.get_ident())
-        return super().__torch_function__(func, types, args, kwargs or {})
+        run = super().__torch_function__
+        return run(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("ids", [[*range(24, 99)], [1, 1]])
