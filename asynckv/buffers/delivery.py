@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ("Delivery",)
 
+_AT_A_TIME: Final = 16
+"""Tensors take their time to be made, on the loop."""
+
 
 class Delivery:
-    """One offer and what has come of it. Nothing here waits.
+    """One offer and what has come of it. Nothing here waits for anybody.
 
     ``landed`` names those of its ``tensors`` that are verified, in the order in
     which they came. ``charged_bytes`` is what the receive bound holds for it. What
@@ -95,16 +99,22 @@ class Delivery:
         match_targets(specs, targets)
         return sum(spec.nbytes for name, spec in specs.items() if name not in targets)
 
-    def allocate(
+    async def allocate(
         self, targets: Mapping[str, KVMemory], budget: ReceiveBudget
     ) -> list[Memory]:
-        """Make the tensors, and return the memory that is to be filled."""
-        places = {
-            name: targets[name] if name in targets else budget.empty(spec)
-            for name, spec in self.manifest.specs.items()
-        }
-        self.tensors = {name: tensor_at(place) for name, place in places.items()}
-        return [memory_of(place) for place in places.values()]
+        """Make the tensors, and return the memory that is to be filled.
+
+        The loop goes on in between. A cancelled call leaves nothing.
+        """
+        tensors, memory = dict[str, torch.Tensor](), list[Memory]()
+        for index, (name, spec) in enumerate(self.manifest.specs.items(), 1):
+            place = targets[name] if name in targets else budget.empty(spec)
+            tensors[name] = tensor_at(place)
+            memory.append(memory_of(place))
+            if not index % _AT_A_TIME:
+                await asyncio.sleep(0)
+        self.tensors = tensors
+        return memory
 
     def land(self, tensors: dict[str, torch.Tensor]) -> None:
         """All of it is there: the peer's memory is kept by views of it alone."""

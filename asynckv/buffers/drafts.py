@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import uuid
 from collections.abc import Mapping
+from typing import Final
 
 from asynckv.abc import TokenIds
 from asynckv.buffers.queries import MAX_ID_LENGTH, Tokens, as_mask, as_tokens
+from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import KVFingerprint, TensorSpec
 
-__all__ = ("Draft", "make_draft")
+__all__ = ("Draft", "make_draft", "specs_in")
+
+_AT_A_TIME: Final = 32
+"""As many tensors are looked at in less than half a millisecond."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +50,19 @@ class Draft:
     def nbytes(self) -> int:
         """Bytes of its tensors and of its tokens."""
         return sum(self.sizes) + sum(self.charges)
+
+
+async def specs_in(tensors: Mapping[str, KVMemory]) -> dict[str, TensorSpec]:
+    """Return shape and dtype of each tensor, so many in a step of the loop.
+
+    :raises ValueError: one cannot be sent
+    """
+    specs = dict[str, TensorSpec]()
+    for index, (name, tensor) in enumerate(tensors.items(), 1):
+        specs[name] = spec_in(tensor)
+        if not index % _AT_A_TIME:
+            await asyncio.sleep(0)
+    return specs
 
 
 def make_draft(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
 
 import torch
 
@@ -27,6 +29,11 @@ __all__ = (
     "match_targets",
     "tensors_of",
 )
+
+_AT_A_TIME: Final = 16
+"""Views of an arena's memory take their time to be made: 40 us, on the loop."""
+
+_Held: TypeAlias = tuple[Part, Region]
 
 
 def check_targets(
@@ -66,21 +73,24 @@ async def hand_over(
 
     Where this is the entry's last delivery its memory itself changes hands, unless
     somebody else has a view of it; the rest, and what is named in ``targets``, is
-    copied.
+    copied. If the lease was lost meanwhile, what is returned is of no use.
     """
     if lease.entry.deliveries_left > 1:
         return await lend(lease, pool, targets)
-    own = [
-        part
-        for part in lease.entry.parts
-        if part.name not in targets
-        and (part.region is None or part.region.can_change_hands())
-    ]
-    named, own = _taken(own)
-    others = {part.name for part in lease.entry.parts} - named.keys()
-    copies = await _copies(lease, pool, targets, only=others | targets.keys())
+    named, own, others = dict[str, torch.Tensor](), list[Region](), list[_Held]()
+    for index, (part, region) in enumerate(_held(lease.entry.parts), 1):
+        if part.name not in targets and region.can_change_hands():
+            # What lies apart is copied when the process may have no more mappings.
+            with contextlib.suppress(OSError):
+                named[part.name] = region.tensor(part.spec)
+                own.append(region)
+        if part.name not in named:
+            others.append((part, region))
+        if not index % _AT_A_TIME:
+            await asyncio.sleep(0)
+    copies = await _copies(lease, pool, targets, others)
     if lease.is_valid:
-        for region in [part.region for part in own if part.region is not None]:
+        for region in own:
             region.hand_out()
     return build_entry(lease, named | copies)
 
@@ -89,18 +99,30 @@ async def lend(
     lease: Lease, pool: CopyPool, targets: Mapping[str, KVMemory]
 ) -> KVEntry:
     """Copy the entry out; whatever is done to the copies, it can be given back."""
-    return build_entry(lease, await _copies(lease, pool, targets, only=None))
+    held = _held(lease.entry.parts)
+    return build_entry(lease, await _copies(lease, pool, targets, held))
 
 
 async def tensors_of(
     parts: list[Part], pool: CopyPool, targets: Mapping[str, KVMemory]
 ) -> list[torch.Tensor]:
     """Copy some landed parts out, into ``targets`` where they are named there."""
-    places = [
-        targets[part.name] if part.name in targets else pool.empty(part.spec)
-        for part in parts
-    ]
-    await pool.copy([_place(part) for part in parts], places, digest=False)
+    return await _copied(_held(parts), pool, targets)
+
+
+async def _copied(
+    held: Sequence[_Held], pool: CopyPool, targets: Mapping[str, KVMemory]
+) -> list[torch.Tensor]:
+    sources, places = list[torch.Tensor | Runs](), list[KVMemory]()
+    for index, (part, region) in enumerate(held):
+        if index and not index % _AT_A_TIME:
+            await asyncio.sleep(0)
+        sources.append(region.place(part.spec))
+        into = targets.get(part.name)
+        places.append(pool.empty(part.spec) if into is None else into)
+    copying = pool.copy(sources, places, digest=False)
+    del sources  # an error's traceback would keep the memory in use
+    await copying
     return [tensor_at(place) for place in places]
 
 
@@ -127,33 +149,16 @@ async def _copies(
     lease: Lease,
     pool: CopyPool,
     targets: Mapping[str, KVMemory],
-    only: set[str] | None,
+    held: Sequence[_Held],
 ) -> dict[str, torch.Tensor]:
-    parts = lease.entry.parts
-    match_targets({part.name: part.spec for part in parts}, targets)
-    wanted = [part for part in parts if only is None or part.name in only]
-    tensors = await tensors_of(wanted, pool, targets)
-    return {part.name: t for part, t in zip(wanted, tensors, strict=True)}
+    match_targets({part.name: part.spec for part in lease.entry.parts}, targets)
+    tensors = await _copied(held, pool, targets)
+    return {part.name: t for (part, _), t in zip(held, tensors, strict=True)}
 
 
-def _taken(parts: list[Part]) -> tuple[dict[str, torch.Tensor], list[Part]]:
-    """Return tensors in the parts' own memory, and whose they are.
-
-    Not of what lies apart when the process may have no more mappings.
-    """
-    named: dict[str, torch.Tensor] = {}
-    for part in parts:
-        region = _region(part)
-        with contextlib.suppress(OSError):
-            named[part.name] = region.tensor(part.spec)
-    return named, [part for part in parts if part.name in named]
-
-
-def _place(part: Part) -> torch.Tensor | Runs:
-    return _region(part).place(part.spec)
-
-
-def _region(part: Part) -> Region:
-    if part.region is None:
+def _held(parts: Sequence[Part]) -> list[_Held]:
+    """Return parts and where they are; a region that is released is scratch memory."""
+    held = [(part, part.region) for part in parts if part.region is not None]
+    if len(held) < len(parts):
         raise LeaseLost("the entry was taken back while it was read")
-    return part.region
+    return held

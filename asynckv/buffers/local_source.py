@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -20,6 +21,9 @@ from asynckv.tensors.runs import Runs
 __all__ = ("LocalSource",)
 
 _BATCH_NBYTES: Final = 8 * 2**20
+
+_BATCH_TENSORS: Final = 16
+"""Views of an arena's memory take their time to be made: 40 us, on the loop."""
 
 
 class LocalSource:
@@ -40,12 +44,8 @@ class LocalSource:
         return content_digest(records, draft.input_tokens, draft.roi)
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
-        targets = [
-            part.region.place(part.spec)
-            for part in entry.parts
-            if part.region is not None
-        ]
-        if len(targets) != len(self._tensors):
+        regions = [part.region for part in entry.parts if part.region is not None]
+        if len(regions) != len(self._tensors):
             raise LeaseLost("the entry has left already")
         lent = entry.draft.lent
         in_place = {
@@ -53,33 +53,39 @@ class LocalSource:
             for index, region in enumerate(lent)
             if region is not None and region is entry.parts[index].region
         }
-        try:
-            for some in _batches(self._tensors):
-                await self._move(range(some.start, some.stop), targets, in_place)
-                for index in range(some.start, some.stop):
-                    landed(index, self._digests[index])
-        finally:
-            targets.clear()  # an error's traceback would keep the memory in use
+        for some in _batches(self._tensors):
+            if len(regions) > _BATCH_TENSORS:
+                await asyncio.sleep(0)
+            targets = {
+                index: regions[index].place(entry.parts[index].spec)
+                for index in some
+                if index not in in_place
+            }
+            try:
+                await self._move(some, targets)
+            finally:
+                targets.clear()  # an error's traceback would keep the memory in use
+            for index in some:
+                landed(index, self._digests[index])
 
-    async def _move(
-        self, some: range, targets: list[torch.Tensor | Runs], in_place: set[int]
-    ) -> None:
-        """Copy and digest some tensors, but copy none that is there already."""
-        there = [index for index in some if index in in_place]
-        others = [index for index in some if index not in in_place]
+    async def _move(self, some: range, targets: dict[int, torch.Tensor | Runs]) -> None:
+        """Copy and digest some tensors; those without a target are there already."""
+        there = [index for index in some if index not in targets]
+        others = list(targets)
         sources = [self._tensors[index] for index in others]
-        digests = await self._pool.copy(sources, [targets[index] for index in others])
+        digests = await self._pool.copy(sources, list(targets.values()))
         self._digests.update(zip(others, digests, strict=True))
         if there:
             digests = await self._pool.digest([self._tensors[i] for i in there])
             self._digests.update(zip(there, digests, strict=True))
 
 
-def _batches(tensors: Sequence[KVMemory]) -> Iterator[slice]:
+def _batches(tensors: Sequence[KVMemory]) -> Iterator[range]:
     """Tensors to copy at a time: who waits for them is sent the first ones early."""
     first, nbytes = 0, 0
     for end, tensor in enumerate(tensors, 1):
         nbytes += tensor.nbytes
-        if nbytes >= _BATCH_NBYTES or end == len(tensors):
-            yield slice(first, end)
+        is_full = nbytes >= _BATCH_NBYTES or end - first == _BATCH_TENSORS
+        if is_full or end == len(tensors):
+            yield range(first, end)
             first, nbytes = end, 0

@@ -19,7 +19,7 @@ from asynckv.abc import (
 )
 from asynckv.buffers.admission import Admission
 from asynckv.buffers.contents import check_names, flatten
-from asynckv.buffers.drafts import make_draft
+from asynckv.buffers.drafts import make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.handover import check_targets
 from asynckv.buffers.ledger import Ledger
@@ -36,7 +36,7 @@ from asynckv.buffers.sharing import Sharing
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
 from asynckv.loops import LoopBound
-from asynckv.tensors.blocks import KVMemory, spec_in
+from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import spec_like
@@ -126,7 +126,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         draft = make_draft(
             input_tokens,
             roi,
-            {name: spec_in(tensor) for name, tensor in tensors.items()},
+            await specs_in(tensors),
             entry_id=entry_id,
             ttl_s=ttl_s,
             deliveries=deliveries,

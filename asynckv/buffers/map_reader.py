@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -28,6 +29,9 @@ from asynckv.types import TensorSpec
 __all__ = ("MapReader", "MappedParts")
 
 _BYTES: Final = "uint8"
+
+_AT_A_TIME: Final = 16
+"""Views of mapped memory take their time to be made, on the loop."""
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
@@ -120,13 +124,14 @@ class MapReader:
             if self.memory.digest == "edges":
                 self._verify_edges(parts)
             inline = iter(manifest.inline)
-            for record, place, nbytes in zip(
-                manifest.records, parts.places, parts.sizes, strict=True
-            ):
+            every = zip(manifest.records, parts.places, parts.sizes, strict=True)
+            for index, (record, place, nbytes) in enumerate(every, 1):
                 if place is None:
                     job.land(record, next(inline))
                 else:
                     job.add(record, place, nbytes)
+                if not index % _AT_A_TIME:
+                    await asyncio.sleep(0)
             await job.run(self._pool, is_full=self.memory.digest == "full")
             return job.take()
         finally:

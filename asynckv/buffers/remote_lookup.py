@@ -20,7 +20,7 @@ from asynckv.abc import (
 from asynckv.buffers.asking import ask
 from asynckv.buffers.consuming import RemoteConsumer
 from asynckv.buffers.contents import check_names, flatten
-from asynckv.buffers.drafts import Draft, make_draft
+from asynckv.buffers.drafts import Draft, make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.handover import check_targets
 from asynckv.buffers.inserting import begin_insert
@@ -35,7 +35,7 @@ from asynckv.buffers.queries import (
 from asynckv.buffers.selecting import check_key_fits
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Peek, Taken, Withdraw
-from asynckv.tensors.blocks import KVMemory, spec_in
+from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.views import spec_like
 from asynckv.types import TensorSpec
 
@@ -81,7 +81,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         draft = make_draft(
             input_tokens,
             roi,
-            {name: spec_in(tensor) for name, tensor in named.items()},
+            await specs_in(named),
             entry_id=entry_id,
             fingerprint=None,
             ttl_s=ttl_s,

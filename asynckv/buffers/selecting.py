@@ -279,7 +279,7 @@ class Selecting:
         nbytes = delivery.own_nbytes(self._targets)
         await self._budget.reserve(nbytes)
         delivery.charged_bytes = nbytes
-        views = delivery.allocate(self._targets, self._budget)
+        views = await delivery.allocate(self._targets, self._budget)
         await self.quiesce()  # what was lent to an offer that was retracted
         if not self._stands(delivery):
             delivery.uncharge(self._budget)

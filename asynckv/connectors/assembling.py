@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -90,11 +91,7 @@ class Assembly:
                 digest=False,
             )
         else:
-            try:
-                jobs = self._jobs(layer, sources)
-            except ValueError as exc:
-                raise _misshapen(layer) from exc
-            await pool.run(jobs)
+            await pool.make_and_run(functools.partial(self._jobs, layer, sources))
         return target
 
     def _jobs(self, layer: str, sources: list[torch.Tensor]) -> list[CopyJob]:
@@ -108,12 +105,11 @@ class Assembly:
             tokens=order.num_tokens,
             target_start=order.first_block * self._engine.block_size,
         )
-        return reshard_jobs(
-            self._copies[layer],
-            sources,
-            [KVBlocks(region, ids) for region in self._caches.pools(target)],
-            span,
-        )
+        landing = [KVBlocks(region, ids) for region in self._caches.pools(target)]
+        try:
+            return reshard_jobs(self._copies[layer], sources, landing, span)
+        except ValueError as exc:
+            raise _misshapen(layer) from exc
 
     def _pairs(self, header: EntryHeader) -> dict[str, str]:
         """Return which layer there is which one here."""
@@ -148,8 +144,8 @@ class Assembly:
             return {}
         if read.plan.source.layout.is_across_layers:
             return dict.fromkeys(self._layers, read.copies)
-        copies = map(read.copies_of_layer, read.layers)
-        return dict(zip(self._layers, copies, strict=True))
+        # A layer apart is cut like every other: one plan of one layer does for all.
+        return dict.fromkeys(self._layers, read.copies_of_layer(read.layers[0]))
 
     def _check(self, specs: Mapping[str, TensorSpec]) -> None:
         is_identity = self._read is None or self._read.plan.is_identity

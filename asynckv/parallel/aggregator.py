@@ -104,6 +104,8 @@ class KVOutputAggregator:
 
         :raises TypeError: statistics of two ranks are of different types; nothing was
             taken then
+        :raises Exception: what their ``aggregate`` raises; what ended is kept for the
+            next step, and only statistics are lost
         :raises IndexError: there is no rank ``output_rank``
         """
         chosen = outputs[output_rank]
@@ -119,6 +121,9 @@ class KVOutputAggregator:
             if one is not None:
                 self._take(rank, one)
         self._log_overdue()
+        for one in said:
+            if one is not None:
+                self._fold(one)
         if chosen is None:
             return None
         chosen.kv_connector_output, self._held = self._held, KVConnectorOutput()
@@ -155,6 +160,9 @@ class KVOutputAggregator:
                 held.failed_recving = (held.failed_recving or set()) | failed
                 self._failed -= failed
         held.invalid_block_ids |= one.invalid_block_ids
+
+    def _fold(self, one: KVConnectorOutput) -> None:
+        held = self._held
         for field in _FOLDED:
             mine: Foldable | None = getattr(held, field)
             theirs: Foldable | None = getattr(one, field)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from fractions import Fraction
 
 import msgspec
 
+from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.copies import Move, Span, StridedCopy
+from asynckv.parallel.places import region_block_nbytes
 from asynckv.parallel.shapes import EngineShape, Rank, check_same_model
 from asynckv.parallel.strides import Held, copies_between
 
@@ -29,13 +32,21 @@ class RankRead:
     @property
     def copies(self) -> tuple[StridedCopy, ...]:
         """How it moves, between all regions of the two ranks."""
+        return self._copies(*self.ends, len(self.layers))
+
+    @property
+    def ends(self) -> tuple[Held, Held]:
+        """Where it begins at both ranks.
+
+        That, and how many layers and heads it has, is all that ``copies`` are made of:
+        reads that are alike in it move alike, whatever engines they are between.
+        """
         source, target = self.plan.source, self.plan.target
         theirs = source.layers_of(self.source.pp)
         ours = target.layers_of(self.plan.rank.pp)
-        return self._copies(
+        return (
             self._held(source, self.source.tp, len(theirs), self.layers[0] - theirs[0]),
             self._held(target, self.plan.rank.tp, len(ours), self.layers[0] - ours[0]),
-            len(self.layers),
         )
 
     def copies_of_layer(self, layer: int) -> tuple[StridedCopy, ...]:
@@ -67,7 +78,8 @@ class RankRead:
         return self._held(shape, rank.tp, len(layers), layer - layers[0])
 
     def _held(self, shape: EngineShape, tp: int, layers: int, first: int) -> Held:
-        return Held(shape, layers, first, self.heads[0] - shape.heads_of(tp)[0])
+        first_head = self.heads[0] - shape.heads_of(tp)[0]
+        return Held(shape.of_one_rank(layers), first, first_head)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,15 +152,34 @@ def plan_rearrange(
     That is when a rank has received its own heads and layers, no others, in the block
     size and the layout of the ``source``, whatever that one's ranks are.
 
-    :raises IncompatiblePeer: they cannot be of one model
+    :raises IncompatiblePeer: they cannot be of one model, or a token takes more bytes
+        on one side: then blocks back to back are not where they would be sought
     :raises ValueError: the target has no such rank
     """
     alike = msgspec.structs.replace(
         source, tp_size=target.tp_size, stages=target.stages
     )
     check_same_model(source, target)
+    _check_same_tokens(alike, target, len(target.layers_of(rank.pp)))
     (read,) = plan_reshard(alike, target, rank).reads
     return read.copies
+
+
+def _check_same_tokens(source: EngineShape, target: EngineShape, layers: int) -> None:
+    """Refuse regions whose blocks hold the same tokens in more bytes, or in fewer."""
+    theirs, ours = (
+        [
+            Fraction(nbytes, shape.block_size)
+            for nbytes in region_block_nbytes(shape, layers)
+        ]
+        for shape in (source, target)
+    )
+    if len(theirs) == len(ours) and theirs != ours:
+        raise IncompatiblePeer(
+            f"a token takes {theirs[0]} bytes of a region there and {ours[0]} here",
+            field="layout",
+            hint="rows padded otherwise cannot be put in place: use plan_reshard()",
+        )
 
 
 def readers_of(

@@ -141,6 +141,12 @@ class EngineShape(
         first = sum(self.stages[:pp_rank])
         return range(first, first + self.stages[pp_rank])
 
+    def of_one_rank(self, layers: int) -> EngineShape:
+        """Return an engine that has what one rank with so many layers has, no more."""
+        return msgspec.structs.replace(
+            self, num_kv_heads=self.heads_per_rank, tp_size=1, stages=(layers,)
+        )
+
     def ranks(self) -> Iterator[Rank]:
         """Yield all ranks, stage by stage."""
         for pp in range(self.pp_size):

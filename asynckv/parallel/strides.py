@@ -17,12 +17,11 @@ __all__ = ("Held", "copies_between")
 class Held:
     """What one rank holds, and where in it some heads of some layers begin.
 
-    ``layers`` are how many the rank's regions have; ``first_layer`` and ``first_head``
-    are counted among its own.
+    ``shape`` is that of an engine which has no more than the rank: whose it was, of how
+    many, is not said. ``first_layer`` and ``first_head`` are counted among its own.
     """
 
     shape: EngineShape
-    layers: int
     first_layer: int
     first_head: int
 
@@ -45,8 +44,8 @@ def copies_between(
     parts = [
         _copy_part(source, target, places, {"L": layers, "H": heads, "N": tokens})
         for places in zip(
-            places_of(source.shape, source.layers),
-            places_of(target.shape, target.layers),
+            places_of(source.shape, source.shape.num_layers),
+            places_of(target.shape, target.shape.num_layers),
             strict=True,
         )
     ]

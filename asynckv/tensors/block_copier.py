@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
@@ -20,6 +21,9 @@ from asynckv.tensors.jobs import CopyJob
 __all__ = ("BlockCopier",)
 
 _NEVER_AT_ONCE: Final = 2**20
+
+_FEW_LAYERS: Final = 4
+_FEW_BLOCKS: Final = 64
 
 
 class BlockCopier:
@@ -50,8 +54,9 @@ class BlockCopier:
     ) -> None:
         """Do what ``copy_kv_blocks`` does, and return when it is done.
 
-        What that refuses is refused here at once, whoever copies. Up to 64 KiB are
-        copied at once, more never on the loop.
+        What that refuses is refused here before a byte moves, whoever copies. Up to
+        64 KiB of a few blocks are copied at once, more never on the loop: there
+        not even a cache is looked at. The lists of ids may be changed meanwhile.
 
         A cancelled call ends when no thread touches a cache any more: after the next
         piece (1 MiB; a whole layer between devices), but an engine's own operation runs
@@ -63,6 +68,30 @@ class BlockCopier:
         :raises IndexError: there is no block of that id
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
+        make = functools.partial(
+            self._jobs,
+            self._operation,
+            src_kv_caches,
+            dst_kv_caches,
+            _kept(src_block_ids),
+            _kept(dst_block_ids),
+            direction,
+        )
+        blocks = max(len(src_block_ids), len(dst_block_ids))
+        if len(src_kv_caches) <= _FEW_LAYERS and blocks <= _FEW_BLOCKS:
+            await self._pool.run(make())
+        else:
+            await self._pool.make_and_run(make)
+
+    def _jobs(
+        self,
+        operation: CopyBlocksOp | None,
+        src_kv_caches: Mapping[str, torch.Tensor],
+        dst_kv_caches: Mapping[str, torch.Tensor],
+        src_block_ids: BlockIds,
+        dst_block_ids: BlockIds,
+        direction: CopyDirection | None,
+    ) -> list[CopyJob]:
         jobs = block_copy_jobs(
             src_kv_caches,
             dst_kv_caches,
@@ -71,19 +100,26 @@ class BlockCopier:
             direction,
             block_dim=self._block_dim,
         )
-        if self._operation is not None and jobs:
-            if direction is None:
-                raise ValueError("the engine's operation needs a direction")
-            operation = functools.partial(
-                self._operation,
-                src_kv_caches,
-                dst_kv_caches,
-                [int(block_id) for block_id in src_block_ids],
-                [int(block_id) for block_id in dst_block_ids],
-                direction,
-            )
-            jobs = [_Operation(operation)]
-        await self._pool.run(jobs)
+        if operation is None or not jobs:
+            return jobs
+        if direction is None:
+            raise ValueError("the engine's operation needs a direction")
+        call = functools.partial(
+            operation,
+            src_kv_caches,
+            dst_kv_caches,
+            [int(block_id) for block_id in src_block_ids],
+            [int(block_id) for block_id in dst_block_ids],
+            direction,
+        )
+        return [_Operation(call)]
+
+
+def _kept(block_ids: BlockIds) -> BlockIds:
+    """Return ids that nobody else changes."""
+    if isinstance(block_ids, torch.Tensor):
+        return block_ids.clone()
+    return copy.copy(block_ids)
 
 
 class _Operation(CopyJob):

@@ -12,7 +12,7 @@ import numpy
 import numpy.typing
 import torch
 
-from asynckv.tensors.jobs import CopyJob, run_jobs
+from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
 
 __all__ = (
     "BlockIds",
@@ -92,6 +92,8 @@ def block_copy_jobs(
 ) -> list[CopyJob]:
     """Return what :func:`copy_kv_blocks` does, a job a layer, for a ``CopyPool``.
 
+    They take milliseconds to be made: see ``make_and_run`` there.
+
     :raises ValueError: as that does
     :raises IndexError: as that does
     """
@@ -108,7 +110,9 @@ def block_copy_jobs(
     jobs: list[CopyJob] = []
     runs = _runs(sources, targets)
     extremes = [(int(ids.min()), int(ids.max())) for ids in (sources, targets)]
+    pace = Pace()
     for layer, source in src_kv_caches.items():
+        pace.keep()
         target = dst_kv_caches[layer]
         _check_layer(layer, source, target, block_dim)
         for (least, most), cache in zip(extremes, (source, target), strict=True):

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy
 import torch
@@ -46,18 +46,26 @@ class _Stopped(Exception):
     """Nobody wants the result any more."""
 
 
+class _Making(NamedTuple):
+    """Makes the jobs of a call, which are done instead of it."""
+
+    make: Callable[[], Sequence[CopyJob]]
+    nbytes: int = 0
+
+
 class _Call:
     """One call's tensors: which are left, who is at them, what came out."""
 
     def __init__(
         self,
-        sources: Sequence[_Place] | Sequence[CopyJob],
+        sources: Sequence[_Place] | Sequence[CopyJob] | Sequence[_Making],
         targets: Sequence[_Place] | None,
         digest: bool,
     ) -> None:
         self._sources = sources
         self._targets = targets
         self._digest = digest
+        self._made: Sequence[CopyJob] = ()
         self.next_index = 0
         self.busy_threads = 0
         self.stopped = False
@@ -82,6 +90,15 @@ class _Call:
             self.next_index += 1
         return range(first, self.next_index)
 
+    def grow(self) -> bool:
+        """Take in the jobs that one has made; return whether there are any."""
+        made, self._made = self._made, ()
+        if self.stopped or not made:
+            return False
+        self._sources = made
+        self.next_index, self.digests = 0, [b""] * len(made)
+        return True
+
     def run(self, indices: range) -> None:
         """Copy and digest these tensors, asking between pieces whether to go on."""
         # Inference mode: tensors of that kind, and leaves that want gradients,
@@ -91,7 +108,12 @@ class _Call:
                 target = None if self._targets is None else self._targets[index]
                 self.digests[index] = self._run_one(self._sources[index], target)
 
-    def _run_one(self, source: _Place | CopyJob, target: _Place | None) -> bytes:
+    def _run_one(
+        self, source: _Place | CopyJob | _Making, target: _Place | None
+    ) -> bytes:
+        if isinstance(source, _Making):
+            self._made = source.make()
+            return b""
         if isinstance(source, CopyJob):
             for _ in source.steps():
                 if self.stopped:
@@ -181,6 +203,20 @@ class CopyPool(ProcessBound):
         del jobs
         await self._run(call, is_small=is_small)
 
+    async def make_and_run(self, make: Callable[[], Sequence[CopyJob]]) -> None:
+        """Call ``make`` in a thread, and do the jobs that it returns as :meth:`run`.
+
+        For jobs that take their time to be made: a millisecond on the loop is one in
+        which nobody else is served. Nothing is done on the loop, however small it is.
+
+        A cancelled call waits for ``make`` to return, and then as :meth:`run` does.
+
+        :raises Exception: what ``make`` raises: no job was begun; or what a job raises
+        :raises RuntimeError: the pool is closed, or the process can have no thread
+        """
+        call = _Call([_Making(make)], None, False)
+        await self._run(call, is_small=False)
+
     def close(self) -> None:
         """Take no more calls. Threads end after those under way; never waits."""
         if self._is_copy:
@@ -252,6 +288,9 @@ class CopyPool(ProcessBound):
                 if not call.is_taken:
                     self._waiting.append((call, end))
                 self._run_unlocked(call, indices)
+                if call.grow():
+                    self._waiting.append((call, end))
+                    self._changed.notify_all()
                 self._end_if_over(call, end)
 
     def _run_unlocked(self, call: _Call, indices: range) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 import torch
 
-__all__ = ("CopyJob", "run_jobs")
+__all__ = ("CopyJob", "Pace", "run_jobs")
+
+_AT_A_TIME_S: Final = 0.25e-3
+
+_SHORTEST_S: Final = 1e-6
+"""Letting go of the GIL is not enough: who waits for it must have time to wake up."""
 
 
 class CopyJob(abc.ABC):
@@ -24,6 +31,29 @@ class CopyJob(abc.ABC):
     @abc.abstractmethod
     def steps(self) -> Iterator[None]:
         """Copy, and yield after each piece of about 1 MiB. May be left in between."""
+
+
+class Pace:
+    """Lets other threads in while Python code works its way through many things.
+
+    Without that a thread which computes keeps the event loop waiting for the GIL,
+    5 ms at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,  # noqa: TID251 - a thread's
+    ) -> None:
+        self._clock, self._sleep = clock, sleep
+        self._since_s = clock()
+
+    def keep(self) -> None:
+        """Stand back for a moment, if it has been a quarter of a millisecond."""
+        if self._clock() - self._since_s > _AT_A_TIME_S:
+            self._sleep(_SHORTEST_S)
+            self._since_s = self._clock()
 
 
 def run_jobs(jobs: Iterable[CopyJob]) -> None:

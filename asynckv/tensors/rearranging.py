@@ -16,7 +16,7 @@ import torch
 
 from asynckv.parallel.copies import Span, StridedCopy
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.jobs import CopyJob, run_jobs
+from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
 from asynckv.tensors.resharding import reshard_jobs
 
 __all__ = ("rearrange", "rearrange_jobs")
@@ -42,19 +42,28 @@ def rearrange(copies: Sequence[StridedCopy], regions: Sequence[KVBlocks]) -> Non
 def rearrange_jobs(
     copies: Sequence[StridedCopy], regions: Sequence[KVBlocks]
 ) -> list[CopyJob]:
-    """Return :func:`rearrange` as a job a region, for ``await pool.run(jobs)``.
+    """Return :func:`rearrange` as a job a region, for a ``CopyPool``.
+
+    They take milliseconds to be made: on an event loop let the pool do that too, by
+    ``await pool.make_and_run(lambda: rearrange_jobs(...))``.
 
     :raises ValueError: as that does
     """
     here: dict[int, list[StridedCopy]] = {}
+    pace = Pace()
     for copy in copies:
         for one in copy.between_regions():
+            pace.keep()
             if one.source.region != one.target.region:
                 raise ValueError("bytes of one region cannot be received in another")
             here.setdefault(one.target.region, []).append(one)
     if here.keys() != set(range(len(regions))):
         raise ValueError(f"the plan is for {len(here)} regions, not {len(regions)}")
-    return [_Rearrangement(copies, regions[index]) for index, copies in here.items()]
+    jobs: list[CopyJob] = []
+    for index, within in here.items():
+        pace.keep()
+        jobs.append(_Rearrangement(within, regions[index]))
+    return jobs
 
 
 def _within_one_region(copy: StridedCopy) -> StridedCopy:

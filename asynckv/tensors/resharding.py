@@ -14,7 +14,7 @@ import numpy
 
 from asynckv.parallel.copies import CopySide, Span, StridedCopy
 from asynckv.tensors.blocks import KVBlocks, KVMemory
-from asynckv.tensors.jobs import CopyJob, run_jobs
+from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
 from asynckv.tensors.segments import Places, SegmentView, alignment_of
 
 __all__ = ("reshard", "reshard_jobs")
@@ -49,19 +49,23 @@ def reshard_jobs(
     targets: Sequence[KVMemory],
     span: Span,
 ) -> list[CopyJob]:
-    """Return the copies as jobs for ``await pool.run(jobs)``; see :func:`reshard`.
+    """Return the copies as jobs for a ``CopyPool``; see :func:`reshard`.
+
+    Of many layers they take milliseconds to be made: on an event loop let the pool do
+    that too, by ``await pool.make_and_run(lambda: reshard_jobs(...))``.
 
     :raises ValueError: as for :func:`reshard`, except that a block which is there
         twice is found when a job comes to it
     """
     jobs: list[CopyJob] = []
+    pace = Pace()
     for copy in copies:
         segments = copy.segments_of(span)
         starts = span.source_start, span.target_start
         sides = (copy.source, sources, "source"), (copy.target, targets, "target")
         for (side, regions, name), start in zip(sides, starts, strict=True):
             needed = _block_of(copy, side, segments.stop - 1, start) + 1
-            _check(copy, side, regions, needed if segments else 0, name)
+            _check(copy, side, regions, needed if segments else 0, name=name, pace=pace)
         jobs += (
             _ReshardJob(copy, sources, targets, span, turn)
             for turn in range(min(copy.region_pairs, _JOBS))
@@ -74,7 +78,9 @@ def _check(
     side: CopySide,
     regions: Sequence[KVMemory],
     needed: int,
+    *,
     name: str,
+    pace: Pace,
 ) -> None:
     steps = list(zip(copy.counts, side.steps, strict=True))
     last = side.offset + (side.segments - 1) * side.segment_nbytes + copy.nbytes
@@ -88,6 +94,7 @@ def _check(
                 for index in range(count)
             ]
     for number in numbers:
+        pace.keep()
         if not 0 <= number < len(regions):
             raise ValueError(f"the plan has a {name} region {number} of {len(regions)}")
         region = regions[number]

@@ -77,12 +77,12 @@ def test_an_entry_that_is_not_committed_is_not_whole() -> None:
     assert delivery.is_whole
 
 
-def test_only_what_is_lent_by_nobody_needs_memory_of_its_own() -> None:
+async def test_only_what_is_lent_by_nobody_needs_memory_of_its_own() -> None:
     delivery = large_offer(10)
     assert delivery.own_nbytes({}) == 10
     lent = {"key": torch.zeros(10, dtype=torch.uint8)}
     assert delivery.own_nbytes(lent) == 0
-    (view,) = delivery.allocate(lent, ReceiveBudget(0))
+    (view,) = await delivery.allocate(lent, ReceiveBudget(0))
     fill(view, memoryview(bytes([1] * 10)))
     assert bool(lent["key"].all()) and delivery.tensors["key"] is lent["key"]
 

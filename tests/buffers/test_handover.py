@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from asynckv.buffers.handover import (
     match_targets,
     tensors_of,
 )
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import Query
 from asynckv.errors import LeaseLost
 from asynckv.tensors.arena import HeapArena, Region
@@ -62,6 +65,17 @@ async def test_memory_that_cannot_be_shown_is_copied(
     assert of(entry.key).tolist() == [7] * 8
     assert of(entry.key).data_ptr() != tensor.data_ptr()
     assert region is lease.entry.parts[0].region
+
+
+async def test_the_loop_goes_on_while_many_tensors_are_handed_over() -> None:
+    layers = {str(layer): torch.zeros(1) for layer in range(320)}
+    async with LookupBuffer("8MiB", drain_s=0) as buffer:
+        await buffer.insert([1], None, layers, None, None)
+        taking, ticks = asyncio.create_task(buffer.drop_select([1])), 0
+        while not taking.done():
+            await asyncio.sleep(0)
+            ticks += 1
+        assert ticks > 320 // 16
 
 
 async def test_any_other_delivery_gets_a_copy() -> None:

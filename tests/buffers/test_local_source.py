@@ -39,6 +39,19 @@ async def test_the_digest_is_that_of_the_entry_once_it_is_in() -> None:
     assert await source.digest(entry.draft) == entry.digest()
 
 
+async def test_the_loop_goes_on_between_many_small_tensors() -> None:
+    async with LookupBuffer("64MiB", drain_s=0) as buffer:
+        holder = RecordingHolder()
+        buffer.ledger.leases.select(Query(None), holder, None)
+        layers = {str(layer): noise(8) for layer in range(40)}
+        inserting = asyncio.create_task(buffer.insert(None, None, layers, None, None))
+        await until(lambda: "landed 0" in holder.heard)
+        assert "landed 15" in holder.heard
+        assert "landed 16" not in holder.heard
+        await inserting
+        assert "landed 39" in holder.heard
+
+
 async def test_what_has_left_already_is_not_filled() -> None:
     source = LocalSource({"key": noise(8)}, CopyPool())
     with pytest.raises(LeaseLost):

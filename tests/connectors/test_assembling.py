@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 
@@ -55,6 +58,34 @@ async def test_heads_and_tokens_come_to_where_they_are_here() -> None:
     assert assembly.land("another layer.key", torch.zeros(1)) is None
     assert assembly.layers == MODEL.layer_names
     pool.close()
+
+
+class _Watched(torch.Tensor):
+    """A tensor that notes which threads look at it."""
+
+    threads: set[int]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls.threads.add(threading.get_ident())
+        run = super().__torch_function__
+        return run(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+async def test_nothing_that_came_is_looked_at_on_the_loop() -> None:
+    theirs = toy_shape(MODEL, block_size=16)
+    assembly, source, _ = assembly_of(theirs, theirs, MODEL.layer_names)
+    layer = MODEL.layer_names[0]
+    for region, name in enumerate(("key", "value")):
+        came = source.caches[layer][region][[3, 1]].as_subclass(_Watched)
+        assembly.land(f"{layer}.{name}", came)
+    _Watched.threads, pool = set(), CopyPool()
+    await assembly.place(layer, pool)
+    pool.close()
+    assert _Watched.threads
+    assert threading.get_ident() not in _Watched.threads
 
 
 def test_a_header_that_says_something_else_than_its_request_is_refused() -> None:

@@ -31,6 +31,11 @@ class _OtherSum(_Sum):
     """Not of the same type."""
 
 
+class _Unfoldable(_Sum):
+    def aggregate(self, other: Self) -> Self:
+        raise RuntimeError("no")
+
+
 class _Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -145,6 +150,19 @@ def test_statistics_of_different_types_are_refused_before_anything_is_taken() ->
     with pytest.raises(TypeError, match=r"a _Sum, of another a _OtherSum"):
         aggregator.aggregate([_Step(0, one), _Step(1, other)])
     assert aggregator.unfinished == 0
+
+
+def test_what_ended_outlives_statistics_that_cannot_be_folded() -> None:
+    aggregator = KVOutputAggregator(2)
+    one, other = _sent("a"), _received("b", failed=("b",))
+    one.kv_connector_stats = other.kv_connector_stats = _Unfoldable(1)
+    last = KVConnectorOutput(finished_sending={"a"}, invalid_block_ids={3})
+    with pytest.raises(RuntimeError, match="no"):
+        aggregator.aggregate([_Step(0, one), _Step(1, other), _Step(2, last)])
+    result = _said(aggregator, _received("b"), None, None)
+    assert result.finished_sending == {"a"}
+    assert result.finished_recving == result.failed_recving == {"b"}
+    assert result.invalid_block_ids == {3}
 
 
 def test_invalid_blocks_are_united() -> None:

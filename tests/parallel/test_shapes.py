@@ -69,6 +69,15 @@ def test_what_cannot_be_is_refused_by_name(field: str, value: object) -> None:
         msgspec.structs.replace(_SHAPE, **{field: value})
 
 
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_one_rank_may_be_seen_as_an_engine(tp_size: int) -> None:
+    shape = _with_tp(tp_size)
+    alone = shape.of_one_rank(3)
+    assert (alone.tp_size, alone.stages) == (1, (3,))
+    assert alone.heads_per_rank == shape.heads_per_rank
+    assert _MLA.of_one_rank(1) == msgspec.structs.replace(_MLA, tp_size=1)
+
+
 def test_a_latent_is_whole_on_every_rank() -> None:
     assert [list(_MLA.heads_of(rank)) for rank in range(3)] == [[0], [0], [0]]
     assert (_MLA.is_mla, _MLA.replicas, _MLA.part_nbytes) == (True, 3, (1152,))

@@ -20,7 +20,6 @@ def _between(
                 value_nbytes=sizes[1],
                 num_kv_heads=4,
             ),
-            1,
             0,
             0,
         )

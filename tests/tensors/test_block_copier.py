@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeAlias
@@ -145,6 +146,48 @@ async def test_what_is_refused_is_refused_whoever_copies(pool: CopyPool) -> None
     with pytest.raises(ValueError, match="needs a direction"):
         await copier.copy(src, dst, [1], [1])
     assert own.threads == []
+
+
+class _Watched(torch.Tensor):
+    """A cache that notes which threads look at it: at its shape, or its blocks."""
+
+    threads: set[int]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls.threads.add(threading.get_ident())
+        run = super().__torch_function__
+        return run(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("ids", [[*range(24, 99)], [1, 1]])
+async def test_no_cache_is_looked_at_on_the_loop(
+    pool: CopyPool, ids: list[int]
+) -> None:
+    src, dst = (
+        {f"layers.{layer}": torch.full((99, 16), fill) for layer in range(24)}
+        for fill in (1, 0)
+    )
+    _Watched.threads = set()
+    watched = {layer: cache.as_subclass(_Watched) for layer, cache in src.items()}
+    with contextlib.suppress(ValueError):
+        await BlockCopier(pool).copy(watched, dst, ids, ids)
+    assert _Watched.threads
+    assert threading.get_ident() not in _Watched.threads
+    rows = {int(cache.all(1).sum()) for cache in dst.values()}
+    assert rows == {0 if ids == [1, 1] else len(ids)}
+
+
+async def test_ids_may_be_changed_while_they_are_copied(pool: CopyPool) -> None:
+    src, dst = _caches(99, 2**14, 1), _caches(99, 2**14, 0)
+    ids = [*range(80)]
+    copied = asyncio.create_task(BlockCopier(pool).copy(src, dst, ids, ids))
+    await asyncio.sleep(0)
+    ids[:] = [98] * 80
+    await copied
+    assert dst["layers.3"].all(1).tolist() == [True] * 80 + [False] * 19
 
 
 async def test_keys_may_come_before_values(pool: CopyPool) -> None:

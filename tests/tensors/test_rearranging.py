@@ -22,6 +22,8 @@ _LAYOUTS = (
     KVLayout.fused("HND"),
 )
 _KV_FIRST = (KVLayout.kv_first("NHD"), KVLayout.kv_first("HND"))
+_ACROSS_LAYERS = tuple(map(KVLayout.named, ("BLHNC", "BLNHC", "BHLNC")))
+_HEADS_APART = (KVLayout.named("LHBNC"),)
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def _received(
 
 
 @given(
-    st.sampled_from([_LAYOUTS, _KV_FIRST]),
+    st.sampled_from([_LAYOUTS, _KV_FIRST, _ACROSS_LAYERS, _HEADS_APART]),
     st.tuples(st.sampled_from((2, 4, 8)), st.sampled_from((2, 4, 6))),
     st.sampled_from(((4, 4), (3, 2))),
     st.integers(1, 3),
