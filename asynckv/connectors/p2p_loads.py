@@ -46,7 +46,7 @@ class P2PLoad:
         self._is_over = False
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._missing = dict.fromkeys(caches.layers, 0)
-        self._has_begun = False
+        self.has_begun = False
 
     @property
     def untaken_sources(self) -> tuple[Source, ...]:
@@ -67,7 +67,7 @@ class P2PLoad:
         for read in reads.values():
             for layer in self._engine.layers_of(read, self._caches.layers):
                 self._missing[layer] += 1
-        self._has_begun = True
+        self.has_begun = True
         try:
             async with asyncio.TaskGroup() as group:
                 for rank, source in sources.items():
@@ -88,7 +88,7 @@ class P2PLoad:
 
         A cancelled call leaves no trace.
         """
-        if self._is_over or (self._has_begun and not self._missing.get(layer)):
+        if self._is_over or (self.has_begun and not self._missing.get(layer)):
             return
         loop = asyncio.get_running_loop()
         future = self._waiting.setdefault(layer, loop.create_future())
@@ -97,23 +97,35 @@ class P2PLoad:
     async def _read(self, rank: int, source: Source, read: RankRead | None) -> None:
         find, entry_id = source
         refusal: IncompatiblePeer | None = None
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(self._timeout_s) as timeout:
-            buffer = await find()
-            async with buffer.open_drop_select(entry_id=entry_id) as stream:
-                try:
-                    assembly = await self._assembly(stream, read)
-                    async for name, tensor in stream:
-                        timeout.reschedule(loop.time() + self._timeout_s)
-                        self.nbytes += tensor.nbytes
-                        layer = assembly.land(name, tensor)
-                        if layer is not None:
-                            self._landed(await assembly.place(layer, self._pool))
-                except IncompatiblePeer as exc:
-                    refusal = exc
+        has_read = False
+        try:
+            async with asyncio.timeout(self._timeout_s) as silence:
+                buffer = await find()
+                async with buffer.open_drop_select(entry_id=entry_id) as stream:
+                    try:
+                        await self._fill(stream, read, silence)
+                    except IncompatiblePeer as exc:
+                        refusal = exc
+                    has_read = True
+        except (asyncio.CancelledError, TimeoutError):
+            if has_read:  # the acknowledgement has left, only its answer has not come
+                del self._untaken[rank]
+            raise
         del self._untaken[rank]
         if refusal is not None:
             raise refusal
+
+    async def _fill(
+        self, stream: SelectStream, read: RankRead | None, silence: asyncio.Timeout
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        assembly = await self._assembly(stream, read)
+        async for name, tensor in stream:
+            silence.reschedule(loop.time() + self._timeout_s)
+            self.nbytes += tensor.nbytes
+            layer = assembly.land(name, tensor)
+            if layer is not None:
+                self._landed(await assembly.place(layer, self._pool))
 
     async def _assembly(self, stream: SelectStream, read: RankRead | None) -> Assembly:
         order = self.order

@@ -101,6 +101,8 @@ class P2PWorker(
 
     async def start(self) -> None:
         self._check_loop()
+        if self._transfers.is_closing:
+            raise RuntimeError("this worker was closed: make another one")
         await self.routes.open()
 
     def get_handshake_metadata(self) -> KVConnectorHandshake | None:
@@ -137,9 +139,6 @@ class P2PWorker(
                 self._release(order)
         for request_id in orders.aborts:
             self._transfers.cancel(request_id, "recv")
-        for order in orders.loads:
-            if order.block_ids and order.request_id in orders.aborts:
-                self._release(order)  # it had no time to begin
 
     async def wait_for_layer_load(self, layer_name: str) -> None:
         self._check_loop()
@@ -186,14 +185,17 @@ class P2PWorker(
         )
 
     async def aclose(self) -> None:
-        """End every transfer, wait until memory is quiet, then close."""
+        """End every transfer, wait until memory is quiet, then close.
+
+        A cancellation is held back until memory is quiet; then it closes at once.
+        """
         self._check_loop()
-        with anyio.CancelScope(shield=True):
-            try:
-                await self._transfers.aclose()
+        try:
+            await self._transfers.aclose()
+            with anyio.CancelScope(shield=True):
                 await self.routes.aclose()
-            finally:  # also if the task is cancelled: nothing stays open
-                self.abort()
+        finally:  # also if the task is cancelled: nothing stays open
+            self.abort()
 
     def abort(self) -> None:
         self._transfers.abort()
@@ -218,10 +220,15 @@ class P2PWorker(
             "recv",
             lambda: self._load(load),
             {block for group in order.block_ids for block in group},
-            load.end,
+            lambda: self._load_ended(load),
         )
         if life is not None and not order.is_async:
             self._awaited.append(load)
+
+    def _load_ended(self, load: P2PLoad) -> None:
+        load.end()
+        if not load.has_begun:  # its task was cancelled before its first step
+            self._release(load.order)
 
     async def _load(self, load: P2PLoad) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 from asynckv.connectors.headers import EntryHeader
@@ -42,6 +43,16 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         await load.run(*worker.routes.sources(load.order))
         caches.expect_computed()
 
+    async def read() -> None:
+        """As ``run``, one source rank after the other, and not in tasks."""
+        nonlocal has_begun
+        has_begun = True
+        reads, sources = worker.routes.sources(load.order)
+        load._untaken = dict(sources)
+        for rank, source in sources.items():
+            await load._read(rank, source, reads[rank])
+        caches.expect_computed()
+
     async def check(outcome: Outcome[None]) -> None:
         caches.spoil()
         await ticks(_LATE)
@@ -57,6 +68,7 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.check_quiet()
 
     await sweeper.sweep("a load", run, check, before)
+    await sweeper.sweep("what a load reads", read, check, before)
 
 
 async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
@@ -82,6 +94,14 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
     async def run() -> None:
         await save.run(worker.routes.targets(save.order))
 
+    async def write() -> None:
+        """As ``run``, for one reader after the other, and not in tasks."""
+        for target in worker.routes.targets(save.order):
+            queue: asyncio.Queue[str] = asyncio.Queue()
+            for layer in ground.model.layer_names:
+                queue.put_nowait(layer)
+            await save._write(target, queue)
+
     async def check(outcome: Outcome[None]) -> None:
         caches.spoil()
         for find, entry_id, _ in worker.routes.targets(save.order):
@@ -92,6 +112,7 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.hand_over()
 
     await sweeper.sweep("a save", run, check, before)
+    await sweeper.sweep("what a save writes", write, check, before)
 
 
 async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:

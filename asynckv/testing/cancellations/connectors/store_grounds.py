@@ -108,7 +108,7 @@ class StoreGround:
 
         :raises AssertionError: something is left, and what
         """
-        for key in list(self.store._ledger._values):
+        for key, _ in list(self.store._ledger._values):
             await self.store.delete(key)
         lines = (self.saver._line, self.loader._line, self.scheduler._line)
         peers = tuple(
