@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import msgspec
 
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.p2p_orders import P2PMetadata
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.testing.blocked import until
@@ -75,9 +77,7 @@ async def a_workers_end(ground: P2PGround, sweeper: Sweeper) -> None:
             await _end_of(ground, sweeper, side, name)
 
 
-async def _end_of(
-    ground: P2PGround, sweeper: Sweeper, side: Side, name: str
-) -> None:
+async def _end_of(ground: P2PGround, sweeper: Sweeper, side: Side, name: str) -> None:
     worker: P2PWorker
     caches: ToyCaches
     closing: Closing
@@ -140,11 +140,13 @@ async def _begin_transfer(
 async def _clear(ground: P2PGround) -> None:
     """Take what nobody took."""
     for buffer in ground.buffers().values():
-        await until(lambda buffer=buffer: not buffer.statistics().leased)
+        await until(functools.partial(_is_free, buffer))
         for entry_id in list(buffer.ledger.book.entries):
             await buffer.withdraw(entry_id)
 
 
+def _is_free(buffer: LookupBuffer) -> bool:
+    return not buffer.statistics().leased
 
 
 CLOSING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (

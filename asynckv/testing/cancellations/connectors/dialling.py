@@ -17,34 +17,43 @@ from asynckv.testing.cancellations.partners import Closing
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect, expect_error
 
-__all__ = ("DIALLING", "a_peer_that_is_dialled", "a_peer_that_is_found", "the_peers_end")
+__all__ = (
+    "DIALLING",
+    "a_peer_that_is_dialled",
+    "a_peer_that_is_found",
+    "the_peers_end",
+)
 
 _ENGINE: Final = KVEngine(engine_id="finder", block_size=16)
 
 
 async def a_peer_that_is_found(ground: P2PGround, sweeper: Sweeper) -> None:
     """Cancelled, it can be found; by its name, and by asking who answers."""
+    await _find(ground, sweeper, is_named=True)
+    await _find(ground, sweeper, is_named=False)
+
+
+async def _find(ground: P2PGround, sweeper: Sweeper, *, is_named: bool) -> None:
     side, served = _sides(ground)
-    for is_named in (True, False):
-        peers: Peers
+    peers: Peers
 
-        async def before(is_named: bool = is_named) -> None:
-            nonlocal peers
-            peers = _new_peers(side, served, is_named=is_named)
-            await sweeper.pause()
+    async def before() -> None:
+        nonlocal peers
+        peers = _new_peers(side, served, is_named=is_named)
+        await sweeper.pause()
 
-        async def check(outcome: Outcome[object]) -> None:
-            found = await peers.find(served.engine_id, 0)
-            expect(found.is_connected, "it was found, and is not connected")
-            await peers.aclose()
-            await ground.check_quiet()
+    async def check(outcome: Outcome[object]) -> None:
+        found = await peers.find(served.engine_id, 0)
+        expect(found.is_connected, "it was found, and is not connected")
+        await peers.aclose()
+        await ground.check_quiet()
 
-        await sweeper.sweep(
-            f"a peer that is {'named' if is_named else 'asked who it is'}",
-            lambda: peers.find(served.engine_id, 0),
-            check,
-            before,
-        )
+    await sweeper.sweep(
+        f"a peer that is {'named' if is_named else 'asked who it is'}",
+        lambda: peers.find(served.engine_id, 0),
+        check,
+        before,
+    )
 
 
 async def a_peer_that_is_dialled(ground: P2PGround, sweeper: Sweeper) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeAlias
 
@@ -21,10 +21,12 @@ from asynckv.testing.cancellations.sweeper import Sweeper
 
 __all__ = ("GROUNDS", "SCENARIOS", "open_ground", "run_scenarios")
 
-_P2P: Final = (*STEPS, *MOVING, *DIALLING, *CLOSING)
+_Scenarios: TypeAlias = Sequence[ConnectorScenario[Any]]
+
+_P2P: Final[_Scenarios] = (*STEPS, *MOVING, *DIALLING, *CLOSING)
 SCENARIOS: Final[tuple[ConnectorScenario[Any], ...]] = (*_P2P, *STORES, *SEVERAL)
 
-_Opened: TypeAlias = tuple[Any, Sequence[ConnectorScenario[Any]]]
+_Opened: TypeAlias = tuple[Any, _Scenarios]
 
 GROUNDS: Final = (
     "pull",
@@ -65,7 +67,8 @@ async def open_ground(name: str) -> AsyncIterator[_Opened]:
             opened = open_several("unix")
         case _:
             raise ValueError(f"there is no ground {name!r}")
-    scenarios = {"store": STORES, "several": SEVERAL}.get(name.split()[0], _P2P)
+    others: Mapping[str, _Scenarios] = {"store": STORES, "several": SEVERAL}
+    scenarios = others.get(name.split()[0], _P2P)
     async with opened as ground:
         yield ground, scenarios
 

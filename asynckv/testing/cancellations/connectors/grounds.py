@@ -28,7 +28,17 @@ from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import free_urls, pair_configs, toy_shape
 from asynckv.testing.expectations import expect
 
-__all__ = ("LARGE", "SMALL", "P2PGround", "Scheme", "Side", "has_let_go", "open_p2p", "urls_of")
+__all__ = (
+    "LARGE",
+    "SMALL",
+    "P2PGround",
+    "Scheme",
+    "Side",
+    "has_let_go",
+    "open_p2p",
+    "until_loaded",
+    "urls_of",
+)
 
 Scheme: TypeAlias = Literal["mem", "tcp", "unix"]
 
@@ -141,16 +151,14 @@ class P2PGround:
         :raises AssertionError: it failed, or is not what was saved
         """
         for worker in self.decode.workers if workers is None else workers:
-            await until(lambda worker=worker: not worker.statistics().loading)
+            await until_loaded(worker)
             results = worker.get_finished()
             expect(results.finished_recving == {order.request_id}, results)
             expect(not results.failed_recving, results.reasons)
             worker.clear_connector_metadata()
             self.decode.caches[worker.engine.rank].expect_computed()
 
-    async def load(
-        self, name: str, workers: Sequence[P2PWorker] | None = None
-    ) -> None:
+    async def load(self, name: str, workers: Sequence[P2PWorker] | None = None) -> None:
         """Load it into caches that hold nothing of it, and look at every byte.
 
         :raises AssertionError: it failed, or is not what was saved
@@ -203,6 +211,11 @@ class P2PGround:
                     yield Watched(buffer, self.store, server, peers, (), self.tasks)
 
 
+async def until_loaded(worker: P2PWorker) -> None:
+    """Wait until nothing is loaded any more."""
+    await until(lambda: not worker.statistics().loading)
+
+
 async def has_let_go(worker: KVConnectorWorker) -> None:
     """Wait until no transfer of it is under way.
 
@@ -228,16 +241,16 @@ def _peers_at(url: str, side: Side) -> Iterator[Peer]:
 
 
 @contextlib.contextmanager
-def urls_of(
-    scheme: Scheme, *counts: int
-) -> Iterator[tuple[list[str], ...]]:
+def urls_of(scheme: Scheme, *counts: int) -> Iterator[tuple[list[str], ...]]:
     """Yield places to serve at, so many for each engine."""
     if scheme == "tcp":
         free = iter(free_urls(sum(counts)))
         yield tuple([f"{next(free)}?payload=inline" for _ in range(n)] for n in counts)
         return
     with tempfile.TemporaryDirectory(prefix="asynckv-") as folder:
-        place = f"mem://{secrets.token_hex(8)}" if scheme == "mem" else f"unix://{folder}"
+        place = (
+            f"mem://{secrets.token_hex(8)}" if scheme == "mem" else f"unix://{folder}"
+        )
         yield tuple(
             [f"{place}/{side}" + (f".{rank}" if rank else "") for rank in range(n)]
             for side, n in enumerate(counts)

@@ -89,7 +89,8 @@ async def open_several(scheme: Scheme) -> AsyncIterator[SeveralGround]:
 
 async def a_save_by_all(ground: SeveralGround, sweeper: Sweeper) -> None:
     """Leaves the saves as they are: after another wait, both have all of it."""
-    name, keys = "", ()
+    name = ""
+    keys: tuple[str, ...] = ()
     worker: MultiWorker
     caches = ground.p2p.prefill.caches[0]
 
@@ -115,9 +116,7 @@ async def a_save_by_all(ground: SeveralGround, sweeper: Sweeper) -> None:
         await ground.store.load(keys)
         await ground.check_quiet()
 
-    await sweeper.sweep(
-        "a save by all", lambda: worker.wait_for_save(), check, before
-    )
+    await sweeper.sweep("a save by all", lambda: worker.wait_for_save(), check, before)
 
 
 async def a_layer_of_all(ground: SeveralGround, sweeper: Sweeper) -> None:
@@ -267,7 +266,5 @@ SEVERAL: Final[tuple[ConnectorScenario[SeveralGround], ...]] = (
     ConnectorScenario(a_layer_of_all, ("MultiWorker.wait_for_layer_load",)),
     ConnectorScenario(the_start_of_all, ("MultiWorker.start",)),
     ConnectorScenario(the_end_of_all, ("MultiWorker.aclose",)),
-    ConnectorScenario(
-        all_who_ask, ("MultiScheduler.ask", "MultiScheduler.aclose")
-    ),
+    ConnectorScenario(all_who_ask, ("MultiScheduler.ask", "MultiScheduler.aclose")),
 )

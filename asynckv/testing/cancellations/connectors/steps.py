@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
-from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
-from asynckv.testing.cancellations.connectors.grounds import P2PGround
+from asynckv.testing.cancellations.connectors.grounds import P2PGround, until_loaded
 from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect
@@ -78,7 +77,7 @@ async def a_load_that_is_aborted(ground: P2PGround, sweeper: Sweeper) -> None:
             worker.clear_connector_metadata()
         for worker in ground.decode.workers:
             caches = ground.decode.caches[worker.engine.rank]
-            await until(lambda worker=worker: not worker.statistics().loading)
+            await until_loaded(worker)
             results = worker.get_finished()
             expect(results.finished_recving == {order.request_id}, results)
             if results.failed_recving:

@@ -151,9 +151,7 @@ async def open_store_ground(
         ((url,),) = stack.enter_context(urls_of(scheme, 1))
         lookup = await stack.enter_async_context(LookupBuffer("1MiB"))
         store = await stack.enter_async_context(StoreBuffer("16MiB"))
-        server = await stack.enter_async_context(
-            serve(url, lookup=lookup, store=store)
-        )
+        server = await stack.enter_async_context(serve(url, lookup=lookup, store=store))
         config, workers, caches = config_of(url), [], []
         for place, name in enumerate(("saver", "loader")):
             engine = KVEngine(engine_id=name, block_size=16, shape=shape)
@@ -165,7 +163,15 @@ async def open_store_ground(
         scheduler = StoreScheduler(config, workers[1].engine)
         await stack.enter_async_context(scheduler)
         ground = StoreGround(
-            url, *workers, scheduler, *caches, store, lookup, server
+            url,
+            saver=workers[0],
+            loader=workers[1],
+            scheduler=scheduler,
+            saved=caches[0],
+            loaded=caches[1],
+            store=store,
+            lookup=lookup,
+            server=server,
         )
         keys = ground.new_keys()
         await ground.save(keys)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from asynckv.abc import KVQuestion
+from asynckv.abc import KVAnswer, KVQuestion
 from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_scheduler import StoreScheduler
 from asynckv.connectors.store_worker import StoreWorker
+from asynckv.errors import PeerLost
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.connectors.grounds import has_let_go
 from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
@@ -19,7 +20,7 @@ from asynckv.testing.cancellations.connectors.store_grounds import (
 )
 from asynckv.testing.cancellations.partners import Closing
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
-from asynckv.testing.expectations import expect
+from asynckv.testing.expectations import expect, expect_error
 
 __all__ = ("STORES",)
 
@@ -133,35 +134,57 @@ async def a_spool(ground: StoreGround, sweeper: Sweeper) -> None:
 
 
 async def a_lines_end(ground: StoreGround, sweeper: Sweeper) -> None:
-    """Of the way to a store, while it is dialled; the scheduler side's too."""
-    for name in ("a line", "a scheduler side"):
-        line: StoreLine | StoreScheduler
-        dialling: asyncio.Task[object]
-        closing: Closing
+    """Of the way to a store, while it is dialled."""
+    line: StoreLine
+    dialling: asyncio.Task[object]
+    closing: Closing
 
-        async def before(name: str = name) -> None:
-            nonlocal line, dialling, closing
-            closing, engine = Closing(), ground.new_engine()
-            config = config_of(ground.url)
-            if name == "a line":
-                line = StoreLine(config, engine, None, "line")
-                dialling = asyncio.create_task(line.store())
-            else:
-                line = StoreScheduler(config, engine)
-                dialling = asyncio.create_task(line.ask(KVQuestion("q", ("key",))))
-            await ticks(3)
-            await sweeper.pause()
+    async def before() -> None:
+        nonlocal line, dialling, closing
+        config, closing = config_of(ground.url), Closing()
+        line = StoreLine(config, ground.new_engine(), None, "line")
+        dialling = asyncio.create_task(line.store())
+        await ticks(3)
+        await sweeper.pause()
 
-        async def check(outcome: Outcome[None]) -> None:
-            if not closing.has_begun:
-                await line.aclose()
-            await asyncio.wait({dialling})
-            dialling.exception()
-            await ground.check_quiet()
+    async def check(outcome: Outcome[None]) -> None:
+        if not closing.has_begun:
+            await line.aclose()
+        await asyncio.wait({dialling})
+        dialling.exception()
+        await expect_error(PeerLost, line.store())
+        await ground.check_quiet()
 
-        await sweeper.sweep(
-            f"the end of {name}", lambda: closing.run(line.aclose), check, before
-        )
+    await sweeper.sweep(
+        "the end of a line", lambda: closing.run(line.aclose), check, before
+    )
+
+
+async def a_schedulers_end(ground: StoreGround, sweeper: Sweeper) -> None:
+    """While it asks: it hears that nothing is there, now and later."""
+    scheduler: StoreScheduler
+    asking: asyncio.Task[KVAnswer]
+    closing: Closing
+    question = KVQuestion("q", ("key",))
+
+    async def before() -> None:
+        nonlocal scheduler, asking, closing
+        closing = Closing()
+        scheduler = StoreScheduler(config_of(ground.url), ground.new_engine())
+        asking = asyncio.create_task(scheduler.ask(question))
+        await ticks(3)
+        await sweeper.pause()
+
+    async def check(outcome: Outcome[None]) -> None:
+        if not closing.has_begun:
+            await scheduler.aclose()
+        expect(not (await asking).num_keys, "it is stored")
+        expect(not (await scheduler.ask(question)).num_keys, "it is stored")
+        await ground.check_quiet()
+
+    await sweeper.sweep(
+        "a scheduler's end", lambda: closing.run(scheduler.aclose), check, before
+    )
 
 
 async def a_store_that_is_found(ground: StoreGround, sweeper: Sweeper) -> None:
@@ -184,38 +207,34 @@ async def a_store_that_is_found(ground: StoreGround, sweeper: Sweeper) -> None:
 
 async def a_store_workers_end(ground: StoreGround, sweeper: Sweeper) -> None:
     """In the middle of a load and of a save: its memory is quiet."""
-    for name in ("aclose", "shutdown"):
-        worker: StoreWorker
-        closing: Closing
+    worker: StoreWorker
+    closing: Closing
 
-        async def before() -> None:
-            nonlocal worker, closing
-            keys, closing = ground.new_keys(), Closing()
-            await ground.save(keys)
-            worker = ground.new_worker()
-            ground.loaded.compute()
-            order = StoreOrder("s", ground.new_keys(), (ground.loaded.block_ids,))
-            orders = StoreMetadata((ground.load_order(keys),), (order,))
-            worker.bind_connector_metadata(orders)
-            await worker.start_load_kv()
-            await worker.wait_for_save()
-            await sweeper.pause()
+    async def before() -> None:
+        nonlocal worker, closing
+        keys, closing = ground.new_keys(), Closing()
+        await ground.save(keys)
+        worker = ground.new_worker()
+        ground.loaded.compute()
+        order = StoreOrder("s", ground.new_keys(), (ground.loaded.block_ids,))
+        orders = StoreMetadata((ground.load_order(keys),), (order,))
+        worker.bind_connector_metadata(orders)
+        await worker.start_load_kv()
+        await worker.wait_for_save()
+        await sweeper.pause()
 
-        async def check(outcome: Outcome[None]) -> None:
-            if not closing.has_begun:
-                await worker.aclose()
-            ground.loaded.spoil()
-            await ticks(_LATE)
-            ground.loaded.expect_spoilt()
-            await has_let_go(worker)
-            await ground.check_quiet()
+    async def check(outcome: Outcome[None]) -> None:
+        if not closing.has_begun:
+            await worker.aclose()
+        ground.loaded.spoil()
+        await ticks(_LATE)
+        ground.loaded.expect_spoilt()
+        await has_let_go(worker)
+        await ground.check_quiet()
 
-        await sweeper.sweep(
-            f"a store worker's {name}",
-            lambda name=name: closing.run(getattr(worker, name)),
-            check,
-            before,
-        )
+    await sweeper.sweep(
+        "a store worker's end", lambda: closing.run(worker.shutdown), check, before
+    )
 
 
 STORES: Final[tuple[ConnectorScenario[StoreGround], ...]] = (
@@ -225,7 +244,8 @@ STORES: Final[tuple[ConnectorScenario[StoreGround], ...]] = (
     ConnectorScenario(a_load_of_blocks, ()),
     ConnectorScenario(a_spool, ("Spool.gather", "Spool.scatter")),
     ConnectorScenario(a_store_that_is_found, ("StoreLine.store",)),
-    ConnectorScenario(a_lines_end, ("StoreLine.aclose", "StoreScheduler.aclose")),
+    ConnectorScenario(a_lines_end, ("StoreLine.aclose",)),
+    ConnectorScenario(a_schedulers_end, ("StoreScheduler.aclose",)),
     ConnectorScenario(
         a_store_workers_end, ("StoreWorker.aclose", "StoreWorker.shutdown")
     ),
