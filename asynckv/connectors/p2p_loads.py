@@ -13,6 +13,7 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import HEADER, EntryHeader
 from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_orders import LoadOrder
+from asynckv.connectors.peers import identity_of
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.plans import RankRead
 from asynckv.tensors.copying import CopyPool
@@ -41,6 +42,7 @@ class P2PLoad:
         self.order = order
         self.nbytes = 0
         self._untaken: dict[int, Source] = {}
+        self._unseen: set[int] = set()
         self._engine, self._caches, self._pool = engine, caches, pool
         self._timeout_s = timeout_s
         self._is_over = False
@@ -53,6 +55,11 @@ class P2PLoad:
         """Where entries still are that were not acknowledged."""
         return tuple(self._untaken.values())
 
+    def waits_for(self, identity: str) -> bool:
+        """Whether nothing has come yet of a rank of that name, and it should."""
+        peer = self.order.peer
+        return any(identity == identity_of(peer, rank) for rank in self._unseen)
+
     async def run(
         self, reads: Mapping[int, RankRead | None], sources: Mapping[int, Source]
     ) -> None:
@@ -63,7 +70,7 @@ class P2PLoad:
         :raises TimeoutError: nothing came for too long
         :raises IncompatiblePeer: what came was not this prompt's, or another model's
         """
-        self._untaken = dict(sources)
+        self._untaken, self._unseen = dict(sources), set(sources)
         for read in reads.values():
             for layer in self._engine.layers_of(read, self._caches.layers):
                 self._missing[layer] += 1
@@ -102,6 +109,7 @@ class P2PLoad:
             async with asyncio.timeout(self._timeout_s) as silence:
                 buffer = await find()
                 async with buffer.open_drop_select(entry_id=entry_id) as stream:
+                    self._unseen.discard(rank)
                     try:
                         await self._fill(stream, read, silence)
                     except IncompatiblePeer as exc:

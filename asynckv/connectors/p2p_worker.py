@@ -31,6 +31,7 @@ from asynckv.connectors.p2p_saves import P2PSave
 from asynckv.connectors.transfers import Transfers
 from asynckv.errors import IncompatiblePeer
 from asynckv.loops import LoopBound
+from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
@@ -78,8 +79,10 @@ class P2PWorker(
         self._caches: PagedCaches | None = None
         self._orders: P2PMetadata | None = None
         self._saves: dict[Life, P2PSave] = {}
+        self._loads: dict[P2PLoad, Life] = {}
         self._awaited: list[P2PLoad] = []
         self._loaded_bytes = self._saved_bytes = 0
+        self.routes.call_when_lost(self._on_lost)
 
     @property
     def wants_layers(self) -> bool:
@@ -222,10 +225,21 @@ class P2PWorker(
             {block for group in order.block_ids for block in group},
             lambda: self._load_ended(load),
         )
-        if life is not None and not order.is_async:
+        if life is None:
+            return
+        self._loads[load] = life
+        if not order.is_async:
             self._awaited.append(load)
 
+    def _on_lost(self, identity: str) -> None:
+        """What it was to send will not come."""
+        for load, life in list(self._loads.items()):
+            if load.waits_for(identity):
+                reason = f"PeerLost: {as_line(identity)} is gone, or has restarted"
+                self._transfers.fail(life, reason)
+
     def _load_ended(self, load: P2PLoad) -> None:
+        self._loads.pop(load, None)
         load.end()
         if not load.has_begun:  # its task was cancelled before its first step
             self._release(load.order)

@@ -90,6 +90,13 @@ class Transfers:
         if life is not None:
             self._tasks[life].cancel()
 
+    def fail(self, life: Life, reason: str) -> None:
+        """End a transfer that can come to nothing any more, and say why."""
+        if (task := self._tasks.get(life)) is not None:
+            self.ledger.cancel(life.request_id, life.way)
+            life.reason = reason
+            task.cancel()
+
     async def finish(self, lives: Iterable[Life], timeout_s: float) -> None:
         """Wait until these have ended; what is not over in time is given up.
 
@@ -100,10 +107,8 @@ class Transfers:
             return
         await asyncio.wait(tasks.values(), timeout=timeout_s)
         late = {life: task for life, task in tasks.items() if not task.done()}
-        for life, task in late.items():
-            self.ledger.cancel(life.request_id, life.way)
-            life.reason = f"it took longer than {timeout_s:g} s"
-            task.cancel()
+        for life in late:
+            self.fail(life, f"it took longer than {timeout_s:g} s")
         if late:
             await asyncio.wait(late.values())
 

@@ -155,8 +155,7 @@ CLOSING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
         a_workers_end,
         (
             "P2PWorker.aclose",
-            "P2PWorker.shutdown",
-            "P2PWorker.__aexit__",
+            "KVConnectorWorker.shutdown",
             "P2PRoutes.aclose",
             "Transfers.aclose",
         ),

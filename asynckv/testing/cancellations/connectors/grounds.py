@@ -9,6 +9,7 @@ import itertools
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from asynckv.abc import KVConnectorWorker
@@ -49,6 +50,7 @@ LARGE: Final = ToyModel(layers=2, head_dim=96)
 
 _TIMEOUT_S: Final = 20.0
 _names: Final = itertools.count()
+_FOLDER: Final = Path(tempfile.gettempdir())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,14 +249,12 @@ def urls_of(scheme: Scheme, *counts: int) -> Iterator[tuple[list[str], ...]]:
         free = iter(free_urls(sum(counts)))
         yield tuple([f"{next(free)}?payload=inline" for _ in range(n)] for n in counts)
         return
-    with tempfile.TemporaryDirectory(prefix="asynckv-") as folder:
-        place = (
-            f"mem://{secrets.token_hex(8)}" if scheme == "mem" else f"unix://{folder}"
-        )
-        yield tuple(
-            [f"{place}/{side}" + (f".{rank}" if rank else "") for rank in range(n)]
-            for side, n in enumerate(counts)
-        )
+    name = f"asynckv-{secrets.token_hex(8)}"
+    place = f"mem://{name}" if scheme == "mem" else f"unix://{_FOLDER / name}"
+    yield tuple(
+        [f"{place}-{side}" + (f".{rank}" if rank else "") for rank in range(n)]
+        for side, n in enumerate(counts)
+    )
 
 
 @contextlib.asynccontextmanager

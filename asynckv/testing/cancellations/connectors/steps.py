@@ -104,7 +104,9 @@ async def _begin_load(ground: P2PGround, *, is_async: bool) -> LoadOrder:
 
 
 STEPS: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
-    ConnectorScenario(a_layer_wait, ("P2PWorker.wait_for_layer_load",)),
+    ConnectorScenario(
+        a_layer_wait, ("P2PWorker.wait_for_layer_load", "P2PLoad.wait_for")
+    ),
     ConnectorScenario(a_save_wait, ("P2PWorker.wait_for_save", "Transfers.finish")),
     ConnectorScenario(a_load_that_is_aborted, (), is_costly=True),
 )

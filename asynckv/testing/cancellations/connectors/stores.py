@@ -246,7 +246,5 @@ STORES: Final[tuple[ConnectorScenario[StoreGround], ...]] = (
     ConnectorScenario(a_store_that_is_found, ("StoreLine.store",)),
     ConnectorScenario(a_lines_end, ("StoreLine.aclose",)),
     ConnectorScenario(a_schedulers_end, ("StoreScheduler.aclose",)),
-    ConnectorScenario(
-        a_store_workers_end, ("StoreWorker.aclose", "StoreWorker.shutdown")
-    ),
+    ConnectorScenario(a_store_workers_end, ("StoreWorker.aclose",)),
 )
