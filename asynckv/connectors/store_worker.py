@@ -28,7 +28,7 @@ from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.spool import Spool
 from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_scheduler import namespace_of
+from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
 from asynckv.connectors.transfers import Transfers
 from asynckv.errors import EntryAborted
 from asynckv.loops import LoopBound
@@ -79,6 +79,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._saves: list[tuple[str, BlockIds, int]] = []
         self._at_once = asyncio.Semaphore(_BLOCKS_AT_ONCE)
         self._loaded_blocks = self._saved_blocks = self._skipped_blocks = 0
+        self._is_told = False
 
     def register_kv_caches(
         self,
@@ -238,5 +239,8 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
     async def _put(self, key: str, value: torch.Tensor) -> None:
         async with self._at_once, asyncio.timeout(self.options.save_timeout_s):
             store = await self._line.store()
+            if not self._is_told:
+                await store.put(SHAPE_KEY, StoredShape.of(self.engine).tensor())
+                self._is_told = True
             await store.put(key, value)
             self._saved_blocks += 1
