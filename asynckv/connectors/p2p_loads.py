@@ -55,10 +55,12 @@ class P2PLoad:
         """Where entries still are that were not acknowledged."""
         return tuple(self._untaken.values())
 
-    def waits_for(self, identity: str) -> bool:
-        """Whether nothing has come yet of a rank of that name, and it should."""
-        peer = self.order.peer
-        return any(identity == identity_of(peer, rank) for rank in self._unseen)
+    def unseen_rank(self, identity: str) -> int | None:
+        """Return the source rank of that name, if nothing of it has come yet."""
+        for rank in self._unseen:
+            if identity == identity_of(self.order.peer, rank):
+                return rank
+        return None
 
     async def run(
         self, reads: Mapping[int, RankRead | None], sources: Mapping[int, Source]

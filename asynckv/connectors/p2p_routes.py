@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from asynckv.abc import KVLookupBuffer
+from asynckv.buffers.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
 from asynckv.config import KVTransferConfig
@@ -77,6 +78,14 @@ class P2PRoutes:
     def call_when_lost(self, callback: Callable[[str], None]) -> None:
         """Call back with the identity of each rank that was connected and is gone."""
         self._lost_callbacks.append(callback)
+
+    def has_pushed(self, order: LoadOrder, rank: int) -> bool:
+        """Whether all that a rank was to push for ``order`` is here."""
+        if self.buffer is None:
+            return False
+        entries = self.buffer.ledger.book.entries
+        entry = entries.get(_pushed(order.transfer_id, rank))
+        return entry is not None and entry.state is EntryState.READY
 
     def sources(
         self, order: LoadOrder

@@ -234,7 +234,8 @@ class P2PWorker(
     def _on_lost(self, identity: str) -> None:
         """What it was to send will not come."""
         for load, life in list(self._loads.items()):
-            if load.waits_for(identity):
+            rank = load.unseen_rank(identity)
+            if rank is not None and not self.routes.has_pushed(load.order, rank):
                 reason = f"PeerLost: {as_line(identity)} is gone, or has restarted"
                 self._transfers.fail(life, reason)
 

@@ -59,7 +59,7 @@ async def test_a_peer_that_is_sending_fails_what_it_has_begun() -> None:
         worker.bind_connector_metadata(P2PMetadata(saves=(save,)))
         worker.save_kv_layer(ground.model.layer_names[0])
         (load,) = ground.decode.workers[0]._loads
-        await until(lambda: not load.waits_for("P/0"))
+        await until(lambda: load.unseen_rank("P/0") is None)
         worker.routes.abort()
         await worker.wait_for_save()
         assert worker.get_finished().failed_sending == {save.request_id}

@@ -14,6 +14,8 @@ from asynckv.testing.cancellations.sweeper import Sweeper
 
 pytestmark = [pytest.mark.trust, pytest.mark.timeout(3600)]
 
+PUBLIC = codes_of_coroutines()
+
 
 async def test_no_cancellation_of_a_connector_breaks_a_promise(
     scale: Any, figures: Callable[[str], None]
@@ -27,6 +29,5 @@ async def test_no_cancellation_of_a_connector_breaks_a_promise(
         total += sweeper.cancelled
         places |= sweeper.places
         figures(f"{name}: {sweeper.cancelled} cancellations in {sweeper.rounds} rounds")
-    public = codes_of_coroutines()
-    figures(f"{total} cancellations in {len(places)} coroutines, {len(public)} public")
-    assert [name for name, code in public.items() if code not in places] == []
+    figures(f"{total} cancellations in {len(places)} coroutines, {len(PUBLIC)} public")
+    assert [name for name, code in PUBLIC.items() if code not in places] == []

@@ -73,7 +73,7 @@ async def a_workers_start(ground: P2PGround, sweeper: Sweeper) -> None:
 async def a_workers_end(ground: P2PGround, sweeper: Sweeper) -> None:
     """In the middle of a load or a save: memory is quiet, and everybody is told."""
     for side in (ground.prefill, ground.decode):
-        for name in ("aclose", "shutdown", "__aexit__"):
+        for name in ("aclose", "shutdown"):
             await _end_of(ground, sweeper, side, name)
 
 
@@ -92,12 +92,6 @@ async def _end_of(ground: P2PGround, sweeper: Sweeper, side: Side, name: str) ->
             await _begin_transfer(ground, side, worker, caches)
             await sweeper.pause()
 
-        async def close() -> None:
-            if name == "__aexit__":
-                await worker.__aexit__(None, None, None)
-            else:
-                await getattr(worker, name)()
-
         async def check(outcome: Outcome[None]) -> None:
             if not closing.has_begun:
                 await worker.aclose()
@@ -109,11 +103,12 @@ async def _end_of(ground: P2PGround, sweeper: Sweeper, side: Side, name: str) ->
             await worker.aclose()
             await _clear(ground)
             await ground.check_quiet()
-            await ground.hand_over()
-            await ground.check_quiet()
 
         await sweeper.sweep(
-            f"a worker's {name}", lambda: closing.run(close), check, before
+            f"a worker's {name}",
+            lambda: closing.run(getattr(worker, name)),
+            check,
+            before,
         )
 
 

@@ -17,6 +17,7 @@ from asynckv.testing.cancellations.connectors.several import SEVERAL, open_sever
 from asynckv.testing.cancellations.connectors.steps import STEPS
 from asynckv.testing.cancellations.connectors.store_grounds import open_store_ground
 from asynckv.testing.cancellations.connectors.stores import STORES
+from asynckv.testing.cancellations.grounds import one_thread_of_torch
 from asynckv.testing.cancellations.sweeper import Sweeper
 
 __all__ = ("GROUNDS", "SCENARIOS", "open_ground", "run_scenarios")
@@ -69,7 +70,7 @@ async def open_ground(name: str) -> AsyncIterator[_Opened]:
             raise ValueError(f"there is no ground {name!r}")
     others: Mapping[str, _Scenarios] = {"store": STORES, "several": SEVERAL}
     scenarios = others.get(name.split()[0], _P2P)
-    async with opened as ground:
+    async with one_thread_of_torch(), opened as ground:
         yield ground, scenarios
 
 
