@@ -72,9 +72,9 @@ async def a_workers_start(ground: P2PGround, sweeper: Sweeper) -> None:
 
 async def a_workers_end(ground: P2PGround, sweeper: Sweeper) -> None:
     """In the middle of a load or a save: memory is quiet, and everybody is told."""
-    for side in (ground.prefill, ground.decode):
-        for name in ("aclose", "shutdown"):
-            await _end_of(ground, sweeper, side, name)
+    await _end_of(ground, sweeper, ground.prefill, "aclose")
+    await _end_of(ground, sweeper, ground.decode, "aclose")
+    await _end_of(ground, sweeper, ground.decode, "shutdown")
 
 
 async def _end_of(ground: P2PGround, sweeper: Sweeper, side: Side, name: str) -> None:

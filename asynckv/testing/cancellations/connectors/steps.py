@@ -13,7 +13,7 @@ from asynckv.testing.expectations import expect
 
 __all__ = ("STEPS", "a_layer_wait", "a_load_that_is_aborted", "a_save_wait")
 
-_MAX_TICKS: Final = 16
+_MAX_TICKS: Final = 8
 
 
 async def a_layer_wait(ground: P2PGround, sweeper: Sweeper) -> None:
