@@ -23,7 +23,7 @@ _ASYNCHRONOUS: Final = (
     "Coroutine[",
 )
 _OF_OBJECTS: Final = ("__aenter__", "__aexit__", "__anext__")
-# What an engine calls has cancellation tests of its own, with whole engines.
+# What an engine calls has a sweep of its own: asynckv.testing.cancellations.connectors.
 _NOT_THE_CORE: Final = (
     "asynckv.abc.connectors",
     "asynckv.connectors.",

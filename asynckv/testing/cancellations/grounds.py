@@ -27,6 +27,7 @@ __all__ = (
     "PIPE_BYTES",
     "Ground",
     "Kind",
+    "one_thread_of_torch",
     "open_ground",
 )
 
@@ -103,7 +104,7 @@ async def open_ground(
     ``max_bytes`` is that of the lookup buffer.
     """
     async with (
-        _one_thread_of_torch(),
+        one_thread_of_torch(),
         LookupBuffer(max_bytes, drain_s=0, max_deliver=1000) as local,
         StoreBuffer(BUFFER_BYTES) as store,
         contextlib.AsyncExitStack() as stack,
@@ -127,7 +128,7 @@ async def open_ground(
 
 
 @contextlib.asynccontextmanager
-async def _one_thread_of_torch() -> AsyncIterator[None]:
+async def one_thread_of_torch() -> AsyncIterator[None]:
     """Its others spin while they wait for more: on few cores, against this one."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
