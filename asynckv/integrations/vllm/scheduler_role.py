@@ -53,6 +53,8 @@ class SchedulerRole:
         self._requests: dict[str, KVRequest] = {}
         # Prompts of which a part is still to be computed.
         self._computing: set[str] = set()
+        # Those whose blocks a save may read.
+        self._saving: set[str] = set()
         self._held: set[str] = set()
         self._quiet: set[str] = set()
         self.dropped = 0
@@ -107,20 +109,21 @@ class SchedulerRole:
         """Return what workers do in this step, ``None`` for nothing."""
         step = self._step_of(output, block_ids) if self._computing else _NO_STEP
         orders = self._connector.build_connector_meta(step)
+        self._saving.update(one.request_id for one in getattr(orders, "saves", ()))
         return None if orders == type(orders)() else orders
 
     def preempted(self, output: SchedulerOutput) -> bool:
         """Whether blocks are about to be overwritten that may still be read."""
         ids = [one for one in output.preempted_req_ids or () if one in self._requests]
-        is_read = any(one not in self._computing for one in ids)
         self._computing.update(ids)
-        return is_read
+        return not self._saving.isdisjoint(ids)
 
     def believe(self, results: KVTransferResults) -> tuple[set[str], set[str]]:
         """Return what vLLM may be told: ids of requests sent, and received."""
         believed = self._connector.update_connector_output(results)
         sent = self._held & results.finished_sending
         self._held -= sent
+        self._saving -= results.finished_sending
         early = {one for one in results.finished_sending if one in self._requests}
         self._quiet |= early
         received = set(believed.finished_recving)
@@ -141,6 +144,7 @@ class SchedulerRole:
         if ours is None:
             return False, None
         self._computing.discard(ours.request_id)
+        self._saving.discard(ours.request_id)
         is_quiet = ours.request_id in self._quiet
         self._quiet.discard(ours.request_id)
         is_held, params = self._connector.request_finished(ours, _as_ours(block_ids))

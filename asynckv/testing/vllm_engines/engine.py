@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-__all__ = ("Answer", "Engine")
+__all__ = ("ENVIRONMENT", "Answer", "Engine")
 
 _READY_S: Final = 120.0
 _ANSWER_S: Final = 60.0
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final[Mapping[str, str]] = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -35,6 +35,7 @@ _ENVIRONMENT: Final = {
     # Else every process compiles torch and vLLM anew, where the variable is set.
     "PYTHONDONTWRITEBYTECODE": "",
 }
+"""What vLLM is told: one thread, no network, and the engine in the same process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
-                env=os.environ | _ENVIRONMENT,
+                env={**os.environ, **ENVIRONMENT},
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -154,6 +155,15 @@ class Engine:
     def times(self) -> dict[str, Any]:
         """Return what a :class:`StepTimes` reports, since ``start_timing``."""
         self._order(do="times")
+        return self._next(self._told, _ANSWER_S)
+
+    def watch_blocks(self) -> None:
+        """Note what blocks hold that are computed or loaded from now on."""
+        self._order(do="watch_blocks")
+
+    def blocks(self) -> dict[str, Any]:
+        """Return what a :class:`BlockWitness` reports, since ``watch_blocks``."""
+        self._order(do="blocks")
         return self._next(self._told, _ANSWER_S)
 
     def external_hits(self) -> int:
