@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -30,6 +30,7 @@ pytestmark = [
 
 StartEngine = Callable[..., AbstractContextManager[Engine]]
 FEW = 24
+TOO_FEW: Final = {"num_gpu_blocks_override": FEW, "max_model_len": 32 * (FEW - 1)}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def _pair(
     with contextlib.ExitStack() as stack:
         engines = []
         for who, config in configs.items():
-            options = {"num_gpu_blocks_override": FEW} if who == few else {}
+            options = TOO_FEW if who == few else {}
             engines.append(stack.enter_context(start_engine(config, **options)))
         yield Pair(*(engine.wait_ready() for engine in engines))
 
@@ -132,12 +133,14 @@ def test_a_consumer_that_comes_back_finds_what_was_kept_for_it(
     url = free_url()
     produce = transfer("kv_producer", listen=url)
     consume = transfer("kv_consumer", peers=[url])
-    prompts = [random_prompt(200, seed=seed) for seed in (300, 301)]
+    first, *prompts = (random_prompt(200, seed=seed) for seed in (300, 301, 302))
     with contextlib.ExitStack() as stack:
         producer = stack.enter_context(start_engine(produce)).wait_ready()
         consumer = stack.enter_context(start_engine(consume)).wait_ready()
-        kept = [Pair(producer, consumer).prefill(prompt) for prompt in prompts]
-        producer.pause()
+        pair = Pair(producer, consumer)
+        assert pair.ask(first).tokens == alone.ask(first).tokens
+        kept = [pair.prefill(prompt) for prompt in prompts]
+        producer.pause()  # what it is asked for waits in its socket
         consumer.add(prompts[0], params=kept[0])
         _wait_until_free(consumer, lambda count: count < 255)
         consumer.kill()
