@@ -53,10 +53,9 @@ class SchedulerRole:
         self._requests: dict[str, KVRequest] = {}
         # Prompts of which a part is still to be computed.
         self._computing: set[str] = set()
-        # Those whose blocks a save may read.
+        # Those whose blocks a save may read, and the finished ones among them.
         self._saving: set[str] = set()
         self._held: set[str] = set()
-        self._quiet: set[str] = set()
         self.dropped = 0
         self._asking: Bridge[KVAnswer] | None = None
         if isinstance(connector, AsksElsewhere):
@@ -121,13 +120,12 @@ class SchedulerRole:
     def believe(self, results: KVTransferResults) -> tuple[set[str], set[str]]:
         """Return what vLLM may be told: ids of requests sent, and received."""
         believed = self._connector.update_connector_output(results)
-        sent = self._held & results.finished_sending
-        self._held -= sent
-        self._saving -= results.finished_sending
-        early = {one for one in results.finished_sending if one in self._requests}
-        self._quiet |= early
+        ended = results.finished_sending & (self._saving | self._held)
+        sent = self._held & ended
+        self._held -= ended
+        self._saving -= ended
         received = set(believed.finished_recving)
-        self.dropped += len(results.finished_sending) - len(sent) - len(early)
+        self.dropped += len(results.finished_sending) - len(ended)
         self.dropped += len(results.finished_recving) - len(received)
         for request_id, reason in believed.reasons.items():
             logger.warning("the KV of %s did not come: %s", request_id, reason)
@@ -144,11 +142,10 @@ class SchedulerRole:
         if ours is None:
             return False, None
         self._computing.discard(ours.request_id)
+        is_saving = ours.request_id in self._saving
         self._saving.discard(ours.request_id)
-        is_quiet = ours.request_id in self._quiet
-        self._quiet.discard(ours.request_id)
         is_held, params = self._connector.request_finished(ours, _as_ours(block_ids))
-        if params is not None and not is_quiet:
+        if params is not None and is_saving:
             self._held.add(ours.request_id)
             is_held = True
         return is_held, params

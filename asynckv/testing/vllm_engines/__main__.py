@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any, TextIO
 
+from asynckv.abc import KVTransferResults
 from asynckv.testing.vllm_engines.times import StepTimes
 from asynckv.testing.vllm_engines.witness import BlockWitness
 
@@ -34,6 +35,7 @@ class _Process:
         self._core.step_fn = self._note_step
         self._times = StepTimes()
         self._witness: BlockWitness | None = None
+        self._lied_of: set[str] = set()
         threading.Thread(target=self._read, daemon=True).start()
 
     def run(self) -> None:
@@ -148,6 +150,17 @@ class _Process:
     def _do_blocks(self) -> None:
         report = {} if self._witness is None else self._witness.report()
         self._tell(blocks=True, **report)
+
+    def _do_lie(self) -> None:
+        """Let the worker say that moves of all have ended, and of some of the past."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self._lied_of |= {"nobody", *self._scheduler.requests}
+        lie = KVTransferResults(
+            finished_sending=frozenset(self._lied_of),
+            finished_recving=frozenset(self._lied_of),
+        )
+        get_kv_transfer_group()._worker._bridge.tell((lie, (0, 0)))
 
     def _read(self) -> None:
         for line in sys.stdin:

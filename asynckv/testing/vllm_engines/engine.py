@@ -166,6 +166,10 @@ class Engine:
         self._order(do="blocks")
         return self._next(self._told, _ANSWER_S)
 
+    def lie(self) -> None:
+        """Let its worker say that everybody's moves have ended, and somebody else's."""
+        self._order(do="lie")
+
     def external_hits(self) -> int:
         """Return how many tokens it was given by another engine so far."""
         return int(self.state()["metrics"]["vllm:external_prefix_cache_hits"])

@@ -115,6 +115,18 @@ def role(connector: Connector) -> Any:
     return SchedulerRole(connector, sees_all=False)
 
 
+SENT = KVTransferResults(finished_sending=frozenset({"a"}))
+
+
+def saved(role: Any, connector: Connector) -> Request:
+    """Return a request whose save is ordered."""
+    request = Request("a", [1, 2], MOVES)
+    role.on_new_request(request)
+    connector.saves = (Save("a"),)
+    role.orders(Output({"a": 2}, [New("a")]), blocks_of)
+    return request
+
+
 def blocks_of(request_id: str) -> list[list[int]]:
     return [[1, 2, 3]]
 
@@ -201,24 +213,35 @@ def test_blocks_that_a_save_may_read_are_not_to_be_overwritten(
     assert not role.preempted(Output(preempted_req_ids={"a", "b"}))
 
 
-def test_blocks_of_a_saved_request_are_held_until_it_is_sent(role: Any) -> None:
-    request = Request("a", [1, 2], MOVES)
-    role.on_new_request(request)
+def test_blocks_of_a_saved_request_are_held_until_it_is_sent(
+    role: Any, connector: Connector
+) -> None:
+    request = saved(role, connector)
     assert role.finished(request, [[1]]) == (True, {"do_remote_prefill": True})
     assert role.has_pending_work()
-    sent = KVTransferResults(finished_sending=frozenset({"a"}))
-    assert role.believe(sent) == ({"a"}, set())
-    assert role.believe(sent) == (set(), set())
+    assert role.believe(SENT) == ({"a"}, set())
+    assert role.believe(SENT) == (set(), set())
     assert role.dropped == 1
     assert not role.has_pending_work()
 
 
-def test_a_save_that_ended_before_its_request_holds_nothing(role: Any) -> None:
-    request = Request("a", [1, 2], MOVES)
-    role.on_new_request(request)
-    sent = KVTransferResults(finished_sending=frozenset({"a"}))
-    assert role.believe(sent) == (set(), set())
+def test_a_save_that_ended_before_its_request_holds_nothing(
+    role: Any, connector: Connector
+) -> None:
+    request = saved(role, connector)
+    assert role.believe(SENT) == (set(), set())
+    assert role.dropped == 0
     assert role.finished(request, [[1]]) == (False, {"do_remote_prefill": True})
+
+
+def test_a_save_cannot_have_ended_before_it_was_ordered(
+    role: Any, connector: Connector
+) -> None:
+    role.on_new_request(Request("a", [1, 2], MOVES))
+    assert role.believe(SENT) == (set(), set())
+    assert role.dropped == 1
+    request = saved(role, connector)
+    assert role.finished(request, [[1]])[0]
 
 
 def test_a_request_whose_save_failed_carries_nothing(
