@@ -130,11 +130,12 @@ def _fingerprint(
     ]
     layout = [specs, getattr(kv_cache_config, "kv_cache_layout", None), _machine()]
     digest = hashlib.blake2b(msgspec.json.encode(layout), digest_size=8).hexdigest()
+    # In words what the digest alone would not tell: a rank's blocks are its heads'.
+    ranks, size = parallel.tensor_parallel_size, cache.block_size
     return {
         "model": name if isinstance(name, str) else str(model.model),
         "dtype": f"{model.dtype}, kv {cache.cache_dtype}",
-        "layout": f"blocks of {cache.block_size}, {digest}",
-        "ranks": f"tp {parallel.tensor_parallel_size}",
+        "layout": f"ranks: {ranks}, blocks of {size}, {digest}",
     }
 
 

@@ -83,7 +83,7 @@ def test_every_layer_knows_its_group() -> None:
     [
         ("model", vllm_config(extra={"fingerprint": "another"})),
         ("dtype", vllm_config(dtype="float32")),
-        ("ranks", vllm_config(tp=2)),
+        ("layout", vllm_config(tp=2)),
     ],
 )
 def test_what_must_be_equal_is_named_where_it_differs(field: str, other: Any) -> None:
