@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 __all__ = ("ENVIRONMENT", "Answer", "Engine")
 
@@ -148,27 +148,18 @@ class Engine:
         self._order(do="state")
         return self._next(self._told, _ANSWER_S)
 
-    def start_timing(self) -> None:
-        """Time the steps that follow."""
-        self._order(do="time")
+    def tell(self, what: Literal["time", "watch_blocks", "lie"]) -> None:
+        """Tell it to note something from now on; or its worker, to lie.
 
-    def times(self) -> dict[str, Any]:
-        """Return what a :class:`StepTimes` reports, since ``start_timing``."""
-        self._order(do="times")
+        ``time`` is what ``times`` reports, ``watch_blocks`` what ``blocks`` does. The
+        lie is that everybody's moves have ended, and those of others.
+        """
+        self._order(do=what)
+
+    def report(self, what: Literal["times", "blocks"]) -> dict[str, Any]:
+        """Return what a :class:`StepTimes`, or a :class:`BlockWitness`, reports."""
+        self._order(do=what)
         return self._next(self._told, _ANSWER_S)
-
-    def watch_blocks(self) -> None:
-        """Note what blocks hold that are computed or loaded from now on."""
-        self._order(do="watch_blocks")
-
-    def blocks(self) -> dict[str, Any]:
-        """Return what a :class:`BlockWitness` reports, since ``watch_blocks``."""
-        self._order(do="blocks")
-        return self._next(self._told, _ANSWER_S)
-
-    def lie(self) -> None:
-        """Let its worker say that everybody's moves have ended, and somebody else's."""
-        self._order(do="lie")
 
     def external_hits(self) -> int:
         """Return how many tokens it was given by another engine so far."""

@@ -112,8 +112,8 @@ def test_two_hundred_requests_eight_at_a_time(
     lengths = [1 + seed * 37 % 200 for seed in range(200)]
     prompts = [random_prompt(n, seed=1000 + seed) for seed, n in enumerate(lengths)]
     before = pair.consumer.external_hits()
-    pair.producer.watch_blocks()
-    pair.consumer.watch_blocks()
+    pair.producer.tell("watch_blocks")
+    pair.consumer.tell("watch_blocks")
     began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda prompt: pair.ask(prompt).tokens, prompts))
@@ -133,8 +133,8 @@ def test_two_hundred_requests_eight_at_a_time(
 
 def _equal_blocks(pair: Pair) -> int:
     """Return how many blocks were loaded; each is what it was where it was computed."""
-    computed = pair.producer.blocks()["computed"]
-    loaded = pair.consumer.blocks()["loaded"]
+    computed = pair.producer.report("blocks")["computed"]
+    loaded = pair.consumer.report("blocks")["loaded"]
     for transfer_id, told in loaded.items():
         assert told["digests"] == computed[transfer_id][told["first_block"] :]
     return sum(len(told["digests"]) for told in loaded.values())

@@ -149,8 +149,8 @@ def test_completions_that_are_late_twice_or_of_nobody_harm_no_engine(
         for prompt in prompts:
             assert pair.ask(prompt).tokens == alone.ask(prompt).tokens
             for engine in engines:
-                engine.lie()
-                engine.lie()
+                engine.tell("lie")
+                engine.tell("lie")
         right = alone.ask(prompts[0], max_tokens=300).tokens
         for engine, request in zip(engines, running, strict=True):
             assert engine.answer(request).tokens == right
