@@ -106,6 +106,28 @@ def test_a_consumer_that_preempts_computes_again_what_was_loaded(
     record_property("figure", f"24 loads: {preempted} preemptions")
 
 
+def test_blocks_of_a_preempted_request_are_not_overwritten_while_they_are_saved(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    """Its save waits for room, so the engine waits until another prompt is fetched."""
+    kept, other, prompt = (random_prompt(n, seed=n) for n in (300, 301, 200))
+    produce = {"max_bytes": "1MiB", "save_timeout_s": 60.0}
+    with _pair(start_engine, produce=produce, few="producer") as pair:
+        params = pair.prefill(kept)
+        first = pair.producer.add(other, max_tokens=300)
+        last = pair.producer.add(prompt, max_tokens=400, params=PREFILL)
+        with _waiting(pair.producer):
+            found = pair.consumer.ask(kept, params=params)
+        assert found.tokens == alone.ask(kept).tokens
+        assert pair.producer.answer(first).tokens == _long(alone, other, 300)
+        answer = pair.producer.answer(last)
+        assert answer.tokens == _long(alone, prompt, 400)
+        assert _preemptions(pair.producer) > 0
+        found = pair.consumer.ask(prompt, params=answer.kv_transfer_params)
+        assert found.tokens == answer.tokens[:8]
+        assert pair.consumer.external_hits() == 500
+
+
 def test_an_aborted_request_that_never_had_blocks_is_not_kept_for(
     start_engine: StartEngine, alone: Engine
 ) -> None:
@@ -150,6 +172,26 @@ def test_a_consumer_that_comes_back_finds_what_was_kept_for_it(
             answer = consumer.ask(prompt, params=params)
             assert answer.tokens == alone.ask(prompt).tokens
         assert consumer.external_hits() == 400
+
+
+@contextlib.contextmanager
+def _waiting(engine: Engine) -> Iterator[None]:
+    """The block is entered when the engine answers no more, and left when it does."""
+    deadline = time.monotonic() + 30
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        while True:
+            asked = pool.submit(engine.state)
+            try:
+                asked.result(2)
+            except TimeoutError:
+                yield
+                asked.result()
+                return
+            assert time.monotonic() < deadline, "it waited for nothing"
+
+
+def _long(engine: Engine, prompt: list[int], count: int) -> tuple[int, ...]:
+    return engine.ask(prompt, max_tokens=count).tokens
 
 
 def _preemptions(engine: Engine) -> int:
