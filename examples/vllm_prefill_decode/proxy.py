@@ -36,7 +36,10 @@ async def prefill(client: httpx.AsyncClient, path: str, body: dict[str, Any]) ->
     one: dict[str, Any] = {"max_tokens": 1, "max_completion_tokens": None}
     one |= {"stream": False, "stream_options": None}
     params = {"kv_transfer_params": {"do_remote_decode": True}}
-    answer = await client.post(PREFILL + path, json=body | one | params)
+    try:
+        answer = await client.post(PREFILL + path, json=body | one | params)
+    except httpx.TransportError:
+        return None  # it is not there: the other engine computes the prompt itself
     if answer.is_error:
         raise HTTPException(answer.status_code, answer.text)
     return answer.json().get("kv_transfer_params")

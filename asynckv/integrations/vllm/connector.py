@@ -67,7 +67,10 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             name = f"vllm worker {settings.engine.rank}"
             self._groups = settings.groups
             self._worker = WorkerRole(
-                name, settings.make_worker, tells_of_saves=settings.tells_of_saves
+                name,
+                settings.make_worker,
+                tells_of_saves=settings.tells_of_saves,
+                quiet_s=settings.quiet_s,
             )
         self._reports = KVTransferResults()
 

@@ -53,8 +53,9 @@ class SchedulerRole:
         self._requests: dict[str, KVRequest] = {}
         # Prompts of which a part is still to be computed.
         self._computing: set[str] = set()
+        # Those whose blocks a save may read, and the finished ones among them.
+        self._saving: set[str] = set()
         self._held: set[str] = set()
-        self._quiet: set[str] = set()
         self.dropped = 0
         self._asking: Bridge[KVAnswer] | None = None
         if isinstance(connector, AsksElsewhere):
@@ -107,24 +108,24 @@ class SchedulerRole:
         """Return what workers do in this step, ``None`` for nothing."""
         step = self._step_of(output, block_ids) if self._computing else _NO_STEP
         orders = self._connector.build_connector_meta(step)
+        self._saving.update(one.request_id for one in getattr(orders, "saves", ()))
         return None if orders == type(orders)() else orders
 
     def preempted(self, output: SchedulerOutput) -> bool:
         """Whether blocks are about to be overwritten that may still be read."""
         ids = [one for one in output.preempted_req_ids or () if one in self._requests]
-        is_read = any(one not in self._computing for one in ids)
         self._computing.update(ids)
-        return is_read
+        return not self._saving.isdisjoint(ids)
 
     def believe(self, results: KVTransferResults) -> tuple[set[str], set[str]]:
         """Return what vLLM may be told: ids of requests sent, and received."""
         believed = self._connector.update_connector_output(results)
-        sent = self._held & results.finished_sending
-        self._held -= sent
-        early = {one for one in results.finished_sending if one in self._requests}
-        self._quiet |= early
+        ended = results.finished_sending & (self._saving | self._held)
+        sent = self._held & ended
+        self._held -= ended
+        self._saving -= ended
         received = set(believed.finished_recving)
-        self.dropped += len(results.finished_sending) - len(sent) - len(early)
+        self.dropped += len(results.finished_sending) - len(ended)
         self.dropped += len(results.finished_recving) - len(received)
         for request_id, reason in believed.reasons.items():
             logger.warning("the KV of %s did not come: %s", request_id, reason)
@@ -141,10 +142,10 @@ class SchedulerRole:
         if ours is None:
             return False, None
         self._computing.discard(ours.request_id)
-        is_quiet = ours.request_id in self._quiet
-        self._quiet.discard(ours.request_id)
+        is_saving = ours.request_id in self._saving
+        self._saving.discard(ours.request_id)
         is_held, params = self._connector.request_finished(ours, _as_ours(block_ids))
-        if params is not None and not is_quiet:
+        if params is not None and is_saving:
             self._held.add(ours.request_id)
             is_held = True
         return is_held, params

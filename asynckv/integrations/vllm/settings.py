@@ -16,6 +16,7 @@ import torch
 from asynckv.abc import KVConnectorScheduler, KVConnectorWorker
 from asynckv.config import KVTransferConfig
 from asynckv.connectors import KVEngine, make_scheduler, make_worker
+from asynckv.connectors.options import ConnectorOptions
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ("Settings",)
 
 _MODES: Final = {"p2p": "P2PConnector", "store": "StoreConnector"}
+_GRACE_S: Final = 30.0
 _WHOLE_PROMPT: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Specs of layers that keep the KV of every token of a prompt."""
 
@@ -76,6 +78,11 @@ class Settings:
     def tells_of_saves(self) -> bool:
         """Whether a worker tells when each request's blocks are no longer read."""
         return self.config.kv_connector == _MODES["p2p"]
+
+    @property
+    def quiet_s(self) -> float:
+        """How long a save may read blocks, at the very most."""
+        return ConnectorOptions.of(self.config).save_timeout_s + _GRACE_S
 
     def make_scheduler(self) -> KVConnectorScheduler:
         """Return the side that decides."""
@@ -130,11 +137,12 @@ def _fingerprint(
     ]
     layout = [specs, getattr(kv_cache_config, "kv_cache_layout", None), _machine()]
     digest = hashlib.blake2b(msgspec.json.encode(layout), digest_size=8).hexdigest()
+    # In words what the digest alone would not tell: a rank's blocks are its heads'.
+    ranks, size = parallel.tensor_parallel_size, cache.block_size
     return {
         "model": name if isinstance(name, str) else str(model.model),
         "dtype": f"{model.dtype}, kv {cache.cache_dtype}",
-        "layout": f"blocks of {cache.block_size}, {digest}",
-        "ranks": f"tp {parallel.tensor_parallel_size}",
+        "layout": f"ranks: {ranks}, blocks of {size}, {digest}",
     }
 
 

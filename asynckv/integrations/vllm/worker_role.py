@@ -30,7 +30,6 @@ __all__ = ("WorkerRole",)
 logger = logging.getLogger("vllm.asynckv")  # vLLM shows only what is below "vllm"
 
 _START_S: Final = 30.0
-_QUIET_S: Final = 60.0
 _NOTHING: Final = KVTransferResults()
 
 _News: TypeAlias = tuple[KVTransferResults, tuple[int, int]]
@@ -42,7 +41,8 @@ class WorkerRole:
 
     ``make`` is called on that loop, once the caches are known. ``tells_of_saves``: each
     save's end is reported, and blocks are held until then. Else a step that saves
-    anything waits at its end until that is copied.
+    anything waits at its end until that is copied. ``quiet_s`` is longer than any save
+    lasts that does not hang.
     """
 
     def __init__(
@@ -51,8 +51,10 @@ class WorkerRole:
         make: Callable[[], KVConnectorWorker],
         *,
         tells_of_saves: bool = True,
+        quiet_s: float = 60.0,
     ) -> None:
         self._make = make
+        self._quiet_s = quiet_s
         self._tells_of_saves = tells_of_saves
         self._bridge = Bridge[_News](name)
         self._handshake: KVConnectorHandshake | None = None
@@ -137,7 +139,7 @@ class WorkerRole:
         :raises TimeoutError: that is not so, and the step must not run
         """
         if self._driver is not None:
-            self._bridge.run(self._driver.quiet, timeout_s=_QUIET_S)
+            self._bridge.run(self._driver.quiet, timeout_s=self._quiet_s)
 
     def shutdown(self) -> None:
         """End everything and join the thread. May be called again."""

@@ -14,7 +14,9 @@ import threading
 import time
 from typing import Any, TextIO
 
+from asynckv.abc import KVTransferResults
 from asynckv.testing.vllm_engines.times import StepTimes
+from asynckv.testing.vllm_engines.witness import BlockWitness
 
 __all__ = ("main",)
 
@@ -32,6 +34,8 @@ class _Process:
         self._take_step = self._core.step_fn
         self._core.step_fn = self._note_step
         self._times = StepTimes()
+        self._witness: BlockWitness | None = None
+        self._lied_of: set[str] = set()
         threading.Thread(target=self._read, daemon=True).start()
 
     def run(self) -> None:
@@ -132,6 +136,31 @@ class _Process:
 
     def _do_times(self) -> None:
         self._tell(times=True, **self._times.report())
+
+    def _do_watch_blocks(self) -> None:
+        """Note what blocks hold that are computed or loaded from now on."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        rpc = self._core.model_executor.collective_rpc
+        (caches,) = rpc(lambda worker: worker.model_runner.kv_caches)
+        self._witness = BlockWitness(
+            self._scheduler.connector, get_kv_transfer_group(), caches
+        )
+
+    def _do_blocks(self) -> None:
+        report = {} if self._witness is None else self._witness.report()
+        self._tell(blocks=True, **report)
+
+    def _do_lie(self) -> None:
+        """Let the worker say that moves of all have ended, and of some of the past."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self._lied_of |= {"nobody", *self._scheduler.requests}
+        lie = KVTransferResults(
+            finished_sending=frozenset(self._lied_of),
+            finished_recving=frozenset(self._lied_of),
+        )
+        get_kv_transfer_group()._worker._bridge.tell((lie, (0, 0)))
 
     def _read(self) -> None:
         for line in sys.stdin:

@@ -15,13 +15,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
-__all__ = ("Answer", "Engine")
+__all__ = ("ENVIRONMENT", "Answer", "Engine")
 
 _READY_S: Final = 120.0
 _ANSWER_S: Final = 60.0
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final[Mapping[str, str]] = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -35,6 +35,7 @@ _ENVIRONMENT: Final = {
     # Else every process compiles torch and vLLM anew, where the variable is set.
     "PYTHONDONTWRITEBYTECODE": "",
 }
+"""What vLLM is told: one thread, no network, and the engine in the same process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
-                env=os.environ | _ENVIRONMENT,
+                env={**os.environ, **ENVIRONMENT},
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -147,13 +148,17 @@ class Engine:
         self._order(do="state")
         return self._next(self._told, _ANSWER_S)
 
-    def start_timing(self) -> None:
-        """Time the steps that follow."""
-        self._order(do="time")
+    def tell(self, what: Literal["time", "watch_blocks", "lie"]) -> None:
+        """Tell it to note something from now on; or its worker, to lie.
 
-    def times(self) -> dict[str, Any]:
-        """Return what a :class:`StepTimes` reports, since ``start_timing``."""
-        self._order(do="times")
+        ``time`` is what ``times`` reports, ``watch_blocks`` what ``blocks`` does. The
+        lie is that everybody's moves have ended, and those of others.
+        """
+        self._order(do=what)
+
+    def report(self, what: Literal["times", "blocks"]) -> dict[str, Any]:
+        """Return what a :class:`StepTimes`, or a :class:`BlockWitness`, reports."""
+        self._order(do=what)
         return self._next(self._told, _ANSWER_S)
 
     def external_hits(self) -> int:

@@ -58,15 +58,15 @@ def dtype(request: pytest.FixtureRequest) -> str:
 def trio(start_engine: StartEngine, dtype: str) -> Iterator[tuple[Engine, Pair]]:
     """An engine that knows of no other, and a pair: all alive together.
 
-    The pair saves layer by layer, or each prompt when all of it is computed.
+    The pair saves layer by layer; those of other tests when a prompt is computed.
     """
-    url, layerwise = free_url(), dtype == "float32"
+    url = free_url()
     with contextlib.ExitStack() as stack:
         single, producer, consumer = (
             stack.enter_context(start_engine(config, dtype=dtype))
             for config in (
                 None,
-                transfer("kv_producer", listen=url, layerwise=layerwise),
+                transfer("kv_producer", listen=url, layerwise=True),
                 transfer("kv_consumer", peers=[url]),
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -104,19 +105,39 @@ def test_two_hundred_requests_eight_at_a_time(
     dtype: str,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """In bfloat16 two tokens may be as likely, and who else is in a batch decides."""
+    """All blocks are the same byte for byte. So may differ only what is computed after.
+
+    In bfloat16 two tokens may be as likely, and who else is in a batch decides.
+    """
     lengths = [1 + seed * 37 % 200 for seed in range(200)]
     prompts = [random_prompt(n, seed=1000 + seed) for seed, n in enumerate(lengths)]
     before = pair.consumer.external_hits()
+    pair.producer.tell("watch_blocks")
+    pair.consumer.tell("watch_blocks")
+    began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda prompt: pair.ask(prompt).tokens, prompts))
+        took = time.monotonic() - began
         right = list(pool.map(lambda prompt: single.ask(prompt).tokens, prompts))
     other = [n for n, a, b in zip(lengths, found, right, strict=True) if a != b]
     assert len(other) <= (0 if dtype == "float32" else 2), other
     hits = pair.consumer.external_hits() - before
     assert hits == sum(lengths)
-    what = f"200 requests, 8 at a time, {dtype}: {hits} external tokens"
-    record_property("figure", f"{what}, {len(other)} answers differ")
+    blocks = _equal_blocks(pair)
+    assert blocks == sum(-(-length // BLOCK) for length in lengths)
+    what = f"200 requests, 8 at a time, {dtype}: {hits} external tokens in {took:.1f} s"
+    record_property(
+        "figure", f"{what}, {blocks} blocks equal, {len(other)} answers differ"
+    )
+
+
+def _equal_blocks(pair: Pair) -> int:
+    """Return how many blocks were loaded; each is what it was where it was computed."""
+    computed = pair.producer.report("blocks")["computed"]
+    loaded = pair.consumer.report("blocks")["loaded"]
+    for transfer_id, told in loaded.items():
+        assert told["digests"] == computed[transfer_id][told["first_block"] :]
+    return sum(len(told["digests"]) for told in loaded.values())
 
 
 def test_wrong_kv_makes_wrong_tokens(

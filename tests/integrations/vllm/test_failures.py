@@ -135,6 +135,29 @@ def test_an_engine_of_another_block_size_is_refused_and_told_why(
         assert "layout" in consumer.why_not_loaded()
 
 
+def test_completions_that_are_late_twice_or_of_nobody_harm_no_engine(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    prompts = [random_prompt(100, seed=seed) for seed in (11, 12, 13)]
+    with _pair(start_engine, "fail") as pair:
+        engines = (pair.producer, pair.consumer)
+        told = (PREFILL, pair.prefill(prompts[0]))
+        running = [
+            engine.add(prompts[0], max_tokens=300, params=params)
+            for engine, params in zip(engines, told, strict=True)
+        ]
+        for prompt in prompts:
+            assert pair.ask(prompt).tokens == alone.ask(prompt).tokens
+            for engine in engines:
+                engine.tell("lie")
+                engine.tell("lie")
+        right = alone.ask(prompts[0], max_tokens=300).tokens
+        for engine, request in zip(engines, running, strict=True):
+            assert engine.answer(request).tokens == right
+            _wait_for_used_blocks(engine, 0)
+        assert pair.ask(prompts[0]).tokens == right[:8]
+
+
 def test_a_hundred_aborts_at_random_moments_lose_no_block_and_no_token(
     start_engine: StartEngine, alone: Engine
 ) -> None:

@@ -48,4 +48,6 @@ def test_each_rank_is_sent_to_its_own_and_other_numbers_are_refused(
         refused = single.ask(prompt, params=pair.prefill(prompt))
         assert refused.tokens == pair.consumer.ask(prompt).tokens
         assert single.state()["metrics"]["vllm:asynckv_failed_loads"] == 1
-        assert "ranks" in single.why_not_loaded()
+        why = single.why_not_loaded()
+        assert "ranks: 1" in why
+        assert "ranks: 2" in why

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.abc import (
@@ -56,8 +57,13 @@ class Output:
     preempted_req_ids: set[str] | None = None
 
 
+class Save(msgspec.Struct, frozen=True):
+    request_id: str
+
+
 class Orders(KVConnectorMetadata, frozen=True):
     told: tuple[str, ...] = ()
+    saves: tuple[Save, ...] = ()
 
 
 class Connector(KVConnectorScheduler):
@@ -67,6 +73,7 @@ class Connector(KVConnectorScheduler):
         self.steps: list[KVConnectorStep] = []
         self.requests: list[KVRequest] = []
         self.params: dict[str, object] | None = {"do_remote_prefill": True}
+        self.saves: tuple[Save, ...] = ()
 
     def on_new_request(self, request: KVRequest) -> None:
         self.requests.append(request)
@@ -83,7 +90,7 @@ class Connector(KVConnectorScheduler):
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
         self.steps.append(step)
-        return Orders(tuple(one.request_id for one in step.scheduled))
+        return Orders(tuple(one.request_id for one in step.scheduled), self.saves)
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
         return KVTransferResults(finished_recving=results.finished_recving & {"known"})
@@ -106,6 +113,18 @@ def connector() -> Connector:
 def role(connector: Connector) -> Any:
     """Of any type: it is given fakes of vLLM's objects."""
     return SchedulerRole(connector, sees_all=False)
+
+
+SENT = KVTransferResults(finished_sending=frozenset({"a"}))
+
+
+def saved(role: Any, connector: Connector) -> Request:
+    """Return a request whose save is ordered."""
+    request = Request("a", [1, 2], MOVES)
+    role.on_new_request(request)
+    connector.saves = (Save("a"),)
+    role.orders(Output({"a": 2}, [New("a")]), blocks_of)
+    return request
 
 
 def blocks_of(request_id: str) -> list[list[int]]:
@@ -173,38 +192,56 @@ def test_a_prompt_is_told_of_until_its_last_chunk(
     assert told[1][0].block_ids == ((1, 2, 3),)
 
 
-def test_a_preempted_prompt_is_told_of_again(role: Any, connector: Connector) -> None:
+def test_a_preempted_prompt_is_told_of_again(role: Any) -> None:
     role.on_new_request(Request("a", [1, 2], MOVES))
     role.orders(Output({"a": 2}, [New("a")]), blocks_of)
-    assert role.preempted(Output(preempted_req_ids={"a", "stranger"}))
+    assert not role.preempted(Output(preempted_req_ids={"a", "stranger"}))
     again = Output({"a": 2}, scheduled_cached_reqs=Cached(["a"], [0]))
     assert role.orders(again, blocks_of) == Orders(("a",))
 
 
-def test_blocks_nobody_reads_may_be_overwritten_at_once(role: Any) -> None:
-    role.on_new_request(Request("a", list(range(100)), MOVES))
-    role.orders(Output({"a": 64}, [New("a")]), blocks_of)
-    assert not role.preempted(Output(preempted_req_ids={"a", "stranger"}))
+def test_blocks_that_a_save_may_read_are_not_to_be_overwritten(
+    role: Any, connector: Connector
+) -> None:
+    for name in ("a", "b"):
+        role.on_new_request(Request(name, [1, 2], MOVES))
+    connector.saves = (Save("a"),)
+    role.orders(Output({"a": 2, "b": 2}, [New("a"), New("b")]), blocks_of)
+    assert not role.preempted(Output(preempted_req_ids={"b"}))
+    assert role.preempted(Output(preempted_req_ids={"a", "b"}))
+    role.believe(KVTransferResults(finished_sending=frozenset({"a"})))
+    assert not role.preempted(Output(preempted_req_ids={"a", "b"}))
 
 
-def test_blocks_of_a_saved_request_are_held_until_it_is_sent(role: Any) -> None:
-    request = Request("a", [1, 2], MOVES)
-    role.on_new_request(request)
+def test_blocks_of_a_saved_request_are_held_until_it_is_sent(
+    role: Any, connector: Connector
+) -> None:
+    request = saved(role, connector)
     assert role.finished(request, [[1]]) == (True, {"do_remote_prefill": True})
     assert role.has_pending_work()
-    sent = KVTransferResults(finished_sending=frozenset({"a"}))
-    assert role.believe(sent) == ({"a"}, set())
-    assert role.believe(sent) == (set(), set())
+    assert role.believe(SENT) == ({"a"}, set())
+    assert role.believe(SENT) == (set(), set())
     assert role.dropped == 1
     assert not role.has_pending_work()
 
 
-def test_a_save_that_ended_before_its_request_holds_nothing(role: Any) -> None:
-    request = Request("a", [1, 2], MOVES)
-    role.on_new_request(request)
-    sent = KVTransferResults(finished_sending=frozenset({"a"}))
-    assert role.believe(sent) == (set(), set())
+def test_a_save_that_ended_before_its_request_holds_nothing(
+    role: Any, connector: Connector
+) -> None:
+    request = saved(role, connector)
+    assert role.believe(SENT) == (set(), set())
+    assert role.dropped == 0
     assert role.finished(request, [[1]]) == (False, {"do_remote_prefill": True})
+
+
+def test_a_save_cannot_have_ended_before_it_was_ordered(
+    role: Any, connector: Connector
+) -> None:
+    role.on_new_request(Request("a", [1, 2], MOVES))
+    assert role.believe(SENT) == (set(), set())
+    assert role.dropped == 1
+    request = saved(role, connector)
+    assert role.finished(request, [[1]])[0]
 
 
 def test_a_request_whose_save_failed_carries_nothing(

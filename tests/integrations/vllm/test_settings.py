@@ -70,6 +70,11 @@ def test_the_scheduler_is_of_no_rank() -> None:
     assert Settings.of(config, cache_config(), side="scheduler").engine.rank == 0
 
 
+def test_a_save_is_given_up_before_an_engine_that_waits_for_it_is() -> None:
+    config = vllm_config(extra={"save_timeout_s": 100.0})
+    assert Settings.of(config, cache_config(), side="worker").quiet_s > 100
+
+
 def test_every_layer_knows_its_group() -> None:
     groups = cache_config(
         Group(["a", "b"], FullAttentionSpec()), Group(["c"], FullAttentionSpec())
@@ -83,7 +88,7 @@ def test_every_layer_knows_its_group() -> None:
     [
         ("model", vllm_config(extra={"fingerprint": "another"})),
         ("dtype", vllm_config(dtype="float32")),
-        ("ranks", vllm_config(tp=2)),
+        ("layout", vllm_config(tp=2)),
     ],
 )
 def test_what_must_be_equal_is_named_where_it_differs(field: str, other: Any) -> None:

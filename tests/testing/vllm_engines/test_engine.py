@@ -25,13 +25,13 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_an_engine_answers_aborts_and_tells_how_it_is(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
     with Engine(model, tmp_path / "log") as engine:
-        engine.wait_ready().start_timing()
+        engine.wait_ready().tell("time")
         answer = engine.ask(random_prompt(10, seed=1), max_tokens=5)
         assert (len(answer.tokens), answer.finish_reason) == (5, "length")
         request = engine.add(random_prompt(10, seed=2), max_tokens=900)
         assert engine.abort(request).finish_reason == "abort"
         assert engine.state()["free_blocks"] == 255
-        assert engine.times()["steps"] >= 5
+        assert engine.report("times")["steps"] >= 5
         engine.kill()
         assert not engine.is_alive
         with pytest.raises(RuntimeError, match="the engine ended with -9"):
