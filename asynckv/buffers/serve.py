@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Self
 
@@ -106,6 +107,7 @@ class Server(LoopBound):
         self._listener: LinkListener | None = None
         self._is_leaving = False
         self._services: set[_Services] = set()
+        self._lost_callbacks: list[Callable[[PeerIdentity], None]] = []
         self._waiting = WaitingBytes(max_waiting_bytes)
 
     @property
@@ -132,6 +134,10 @@ class Server(LoopBound):
     def peers(self) -> tuple[PeerIdentity, ...]:
         """Who is connected now."""
         return tuple(s.link.peer for s in self._services if not s.is_lost)
+
+    def call_when_lost(self, callback: Callable[[PeerIdentity], None]) -> None:
+        """Call back with each peer that is gone, or that is back as another one."""
+        self._lost_callbacks.append(callback)
 
     async def __aenter__(self) -> Self:
         self._check_loop()
@@ -216,6 +222,9 @@ class Server(LoopBound):
     def _on_lost(self, services: _Services) -> None:
         services.is_lost = True
         self._forget_ended()
+        if (peer := services.link.peer) not in self.peers:
+            for callback in self._lost_callbacks:
+                callback(peer)
 
     def _forget_ended(self) -> None:
         """Keep those of lost links whose tasks have not ended yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+import anyio
 import msgspec
 
 from asynckv.abc import (
@@ -164,8 +165,12 @@ class MultiScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA, TakesHand
             child.take_answer(msgspec.structs.replace(answer, asker=0))
 
     async def aclose(self) -> None:
-        for child in self._askers():
-            await child.aclose()
+        try:
+            with anyio.CancelScope(shield=True):
+                for child in self._askers():
+                    await child.aclose()
+        finally:  # also if the task is cancelled: nothing stays open
+            self.abort()
 
     def abort(self) -> None:
         for child in self._askers():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-import anyio
 import msgspec
 import torch
 
@@ -48,6 +48,7 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
             child.register_kv_caches(kv_caches, groups)
 
     async def start(self) -> None:
+        """As the contract says; if it fails or is cancelled, all of them are closed."""
         try:
             for child in self.children:
                 await child.start()
@@ -127,12 +128,20 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
         return tuple(child.statistics() for child in self.children)
 
     async def aclose(self) -> None:
-        with anyio.CancelScope(shield=True):
-            try:
-                for child in self.children:
+        """As the contract says; a cancellation waits until all memory is quiet."""
+        held_back: asyncio.CancelledError | None = None
+        try:
+            for child in self.children:
+                try:
                     await child.aclose()
-            finally:
-                self.abort()
+                except asyncio.CancelledError as exc:
+                    held_back = exc
+                    self.abort()
+            if held_back is not None:
+                raise held_back
+        finally:
+            held_back = None
+            self.abort()
 
     def abort(self) -> None:
         for child in self.children:

@@ -13,6 +13,7 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import HEADER, EntryHeader
 from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_orders import LoadOrder
+from asynckv.connectors.peers import identity_of
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.plans import RankRead
 from asynckv.tensors.copying import CopyPool
@@ -41,17 +42,23 @@ class P2PLoad:
         self.order = order
         self.nbytes = 0
         self._untaken: dict[int, Source] = {}
+        self._unseen: set[int] = set()
         self._engine, self._caches, self._pool = engine, caches, pool
         self._timeout_s = timeout_s
         self._is_over = False
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._missing = dict.fromkeys(caches.layers, 0)
-        self._has_begun = False
+        self.has_begun = False
 
     @property
     def untaken_sources(self) -> tuple[Source, ...]:
         """Where entries still are that were not acknowledged."""
         return tuple(self._untaken.values())
+
+    def waits_for(self, identity: str) -> bool:
+        """Whether nothing has come yet of a rank of that name, and it should."""
+        peer = self.order.peer
+        return any(identity == identity_of(peer, rank) for rank in self._unseen)
 
     async def run(
         self, reads: Mapping[int, RankRead | None], sources: Mapping[int, Source]
@@ -63,11 +70,11 @@ class P2PLoad:
         :raises TimeoutError: nothing came for too long
         :raises IncompatiblePeer: what came was not this prompt's, or another model's
         """
-        self._untaken = dict(sources)
+        self._untaken, self._unseen = dict(sources), set(sources)
         for read in reads.values():
             for layer in self._engine.layers_of(read, self._caches.layers):
                 self._missing[layer] += 1
-        self._has_begun = True
+        self.has_begun = True
         try:
             async with asyncio.TaskGroup() as group:
                 for rank, source in sources.items():
@@ -88,7 +95,7 @@ class P2PLoad:
 
         A cancelled call leaves no trace.
         """
-        if self._is_over or (self._has_begun and not self._missing.get(layer)):
+        if self._is_over or (self.has_begun and not self._missing.get(layer)):
             return
         loop = asyncio.get_running_loop()
         future = self._waiting.setdefault(layer, loop.create_future())
@@ -97,23 +104,36 @@ class P2PLoad:
     async def _read(self, rank: int, source: Source, read: RankRead | None) -> None:
         find, entry_id = source
         refusal: IncompatiblePeer | None = None
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(self._timeout_s) as timeout:
-            buffer = await find()
-            async with buffer.open_drop_select(entry_id=entry_id) as stream:
-                try:
-                    assembly = await self._assembly(stream, read)
-                    async for name, tensor in stream:
-                        timeout.reschedule(loop.time() + self._timeout_s)
-                        self.nbytes += tensor.nbytes
-                        layer = assembly.land(name, tensor)
-                        if layer is not None:
-                            self._landed(await assembly.place(layer, self._pool))
-                except IncompatiblePeer as exc:
-                    refusal = exc
+        has_read = False
+        try:
+            async with asyncio.timeout(self._timeout_s) as silence:
+                buffer = await find()
+                async with buffer.open_drop_select(entry_id=entry_id) as stream:
+                    self._unseen.discard(rank)
+                    try:
+                        await self._fill(stream, read, silence)
+                    except IncompatiblePeer as exc:
+                        refusal = exc
+                    has_read = True
+        except (asyncio.CancelledError, TimeoutError):
+            if has_read:  # the acknowledgement has left, only its answer has not come
+                del self._untaken[rank]
+            raise
         del self._untaken[rank]
         if refusal is not None:
             raise refusal
+
+    async def _fill(
+        self, stream: SelectStream, read: RankRead | None, silence: asyncio.Timeout
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        assembly = await self._assembly(stream, read)
+        async for name, tensor in stream:
+            silence.reschedule(loop.time() + self._timeout_s)
+            self.nbytes += tensor.nbytes
+            layer = assembly.land(name, tensor)
+            if layer is not None:
+                self._landed(await assembly.place(layer, self._pool))
 
     async def _assembly(self, stream: SelectStream, read: RankRead | None) -> Assembly:
         order = self.order

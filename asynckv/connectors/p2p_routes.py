@@ -18,6 +18,7 @@ from asynckv.connectors.p2p_saves import Target
 from asynckv.connectors.peers import Peers, identity_of
 from asynckv.errors import PeerLost
 from asynckv.parallel.plans import RankRead
+from asynckv.protocol.values import PeerIdentity
 
 __all__ = ("P2PRoutes",)
 
@@ -40,6 +41,7 @@ class P2PRoutes:
         self.peers = Peers(config, engine)
         self.buffer: LookupBuffer | None = None
         self.server: Server | None = None
+        self._lost_callbacks: list[Callable[[str], None]] = []
 
     @property
     def serves(self) -> bool:
@@ -68,8 +70,13 @@ class P2PRoutes:
             tls=config.tls,
             allow_plaintext=config.allow_plaintext,
         )
+        server.call_when_lost(self._on_lost)
         self.server = await self._stack.enter_async_context(server)
         self.buffer = await self._stack.enter_async_context(buffer)
+
+    def call_when_lost(self, callback: Callable[[str], None]) -> None:
+        """Call back with the identity of each rank that was connected and is gone."""
+        self._lost_callbacks.append(callback)
 
     def sources(
         self, order: LoadOrder
@@ -105,6 +112,10 @@ class P2PRoutes:
             self.server.abort()
         if self.buffer is not None:
             self.buffer.abort()
+
+    def _on_lost(self, peer: PeerIdentity) -> None:
+        for callback in self._lost_callbacks:
+            callback(peer.id)
 
     def _ranks_of(self, peer: str) -> int:
         urls = self._options.peers.get(peer, ())

@@ -220,7 +220,8 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         if params.do_remote_prefill:
             if not params.transfer_id:
                 raise ValueError("it says of no transfer_id where its KV is")
-            known.peer = "" if self._is_push else self._peer_named(params.peer)
+            named = self._sender if self._is_push else self._peer_named
+            known.peer = named(params.peer)
             wanted = known.request.num_tokens
             given_tokens = wanted if params.num_tokens is None else params.num_tokens
             known.num_tokens = max(0, min(wanted, given_tokens))
@@ -247,6 +248,11 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         if not name and len(peers) == 1:
             return next(iter(peers))
         raise ValueError(f"{name[:80]!r} is none of the {len(peers)} configured peers")
+
+    def _sender(self, name: str) -> str:
+        """Return who is said to send: it is not dialled, so anybody may be named."""
+        only = tuple(self.options.peers) if self.options.are_peers_named else ()
+        return name[:_MAX_ID_LENGTH] or (only[0] if len(only) == 1 else "")
 
     def _shape_of(self, peer: str) -> EngineShape | None:
         """Return how the KV of a peer is cut that did not say: as ours."""

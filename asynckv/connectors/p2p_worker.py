@@ -31,6 +31,7 @@ from asynckv.connectors.p2p_saves import P2PSave
 from asynckv.connectors.transfers import Transfers
 from asynckv.errors import IncompatiblePeer
 from asynckv.loops import LoopBound
+from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
@@ -78,8 +79,10 @@ class P2PWorker(
         self._caches: PagedCaches | None = None
         self._orders: P2PMetadata | None = None
         self._saves: dict[Life, P2PSave] = {}
+        self._loads: dict[P2PLoad, Life] = {}
         self._awaited: list[P2PLoad] = []
         self._loaded_bytes = self._saved_bytes = 0
+        self.routes.call_when_lost(self._on_lost)
 
     @property
     def wants_layers(self) -> bool:
@@ -101,6 +104,8 @@ class P2PWorker(
 
     async def start(self) -> None:
         self._check_loop()
+        if self._transfers.is_closing:
+            raise RuntimeError("this worker was closed: make another one")
         await self.routes.open()
 
     def get_handshake_metadata(self) -> KVConnectorHandshake | None:
@@ -137,9 +142,6 @@ class P2PWorker(
                 self._release(order)
         for request_id in orders.aborts:
             self._transfers.cancel(request_id, "recv")
-        for order in orders.loads:
-            if order.block_ids and order.request_id in orders.aborts:
-                self._release(order)  # it had no time to begin
 
     async def wait_for_layer_load(self, layer_name: str) -> None:
         self._check_loop()
@@ -186,14 +188,17 @@ class P2PWorker(
         )
 
     async def aclose(self) -> None:
-        """End every transfer, wait until memory is quiet, then close."""
+        """End every transfer, wait until memory is quiet, then close.
+
+        A cancellation is held back until memory is quiet; then it closes at once.
+        """
         self._check_loop()
-        with anyio.CancelScope(shield=True):
-            try:
-                await self._transfers.aclose()
+        try:
+            await self._transfers.aclose()
+            with anyio.CancelScope(shield=True):
                 await self.routes.aclose()
-            finally:  # also if the task is cancelled: nothing stays open
-                self.abort()
+        finally:  # also if the task is cancelled: nothing stays open
+            self.abort()
 
     def abort(self) -> None:
         self._transfers.abort()
@@ -218,10 +223,26 @@ class P2PWorker(
             "recv",
             lambda: self._load(load),
             {block for group in order.block_ids for block in group},
-            load.end,
+            lambda: self._load_ended(load),
         )
-        if life is not None and not order.is_async:
+        if life is None:
+            return
+        self._loads[load] = life
+        if not order.is_async:
             self._awaited.append(load)
+
+    def _on_lost(self, identity: str) -> None:
+        """What it was to send will not come."""
+        for load, life in list(self._loads.items()):
+            if load.waits_for(identity):
+                reason = f"PeerLost: {as_line(identity)} is gone, or has restarted"
+                self._transfers.fail(life, reason)
+
+    def _load_ended(self, load: P2PLoad) -> None:
+        self._loads.pop(load, None)
+        load.end()
+        if not load.has_begun:  # its task was cancelled before its first step
+            self._release(load.order)
 
     async def _load(self, load: P2PLoad) -> None:
         try:

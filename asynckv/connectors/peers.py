@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+import anyio
+
 from asynckv.buffers.remote import Peer, connect
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
@@ -16,7 +18,6 @@ from asynckv.connectors.options import ConnectorOptions
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
-from asynckv.shielding import wait_shielded
 
 __all__ = ("PeerLine", "Peers", "identity_of")
 
@@ -38,6 +39,7 @@ class PeerLine:
         self._peer: Peer | None = None
         self._dialling: asyncio.Task[Peer] | None = None
         self._old: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self.lost = 0
 
     @property
@@ -50,8 +52,10 @@ class PeerLine:
 
         A cancelled call leaves no trace.
 
-        :raises PeerLost: nobody is there
+        :raises PeerLost: nobody is there, or this is closed
         """
+        if self._is_closed:
+            raise PeerLost(f"the connector that used {self.url} is closed")
         if self._peer is not None:
             if self._peer.is_connected:
                 return self._peer
@@ -72,16 +76,22 @@ class PeerLine:
 
     async def aclose(self) -> None:
         """Say goodbye. Bounded and shielded."""
-        if self._dialling is not None:
-            self._dialling.cancel()
-            await wait_shielded(self._dialling)
-        if self._peer is not None:
-            self._drop(self._peer)
-        for task in list(self._old):
-            await wait_shielded(task)
+        self._is_closed = True
+        try:
+            with anyio.CancelScope(shield=True):
+                if self._dialling is not None:
+                    self._dialling.cancel()
+                    await asyncio.wait({self._dialling})
+                if self._peer is not None:
+                    self._drop(self._peer)
+                if self._old:
+                    await asyncio.wait(self._old)
+        finally:  # also if the task is cancelled: nothing stays open
+            self.abort()
 
     def abort(self) -> None:
         """Hang up. Never waits."""
+        self._is_closed = True
         if self._dialling is not None:
             self._dialling.cancel()
         if self._peer is not None:
@@ -164,8 +174,12 @@ class Peers(LoopBound):
     async def aclose(self) -> None:
         """Say goodbye to all of them. Bounded and shielded."""
         self._is_closed = True
-        for line in self._lines.values():
-            await line.aclose()
+        try:
+            with anyio.CancelScope(shield=True):
+                for line in self._lines.values():
+                    await line.aclose()
+        finally:
+            self.abort()
 
     def abort(self) -> None:
         """Hang up everywhere. Never waits."""

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import logging
 from typing import Final
-
-import msgspec
 
 from asynckv.abc import (
     AsksElsewhere,
@@ -31,9 +28,10 @@ from asynckv.connectors.keys import prefix_block_keys, rank_block_keys
 from asynckv.connectors.lifecycle import LifeCounters
 from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
+from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
 from asynckv.errors import AsyncKVError
 
-__all__ = ("StoreScheduler", "StoreSchedulerStatistics", "namespace_of")
+__all__ = ("StoreScheduler", "StoreSchedulerStatistics")
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +52,10 @@ class _Known:
 
 @dataclasses.dataclass(frozen=True)
 class StoreSchedulerStatistics:
-    """Requests, questions to the store, and what was said of loads in vain."""
+    """Requests, questions to the store, and what was said of loads in vain.
+
+    ``refused`` says why what another engine has saved there is of no use here.
+    """
 
     requests: int
     loading: int
@@ -62,14 +63,16 @@ class StoreSchedulerStatistics:
     hit_blocks: int
     unanswered: int
     lives: LifeCounters
+    refused: str = ""
 
 
 class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
     """Looks prompts up in a store, whole block by whole block, and saves new ones.
 
     Until its question is answered a request is "ask again". A store that does not
-    answer within 5 s has nothing. ``KVRequest.salt`` keeps the blocks of some
-    requests from others.
+    answer within 5 s has nothing. Blocks of an engine with other ranks, block size or
+    layout are not loaded, which is logged once. ``KVRequest.salt`` keeps the blocks of
+    some requests from others.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         self._orders: list[StoreOrder] = []
         self._loads = ExpectedLoads()
         self._asked = self._hit_blocks = self._unanswered = 0
+        self._refused = ""
 
     async def start(self) -> None:
         """Nothing to open: the store is dialled by the first question."""
@@ -124,11 +128,21 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
                     )
                     for rank in range(self.engine.size)
                 ]
-            num_keys = min(counts)
+                num_keys = min(counts)
+                if not num_keys:
+                    await self._compare(store)
         except (AsyncKVError, OSError, TimeoutError) as exc:
             self._unanswered += 1
             logger.debug("the store does not answer: %s", exc)
         return KVAnswer(question.request_id, num_keys)
+
+    async def _compare(self, store: KVStoreBuffer) -> None:
+        """Nothing was found: perhaps because who saves there is cut otherwise."""
+        there = StoredShape.read(await store.get(SHAPE_KEY))
+        refused = "" if there is None else there.differs_from(self.engine)
+        if refused and refused != self._refused:
+            logger.warning("blocks in the store are not for this engine: %s", refused)
+        self._refused = refused
 
     def take_answer(self, answer: KVAnswer) -> None:
         known = self._requests.get(answer.request_id)
@@ -190,6 +204,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
             hit_blocks=self._hit_blocks,
             unanswered=self._unanswered,
             lives=dataclasses.replace(self._loads.counters),
+            refused=self._refused,
         )
 
     def shutdown(self) -> None:
@@ -236,9 +251,3 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
             known.keys[first:end],
             tuple(group[first:end] for group in scheduled.block_ids),
         )
-
-
-def namespace_of(engine: KVEngine) -> str:
-    """Return what is equal for engines whose ranks can read each other's blocks."""
-    told = msgspec.msgpack.encode((engine.size, engine.tp_size, engine.shape))
-    return hashlib.blake2b(told, digest_size=8).hexdigest()

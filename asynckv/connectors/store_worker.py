@@ -12,6 +12,7 @@ import anyio
 import torch
 
 from asynckv.abc import (
+    BlockIds,
     KVConnectorMetadata,
     KVConnectorWorker,
     KVStoreBuffer,
@@ -27,7 +28,7 @@ from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.spool import Spool
 from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_scheduler import namespace_of
+from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
 from asynckv.connectors.transfers import Transfers
 from asynckv.errors import EntryAborted
 from asynckv.loops import LoopBound
@@ -75,9 +76,10 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._transfers = Transfers()
         self._spool: Spool | None = None
         self._orders: StoreMetadata | None = None
-        self._saves: tuple[StoreOrder, ...] = ()
+        self._saves: list[tuple[str, BlockIds, int]] = []
         self._at_once = asyncio.Semaphore(_BLOCKS_AT_ONCE)
         self._loaded_blocks = self._saved_blocks = self._skipped_blocks = 0
+        self._is_told = False
 
     def register_kv_caches(
         self,
@@ -102,10 +104,14 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         if not isinstance(metadata, StoreMetadata):
             raise TypeError(f"{type(metadata).__name__} is another connector's")
         self._orders = metadata
-        self._saves = metadata.saves
+        self._saves = [
+            (key, order.block_ids, index)
+            for order in metadata.saves
+            for index, key in enumerate(self._keys_of(order))
+        ]
 
     def clear_connector_metadata(self) -> None:
-        self._orders, self._saves = None, ()
+        self._orders, self._saves = None, []
 
     async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
         self._check_loop()
@@ -129,16 +135,15 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
     async def wait_for_save(self) -> None:
         self._check_loop()
-        saves, self._saves = self._saves, ()
-        for order in saves:
-            keys = rank_block_keys(order.block_keys, self._namespace, self.engine.rank)
-            for index, key in enumerate(keys):
-                if self._transfers.others >= _STAGED_BLOCKS:
-                    self._skipped_blocks += 1
-                    continue
-                value = await self._registered().gather(order.block_ids, index)
+        while self._saves:
+            key, block_ids, index = self._saves[0]
+            if self._transfers.others >= _STAGED_BLOCKS:
+                self._skipped_blocks += 1
+            else:
+                value = await self._registered().gather(block_ids, index)
                 put = functools.partial(self._put, key, value)
                 self._transfers.begin_untold(put, f"put {key}")
+            del self._saves[0]  # not before: a cancelled call has not saved it
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()
@@ -168,12 +173,12 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
     async def aclose(self) -> None:
         self._check_loop()
-        with anyio.CancelScope(shield=True):
-            try:
-                await self._transfers.aclose()
+        try:
+            await self._transfers.aclose()
+            with anyio.CancelScope(shield=True):
                 await self._line.aclose()
-            finally:
-                self.abort()
+        finally:  # also if the task is cancelled: nothing stays open
+            self.abort()
 
     def abort(self) -> None:
         self._transfers.abort()
@@ -194,8 +199,11 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
             {block for group in order.block_ids for block in group},
         )
 
+    def _keys_of(self, order: StoreOrder) -> list[str]:
+        return rank_block_keys(order.block_keys, self._namespace, self.engine.rank)
+
     async def _load(self, order: StoreOrder, spool: Spool) -> None:
-        keys = rank_block_keys(order.block_keys, self._namespace, self.engine.rank)
+        keys = self._keys_of(order)
         async with asyncio.timeout(self.options.load_timeout_s):
             store = await self._line.store()
             async with store.pin(keys) as found:
@@ -231,5 +239,8 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
     async def _put(self, key: str, value: torch.Tensor) -> None:
         async with self._at_once, asyncio.timeout(self.options.save_timeout_s):
             store = await self._line.store()
+            if not self._is_told:
+                await store.put(SHAPE_KEY, StoredShape.of(self.engine).tensor())
+                self._is_told = True
             await store.put(key, value)
             self._saved_blocks += 1

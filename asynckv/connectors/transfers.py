@@ -7,11 +7,10 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-import anyio
-
 from asynckv.abc import KVTransferResults
 from asynckv.connectors.lifecycle import Life, LifeCounters, TransferLedger, Way
 from asynckv.observability.lines import as_line
+from asynckv.shielding import wait_shielded
 
 __all__ = ("Transfers",)
 
@@ -31,6 +30,11 @@ class Transfers:
         self._others: set[asyncio.Task[None]] = set()
         self._callbacks: list[Callable[[], None]] = []
         self._is_closing = False
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing may begin any more."""
+        return self._is_closing
 
     @property
     def counters(self) -> LifeCounters:
@@ -86,6 +90,13 @@ class Transfers:
         if life is not None:
             self._tasks[life].cancel()
 
+    def fail(self, life: Life, reason: str) -> None:
+        """End a transfer that can come to nothing any more, and say why."""
+        if (task := self._tasks.get(life)) is not None:
+            self.ledger.cancel(life.request_id, life.way)
+            life.reason = reason
+            task.cancel()
+
     async def finish(self, lives: Iterable[Life], timeout_s: float) -> None:
         """Wait until these have ended; what is not over in time is given up.
 
@@ -96,10 +107,8 @@ class Transfers:
             return
         await asyncio.wait(tasks.values(), timeout=timeout_s)
         late = {life: task for life, task in tasks.items() if not task.done()}
-        for life, task in late.items():
-            self.ledger.cancel(life.request_id, life.way)
-            life.reason = f"it took longer than {timeout_s:g} s"
-            task.cancel()
+        for life in late:
+            self.fail(life, f"it took longer than {timeout_s:g} s")
         if late:
             await asyncio.wait(late.values())
 
@@ -130,11 +139,13 @@ class Transfers:
         self._callbacks.append(callback)
 
     async def aclose(self) -> None:
-        """Cancel all of them, and wait until memory is quiet. Shielded."""
+        """Cancel all of them, and wait until memory is quiet.
+
+        A cancellation is held back until then.
+        """
         self.abort()
-        with anyio.CancelScope(shield=True):
-            if tasks := [*self._tasks.values(), *self._others]:
-                await asyncio.wait(tasks)
+        ending = asyncio.create_task(self._end(), name="asynckv: end of transfers")
+        await wait_shielded(ending)
 
     def abort(self) -> None:
         """Cancel all of them, and begin no others of that kind. Never waits."""
@@ -143,6 +154,10 @@ class Transfers:
             self.ledger.cancel(life.request_id, life.way)
         for task in (*self._tasks.values(), *self._others):
             task.cancel()
+
+    async def _end(self) -> None:
+        while tasks := [*self._tasks.values(), *self._others]:
+            await asyncio.wait(tasks)
 
     def _ended(self, life: Life, task: asyncio.Task[None]) -> None:
         del self._tasks[life]

@@ -33,7 +33,9 @@ class KVOutputAggregator:
 
     A rank that reports twice is counted once, also after the request was emitted:
     call :meth:`forget` when a request is over, or when its transfer begins again
-    under the same id. A failed receive is emitted with the finished one, not before.
+    under the same id. A failed transfer is emitted with the finished one, not before,
+    with the first reason that a rank gave. Of requests that are over, and of failures
+    without an end, only the last 16384 are remembered.
     What a step brings is never lost: without an output of the chosen rank it is kept
     for the next step that has one.
 
@@ -58,7 +60,8 @@ class KVOutputAggregator:
         self._world_size = 0
         self._sending = Reports("sending", max_done=_MAX_DONE)
         self._receiving = Reports("receiving", max_done=_MAX_DONE)
-        self._failed: set[str] = set()
+        self._failed_sending: dict[str, str] = {}
+        self._failed_recving: dict[str, str] = {}
         self._logged: set[tuple[str, str]] = set()
         self._held = KVConnectorOutput()
 
@@ -129,7 +132,9 @@ class KVOutputAggregator:
         ids = set(request_ids)
         self._sending.forget(ids)
         self._receiving.forget(ids)
-        self._failed -= ids
+        for request_id in ids:
+            self._failed_sending.pop(request_id, None)
+            self._failed_recving.pop(request_id, None)
 
     def overdue(self) -> list[Overdue]:
         """Return what is past the deadline, and which ranks are missing."""
@@ -141,19 +146,29 @@ class KVOutputAggregator:
         return found
 
     def _note_failures(self, one: KVConnectorOutput | None) -> None:
-        failed = (one and one.failed_recving) or set()
-        self._failed |= {name for name in failed if not self._receiving.is_done(name)}
+        if one is None:
+            return
+        for known, reports, failed in (
+            (self._failed_sending, self._sending, one.failed_sending),
+            (self._failed_recving, self._receiving, one.failed_recving),
+        ):
+            for name in failed or ():
+                if not reports.is_done(name):
+                    known[name] = known.get(name) or one.reasons.get(name, "")
+            while len(known) > _MAX_DONE:
+                del known[next(iter(known))]
 
     def _take(self, rank: int, one: KVConnectorOutput) -> None:
         held = self._held
         self._expect(one.expected_finished_count)
         if sent := self._complete(self._sending, rank, one.finished_sending):
             held.finished_sending = (held.finished_sending or set()) | sent
+            if failed := self._end_failures(self._failed_sending, sent):
+                held.failed_sending = (held.failed_sending or set()) | failed
         if received := self._complete(self._receiving, rank, one.finished_recving):
             held.finished_recving = (held.finished_recving or set()) | received
-            if failed := received & self._failed:
+            if failed := self._end_failures(self._failed_recving, received):
                 held.failed_recving = (held.failed_recving or set()) | failed
-                self._failed -= failed
         held.invalid_block_ids |= one.invalid_block_ids
         for field in _FOLDED:
             mine: Foldable | None = getattr(held, field)
@@ -161,6 +176,14 @@ class KVOutputAggregator:
             if theirs is not None:
                 folded = theirs if mine is None else mine.aggregate(theirs)
                 setattr(held, field, folded)
+
+    def _end_failures(self, known: dict[str, str], ended: set[str]) -> set[str]:
+        """Return which of what ended had failed; the result says why."""
+        failed = ended & known.keys()
+        for name in failed:
+            if reason := known.pop(name):
+                self._held.reasons[name] = reason
+        return failed
 
     def _expect(self, count: int) -> None:
         """Let a worker say how many are to report what nobody has reported yet."""

@@ -20,7 +20,8 @@ class Foldable(Protocol):
 class KVConnectorOutput:
     """Transfers that ended, by request id. The names are vLLM's.
 
-    A failed receive is in ``failed_recving`` and in ``finished_recving``.
+    A failed receive is in ``failed_recving`` and in ``finished_recving``, a failed send
+    in ``failed_sending`` and in ``finished_sending``; ``reasons`` says why.
     ``expected_finished_count``, if above 0, is how many workers are to report
     requests that nobody has reported yet.
     """
@@ -32,6 +33,8 @@ class KVConnectorOutput:
     kv_connector_stats: Foldable | None = None
     kv_connector_worker_meta: Foldable | None = None
     expected_finished_count: int = 0
+    failed_sending: set[str] | None = None
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def is_empty(self) -> bool:
         """Whether there is nothing to say."""

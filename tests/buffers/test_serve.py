@@ -88,6 +88,14 @@ async def test_a_server_tells_who_is_connected(peers: Peers) -> None:
     await until(lambda: len(peers.server.peers) == 1)
 
 
+async def test_a_server_tells_who_is_gone(peers: Peers) -> None:
+    gone: list[str] = []
+    peers.server.call_when_lost(lambda peer: gone.append(peer.id))
+    await peers.producer.aclose()
+    await until(lambda: gone == [peers.producer.own_identity.id])
+    assert peers.consumer.own_identity.id not in gone
+
+
 async def test_what_is_not_served_is_refused(local: LookupBuffer) -> None:
     async with serve("mem://", lookup=local) as server, connect(server.url) as peer:
         with pytest.raises(ConfigError, match="nothing here answers"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from asynckv.abc import (
@@ -14,7 +15,8 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import rank_block_keys
 from asynckv.connectors.store_orders import StoreMetadata
-from asynckv.connectors.store_scheduler import StoreScheduler, namespace_of
+from asynckv.connectors.store_scheduler import StoreScheduler
+from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
 
 REQUEST = KVRequest("r", tuple(range(10)))
 ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
@@ -111,3 +113,18 @@ def test_what_failed_to_load_is_saved_again_when_it_is_computed() -> None:
     (save,) = orders(scheduler, KVScheduled("r", ((7, 8, 9),), 0, 10)).saves
     assert save.block_ids == ((7, 8),)
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+
+
+async def test_blocks_of_an_engine_that_is_cut_otherwise_are_refused_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with StoreBuffer() as store:
+        other = KVEngine(engine_id="O", block_size=8, tp_size=2)
+        await store.put(SHAPE_KEY, StoredShape.of(other).tensor())
+        scheduler = make(store)
+        scheduler.on_new_request(REQUEST)
+        (question,) = scheduler.take_questions()
+        for _ in range(2):
+            assert (await scheduler.ask(question)).num_keys == 0
+        assert scheduler.statistics().refused == "block_size=8 there and 4 here"
+        assert len(caplog.messages) == 1 and "8 there and 4 here" in caplog.text

@@ -174,6 +174,37 @@ def test_a_failure_of_any_rank_counts_also_where_not_all_are_waited_for() -> Non
     assert _said(aggregator, _received("a"), None).failed_recving is None
 
 
+def test_a_send_that_one_rank_could_not_finish_has_failed() -> None:
+    aggregator = KVOutputAggregator(2)
+    one, other = _sent("a", "b"), _sent("b")
+    one.failed_sending, one.reasons = {"a"}, {"a": "no room", "b": "not failed"}
+    result = _said(aggregator, one, other)
+    assert (result.finished_sending, result.failed_sending) == ({"b"}, None)
+    assert result.reasons == {}
+    result = _said(aggregator, None, _sent("a"))
+    assert result.finished_sending == result.failed_sending == {"a"}
+    assert result.reasons == {"a": "no room"}
+    assert _said(aggregator, None, None).is_empty()
+
+
+def test_the_first_reason_of_a_failure_is_kept_until_all_ranks_have_finished() -> None:
+    aggregator = KVOutputAggregator(3)
+    said = [_received("a", failed=("a",)) for _ in range(3)]
+    said[1].reasons, said[2].reasons = {"a": "PeerLost"}, {"a": "TimeoutError"}
+    assert _said(aggregator, said[0], said[1], None).is_empty()
+    assert _said(aggregator, None, None, said[2]).reasons == {"a": "PeerLost"}
+    aggregator.forget(["a"])
+    assert _said(aggregator, *[_received("a")] * 3).reasons == {}
+
+
+def test_failures_that_never_end_are_forgotten_by_themselves() -> None:
+    aggregator = KVOutputAggregator(1)
+    for number in range(20_000):
+        _said(aggregator, _received(failed=(f"r{number}",)))
+    assert len(aggregator._failed_recving) == 16 * 1024
+    assert _said(aggregator, _received("r19999")).failed_recving == {"r19999"}
+
+
 def test_the_chosen_ranks_output_carries_the_result() -> None:
     outputs = [_Step(0, _sent("a")), _Step(1, None)]
     assert KVOutputAggregator(1).aggregate(outputs, output_rank=1) is outputs[1]

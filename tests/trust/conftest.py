@@ -26,6 +26,7 @@ class Scale:
     soak_s: float
     waiters: int
     cancellations: int
+    connector_cancellations: int
 
 
 _SCALES = {
@@ -41,6 +42,7 @@ _SCALES = {
         soak_s=6,
         waiters=10_000,
         cancellations=20_000,
+        connector_cancellations=1_000,
     ),
     "chaos": Scale(
         fuzz_inputs=20_000_000,
@@ -54,6 +56,7 @@ _SCALES = {
         soak_s=1_200,
         waiters=10_000,
         cancellations=100_000,
+        connector_cancellations=30_000,
     ),
 }
 

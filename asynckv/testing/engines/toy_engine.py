@@ -96,7 +96,6 @@ class ToyEngine:
         self.block_size = ranks[0].shape.block_size
         self.failures: dict[str, str] = {}
         self.unknown_completions = 0
-        self._reasons: dict[str, str] = {}
         self._chunk, self._policy = chunk, policy
         self._free = list(range(num_blocks))
         self._num_blocks = num_blocks
@@ -278,13 +277,10 @@ class ToyEngine:
         await self._forward(step, metadata)
         told_by = [worker.get_finished() for worker in self.workers]
         said = [_Said(_output_of(results)) for results in told_by]
-        for results in told_by:
-            self._reasons |= results.reasons
-        unsaved = frozenset[str]().union(*(one.failed_sending for one in told_by))
         for worker in self.workers:
             worker.clear_connector_metadata()
         if (all_said := self._aggregator.aggregate(said)) is not None:
-            self._take(all_said.kv_connector_output or KVConnectorOutput(), unsaved)
+            self._take(all_said.kv_connector_output or KVConnectorOutput())
         self._advance(step)
 
     async def _forward(
@@ -327,17 +323,17 @@ class ToyEngine:
                     running.look(running.block_ids)
                 self._finish(running)
 
-    def _take(self, said: KVConnectorOutput, unsaved: frozenset[str]) -> None:
+    def _take(self, said: KVConnectorOutput) -> None:
         if self.scheduler is None:
             return
         results = self.scheduler.update_connector_output(
             KVTransferResults(
                 finished_sending=frozenset(said.finished_sending or ()),
-                failed_sending=unsaved,
+                failed_sending=frozenset(said.failed_sending or ()),
                 finished_recving=frozenset(said.finished_recving or ()),
                 failed_recving=frozenset(said.failed_recving or ()),
                 invalid_block_ids=frozenset(said.invalid_block_ids),
-                reasons=self._reasons,
+                reasons=said.reasons,
             )
         )
         for request_id in results.finished_recving:
@@ -382,7 +378,6 @@ class ToyEngine:
 
     def _give_back(self, running: _Running) -> None:
         self._aggregator.forget([running.request.request_id])
-        self._reasons.pop(running.request.request_id, None)
         self._free.extend(running.block_ids)
         running.block_ids = []
         self._wake.set()
@@ -395,5 +390,7 @@ def _output_of(results: KVTransferResults) -> KVConnectorOutput:
         finished_sending=set(results.finished_sending),
         finished_recving=set(results.finished_recving),
         failed_recving=set(results.failed_recving),
+        failed_sending=set(results.failed_sending),
+        reasons=dict(results.reasons),
         invalid_block_ids=set(results.invalid_block_ids),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Mapping
 
 from asynckv.config import KVLoadFailurePolicy, KVRole, KVTransferConfig
@@ -13,7 +15,7 @@ from asynckv.testing.engines.toy_engine import ToyEngine
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_rank import ToyRank
 
-__all__ = ("make_engine", "pair_configs", "toy_shape")
+__all__ = ("free_urls", "make_engine", "pair_configs", "toy_shape")
 
 
 def toy_shape(
@@ -100,3 +102,19 @@ def pair_configs(
             },
         ),
     )
+
+
+def free_urls(count: int) -> list[str]:
+    """Return the URLs of so many ports that follow each other, and are free now."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            base = first.getsockname()[1]
+            try:
+                for port in range(base + 1, base + count):
+                    other = stack.enter_context(socket.socket())
+                    other.bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                continue
+            return [f"tcp://127.0.0.1:{base + n}" for n in range(count)]

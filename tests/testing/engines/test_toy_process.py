@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import socket
 import sys
 from collections.abc import AsyncIterator
 
@@ -16,7 +15,7 @@ from asynckv.config import KVTransferConfig
 from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import pair_configs, toy_shape
+from asynckv.testing.engines.toy_pairs import free_urls, pair_configs, toy_shape
 from asynckv.testing.engines.toy_process import ToyAnswer, ToyAsked, ToySettings
 
 MODEL = ToyModel()
@@ -59,22 +58,6 @@ async def started(
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-def free_urls(count: int) -> list[str]:
-    """URLs of so many ports that follow each other."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            base = first.getsockname()[1]
-            try:
-                for port in range(base + 1, base + count):
-                    other = stack.enter_context(socket.socket())
-                    other.bind(("127.0.0.1", port))
-            except (OSError, OverflowError):
-                continue
-            return [f"tcp://127.0.0.1:{base + n}" for n in range(count)]
 
 
 @pytest.mark.slow

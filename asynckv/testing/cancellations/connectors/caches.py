@@ -1,0 +1,61 @@
+"""Caches of one rank with one prompt: computed, overwritten, and looked at."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from asynckv.parallel.shapes import EngineShape
+from asynckv.testing.engines.toy_model import ToyModel
+from asynckv.testing.engines.toy_rank import ToyRank
+from asynckv.testing.expectations import expect
+
+__all__ = ("ToyCaches",)
+
+_BLOCKS: Final = 8
+_SPOILT: Final = 0x5A5A5A5A
+_PLACES: Final = ((5, 2, 7), (1, 6, 3))
+
+
+class ToyCaches:
+    """The toy engine's, of so few blocks that all of it is looked at each time.
+
+    The prompt is always the same. ``place`` says in which blocks it is.
+    """
+
+    def __init__(
+        self, model: ToyModel, shape: EngineShape, rank: int, place: int
+    ) -> None:
+        self.block_ids = _PLACES[place]
+        self.tokens = tuple(range(1000, 1000 + len(self.block_ids) * shape.block_size))
+        self._rank = ToyRank(model, shape, rank, _BLOCKS)
+        self.layers = self._rank.caches
+        for layer in self.layers:
+            self._rank.write(layer, self.block_ids, self.tokens, 0)
+        self._computed = {layer: each.clone() for layer, each in self.layers.items()}
+        self._expected = {layer: self._read(layer) for layer in self.layers}
+        self.spoil()
+
+    def compute(self) -> None:
+        """The prompt's KV is in its blocks."""
+        for layer, cache in self.layers.items():
+            cache.copy_(self._computed[layer])
+
+    def spoil(self) -> None:
+        """Its blocks are somebody else's now, as are all others."""
+        for cache in self.layers.values():
+            cache.fill_(_SPOILT)
+
+    def expect_computed(self) -> None:
+        """:raises AssertionError: a byte of the prompt's KV is not what it should be"""
+        for layer, expected in self._expected.items():
+            expect(torch.equal(self._read(layer), expected), f"{layer} is wrong")
+
+    def expect_spoilt(self) -> None:
+        """:raises AssertionError: somebody wrote here after they were done"""
+        for layer, cache in self.layers.items():
+            expect(bool((cache == _SPOILT).all()), f"{layer} was written to")
+
+    def _read(self, layer: str) -> torch.Tensor:
+        return self._rank.read(layer, self.block_ids, len(self.tokens)).clone()

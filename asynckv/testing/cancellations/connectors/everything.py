@@ -1,0 +1,103 @@
+"""All scenarios, on every ground, and a run that cancels as often as it is told."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeAlias
+
+from asynckv.testing.cancellations.connectors.closing import CLOSING
+from asynckv.testing.cancellations.connectors.dialling import DIALLING
+from asynckv.testing.cancellations.connectors.grounds import LARGE, SMALL, open_p2p
+from asynckv.testing.cancellations.connectors.moving import MOVING
+from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
+from asynckv.testing.cancellations.connectors.several import SEVERAL, open_several
+from asynckv.testing.cancellations.connectors.steps import STEPS
+from asynckv.testing.cancellations.connectors.store_grounds import open_store_ground
+from asynckv.testing.cancellations.connectors.stores import STORES
+from asynckv.testing.cancellations.sweeper import Sweeper
+
+__all__ = ("GROUNDS", "SCENARIOS", "open_ground", "run_scenarios")
+
+_Scenarios: TypeAlias = Sequence[ConnectorScenario[Any]]
+
+_P2P: Final[_Scenarios] = (*STEPS, *MOVING, *DIALLING, *CLOSING)
+SCENARIOS: Final[tuple[ConnectorScenario[Any], ...]] = (*_P2P, *STORES, *SEVERAL)
+
+_Opened: TypeAlias = tuple[Any, _Scenarios]
+
+GROUNDS: Final = (
+    "pull",
+    "pull large",
+    "push",
+    "push large",
+    "to two ranks",
+    "from two ranks",
+    "store",
+    "store large",
+    "several",
+)
+"""Over tcp and unix sockets, both directions; from several ranks, and to several."""
+
+_COSTLY_EVERY: Final = 4
+"""So many passes have one with all that is costly."""
+
+
+@asynccontextmanager
+async def open_ground(name: str) -> AsyncIterator[_Opened]:
+    """Open a ground of :data:`GROUNDS`, with the scenarios that make sense there."""
+    match name:
+        case "pull":
+            opened: Any = open_p2p("unix")
+        case "pull large":
+            opened = open_p2p("tcp", model=LARGE)
+        case "push":
+            opened = open_p2p("tcp", "push")
+        case "push large":
+            opened = open_p2p("unix", "push", model=LARGE)
+        case "to two ranks":
+            opened = open_p2p("tcp", sizes=(1, 2))
+        case "from two ranks":
+            opened = open_p2p("unix", "push", (2, 1))
+        case "store" | "store large":
+            opened = open_store_ground("tcp", LARGE if "large" in name else SMALL)
+        case "several":
+            opened = open_several("unix")
+        case _:
+            raise ValueError(f"there is no ground {name!r}")
+    others: Mapping[str, _Scenarios] = {"store": STORES, "several": SEVERAL}
+    scenarios = others.get(name.split()[0], _P2P)
+    async with opened as ground:
+        yield ground, scenarios
+
+
+async def run_scenarios(
+    name: str, sweeper: Sweeper, *, at_least: int = 0, seed: int = 0
+) -> None:
+    """Sweep each scenario of a ground; then again, at random, until it is enough.
+
+    :raises BaseException: a promise was broken; the notes name scenario and seed
+    """
+    async with open_ground(name) as (ground, scenarios):
+        for scenario in scenarios:
+            await _run(scenario, ground, sweeper, f"first pass on {name}")
+        for number in itertools.count():
+            if sweeper.cancelled >= at_least:
+                break
+            for scenario in scenarios:
+                if not scenario.is_costly or not (number + 1) % _COSTLY_EVERY:
+                    told = f"{seed} {number} on {name}"
+                    sweeper.chance = random.Random(f"{told} {scenario.name}")
+                    await _run(scenario, ground, sweeper, told)
+
+
+async def _run(
+    scenario: ConnectorScenario[Any], ground: Any, sweeper: Sweeper, told: str
+) -> None:
+    try:
+        await scenario.run(ground, sweeper)
+    except BaseException as exc:
+        exc.add_note(f"{scenario.name}: {told}")
+        raise

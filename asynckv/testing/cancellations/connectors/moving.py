@@ -1,0 +1,156 @@
+"""One prompt's KV on its way: blocks are quiet when it is cancelled, entries whole."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from asynckv.connectors.headers import EntryHeader
+from asynckv.connectors.p2p_loads import P2PLoad, Source, release
+from asynckv.connectors.p2p_saves import P2PSave
+from asynckv.testing.cancellation import Outcome
+from asynckv.testing.cancellations.connectors.grounds import P2PGround
+from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
+from asynckv.testing.cancellations.sweeper import Sweeper, ticks
+from asynckv.testing.expectations import expect
+
+__all__ = ("MOVING", "a_load", "a_release", "a_save")
+
+_TIMEOUT_S: Final = 20.0
+_LATE: Final = 5
+
+
+async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
+    """Cancelled, it writes to no block, and what it has not taken can be loaded."""
+    worker, caches = ground.decode.workers[0], ground.decode.caches[0]
+    load: P2PLoad
+    name, has_begun = "", False
+
+    async def before() -> None:
+        nonlocal name, load, has_begun
+        name, has_begun = ground.new_name(), False
+        await ground.save(name)
+        caches.spoil()
+        order = ground.load_order(name)
+        load = P2PLoad(
+            worker.engine, worker._registered(), worker._pool, order, _TIMEOUT_S
+        )
+        await sweeper.pause()
+
+    async def run() -> None:
+        nonlocal has_begun
+        has_begun = True
+        await load.run(*worker.routes.sources(load.order))
+        caches.expect_computed()
+
+    async def read() -> None:
+        """As ``run``, one source rank after the other, and not in tasks."""
+        nonlocal has_begun
+        has_begun = True
+        reads, sources = worker.routes.sources(load.order)
+        load._untaken = dict(sources)
+        for rank, source in sources.items():
+            await load._read(rank, source, reads[rank])
+        caches.expect_computed()
+
+    async def check(outcome: Outcome[None]) -> None:
+        caches.spoil()
+        await ticks(_LATE)
+        caches.expect_spoilt()
+        _, sources = worker.routes.sources(load.order)
+        left = load.untaken_sources if has_begun else tuple(sources.values())
+        if len(left) == len(sources):
+            await ground.load(name, [worker])
+        else:
+            for source in left:
+                await release(source, _TIMEOUT_S)
+        await ground.load(name, ground.decode.workers[1:])
+        await ground.check_quiet()
+
+    await sweeper.sweep("a load", run, check, before)
+    await sweeper.sweep("what a load reads", read, check, before)
+
+
+async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
+    """Cancelled, it reads no block, and what it has not finished is no entry."""
+    worker, caches = ground.prefill.workers[0], ground.prefill.caches[0]
+    save: P2PSave
+
+    async def before() -> None:
+        nonlocal save
+        caches.compute()
+        order = ground.save_order(ground.new_name())
+        header = EntryHeader(
+            engine_id="P",
+            rank=0,
+            block_size=worker.engine.block_size,
+            layers=ground.model.layer_names,
+            shape=worker.engine.shape,
+        )
+        save = P2PSave(worker._registered(), order, header, _TIMEOUT_S)
+        save.offer_rest()
+        await sweeper.pause()
+
+    async def run() -> None:
+        await save.run(worker.routes.targets(save.order))
+
+    async def write() -> None:
+        """As ``run``, for one reader after the other, and not in tasks."""
+        for target in worker.routes.targets(save.order):
+            queue: asyncio.Queue[str] = asyncio.Queue()
+            for layer in ground.model.layer_names:
+                queue.put_nowait(layer)
+            await save._write(target, queue)
+
+    async def check(outcome: Outcome[None]) -> None:
+        caches.spoil()
+        for find, entry_id, _ in worker.routes.targets(save.order):
+            buffer = await find()
+            is_whole = await buffer.withdraw(entry_id)
+            expect(is_whole or outcome.cancelled, "it was saved, and is not there")
+        await ground.check_quiet()
+        await ground.hand_over()
+
+    await sweeper.sweep("a save", run, check, before)
+    await sweeper.sweep("what a save writes", write, check, before)
+
+
+async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
+    """Cancelled, it has let an entry go or not, and holds nothing."""
+    worker = ground.decode.workers[0]
+    sources: list[Source] = []
+
+    async def before() -> None:
+        name = ground.new_name()
+        await ground.save(name)
+        sources[:] = worker.routes.sources(ground.load_order(name))[1].values()
+        await sweeper.pause()
+
+    async def check(outcome: Outcome[None]) -> None:
+        for number, (find, entry_id) in enumerate(sources):
+            buffer = await find()
+            is_there = await buffer.withdraw(entry_id)
+            several = len(ground.decode.workers) > 1 and ground.direction == "pull"
+            was_let_go = not number and not outcome.cancelled and not several
+            expect(not (is_there and was_let_go), "it was not let go")
+        if ground.direction == "push":
+            await _clear_others(ground)
+        await ground.check_quiet()
+
+    await sweeper.sweep(
+        "a release", lambda: release(sources[0], _TIMEOUT_S), check, before
+    )
+
+
+async def _clear_others(ground: P2PGround) -> None:
+    """What was pushed to other ranks lies in their buffers."""
+    for buffer in ground.buffers().values():
+        while buffer.statistics().entries:
+            await buffer.drop_select()
+
+
+MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
+    ConnectorScenario(a_load, ("P2PLoad.run", "Assembly.place")),
+    ConnectorScenario(a_save, ("P2PSave.run",)),
+    ConnectorScenario(a_release, ("release",)),
+)

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
+from asynckv.testing.cancellations.connectors.store_grounds import (
+    StoreGround,
+    open_store_ground,
+)
+from asynckv.testing.cancellations.connectors.stores import STORES
+from asynckv.testing.cancellations.sweeper import Sweeper
+
+
+@pytest.mark.parametrize("scenario", STORES, ids=lambda scenario: scenario.name)
+async def test_the_store_holds_what_was_saved_and_nothing_else(
+    scenario: ConnectorScenario[StoreGround],
+) -> None:
+    sweeper = Sweeper()
+    async with open_store_ground("mem") as ground:
+        await scenario.run(ground, sweeper)
+    assert sweeper.cancelled
