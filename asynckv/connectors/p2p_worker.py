@@ -27,7 +27,7 @@ from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_loads import P2PLoad, Source, release
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
-from asynckv.connectors.p2p_saves import P2PSave
+from asynckv.connectors.p2p_saves import P2PSave, tell_failure
 from asynckv.connectors.transfers import Transfers
 from asynckv.errors import IncompatiblePeer
 from asynckv.loops import LoopBound
@@ -63,7 +63,8 @@ class P2PWorker(
 
     It serves its own buffer where it prefills and keeps (``pull``), or where it decodes
     and is sent to (``push``). A save is over before ``wait_for_save`` returns; one that
-    takes longer than ``save_timeout_s`` is given up. A load that hears nothing for
+    takes longer than ``save_timeout_s`` is given up. One that failed leaves an entry
+    that says why, so that its loads fail at once. A load that hears nothing for
     ``load_timeout_s`` fails, as do all loads of a peer that is lost, at once.
     """
 
@@ -252,18 +253,48 @@ class P2PWorker(
             self._release_all(load.order, load.untaken_sources)
 
     def _begin_save(self, order: SaveOrder) -> None:
-        engine, caches = self.engine, self._registered()
-        header = EntryHeader(
-            engine_id=engine.engine_id,
-            rank=engine.rank,
-            block_size=engine.block_size,
-            layers=caches.layers,
-            shape=engine.shape,
+        caches = self._registered()
+        if order.refusal:
+            self._tell_failure(order, order.refusal)
+            return
+        save = P2PSave(caches, order, self._header_of(order), self.options.ttl_s)
+        life = self._transfers.begin(
+            order.request_id,
+            "send",
+            lambda: self._save(save),
+            ended=lambda: self._save_ended(save, life),
         )
-        save = P2PSave(caches, order, header, self.options.ttl_s)
-        life = self._transfers.begin(order.request_id, "send", lambda: self._save(save))
         if life is not None:
             self._saves[life] = save
+
+    def _header_of(self, order: SaveOrder) -> EntryHeader:
+        return EntryHeader(
+            engine_id=self.engine.engine_id,
+            rank=self.engine.rank,
+            block_size=self.engine.block_size,
+            layers=self._registered().layers,
+            shape=self.engine.shape,
+            salt=order.salt,
+        )
+
+    def _save_ended(self, save: P2PSave, life: Life | None) -> None:
+        if life is not None and life.reason:
+            self._tell_failure(save.order, life.reason)
+
+    def _tell_failure(self, order: SaveOrder, reason: str) -> None:
+        """Nobody shall wait for what does not come."""
+        try:
+            targets = self.routes.targets(order)
+        except IncompatiblePeer:
+            return  # then nobody can wait for it
+        header = self._header_of(order)
+        for target in targets:
+            self._transfers.begin_untold(
+                functools.partial(
+                    tell_failure, target, header, reason, self.options.ttl_s
+                ),
+                f"failure of {order.transfer_id}",
+            )
 
     async def _save(self, save: P2PSave) -> None:
         try:
