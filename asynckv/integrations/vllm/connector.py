@@ -60,7 +60,9 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             settings = Settings.of(vllm_config, kv_cache_config, side="scheduler")
             self._scheduler = SchedulerRole(
-                settings.make_scheduler(), sees_all=settings.sees_all
+                settings.make_scheduler(),
+                sees_all=settings.sees_all,
+                tells_of_saves=settings.tells_of_saves,
             )
         else:
             settings = Settings.of(vllm_config, kv_cache_config, side="worker")

@@ -5,6 +5,7 @@ Plain functions, in every step: of requests that move nothing nothing is looked 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -47,8 +48,15 @@ class SchedulerRole:
     are held exactly until its save is quiet, and whatever else comes is dropped.
     """
 
-    def __init__(self, connector: KVConnectorScheduler, *, sees_all: bool) -> None:
+    def __init__(
+        self,
+        connector: KVConnectorScheduler,
+        *,
+        sees_all: bool,
+        tells_of_saves: bool = True,
+    ) -> None:
         self._connector = connector
+        self._tells_of_saves = tells_of_saves
         self._sees_all = sees_all
         self._requests: dict[str, KVRequest] = {}
         # Prompts of which a part is still to be computed.
@@ -70,8 +78,8 @@ class SchedulerRole:
 
     def on_new_request(self, request: Request) -> None:
         """Take note of it, if it may move anything."""
-        if request.prompt_token_ids is None:
-            return  # embeddings: nothing tells two of them apart
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return  # embeddings, or some: nothing tells two of them apart
         if self._sees_all or request.kv_transfer_params:
             ours = _request_of(request)
             self._requests[ours.request_id] = ours
@@ -108,7 +116,12 @@ class SchedulerRole:
         """Return what workers do in this step, ``None`` for nothing."""
         step = self._step_of(output, block_ids) if self._computing else _NO_STEP
         orders = self._connector.build_connector_meta(step)
-        self._saving.update(one.request_id for one in getattr(orders, "saves", ()))
+        if self._tells_of_saves:
+            self._saving.update(
+                one.request_id
+                for one in getattr(orders, "saves", ())
+                if not getattr(one, "refusal", "")
+            )
         return None if orders == type(orders)() else orders
 
     def preempted(self, output: SchedulerOutput) -> bool:
@@ -145,7 +158,7 @@ class SchedulerRole:
         is_saving = ours.request_id in self._saving
         self._saving.discard(ours.request_id)
         is_held, params = self._connector.request_finished(ours, _as_ours(block_ids))
-        if params is not None and is_saving:
+        if is_saving:
             self._held.add(ours.request_id)
             is_held = True
         return is_held, params
@@ -210,13 +223,30 @@ def _request_of(request: Request) -> KVRequest:
 
     What decides on its KV beside the tokens goes in the salt.
     """
-    parts = [request.cache_salt or ""]
-    if request.lora_request is not None:
-        parts.append(f"lora {request.lora_request.lora_name}")
-    parts += [f"mm {feature.identifier}" for feature in request.mm_features or ()]
     return KVRequest(
         request.request_id,
         tuple(request.prompt_token_ids or ()),
         request.kv_transfer_params,
-        "\n".join(parts) if any(parts) else "",
+        _salt_of(request),
     )
+
+
+def _salt_of(request: Request) -> str:
+    """Return a digest that no two requests have in common whose KV may differ.
+
+    A client chooses some of what goes in, so each part says what it is and how long.
+    """
+    parts = [("salt", request.cache_salt)] if request.cache_salt else []
+    if (lora := request.lora_request) is not None:
+        parts += [("lora", lora.lora_name), ("path", lora.lora_path)]
+    for feature in request.mm_features or ():
+        place = feature.mm_position
+        parts.append(("image", feature.identifier))
+        parts.append(("place", f"{place.offset} {place.length}"))
+    if not parts:
+        return ""
+    digest = hashlib.blake2b(digest_size=32)
+    for label, value in parts:
+        told = value.encode("utf-8", "surrogatepass")
+        digest.update(f"{label} {len(told)} ".encode() + told)
+    return digest.hexdigest()

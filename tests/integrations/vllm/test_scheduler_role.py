@@ -33,6 +33,7 @@ class Request:
     cache_salt: str | None = None
     lora_request: Any = None
     mm_features: Sequence[Any] = ()
+    prompt_embeds: Any = None
 
 
 @dataclasses.dataclass
@@ -59,6 +60,7 @@ class Output:
 
 class Save(msgspec.Struct, frozen=True):
     request_id: str
+    refusal: str = ""
 
 
 class Orders(KVConnectorMetadata, frozen=True):
@@ -145,6 +147,7 @@ def test_embeddings_are_not_moved_for_nothing_tells_two_of_them_apart(
     role: Any, connector: Connector
 ) -> None:
     role.on_new_request(Request("a", None, MOVES))
+    role.on_new_request(Request("b", [0, 1], MOVES, prompt_embeds="of token 0"))
     assert connector.requests == []
 
 
@@ -154,27 +157,62 @@ def test_every_request_is_seen_where_a_store_may_have_it(connector: Connector) -
     assert [request.token_ids for request in connector.requests] == [(1, 2)]
 
 
+@dataclasses.dataclass
+class Lora:
+    lora_name: str = "french"
+    lora_path: str = "/loras/french"
+
+
+@dataclasses.dataclass
+class Place:
+    offset: int = 0
+    length: int = 4
+
+
+@dataclasses.dataclass
+class Feature:
+    identifier: str = "cat.png"
+    mm_position: Place = dataclasses.field(default_factory=Place)
+
+
 def test_what_decides_on_kv_beside_tokens_is_in_the_salt(
     role: Any, connector: Connector
 ) -> None:
-    @dataclasses.dataclass
-    class Lora:
-        lora_name: str = "french"
-
-    @dataclasses.dataclass
-    class Feature:
-        identifier: str = "cat.png"
-
     for request in (
         Request("a", [1], MOVES),
         Request("b", [1], MOVES, cache_salt="tenant"),
         Request("c", [1], MOVES, lora_request=Lora()),
-        Request("d", [1], MOVES, mm_features=[Feature()]),
+        Request("d", [1], MOVES, lora_request=Lora(lora_path="/loras/other")),
+        Request("e", [1], MOVES, mm_features=[Feature()]),
+        Request("f", [1], MOVES, mm_features=[Feature(mm_position=Place(1))]),
+        Request("g", [1], MOVES, mm_features=[Feature(), Feature()]),
     ):
         role.on_new_request(request)
     salts = [request.salt for request in connector.requests]
     assert salts[0] == ""
-    assert len(set(salts)) == 4
+    assert len(set(salts)) == 7
+
+
+@pytest.mark.parametrize(
+    "salt",
+    [
+        *["\nlora french", "lora french", "lora 6 french", "french", "\ud800"],
+        *["lora 6 frenchpath 13 /loras/french", "salt 0 lora 6 french", "\0"],
+        '["lora","french"]',
+    ],
+)
+def test_no_salt_that_a_client_may_choose_makes_kv_that_of_others(
+    role: Any, connector: Connector, salt: str
+) -> None:
+    role.on_new_request(Request("a", [1], MOVES, cache_salt=salt))
+    role.on_new_request(Request("b", [1], MOVES, lora_request=Lora()))
+    role.on_new_request(Request("c", [1], MOVES, cache_salt=salt, lora_request=Lora()))
+    role.on_new_request(
+        Request("d", [1], MOVES, mm_features=[Feature("lora 6 french")])
+    )
+    taken = connector.requests[1].salt
+    role.on_new_request(Request("e", [1], MOVES, cache_salt=taken))
+    assert len({request.salt for request in connector.requests}) == 5
 
 
 def test_a_prompt_is_told_of_until_its_last_chunk(
@@ -251,6 +289,31 @@ def test_a_request_whose_save_failed_carries_nothing(
     role.on_new_request(request)
     connector.params = None
     assert role.finished(request, [[1]]) == (False, None)
+
+
+def test_blocks_are_held_while_one_rank_saves_though_another_has_failed(
+    role: Any, connector: Connector
+) -> None:
+    request = saved(role, connector)
+    connector.params = None
+    assert role.finished(request, [[1]]) == (True, None)
+    assert role.believe(SENT) == ({"a"}, set())
+
+
+def test_a_save_that_is_refused_holds_nothing(role: Any, connector: Connector) -> None:
+    request = Request("a", [1, 2], MOVES)
+    role.on_new_request(request)
+    connector.saves, connector.params = (Save("a", "too large"),), None
+    role.orders(Output({"a": 2}, [New("a")]), blocks_of)
+    assert not role.preempted(Output(preempted_req_ids={"a"}))
+    assert role.finished(request, [[1]]) == (False, None)
+
+
+def test_saves_that_are_over_with_their_step_hold_nothing(connector: Connector) -> None:
+    role: Any = SchedulerRole(connector, sees_all=True, tells_of_saves=False)
+    request = saved(role, connector)
+    assert not role.preempted(Output(preempted_req_ids={"a"}))
+    assert not role.finished(request, [[1]])[0]
 
 
 def test_only_completions_that_the_connector_knows_reach_vllm(role: Any) -> None:

@@ -83,6 +83,14 @@ def test_every_layer_knows_its_group() -> None:
     assert settings.groups == {"a": 0, "b": 0, "c": 1}
 
 
+def test_it_is_known_how_much_a_block_takes_in_all_layers() -> None:
+    groups = cache_config(
+        Group(["a", "b"], FullAttentionSpec()), Group(["c"], FullAttentionSpec())
+    )
+    settings = Settings.of(vllm_config(), groups, side="scheduler")
+    assert settings.engine.block_nbytes == 3 * 4096
+
+
 @pytest.mark.parametrize(
     ("field", "other"),
     [
