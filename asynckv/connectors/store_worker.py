@@ -135,15 +135,16 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
     async def wait_for_save(self) -> None:
         self._check_loop()
-        while self._saves:
-            key, block_ids, index = self._saves[0]
+        saves = self._saves  # of this step, also if the next begins meanwhile
+        while saves:
+            key, block_ids, index = saves[0]
             if self._transfers.others >= _STAGED_BLOCKS:
                 self._skipped_blocks += 1
             else:
                 value = await self._registered().gather(block_ids, index)
                 put = functools.partial(self._put, key, value)
                 self._transfers.begin_untold(put, f"put {key}")
-            del self._saves[0]  # not before: a cancelled call has not saved it
+            del saves[0]  # not before: a cancelled call has not saved it
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()

@@ -100,11 +100,10 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, scheduler_output: SchedulerOutput
     ) -> AsyncKVMetadata:
         scheduling, manager = self._scheduling, self._kv_cache_manager
-        is_read = bool(scheduler_output.preempted_req_ids) and scheduling.preempted(
-            scheduler_output
-        )
+        preempted = scheduler_output.preempted_req_ids
+        are_read = scheduling.preempted(preempted) if preempted else frozenset()
         orders = scheduling.orders(scheduler_output, manager.get_block_ids)
-        return AsyncKVMetadata(orders, must_be_quiet=is_read)
+        return AsyncKVMetadata(orders, must_be_quiet=are_read)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Leave in ``connector_output`` only what vLLM expects."""
@@ -159,12 +158,15 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if handshake is None else AsyncKVHandshake(handshake)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Wait, if blocks that are still read are about to be overwritten."""
+        """Wait, if blocks that are still read are about to be overwritten.
+
+        Whatever happens: an exception here would end the engine.
+        """
         if (
             isinstance(kv_connector_metadata, AsyncKVMetadata)
             and kv_connector_metadata.must_be_quiet
         ):
-            self._working.wait_quiet()
+            self._working.wait_quiet(kv_connector_metadata.must_be_quiet)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

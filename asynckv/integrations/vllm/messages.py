@@ -23,11 +23,12 @@ __all__ = ("AsyncKVHandshake", "AsyncKVMetadata", "AsyncKVWorkerMetadata")
 class AsyncKVMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the workers do in one step; mostly nothing.
 
-    ``must_be_quiet``: blocks are overwritten that a save may still read.
+    ``must_be_quiet``: requests whose blocks are overwritten, and that a save may still
+    read.
     """
 
     orders: Orders | None = None
-    must_be_quiet: bool = False
+    must_be_quiet: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass

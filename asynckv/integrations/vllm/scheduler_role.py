@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from asynckv.abc import (
@@ -124,11 +124,10 @@ class SchedulerRole:
             )
         return None if orders == type(orders)() else orders
 
-    def preempted(self, output: SchedulerOutput) -> bool:
-        """Whether blocks are about to be overwritten that may still be read."""
-        ids = [one for one in output.preempted_req_ids or () if one in self._requests]
-        self._computing.update(ids)
-        return not self._saving.isdisjoint(ids)
+    def preempted(self, request_ids: Set[str]) -> frozenset[str]:
+        """Return those whose blocks may still be read; they will be overwritten."""
+        self._computing.update(one for one in request_ids if one in self._requests)
+        return frozenset(self._saving & request_ids)
 
     def believe(self, results: KVTransferResults) -> tuple[set[str], set[str]]:
         """Return what vLLM may be told: ids of requests sent, and received."""

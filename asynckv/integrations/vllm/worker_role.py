@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -105,17 +105,14 @@ class WorkerRole:
             self._bridge.call(driver.save_layer, layer_name)
 
     def end_step(self) -> None:
-        """The forward is over: what was not saved by layers can be.
-
-        :raises TimeoutError: blocks are still read that nobody holds
-        """
+        """The forward is over: what was not saved by layers can be."""
         orders, self._orders = self._orders, None
         if orders is None or self._driver is None:
             return
         self._bridge.call(self._driver.end)
         saves = getattr(orders, "saves", None)
         if saves and not self._tells_of_saves:
-            self.wait_quiet()
+            self.wait_quiet(None)
 
     def results(self) -> KVTransferResults:
         """Return what has ended since the last call. Never waits."""
@@ -133,13 +130,18 @@ class WorkerRole:
         counts, self._counts = self._counts, None
         return counts
 
-    def wait_quiet(self) -> None:
-        """Wait until no save reads any block: some are about to be overwritten.
+    def wait_quiet(self, request_ids: Set[str] | None) -> None:
+        """Wait until no save of these requests, or any at all, reads its blocks.
 
-        :raises TimeoutError: that is not so, and the step must not run
+        They are about to be overwritten. A save that hangs is given up, so that what
+        it has read is never taken for KV: the engine goes on.
         """
-        if self._driver is not None:
-            self._bridge.run(self._driver.quiet, timeout_s=self._quiet_s)
+        if self._driver is None:
+            return
+        try:
+            self._bridge.run(self._driver.quiet, request_ids, timeout_s=self._quiet_s)
+        except Exception:
+            logger.exception("saves are given up that do not end")
 
     def shutdown(self) -> None:
         """End everything and join the thread. May be called again."""
@@ -154,15 +156,20 @@ class WorkerRole:
         await worker.start()
         if isinstance(worker, SupportsHandshake):
             self._handshake = worker.get_handshake_metadata()
-        driver = _Driver(worker, lambda failed: self._bridge.tell((failed, (0, 0))))
-        worker.call_when_finished(lambda: self._tell(worker))
+        driver = _Driver(
+            worker,
+            lambda failed: self._bridge.tell((failed, (0, 0))),
+            tells_of_saves=self._tells_of_saves,
+        )
+        worker.call_when_finished(lambda: self._tell(worker, driver))
         self._bridge.start(driver.run)
         return driver
 
-    def _tell(self, worker: KVConnectorWorker) -> None:
+    def _tell(self, worker: KVConnectorWorker, driver: _Driver) -> None:
         results = worker.get_finished()
         if not results:
             return
+        driver.ended(results)
         statistics = worker.statistics()
         moved = (
             int(getattr(statistics, "loaded_bytes", 0)),
@@ -195,12 +202,19 @@ class _Driver:
     """
 
     def __init__(
-        self, worker: KVConnectorWorker, tell: Callable[[KVTransferResults], None]
+        self,
+        worker: KVConnectorWorker,
+        tell: Callable[[KVTransferResults], None],
+        *,
+        tells_of_saves: bool,
     ) -> None:
         self._worker = worker
         self._tell = tell
+        self._tells_of_saves = tells_of_saves
         self._parts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._saving: set[asyncio.Task[None]] = set()
+        # One for each request whose save has not been told to have ended.
+        self._unquiet: dict[str, asyncio.Event] = {}
         self.wants_layers = (
             isinstance(worker, SupportsLayerwise) and worker.wants_layers
         )
@@ -223,10 +237,13 @@ class _Driver:
         """A step begins."""
 
         async def bind() -> None:
+            self._note_saves(orders)
             try:
                 self._worker.bind_connector_metadata(orders)
             except Exception as exc:
-                self._tell(_failed(orders, exc))
+                failed = _failed(orders, exc)
+                self.ended(failed)
+                self._tell(failed)
                 raise
 
         self._parts.put_nowait(bind)
@@ -247,8 +264,17 @@ class _Driver:
         """All can be saved, and the step is over."""
         self._parts.put_nowait(self._end)
 
-    async def quiet(self) -> None:
-        """Wait for all saves of the steps before."""
+    def ended(self, results: KVTransferResults) -> None:
+        """The worker says what has ended: those blocks are quiet."""
+        for request_id in results.finished_sending:
+            if (quiet := self._unquiet.pop(request_id, None)) is not None:
+                quiet.set()
+
+    async def quiet(self, request_ids: Set[str] | None) -> None:
+        """Wait for the saves of these requests in the steps before, or for all.
+
+        Cancelled, it gives up those that nobody else gives up.
+        """
         done = asyncio.get_running_loop().create_future()
 
         async def reached() -> None:
@@ -256,8 +282,23 @@ class _Driver:
 
         self._parts.put_nowait(reached)
         await done
-        while self._saving:
-            await asyncio.wait(self._saving)
+        try:
+            while request_ids is None and self._saving:
+                await asyncio.wait(self._saving)
+            for request_id in request_ids or ():
+                if (quiet := self._unquiet.get(request_id)) is not None:
+                    await quiet.wait()
+        except asyncio.CancelledError:
+            if not self._tells_of_saves:
+                for task in self._saving:
+                    task.cancel()
+            raise
+
+    def _note_saves(self, orders: KVConnectorMetadata) -> None:
+        if self._tells_of_saves:
+            for save in getattr(orders, "saves", ()):
+                if not getattr(save, "refusal", ""):
+                    self._unquiet.setdefault(save.request_id, asyncio.Event())
 
     async def _end(self) -> None:
         saving = asyncio.create_task(self._worker.wait_for_save())

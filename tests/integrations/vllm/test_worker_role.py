@@ -23,6 +23,7 @@ from asynckv.integrations.vllm.worker_role import WorkerRole
 class Order(msgspec.Struct, frozen=True):
     request_id: str
     block_ids: BlockIds = ()
+    refusal: str = ""
 
 
 class Orders(KVConnectorMetadata, frozen=True):
@@ -92,7 +93,11 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
     async def wait_for_save(self) -> None:
         saves = self.bound.saves
         self.log.append("save")
-        await self.may_save.wait()
+        try:
+            await self.may_save.wait()
+        except asyncio.CancelledError:
+            self.log.append("given up")
+            raise
         for order in saves:
             ids = frozenset({order.request_id})
             self._end(KVTransferResults(finished_sending=ids))
@@ -225,9 +230,39 @@ def test_blocks_are_quiet_when_the_saves_of_steps_before_are_over(
     step(role, Orders(saves=(Order("a"),)))
     timer = threading.Timer(0.05, lambda: role._bridge.call(worker.may_save.set))
     timer.start()
-    role.wait_quiet()
+    role.wait_quiet({"a", "stranger"})
+    assert worker.may_save.is_set()
     timer.join()
     assert wait_for(role).finished_sending == {"a"}
+
+
+def test_nobody_waits_for_the_saves_of_others(role: WorkerRole, worker: Worker) -> None:
+    step(role, Orders(saves=(Order("a"),)))
+    settle(role)
+    role.wait_quiet({"b"})
+    role.wait_quiet(frozenset())
+    assert not worker.may_save.is_set()
+
+
+@pytest.mark.parametrize("tells_of_saves", [False, True])
+def test_a_save_that_hangs_ends_no_engine(worker: Worker, tells_of_saves: bool) -> None:
+    role = WorkerRole(
+        "test", lambda: worker, tells_of_saves=tells_of_saves, quiet_s=0.01
+    )
+    role.register({}, {})
+    step(role, Orders(saves=(Order("a"),)))
+    role.wait_quiet({"a"})
+    assert not worker.may_save.is_set()
+    settle(role)
+    # What it has read must not be taken for KV, unless it is given up elsewhere.
+    assert ("given up" in worker.log) is not tells_of_saves
+    role.shutdown()
+
+
+def test_a_refused_save_is_not_waited_for(role: WorkerRole, worker: Worker) -> None:
+    step(role, Orders(saves=(Order("a", refusal="too large"),)))
+    role.wait_quiet({"a"})
+    assert not worker.may_save.is_set()
 
 
 def test_a_step_waits_for_saves_of_whose_end_nobody_tells(worker: Worker) -> None:
