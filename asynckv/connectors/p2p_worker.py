@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import anyio
@@ -28,13 +29,15 @@ from asynckv.connectors.p2p_loads import P2PLoad, Source, release
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saves import P2PSave, tell_failure
-from asynckv.connectors.transfers import Transfers
+from asynckv.connectors.transfers import Transfers, reason_of
 from asynckv.errors import IncompatiblePeer
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +140,19 @@ class P2PWorker(
         # Taken, so that a second call in one step is nothing.
         orders, self._orders = self._orders or P2PMetadata(), None
         for order in orders.loads:
-            if order.block_ids:
-                self._begin_load(order)
-            else:
-                self._release(order)
+            try:
+                if order.block_ids:
+                    self._begin_load(order)
+                else:
+                    self._release(order)
+            except Exception as exc:
+                # The loads after it are not less wanted.
+                logger.exception("no load of %s began", as_line(order.request_id))
+                if order.block_ids:
+                    blocks = {block for group in order.block_ids for block in group}
+                    self._transfers.refuse(
+                        order.request_id, "recv", blocks, reason_of(exc)
+                    )
         for request_id in orders.aborts:
             self._transfers.cancel(request_id, "recv")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -29,15 +30,18 @@ from asynckv.connectors.spool import Spool
 from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
-from asynckv.connectors.transfers import Transfers
+from asynckv.connectors.transfers import Transfers, reason_of
 from asynckv.errors import EntryAborted
 from asynckv.loops import LoopBound
+from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 
 __all__ = ("StoreWorker", "StoreWorkerStatistics")
 
 _BLOCKS_AT_ONCE: Final = 16
 _STAGED_BLOCKS: Final = 64
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +121,13 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._check_loop()
         orders, self._orders = self._orders or StoreMetadata(), None
         for order in orders.loads:
-            self._begin_load(order)
+            try:
+                self._begin_load(order)
+            except Exception as exc:
+                # The loads after it are not less wanted.
+                logger.exception("no load of %s began", as_line(order.request_id))
+                blocks = {block for group in order.block_ids for block in group}
+                self._transfers.refuse(order.request_id, "recv", blocks, reason_of(exc))
         for request_id in orders.aborts:
             self._transfers.cancel(request_id, "recv")
 

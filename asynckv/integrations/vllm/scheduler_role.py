@@ -188,7 +188,14 @@ class SchedulerRole:
             return
 
         async def ask(question: KVQuestion) -> None:
-            bridge.tell(await connector.ask(question))
+            answer = KVAnswer(question.request_id, 0)
+            try:
+                answer = await connector.ask(question)
+            except Exception:
+                # No request may be asked of for ever: nothing is known of it.
+                logger.exception("nobody knows of %r", question.request_id)
+            finally:
+                bridge.tell(answer)
 
         for answer in bridge.news():
             connector.take_answer(answer)

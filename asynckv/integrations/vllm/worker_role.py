@@ -22,6 +22,7 @@ from asynckv.abc import (
     SupportsHandshake,
     SupportsLayerwise,
 )
+from asynckv.connectors.transfers import reason_of
 from asynckv.integrations.bridge import Bridge
 from asynckv.integrations.vllm.counts import added
 
@@ -212,6 +213,8 @@ class _Driver:
         self._tell = tell
         self._tells_of_saves = tells_of_saves
         self._parts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._bound: KVConnectorMetadata | None = None
+        self._refused: KVConnectorMetadata | None = None
         self._saving: set[asyncio.Task[None]] = set()
         # One for each request whose save has not been told to have ended.
         self._unquiet: dict[str, asyncio.Event] = {}
@@ -235,13 +238,16 @@ class _Driver:
 
     def bind(self, orders: KVConnectorMetadata) -> None:
         """A step begins."""
+        self._bound = orders
 
         async def bind() -> None:
             self._note_saves(orders)
             try:
                 self._worker.bind_connector_metadata(orders)
             except Exception as exc:
-                failed = _failed(orders, exc)
+                self._refused = orders
+                self._tell(_failed_loads(orders, exc))
+                failed = _failed_saves(orders, exc)
                 self.ended(failed)
                 self._tell(failed)
                 raise
@@ -250,7 +256,18 @@ class _Driver:
 
     def load(self) -> None:
         """Its loads can be issued."""
-        self._parts.put_nowait(self._worker.start_load_kv)
+        orders, self._bound = self._bound, None
+
+        async def load() -> None:
+            if orders is None or orders is self._refused:
+                return  # then it has been told already
+            try:
+                await self._worker.start_load_kv()
+            except Exception as exc:
+                self._tell(_failed_loads(orders, exc))
+                raise
+
+        self._parts.put_nowait(load)
 
     def save_layer(self, layer_name: str) -> None:
         """One layer can be saved."""
@@ -313,19 +330,30 @@ class _Driver:
             logger.error("a save failed", exc_info=error)
 
 
-def _failed(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:
-    """Say that nothing of a step was done: no request may wait for it for ever."""
+def _failed_loads(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:
+    """Say that a step loaded nothing: no request may wait for it for ever."""
     loads = [load for load in getattr(orders, "loads", ()) if load.block_ids]
     names = frozenset(load.request_id for load in loads)
-    saves = frozenset(save.request_id for save in getattr(orders, "saves", ()))
     blocks = [load.block_ids for load in loads]
     return KVTransferResults(
-        finished_sending=saves,
-        failed_sending=saves,
         finished_recving=names,
         failed_recving=names,
         invalid_block_ids=frozenset(
             block for groups in blocks for group in groups for block in group
         ),
-        reasons=dict.fromkeys(names | saves, str(error)),
+        reasons=dict.fromkeys(names, reason_of(error)),
+    )
+
+
+def _failed_saves(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:
+    """Say that a step saved nothing: no blocks may be held for ever."""
+    saves = frozenset(
+        save.request_id
+        for save in getattr(orders, "saves", ())
+        if not getattr(save, "refusal", "")
+    )
+    return KVTransferResults(
+        finished_sending=saves,
+        failed_sending=saves,
+        reasons=dict.fromkeys(saves, reason_of(error)),
     )

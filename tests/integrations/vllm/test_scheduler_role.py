@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -325,6 +326,8 @@ def test_only_completions_that_the_connector_knows_reach_vllm(role: Any) -> None
 class Asking(Connector, AsksElsewhere):
     """Asks on its loop how much there is of a prompt."""
 
+    is_failing = False
+
     def __init__(self) -> None:
         super().__init__()
         self.questions: list[KVQuestion] = []
@@ -349,6 +352,8 @@ class Asking(Connector, AsksElsewhere):
         return questions
 
     async def ask(self, question: KVQuestion) -> KVAnswer:
+        if self.is_failing:
+            raise ValueError("an error that nobody thought of")
         return KVAnswer(question.request_id, 32)
 
     def take_answer(self, answer: KVAnswer) -> None:
@@ -373,3 +378,16 @@ def test_what_has_to_be_asked_elsewhere_is_asked_again_until_it_is_known() -> No
     role.shutdown()
     role.shutdown()
     assert connector.log == ["started", "asked", "closed"]
+
+
+def test_a_question_that_fails_is_answered_by_nothing() -> None:
+    connector = Asking()
+    connector.is_failing = True
+    role: Any = SchedulerRole(connector, sees_all=True)
+    request = Request("a", list(range(40)))
+    role.on_new_request(request)
+    deadline = time.monotonic() + 5
+    while (found := role.matched_tokens(request, 0)) == (None, False):
+        assert time.monotonic() < deadline
+    assert found == (0, True)
+    role.shutdown()

@@ -41,7 +41,7 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
         self.bound = Orders()
         self.done: list[KVTransferResults] = []
         self.may_save = asyncio.Event()
-        self.is_refusing = False
+        self.is_refusing = self.is_failing = False
         self.wants = True
 
     @property
@@ -73,6 +73,8 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
 
     async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
         self.log.append("load")
+        if self.is_failing:
+            raise ValueError("nobody thought of this")
         for order in self.bound.loads:
             self.loaded_bytes += 100
             ids = frozenset({order.request_id})
@@ -283,12 +285,28 @@ def test_a_step_that_is_refused_fails_its_loads_and_not_the_next_step(
 ) -> None:
     worker.is_refusing = True
     step(role, Orders(loads=(Order("a", ((1, 2),)),), saves=(Order("b"),)))
+    settle(role)
     ended = wait_for(role)
     assert ended.failed_recving == ended.finished_recving == {"a"}
     assert ended.invalid_block_ids == {1, 2}
     assert ended.failed_sending == ended.finished_sending == {"b"}
-    assert ended.reasons == {"a": "not now", "b": "not now"}
+    assert ended.reasons == dict.fromkeys("ab", "RuntimeError: not now")
     settle(role)
     worker.is_refusing = False
     step(role, Orders(loads=(Order("c", ((1,),)),)))
     assert wait_for(role).finished_recving == {"c"}
+
+
+def test_loads_that_cannot_be_issued_fail_with_their_reason(
+    role: WorkerRole, worker: Worker
+) -> None:
+    worker.is_failing = True
+    step(role, Orders(loads=(Order("a", ((1, 2),)), Order("released"))))
+    ended = wait_for(role)
+    assert ended.failed_recving == ended.finished_recving == {"a"}
+    assert ended.invalid_block_ids == {1, 2}
+    assert ended.reasons == {"a": "ValueError: nobody thought of this"}
+    settle(role)
+    worker.is_failing = False
+    step(role, Orders(loads=(Order("b", ((1,),)),)))
+    assert wait_for(role).finished_recving == {"b"}
