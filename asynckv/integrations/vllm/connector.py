@@ -109,16 +109,16 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Leave in ``connector_output`` only what vLLM expects."""
         sent = connector_output.finished_sending
         received = connector_output.finished_recving
-        if not (sent or received):
+        told = connector_output.kv_connector_worker_meta
+        said = told.ended if isinstance(told, AsyncKVWorkerMetadata) else None
+        if not (sent or received or said):
             return
-        worker = connector_output.kv_connector_worker_meta
-        failures = worker.failures if worker is not None else KVTransferResults()
         sent, received = self._scheduling.believe(
-            failures
-            | KVTransferResults(
+            KVTransferResults(
                 finished_sending=frozenset(sent or ()),
                 finished_recving=frozenset(received or ()),
-            )
+            ),
+            said or KVTransferResults(),
         )
         connector_output.finished_sending = sent
         connector_output.finished_recving = received

@@ -38,6 +38,7 @@ _Blocks: TypeAlias = Sequence[Sequence[int]]
 BlockIdsOf: TypeAlias = Callable[[str], _Blocks]
 
 _START_S: Final = 30.0
+_REMEMBERED: Final = 4096
 _NO_STEP: Final = KVConnectorStep()
 
 
@@ -64,6 +65,8 @@ class SchedulerRole:
         # Those whose blocks a save may read, and the finished ones among them.
         self._saving: set[str] = set()
         self._held: set[str] = set()
+        # What ranks said of requests that have not ended on all of them.
+        self._failures: dict[tuple[str, str], str] = {}
         self.dropped = 0
         self._asking: Bridge[KVAnswer] | None = None
         if isinstance(connector, AsksElsewhere):
@@ -129,16 +132,32 @@ class SchedulerRole:
         self._computing.update(one for one in request_ids if one in self._requests)
         return frozenset(self._saving & request_ids)
 
-    def believe(self, results: KVTransferResults) -> tuple[set[str], set[str]]:
-        """Return what vLLM may be told: ids of requests sent, and received."""
+    def believe(
+        self, ended: KVTransferResults, said: KVTransferResults
+    ) -> tuple[set[str], set[str]]:
+        """Return what vLLM may be told: ids of requests sent, and received.
+
+        ``ended`` have requests on all ranks, of this connector or of another one beside
+        it, which is left as it is; ``said`` is what our ranks say in this step.
+        """
+        for failed, way in (
+            (said.failed_sending, "send"),
+            (said.failed_recving, "recv"),
+        ):
+            for request_id in failed:
+                reason = said.reasons.get(request_id, "")
+                self._failures.setdefault((request_id, way), reason)
+        results = self._ours(ended, said)
         believed = self._connector.update_connector_output(results)
-        ended = results.finished_sending & (self._saving | self._held)
-        sent = self._held & ended
-        self._held -= ended
-        self._saving -= ended
+        quiet = results.finished_sending & (self._saving | self._held)
+        sent = self._held & quiet
+        self._held -= quiet
+        self._saving -= quiet
         received = set(believed.finished_recving)
-        self.dropped += len(results.finished_sending) - len(ended)
+        self.dropped += len(results.finished_sending) - len(quiet)
         self.dropped += len(results.finished_recving) - len(received)
+        sent |= ended.finished_sending - results.finished_sending
+        received |= ended.finished_recving - results.finished_recving
         for request_id, reason in believed.reasons.items():
             logger.warning("the KV of %s did not come: %s", request_id, reason)
         return sent, received
@@ -201,6 +220,32 @@ class SchedulerRole:
             connector.take_answer(answer)
         for question in connector.take_questions():
             bridge.start(ask, question)
+
+    def _ours(
+        self, ended: KVTransferResults, said: KVTransferResults
+    ) -> KVTransferResults:
+        """Return the ends that are of this connector, and what ranks said of them."""
+        sent = ended.finished_sending
+        sent &= said.finished_sending | self._saving | self._held
+        received = ended.finished_recving & said.finished_recving
+        take = self._failures.pop
+        lost = {
+            one: why for one in sent if (why := take((one, "send"), None)) is not None
+        }
+        bad = {
+            one: why
+            for one in received
+            if (why := take((one, "recv"), None)) is not None
+        }
+        while len(self._failures) > _REMEMBERED:  # of ranks that never came to an end
+            del self._failures[next(iter(self._failures))]
+        return KVTransferResults(
+            finished_sending=sent,
+            failed_sending=frozenset(lost),
+            finished_recving=received,
+            failed_recving=frozenset(bad),
+            reasons={**lost, **bad},
+        )
 
     def _step_of(
         self, output: SchedulerOutput, block_ids: BlockIdsOf

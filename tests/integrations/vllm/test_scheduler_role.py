@@ -76,6 +76,7 @@ class Connector(KVConnectorScheduler):
         self.requests: list[KVRequest] = []
         self.params: dict[str, object] | None = {"do_remote_prefill": True}
         self.saves: tuple[Save, ...] = ()
+        self.heard: list[KVTransferResults] = []
 
     def on_new_request(self, request: KVRequest) -> None:
         self.requests.append(request)
@@ -95,6 +96,7 @@ class Connector(KVConnectorScheduler):
         return Orders(tuple(one.request_id for one in step.scheduled), self.saves)
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
+        self.heard.append(results)
         return KVTransferResults(finished_recving=results.finished_recving & {"known"})
 
     def request_finished(
@@ -247,7 +249,7 @@ def test_blocks_that_a_save_may_read_are_not_to_be_overwritten(
     role.orders(Output({"a": 2, "b": 2}, [New("a"), New("b")]), blocks_of)
     assert not role.preempted({"b"})
     assert role.preempted({"a", "b"}) == {"a"}
-    role.believe(KVTransferResults(finished_sending=frozenset({"a"})))
+    role.believe(SENT, SENT)
     assert not role.preempted({"a", "b"})
 
 
@@ -257,8 +259,8 @@ def test_blocks_of_a_saved_request_are_held_until_it_is_sent(
     request = saved(role, connector)
     assert role.finished(request, [[1]]) == (True, {"do_remote_prefill": True})
     assert role.has_pending_work()
-    assert role.believe(SENT) == ({"a"}, set())
-    assert role.believe(SENT) == (set(), set())
+    assert role.believe(SENT, SENT) == ({"a"}, set())
+    assert role.believe(SENT, SENT) == (set(), set())
     assert role.dropped == 1
     assert not role.has_pending_work()
 
@@ -267,7 +269,7 @@ def test_a_save_that_ended_before_its_request_holds_nothing(
     role: Any, connector: Connector
 ) -> None:
     request = saved(role, connector)
-    assert role.believe(SENT) == (set(), set())
+    assert role.believe(SENT, SENT) == (set(), set())
     assert role.dropped == 0
     assert role.finished(request, [[1]]) == (False, {"do_remote_prefill": True})
 
@@ -276,7 +278,7 @@ def test_a_save_cannot_have_ended_before_it_was_ordered(
     role: Any, connector: Connector
 ) -> None:
     role.on_new_request(Request("a", [1, 2], MOVES))
-    assert role.believe(SENT) == (set(), set())
+    assert role.believe(SENT, SENT) == (set(), set())
     assert role.dropped == 1
     request = saved(role, connector)
     assert role.finished(request, [[1]])[0]
@@ -297,7 +299,7 @@ def test_blocks_are_held_while_one_rank_saves_though_another_has_failed(
     request = saved(role, connector)
     connector.params = None
     assert role.finished(request, [[1]]) == (True, None)
-    assert role.believe(SENT) == ({"a"}, set())
+    assert role.believe(SENT, SENT) == ({"a"}, set())
 
 
 def test_a_save_that_is_refused_holds_nothing(role: Any, connector: Connector) -> None:
@@ -319,8 +321,57 @@ def test_saves_that_are_over_with_their_step_hold_nothing(connector: Connector) 
 def test_only_completions_that_the_connector_knows_reach_vllm(role: Any) -> None:
     received = frozenset({"known", "late"})
     results = KVTransferResults(finished_recving=received)
-    assert role.believe(results) == (set(), {"known"})
+    assert role.believe(results, results) == (set(), {"known"})
     assert role.dropped == 1
+
+
+def ends(*names: str, failed: bool = False) -> KVTransferResults:
+    ids = frozenset(names)
+    lost = ids if failed else frozenset()
+    why = dict.fromkeys(lost, "another model")
+    return KVTransferResults(finished_recving=ids, failed_recving=lost, reasons=why)
+
+
+def test_what_one_rank_says_of_its_failure_is_kept_until_all_have_ended(
+    role: Any, connector: Connector
+) -> None:
+    nothing = KVTransferResults()
+    assert role.believe(nothing, ends("known", failed=True)) == (set(), set())
+    assert role.believe(ends("known"), ends("known")) == (set(), {"known"})
+    assert connector.heard[-1].failed_recving == {"known"}
+    assert connector.heard[-1].reasons == {"known": "another model"}
+    role.believe(ends("known"), ends("known"))
+    assert connector.heard[-1].failed_recving == frozenset()
+
+
+def test_a_failed_save_is_one_when_no_rank_reads_any_more(
+    role: Any, connector: Connector
+) -> None:
+    request = saved(role, connector)
+    failed = KVTransferResults(finished_sending=SENT.finished_sending) | (
+        KVTransferResults(failed_sending=SENT.finished_sending)
+    )
+    role.believe(ends("known"), ends("known") | failed)
+    assert connector.heard[-1].failed_sending == frozenset()
+    assert role.finished(request, [[1]])[0]
+    assert role.believe(SENT, SENT) == ({"a"}, set())
+    assert connector.heard[-1].failed_sending == {"a"}
+
+
+def test_the_ends_of_another_connector_are_left_alone(
+    role: Any, connector: Connector
+) -> None:
+    saved(role, connector)
+    theirs = KVTransferResults(
+        finished_sending=frozenset({"x", "y"}), finished_recving=frozenset({"z"})
+    )
+    assert role.believe(theirs, KVTransferResults()) == ({"x", "y"}, {"z"})
+    assert role.believe(theirs | ends("known"), ends("known")) == (
+        {"x", "y"},
+        {"z", "known"},
+    )
+    assert role.dropped == 0
+    assert not any("z" in said.finished_recving for said in connector.heard)
 
 
 class Asking(Connector, AsksElsewhere):
