@@ -46,13 +46,20 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class StoreWorkerStatistics:
-    """One rank's transfers. ``skipped_blocks`` were not saved: too many were staged."""
+    """One rank's transfers.
+
+    ``unsaved_blocks`` were not saved, as the store failed, or as too many were staged:
+    those are ``skipped_blocks``.
+    """
 
     loading: int
     saving: int
     loaded_blocks: int
     saved_blocks: int
     skipped_blocks: int
+    unsaved_blocks: int
+    loaded_bytes: int
+    saved_bytes: int
     lives: LifeCounters
 
 
@@ -83,6 +90,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._saves: list[tuple[str, BlockIds, int]] = []
         self._at_once = asyncio.Semaphore(_BLOCKS_AT_ONCE)
         self._loaded_blocks = self._saved_blocks = self._skipped_blocks = 0
+        self._failed_blocks = 0
         self._is_told = False
 
     def register_kv_caches(
@@ -173,12 +181,16 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
     def statistics(self) -> StoreWorkerStatistics:
         transfers = self._transfers
+        block_nbytes = 0 if self._spool is None else self._spool.block_nbytes
         return StoreWorkerStatistics(
             loading=transfers.count("recv"),
             saving=transfers.others,
             loaded_blocks=self._loaded_blocks,
             saved_blocks=self._saved_blocks,
             skipped_blocks=self._skipped_blocks,
+            unsaved_blocks=self._skipped_blocks + self._failed_blocks,
+            loaded_bytes=self._loaded_blocks * block_nbytes,
+            saved_bytes=self._saved_blocks * block_nbytes,
             lives=dataclasses.replace(transfers.counters),
         )
 
@@ -248,10 +260,15 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
             self._loaded_blocks += 1
 
     async def _put(self, key: str, value: torch.Tensor) -> None:
-        async with self._at_once, asyncio.timeout(self.options.save_timeout_s):
-            store = await self._line.store()
-            if not self._is_told:
-                await store.put(SHAPE_KEY, StoredShape.of(self.engine).tensor())
-                self._is_told = True
-            await store.put(key, value)
-            self._saved_blocks += 1
+        is_saved = False
+        try:
+            async with self._at_once, asyncio.timeout(self.options.save_timeout_s):
+                store = await self._line.store()
+                if not self._is_told:
+                    await store.put(SHAPE_KEY, StoredShape.of(self.engine).tensor())
+                    self._is_told = True
+                await store.put(key, value)
+                is_saved = True
+        finally:
+            self._saved_blocks += is_saved
+            self._failed_blocks += not is_saved

@@ -145,7 +145,7 @@ class Transfers:
         )
 
     def call_when_ended(self, callback: Callable[[], None]) -> None:
-        """Call back whenever :meth:`results` has something new."""
+        """Call back whenever :meth:`results` has something new, or others ended."""
         self._callbacks.append(callback)
 
     async def aclose(self) -> None:
@@ -179,6 +179,8 @@ class Transfers:
         self._others.discard(task)
         if reason := _reason(task):
             logger.debug("%s: %s", as_line(task.get_name()), as_line(reason))
+        for callback in self._callbacks:
+            callback()
 
 
 def _reason(task: asyncio.Task[None]) -> str:

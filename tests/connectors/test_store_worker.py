@@ -124,3 +124,9 @@ async def test_blocks_that_take_long_to_copy_are_saved_though_their_step_is_over
             await saving
             await worker.flush()
             assert worker.statistics().saved_blocks == 3
+            assert worker.statistics().saved_bytes == 3 * 4 * 65536
+            await store.aclose()
+            worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+            await worker.wait_for_save()
+            await worker.flush()
+            assert worker.statistics().unsaved_blocks == 3

@@ -217,7 +217,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return AsyncKVWorkerMetadata.of(reports)
 
     def get_kv_connector_stats(self) -> AsyncKVStats | None:
-        counts = None if self._worker is None else self._worker.take_counts()
+        role = self._worker or self._scheduler
+        counts = None if role is None else role.take_counts()
         return None if counts is None else AsyncKVStats(counts)
 
     @classmethod

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asynckv.abc import (
     AsksElsewhere,
@@ -25,6 +26,7 @@ from asynckv.abc import (
     TakesHandshakes,
 )
 from asynckv.integrations.bridge import Bridge
+from asynckv.integrations.vllm.counts import added
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -67,6 +69,8 @@ class SchedulerRole:
         self._held: set[str] = set()
         # What ranks said of requests that have not ended on all of them.
         self._failures: dict[tuple[str, str], str] = {}
+        self._began: dict[str, float] = {}
+        self._counts: dict[str, Any] | None = None
         self.dropped = 0
         self._asking: Bridge[KVAnswer] | None = None
         if isinstance(connector, AsksElsewhere):
@@ -120,11 +124,13 @@ class SchedulerRole:
         step = self._step_of(output, block_ids) if self._computing else _NO_STEP
         orders = self._connector.build_connector_meta(step)
         if self._tells_of_saves:
-            self._saving.update(
-                one.request_id
-                for one in getattr(orders, "saves", ())
-                if not getattr(one, "refusal", "")
-            )
+            saves = getattr(orders, "saves", ())
+            ordered = [one for one in saves if not getattr(one, "refusal", "")]
+            self._saving.update(one.request_id for one in ordered)
+            self._count(failed_saves=len(saves) - len(ordered))
+        for load in getattr(orders, "loads", ()):
+            if load.block_ids:
+                self._began[load.request_id] = time.monotonic()
         return None if orders == type(orders)() else orders
 
     def preempted(self, request_ids: Set[str]) -> frozenset[str]:
@@ -150,6 +156,11 @@ class SchedulerRole:
         results = self._ours(ended, said)
         believed = self._connector.update_connector_output(results)
         quiet = results.finished_sending & (self._saving | self._held)
+        self._count_loads(believed)
+        self._count(
+            saves=len(quiet - results.failed_sending),
+            failed_saves=len(quiet & results.failed_sending),
+        )
         sent = self._held & quiet
         self._held -= quiet
         self._saving -= quiet
@@ -180,6 +191,11 @@ class SchedulerRole:
             self._held.add(ours.request_id)
             is_held = True
         return is_held, params
+
+    def take_counts(self) -> dict[str, Any] | None:
+        """Return what was counted since the last call, if anything was."""
+        counts, self._counts = self._counts, None
+        return counts
 
     def take_handshakes(self, metadata: Mapping[int, KVConnectorHandshake]) -> None:
         """What the workers told once their caches were registered."""
@@ -220,6 +236,21 @@ class SchedulerRole:
             connector.take_answer(answer)
         for question in connector.take_questions():
             bridge.start(ask, question)
+
+    def _count_loads(self, believed: KVTransferResults) -> None:
+        now, took = time.monotonic(), dict[str, float]()
+        for request_id in believed.finished_recving:
+            took[request_id] = now - self._began.pop(request_id, now)
+        loaded = believed.finished_recving - believed.failed_recving
+        self._count(
+            loads=len(loaded),
+            failed_loads=len(believed.failed_recving),
+            load_seconds=[took[one] for one in loaded],
+        )
+
+    def _count(self, **counts: Any) -> None:
+        if any(counts.values()):
+            self._counts = added(self._counts or {}, counts)
 
     def _ours(
         self, ended: KVTransferResults, said: KVTransferResults

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any, Final, TypeAlias
 
@@ -33,8 +32,11 @@ logger = logging.getLogger("vllm.asynckv")  # vLLM shows only what is below "vll
 _START_S: Final = 30.0
 _NOTHING: Final = KVTransferResults()
 
-_News: TypeAlias = tuple[KVTransferResults, tuple[int, int]]
-"""What has ended, and the bytes loaded and saved meanwhile."""
+_MOVED: Final = ("loaded_bytes", "saved_bytes", "saved_blocks", "unsaved_blocks")
+"""What grows in the statistics of workers; none has all of it."""
+
+_News: TypeAlias = tuple[KVTransferResults, tuple[int, ...]]
+"""What has ended, and how much of each of those was moved meanwhile."""
 
 
 class WorkerRole:
@@ -61,9 +63,8 @@ class WorkerRole:
         self._handshake: KVConnectorHandshake | None = None
         self._driver: _Driver | None = None
         self._orders: KVConnectorMetadata | None = None
-        self._began: dict[str, float] = {}
         self._counts: dict[str, Any] | None = None
-        self._moved = (0, 0)
+        self._moved = dict.fromkeys(_MOVED, 0)
 
     def register(
         self,
@@ -94,10 +95,6 @@ class WorkerRole:
         """Issue the loads of this step. Never waits."""
         if self._orders is not None and self._driver is not None:
             self._bridge.call(self._driver.load)
-            now = time.monotonic()
-            for load in getattr(self._orders, "loads", ()):
-                if load.block_ids:
-                    self._began[load.request_id] = now
 
     def save_layer(self, layer_name: str) -> None:
         """That layer is computed. Never waits."""
@@ -121,9 +118,11 @@ class WorkerRole:
         if not news:
             return _NOTHING
         ended = _NOTHING
-        for results, nbytes in news:
+        for results, moved in news:
             ended |= results
-            self._count(results, nbytes)
+            if any(moved):
+                counts = dict(zip(_MOVED, moved, strict=False))
+                self._counts = added(self._counts or {}, counts)
         return ended
 
     def take_counts(self) -> dict[str, Any] | None:
@@ -168,32 +167,12 @@ class WorkerRole:
 
     def _tell(self, worker: KVConnectorWorker, driver: _Driver) -> None:
         results = worker.get_finished()
-        if not results:
-            return
         driver.ended(results)
-        statistics = worker.statistics()
-        moved = (
-            int(getattr(statistics, "loaded_bytes", 0)),
-            int(getattr(statistics, "saved_bytes", 0)),
-        )
-        before, self._moved = self._moved, moved
-        self._bridge.tell((results, (moved[0] - before[0], moved[1] - before[1])))
-
-    def _count(self, results: KVTransferResults, nbytes: tuple[int, int]) -> None:
-        now, began = time.monotonic(), self._began
-        loaded = results.finished_recving - results.failed_recving
-        counts = {
-            "loads": len(loaded),
-            "failed_loads": len(results.failed_recving),
-            "loaded_bytes": nbytes[0],
-            "saves": len(results.finished_sending - results.failed_sending),
-            "failed_saves": len(results.failed_sending),
-            "saved_bytes": nbytes[1],
-            "load_seconds": [now - began[one] for one in loaded if one in began],
-        }
-        for request_id in results.finished_recving:
-            began.pop(request_id, None)
-        self._counts = added(self._counts or {}, counts)
+        statistics, before = worker.statistics(), self._moved
+        self._moved = {name: int(getattr(statistics, name, 0)) for name in _MOVED}
+        moved = tuple(self._moved[name] - before[name] for name in _MOVED)
+        if results or any(moved):
+            self._bridge.tell((results, moved))
 
 
 class _Driver:

@@ -63,9 +63,15 @@ class Save(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
+class Load(msgspec.Struct, frozen=True):
+    request_id: str
+    block_ids: BlockIds = ()
+
+
 class Orders(KVConnectorMetadata, frozen=True):
     told: tuple[str, ...] = ()
     saves: tuple[Save, ...] = ()
+    loads: tuple[Load, ...] = ()
 
 
 class Connector(KVConnectorScheduler):
@@ -76,6 +82,7 @@ class Connector(KVConnectorScheduler):
         self.requests: list[KVRequest] = []
         self.params: dict[str, object] | None = {"do_remote_prefill": True}
         self.saves: tuple[Save, ...] = ()
+        self.loads: tuple[Load, ...] = ()
         self.heard: list[KVTransferResults] = []
 
     def on_new_request(self, request: KVRequest) -> None:
@@ -93,7 +100,8 @@ class Connector(KVConnectorScheduler):
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
         self.steps.append(step)
-        return Orders(tuple(one.request_id for one in step.scheduled), self.saves)
+        told = tuple(one.request_id for one in step.scheduled)
+        return Orders(told, self.saves, self.loads)
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
         self.heard.append(results)
@@ -372,6 +380,24 @@ def test_the_ends_of_another_connector_are_left_alone(
     )
     assert role.dropped == 0
     assert not any("z" in said.finished_recving for said in connector.heard)
+
+
+def test_requests_are_counted_once_whatever_the_number_of_ranks(
+    role: Any, connector: Connector
+) -> None:
+    saved(role, connector)
+    connector.saves = (Save("b", "too large"),)
+    connector.loads = (Load("known", ((1,),)), Load("released"))
+    role.orders(Output(), blocks_of)
+    role.believe(KVTransferResults(), ends("known") | SENT)  # one of two ranks
+    assert role.take_counts()["failed_saves"] == 1
+    role.believe(ends("known") | SENT, ends("known") | SENT)
+    counts = role.take_counts()
+    assert (counts["loads"], counts["saves"], counts["failed_saves"]) == (1, 1, 0)
+    assert len(counts["load_seconds"]) == 1
+    role.believe(ends("known"), ends("known") | SENT)
+    assert role.take_counts()["loads"] == 1
+    assert role.take_counts() is None
 
 
 class Asking(Connector, AsksElsewhere):

@@ -211,8 +211,8 @@ def test_what_ended_is_reported_once_and_counted(role: WorkerRole) -> None:
     assert not role.results()
     counts = role.take_counts()
     assert counts is not None
-    assert (counts["loads"], counts["loaded_bytes"]) == (1, 100)
-    assert len(counts["load_seconds"]) == 1
+    assert counts["loaded_bytes"] == 100
+    assert counts["loads"] == 0  # every rank has it: the scheduler counts it once
     assert role.take_counts() is None
 
 
