@@ -207,7 +207,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             known = self._requests[request.request_id] = _Known(request)
             try:
                 self._read(known)
-            except (msgspec.ValidationError, ValueError) as exc:
+            except (msgspec.ValidationError, ValueError, TypeError) as exc:
                 self._refused_params += 1
                 logger.warning("%s has no transfer: %s", as_line(known.name), exc)
         return known

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import anyio
 import torch
@@ -38,6 +39,9 @@ from asynckv.tensors.copying import CopyPool
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
 
 logger = logging.getLogger(__name__)
+
+_RELEASES: Final = 1024
+"""So many may be under way; what is not released is kept by its producer, ``ttl_s``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,6 +329,10 @@ class P2PWorker(
     def _release_all(self, order: LoadOrder, sources: Sequence[Source]) -> None:
         timeout_s = self.options.load_timeout_s
         for source in sources:
+            if self._transfers.others >= _RELEASES:
+                # Requests may name transfers that there are not: who has it lets it go.
+                logger.warning("%s is not released", as_line(order.transfer_id))
+                return
             self._transfers.begin_untold(
                 functools.partial(release, source, timeout_s),
                 f"release of {order.transfer_id}",

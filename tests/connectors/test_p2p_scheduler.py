@@ -163,6 +163,16 @@ def test_parameters_from_outside_that_make_no_sense_load_nothing(
     assert scheduler.statistics().refused_params == 1
 
 
+@pytest.mark.parametrize("params", ["text", 7, ["a", "list"], {1: "one"}])
+def test_parameters_that_are_no_object_load_nothing(params: Any) -> None:
+    scheduler = make()
+    scheduler.on_new_request(KVRequest("r", (1, 2), params))
+    assert scheduler.get_num_new_matched_tokens(KVRequest("r", (1, 2), params), 0) == (
+        0,
+        False,
+    )
+
+
 def test_of_several_peers_one_must_be_named() -> None:
     two = {"P": "tcp://127.0.0.1:1", "Q": "tcp://127.0.0.1:2"}
     scheduler = make(peers=two)

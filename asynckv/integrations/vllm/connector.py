@@ -46,8 +46,6 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     preempted request that are still being saved. It has as many methods as vLLM calls.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
-
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -75,6 +73,15 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 quiet_s=settings.quiet_s,
             )
         self._reports = KVTransferResults()
+        self._is_p2p = settings.tells_of_saves
+        self._cache_hit_source = (
+            CacheHitSource.P2P if self._is_p2p else CacheHitSource.EXTERNAL_UNSPECIFIED
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether what was promised must come; of a store nobody expects anything."""
+        return self._is_p2p and bool(super().requires_kv_delivery)
 
     def shutdown(self) -> None:
         """End the role. May be called again."""
@@ -93,8 +100,9 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        block_ids = blocks.get_block_ids()
-        self._scheduling.allocated(request, block_ids, num_external_tokens)
+        if self._scheduling.knows(request.request_id):
+            block_ids = blocks.get_block_ids()
+            self._scheduling.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput

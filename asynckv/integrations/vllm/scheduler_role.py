@@ -93,6 +93,10 @@ class SchedulerRole:
             self._computing.add(ours.request_id)
             self._connector.on_new_request(ours)
 
+    def knows(self, request_id: str) -> bool:
+        """Whether it may move anything."""
+        return request_id in self._requests
+
     def matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -283,11 +287,11 @@ class SchedulerRole:
     ) -> KVConnectorStep:
         """Tell of those prompts whose computing has not been told to its end."""
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
-        computed = {each.req_id: each.num_computed_tokens for each in new}
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        ours = self._computing
+        told = [(each.req_id, each.num_computed_tokens) for each in new]
+        told += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         scheduled = []
-        for request_id in self._computing & computed.keys():
-            before = computed[request_id]
+        for request_id, before in [one for one in told if one[0] in ours]:
             count = output.num_scheduled_tokens[request_id]
             ids = _as_ours(block_ids(request_id))
             scheduled.append(KVScheduled(request_id, ids, before, count))

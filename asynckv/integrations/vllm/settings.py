@@ -204,6 +204,7 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",
+        "data_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):
@@ -221,7 +222,7 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
         if kind not in _WHOLE_PROMPT:
             raise ConfigError(
                 f"layers like {group.layer_names[0]} are of a {kind}, which does not "
-                "keep a whole prompt",
-                hint="pass --disable-hybrid-kv-cache-manager, which makes sliding "
-                "windows full attention; state space layers cannot be moved",
+                "keep a whole prompt, or is not known to",
+                hint="--disable-hybrid-kv-cache-manager makes sliding windows full "
+                "attention in models that have both; others cannot be moved yet",
             )

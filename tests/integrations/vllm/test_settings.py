@@ -163,6 +163,7 @@ def test_other_layers_are_another_layout() -> None:
     [
         (vllm_config(extra={"mode": "p2"}), None, "mode is 'p2'"),
         (vllm_config(pipeline_parallel_size=2), None, "pipeline_parallel_size is 2"),
+        (vllm_config(data_parallel_size=2), None, "data_parallel_size is 2"),
         (
             vllm_config(),
             cache_config(Group(["a"], SlidingWindowSpec())),
