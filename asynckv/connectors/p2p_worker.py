@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
 
 import anyio
 import torch
@@ -26,12 +24,12 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.lifecycle import Life, LifeCounters
 from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.p2p_loads import P2PLoad, Source, release
+from asynckv.connectors.p2p_loads import P2PLoad
+from asynckv.connectors.p2p_notices import P2PNotices
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
-from asynckv.connectors.p2p_saves import P2PSave, tell_failure
+from asynckv.connectors.p2p_saves import P2PSave
 from asynckv.connectors.transfers import Transfers, reason_of
-from asynckv.errors import IncompatiblePeer
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
@@ -39,9 +37,6 @@ from asynckv.tensors.copying import CopyPool
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
 
 logger = logging.getLogger(__name__)
-
-_RELEASES: Final = 1024
-"""So many may be under way; what is not released is kept by its producer, ``ttl_s``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +79,7 @@ class P2PWorker(
         self.routes = P2PRoutes(config, engine)
         self._pool = CopyPool()
         self._transfers = Transfers()
+        self._notices = P2PNotices(self._transfers, self.routes, self.options)
         self._caches: PagedCaches | None = None
         self._orders: P2PMetadata | None = None
         self._saves: dict[Life, P2PSave] = {}
@@ -148,7 +144,7 @@ class P2PWorker(
                 if order.block_ids:
                     self._begin_load(order)
                 else:
-                    self._release(order)
+                    self._notices.release(order)
             except Exception as exc:
                 # The loads after it are not less wanted.
                 logger.exception("no load of %s began", as_line(order.request_id))
@@ -259,19 +255,19 @@ class P2PWorker(
         self._loads.pop(load, None)
         load.end()
         if not load.has_begun:  # its task was cancelled before its first step
-            self._release(load.order)
+            self._notices.release(load.order)
 
     async def _load(self, load: P2PLoad) -> None:
         try:
             await load.run(*self.routes.sources(load.order))
         finally:
             self._loaded_bytes += load.nbytes
-            self._release_all(load.order, load.untaken_sources)
+            self._notices.release_all(load.order, load.untaken_sources)
 
     def _begin_save(self, order: SaveOrder) -> None:
         caches = self._registered()
         if order.refusal:
-            self._tell_failure(order, order.refusal)
+            self._notices.tell_failure(order, self._header_of(order), order.refusal)
             return
         save = P2PSave(caches, order, self._header_of(order), self.options.ttl_s)
         life = self._transfers.begin(
@@ -295,45 +291,11 @@ class P2PWorker(
 
     def _save_ended(self, save: P2PSave, life: Life | None) -> None:
         if life is not None and life.reason:
-            self._tell_failure(save.order, life.reason)
-
-    def _tell_failure(self, order: SaveOrder, reason: str) -> None:
-        """Nobody shall wait for what does not come."""
-        try:
-            targets = self.routes.targets(order)
-        except IncompatiblePeer:
-            return  # then nobody can wait for it
-        header = self._header_of(order)
-        for target in targets:
-            self._transfers.begin_untold(
-                functools.partial(
-                    tell_failure, target, header, reason, self.options.ttl_s
-                ),
-                f"failure of {order.transfer_id}",
-            )
+            header = self._header_of(save.order)
+            self._notices.tell_failure(save.order, header, life.reason)
 
     async def _save(self, save: P2PSave) -> None:
         try:
             await save.run(self.routes.targets(save.order))
         finally:
             self._saved_bytes += save.nbytes
-
-    def _release(self, order: LoadOrder) -> None:
-        """Nobody here needs it: let who holds it have the memory back."""
-        try:
-            _, sources = self.routes.sources(order)
-        except IncompatiblePeer:
-            return  # then it was no transfer for this engine
-        self._release_all(order, list(sources.values()))
-
-    def _release_all(self, order: LoadOrder, sources: Sequence[Source]) -> None:
-        timeout_s = self.options.load_timeout_s
-        for source in sources:
-            if self._transfers.others >= _RELEASES:
-                # Requests may name transfers that there are not: who has it lets it go.
-                logger.warning("%s is not released", as_line(order.transfer_id))
-                return
-            self._transfers.begin_untold(
-                functools.partial(release, source, timeout_s),
-                f"release of {order.transfer_id}",
-            )

@@ -396,17 +396,6 @@ async def test_a_load_that_cannot_begin_fails_and_those_after_it_begin() -> None
         assert worker.statistics().loading == 1
 
 
-async def test_no_number_of_transfers_that_there_are_not_is_waited_for() -> None:
-    worker = worker_alone("alone-seven")
-    worker.register_kv_caches(caches())
-    shape = toy_shape(MODEL)
-    bogus = [LoadOrder(f"{n}", f"{n}", "D", (), shape=shape) for n in range(1100)]
-    async with worker:
-        worker.bind_connector_metadata(P2PMetadata(loads=tuple(bogus)))
-        await worker.start_load_kv()
-        assert worker.statistics().releasing == 1024
-
-
 async def test_orders_of_another_connector_are_refused() -> None:
     worker = worker_alone("alone-three")
     async with worker:
