@@ -42,8 +42,9 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Moves vLLM's KV cache by asynckv: prefill here, decode there.
 
     One instance of each role, in processes of their own or in one. Nothing that is
-    called in a step waits for a peer or for the loop, but for one case: blocks of a
-    preempted request that are still being saved. It has as many methods as vLLM calls.
+    called in a step waits for a peer or for the loop, but for two cases: blocks of a
+    preempted request that are still being saved, and, with a store, blocks that a step
+    has computed, until they are copied. It has as many methods as vLLM calls.
     """
 
     def __init__(

@@ -173,6 +173,9 @@ class SchedulerRole:
         self.dropped += len(results.finished_recving) - len(received)
         sent |= ended.finished_sending - results.finished_sending
         received |= ended.finished_recving - results.finished_recving
+        for request_id in results.failed_sending:
+            why = results.reasons.get(request_id, "")
+            logger.warning("the KV of %s was not saved: %s", request_id, why)
         for request_id, reason in believed.reasons.items():
             logger.warning("the KV of %s did not come: %s", request_id, reason)
         return sent, received
@@ -262,7 +265,8 @@ class SchedulerRole:
         """Return the ends that are of this connector, and what ranks said of them."""
         sent = ended.finished_sending
         sent &= said.finished_sending | self._saving | self._held
-        received = ended.finished_recving & said.finished_recving
+        received = ended.finished_recving
+        received &= said.finished_recving | self._began.keys()
         take = self._failures.pop
         lost = {
             one: why for one in sent if (why := take((one, "send"), None)) is not None

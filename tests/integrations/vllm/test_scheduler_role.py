@@ -353,17 +353,20 @@ def test_what_one_rank_says_of_its_failure_is_kept_until_all_have_ended(
 
 
 def test_a_failed_save_is_one_when_no_rank_reads_any_more(
-    role: Any, connector: Connector
+    role: Any, connector: Connector, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = saved(role, connector)
-    failed = KVTransferResults(finished_sending=SENT.finished_sending) | (
-        KVTransferResults(failed_sending=SENT.finished_sending)
+    failed = KVTransferResults(
+        finished_sending=SENT.finished_sending,
+        failed_sending=SENT.finished_sending,
+        reasons={"a": "no room"},
     )
     role.believe(ends("known"), ends("known") | failed)
     assert connector.heard[-1].failed_sending == frozenset()
     assert role.finished(request, [[1]])[0]
     assert role.believe(SENT, SENT) == ({"a"}, set())
     assert connector.heard[-1].failed_sending == {"a"}
+    assert "the KV of a was not saved: no room" in caplog.text
 
 
 def test_the_ends_of_another_connector_are_left_alone(
@@ -379,6 +382,10 @@ def test_the_ends_of_another_connector_are_left_alone(
         {"z", "known"},
     )
     assert role.dropped == 0
+    connector.loads = (Load("known", ((1,),)),)
+    role.orders(Output(), blocks_of)
+    role.believe(ends("known"), KVTransferResults())  # nobody else loads for it
+    assert connector.heard[-1].finished_recving == {"known"}
     assert not any("z" in said.finished_recving for said in connector.heard)
 
 
