@@ -270,7 +270,7 @@ class P2PWorker(
             self._notices.tell_failure(order, self._header_of(order), order.refusal)
             return
         save = P2PSave(caches, order, self._header_of(order), self.options.ttl_s)
-        life = self._transfers.begin(
+        life: Life | None = self._transfers.begin(
             order.request_id,
             "send",
             lambda: self._save(save),

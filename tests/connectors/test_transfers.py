@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
+from asynckv.abc import KVTransferResults
 from asynckv.connectors.transfers import Transfers
 
 
@@ -47,7 +48,8 @@ async def test_each_end_is_told_once_with_its_reason() -> None:
 
 
 async def test_one_that_could_not_begin_is_told_too() -> None:
-    transfers, told = Transfers(), []
+    transfers = Transfers()
+    told: list[KVTransferResults] = []
     transfers.call_when_ended(lambda: told.append(transfers.results()))
     transfers.refuse("r", "recv", [1, 2], "no such peer")
     assert told[0].finished_recving == told[0].failed_recving == {"r"}
