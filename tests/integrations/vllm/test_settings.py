@@ -136,7 +136,7 @@ def test_another_vllm_may_lay_out_blocks_otherwise(
 ) -> None:
     ours = fingerprint(vllm_config())
     newer = types.SimpleNamespace(__version__="0.99")
-    monkeypatch.setitem(sys.modules, "vllm", newer)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm", newer)
     assert ours.difference(fingerprint(vllm_config())) == "details"
 
 
