@@ -17,7 +17,8 @@ class KVEngine(msgspec.Struct, frozen=True, kw_only=True):
     ``engine_id`` is what its peers call it. ``block_size`` is tokens a block. ``rank``
     is this worker's, counted over all stages; a scheduler side is of no rank and leaves
     it. ``shape`` says how caches lie in memory; without it nothing is known of that,
-    and whole blocks move between engines of as many ranks.
+    and whole blocks move between engines of as many ranks. ``block_nbytes`` is how much
+    of one rank's memory a block takes in all layers, if that is known.
 
     :raises ValueError: there is no such rank, or the shape is another engine's
     """
@@ -27,6 +28,7 @@ class KVEngine(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     tp_size: int = 1
     shape: EngineShape | None = None
+    block_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1:

@@ -7,11 +7,12 @@ from typing import Final
 import msgspec
 import torch
 
-from asynckv.errors import IncompatiblePeer
+from asynckv.errors import EntryAborted, IncompatiblePeer
+from asynckv.observability.lines import as_line
 from asynckv.parallel.shapes import EngineShape
 from asynckv.types import TensorSpec
 
-__all__ = ("HEADER", "EntryHeader")
+__all__ = ("HEADER", "EntryHeader", "NotSaved")
 
 HEADER: Final = "extras.asynckv"
 """The name of that tensor."""
@@ -19,15 +20,34 @@ HEADER: Final = "extras.asynckv"
 _MAX_NBYTES: Final = 2**20
 
 
+class NotSaved(EntryAborted):
+    """The engine that computed it could not save it, and says why."""
+
+
 class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose blocks they are, and the names of the layers in the order of the model."""
+    """Whose blocks they are, and the names of the layers in the order of the model.
+
+    ``salt`` is the digest of what decides on the KV beside the tokens. An entry with a
+    ``failure`` holds nothing else: it stands for one that could not be saved.
+    """
 
     engine_id: str
     rank: int
     block_size: int
     layers: tuple[str, ...]
     shape: EngineShape | None = None
+    salt: bytes = b""
+    failure: str = ""
     version: int = 1
+
+    def check_saved(self) -> None:
+        """Tell a whole entry from one that only says why there is none.
+
+        :raises NotSaved: it is the latter
+        """
+        if self.failure:
+            who = as_line(f"{self.engine_id}/{self.rank}")
+            raise NotSaved(f"{who} has not saved it: {as_line(self.failure)}")
 
     def tensor(self) -> torch.Tensor:
         """Return it as a tensor of bytes."""

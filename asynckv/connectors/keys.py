@@ -11,7 +11,7 @@ import numpy
 
 from asynckv.types import KVFingerprint
 
-__all__ = ("prefix_block_keys", "prompt_digest", "rank_block_keys")
+__all__ = ("prefix_block_keys", "prompt_digest", "rank_block_keys", "salt_digest")
 
 _DIGEST_NBYTES: Final = 32
 
@@ -19,6 +19,11 @@ _DIGEST_NBYTES: Final = 32
 def prompt_digest(token_ids: Sequence[int], num_tokens: int) -> bytes:
     """Return the digest of the first ``num_tokens`` ids."""
     return _digest(_bytes_of(token_ids[:num_tokens]))
+
+
+def salt_digest(salt: str) -> bytes:
+    """Return the digest of what decides on KV beside tokens; of nothing, nothing."""
+    return _digest(salt.encode("utf-8", "surrogatepass")) if salt else b""
 
 
 def prefix_block_keys(

@@ -10,11 +10,12 @@ from asynckv.abc import KVLookupBuffer, SelectStream
 from asynckv.connectors.assembling import Assembly
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.headers import HEADER, EntryHeader
+from asynckv.connectors.headers import HEADER, EntryHeader, NotSaved
 from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.connectors.peers import identity_of
 from asynckv.errors import IncompatiblePeer
+from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
 from asynckv.tensors.copying import CopyPool
 
@@ -70,6 +71,7 @@ class P2PLoad:
         When it ends, in whatever way, the blocks are no longer written to.
 
         :raises TimeoutError: nothing came for too long
+        :raises NotSaved: the engine that computed it could not save it
         :raises IncompatiblePeer: what came was not this prompt's, or another model's
         """
         self._untaken, self._unseen = dict(sources), set(sources)
@@ -105,7 +107,7 @@ class P2PLoad:
 
     async def _read(self, rank: int, source: Source, read: RankRead | None) -> None:
         find, entry_id = source
-        refusal: IncompatiblePeer | None = None
+        refusal: IncompatiblePeer | NotSaved | None = None
         has_read = False
         try:
             async with asyncio.timeout(self._timeout_s) as silence:
@@ -114,16 +116,23 @@ class P2PLoad:
                     self._unseen.discard(rank)
                     try:
                         await self._fill(stream, read, silence)
-                    except IncompatiblePeer as exc:
+                    except (IncompatiblePeer, NotSaved) as exc:
                         refusal = exc
                     has_read = True
-        except (asyncio.CancelledError, TimeoutError):
+        except (asyncio.CancelledError, TimeoutError) as exc:
             if has_read:  # the acknowledgement has left, only its answer has not come
                 del self._untaken[rank]
+            if isinstance(exc, TimeoutError):
+                raise TimeoutError(self._silence_of(rank)) from exc
             raise
         del self._untaken[rank]
         if refusal is not None:
             raise refusal
+
+    def _silence_of(self, rank: int) -> str:
+        which = f"{as_line(self.order.transfer_id)} of {as_line(self.order.peer)}"
+        never = ": it was never saved, or is no longer kept" * (rank in self._unseen)
+        return f"nothing came of {which} for {self._timeout_s:g} s{never}"
 
     async def _fill(
         self, stream: SelectStream, read: RankRead | None, silence: asyncio.Timeout
@@ -139,6 +148,9 @@ class P2PLoad:
 
     async def _assembly(self, stream: SelectStream, read: RankRead | None) -> Assembly:
         order = self.order
+        EntryHeader.check_spec(stream.specs.get(HEADER))
+        header = EntryHeader.of(await stream.wait_for(HEADER))
+        header.check_saved()
         tokens = stream.input_tokens
         count = 0 if tokens is None else len(tokens)
         ids = [] if tokens is None else tokens[: order.num_tokens].tolist()
@@ -149,8 +161,11 @@ class P2PLoad:
             raise IncompatiblePeer(
                 f"the entry of {count} tokens is of another prompt", field="tokens"
             )
-        EntryHeader.check_spec(stream.specs.get(HEADER))
-        header = EntryHeader.of(await stream.wait_for(HEADER))
+        if header.salt != order.salt:
+            raise IncompatiblePeer(
+                "the entry's prompt has another cache salt, LoRA adapter or images",
+                field="salt",
+            )
         return Assembly(self._engine, self._caches, order, header, read, stream.specs)
 
     def _landed(self, layer: str) -> None:

@@ -13,7 +13,8 @@ __all__ = ("LoadOrder", "P2PMetadata", "SaveOrder")
 class LoadOrder(msgspec.Struct, frozen=True):
     """Fill ``block_ids`` from a transfer, beginning with its block ``first_block``.
 
-    The transfer's prompt must begin with the ``num_tokens`` tokens of this ``digest``.
+    The transfer's prompt must begin with the ``num_tokens`` tokens of this ``digest``,
+    and must have been computed with the same ``salt`` (see :class:`EntryHeader`).
     Without blocks nothing is loaded or reported: the producer learns that nobody needs
     it. ``shape`` is how its engine says its KV is cut. ``is_async``: between steps;
     else the next forward waits for it, layer by layer.
@@ -29,16 +30,22 @@ class LoadOrder(msgspec.Struct, frozen=True):
     incarnations: tuple[str, ...] = ()
     shape: EngineShape | None = None
     is_async: bool = True
+    salt: bytes = b""
 
 
 class SaveOrder(msgspec.Struct, frozen=True):
-    """This step completes the prompt: save its KV, layer by layer, for ``peer``."""
+    """This step completes the prompt: save its KV, layer by layer, for ``peer``.
+
+    With a ``refusal`` nothing is saved or reported: who waits for it learns why.
+    """
 
     request_id: str
     transfer_id: str
     peer: str
     token_ids: tuple[int, ...]
     block_ids: BlockIds
+    salt: bytes = b""
+    refusal: str = ""
 
 
 class P2PMetadata(KVConnectorMetadata, frozen=True):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+import msgspec
 import torch
 
 from asynckv.abc import KVLookupBuffer
@@ -14,7 +15,9 @@ from asynckv.connectors.headers import HEADER, EntryHeader
 from asynckv.connectors.p2p_orders import SaveOrder
 from asynckv.types import TensorSpec
 
-__all__ = ("P2PSave", "Target")
+__all__ = ("P2PSave", "Target", "tell_failure")
+
+_REASON_LENGTH: Final = 300
 
 Target: TypeAlias = "tuple[Callable[[], Awaitable[KVLookupBuffer]], str, int]"
 """Where an entry goes, once it is dialled, its id there, and how many read it."""
@@ -89,3 +92,29 @@ class P2PSave:
                 for name, memory in blocks.items():
                     await writer.put(name, memory)
                     self.nbytes += memory.nbytes
+
+
+async def tell_failure(
+    target: Target, header: EntryHeader, reason: str, ttl_s: float
+) -> None:
+    """Put an entry there that says why there is none, for who waits or will ask.
+
+    A cancelled call has done so or not.
+
+    :raises EntryConflict: there is one, for it was whole before the others failed
+    :raises TimeoutError: there was no room in all the time that it would have stayed
+    """
+    find, entry_id, deliveries = target
+    told = msgspec.structs.replace(
+        header, layers=(), shape=None, failure=reason[:_REASON_LENGTH] or "it failed"
+    )
+    name = HEADER.removeprefix("extras.")
+    async with asyncio.timeout(ttl_s):
+        buffer = await find()
+        await buffer.insert(
+            *(None, None, None, None, None),
+            extras={name: told.tensor()},
+            entry_id=entry_id,
+            ttl_s=ttl_s,
+            deliveries=deliveries,
+        )

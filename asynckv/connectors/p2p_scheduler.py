@@ -25,7 +25,7 @@ from asynckv.abc import (
 from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.expected import ExpectedLoads
-from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.keys import prompt_digest, salt_digest
 from asynckv.connectors.lifecycle import LifeCounters
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
@@ -99,6 +99,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         self.engine = engine
         self.options = ConnectorOptions.of(config)
         self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
+        self._max_bytes = config.max_bytes
         self._requests: dict[str, _Known] = {}
         self._orders: list[LoadOrder] = []
         self._loads = ExpectedLoads()
@@ -148,6 +149,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             digest=prompt_digest(request.token_ids, known.num_tokens),
             incarnations=known.incarnations,
             shape=known.shape,
+            salt=salt_digest(request.salt),
         )
         if self._loads.begin(request.request_id, order.block_ids):
             self._orders.append(order)
@@ -205,7 +207,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             known = self._requests[request.request_id] = _Known(request)
             try:
                 self._read(known)
-            except (msgspec.ValidationError, ValueError) as exc:
+            except (msgspec.ValidationError, ValueError, TypeError) as exc:
                 self._refused_params += 1
                 logger.warning("%s has no transfer: %s", as_line(known.name), exc)
         return known
@@ -266,15 +268,32 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         computed = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
         if computed < known.request.num_tokens:
             return None
-        known.is_to_save, known.is_saved = False, True
         end = self.engine.blocks_of(known.request.num_tokens)
+        refusal = self._refusal_of(known.request, end)
+        known.is_to_save, known.is_saved = False, not refusal
         return SaveOrder(
             request_id=known.name,
             transfer_id=known.transfer_id,
             peer=known.peer,
             token_ids=known.request.token_ids,
             block_ids=tuple(group[:end] for group in scheduled.block_ids),
+            salt=salt_digest(known.request.salt),
+            refusal=refusal,
         )
+
+    def _refusal_of(self, request: KVRequest, num_blocks: int) -> str:
+        """Say why a prompt can never be kept here, if it cannot."""
+        nbytes = num_blocks * (self.engine.block_nbytes or 0)
+        if self._is_push or nbytes <= self._max_bytes:
+            return ""
+        reason = (
+            f"EntryTooLarge: {request.num_tokens} tokens are {nbytes} bytes of KV, "
+            f"and at most {self._max_bytes} are kept (kv_buffer_size, or max_bytes)"
+        )
+        logger.warning(
+            "the KV of %s is not saved: %s", as_line(request.request_id), reason
+        )
+        return reason
 
     def _release(self, known: _Known) -> None:
         """Nothing of it is needed here: let the producer have its memory back."""

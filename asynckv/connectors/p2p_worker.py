@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import anyio
@@ -24,17 +24,19 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.lifecycle import Life, LifeCounters
 from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.p2p_loads import P2PLoad, Source, release
+from asynckv.connectors.p2p_loads import P2PLoad
+from asynckv.connectors.p2p_notices import P2PNotices
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saves import P2PSave
-from asynckv.connectors.transfers import Transfers
-from asynckv.errors import IncompatiblePeer
+from asynckv.connectors.transfers import Transfers, reason_of
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,8 @@ class P2PWorker(
 
     It serves its own buffer where it prefills and keeps (``pull``), or where it decodes
     and is sent to (``push``). A save is over before ``wait_for_save`` returns; one that
-    takes longer than ``save_timeout_s`` is given up. A load that hears nothing for
+    takes longer than ``save_timeout_s`` is given up. One that failed leaves an entry
+    that says why, so that its loads fail at once. A load that hears nothing for
     ``load_timeout_s`` fails, as do all loads of a peer that is lost, at once.
     """
 
@@ -76,6 +79,7 @@ class P2PWorker(
         self.routes = P2PRoutes(config, engine)
         self._pool = CopyPool()
         self._transfers = Transfers()
+        self._notices = P2PNotices(self._transfers, self.routes, self.options)
         self._caches: PagedCaches | None = None
         self._orders: P2PMetadata | None = None
         self._saves: dict[Life, P2PSave] = {}
@@ -136,10 +140,19 @@ class P2PWorker(
         # Taken, so that a second call in one step is nothing.
         orders, self._orders = self._orders or P2PMetadata(), None
         for order in orders.loads:
-            if order.block_ids:
-                self._begin_load(order)
-            else:
-                self._release(order)
+            try:
+                if order.block_ids:
+                    self._begin_load(order)
+                else:
+                    self._notices.release(order)
+            except Exception as exc:
+                # The loads after it are not less wanted.
+                logger.exception("no load of %s began", as_line(order.request_id))
+                if order.block_ids:
+                    blocks = {block for group in order.block_ids for block in group}
+                    self._transfers.refuse(
+                        order.request_id, "recv", blocks, reason_of(exc)
+                    )
         for request_id in orders.aborts:
             self._transfers.cancel(request_id, "recv")
 
@@ -243,47 +256,47 @@ class P2PWorker(
         self._loads.pop(load, None)
         load.end()
         if not load.has_begun:  # its task was cancelled before its first step
-            self._release(load.order)
+            self._notices.release(load.order)
 
     async def _load(self, load: P2PLoad) -> None:
         try:
             await load.run(*self.routes.sources(load.order))
         finally:
             self._loaded_bytes += load.nbytes
-            self._release_all(load.order, load.untaken_sources)
+            self._notices.release_all(load.order, load.untaken_sources)
 
     def _begin_save(self, order: SaveOrder) -> None:
-        engine, caches = self.engine, self._registered()
-        header = EntryHeader(
-            engine_id=engine.engine_id,
-            rank=engine.rank,
-            block_size=engine.block_size,
-            layers=caches.layers,
-            shape=engine.shape,
+        caches = self._registered()
+        if order.refusal:
+            self._notices.tell_failure(order, self._header_of(order), order.refusal)
+            return
+        save = P2PSave(caches, order, self._header_of(order), self.options.ttl_s)
+        life: Life | None = self._transfers.begin(
+            order.request_id,
+            "send",
+            lambda: self._save(save),
+            ended=lambda: self._save_ended(save, life),
         )
-        save = P2PSave(caches, order, header, self.options.ttl_s)
-        life = self._transfers.begin(order.request_id, "send", lambda: self._save(save))
         if life is not None:
             self._saves[life] = save
+
+    def _header_of(self, order: SaveOrder) -> EntryHeader:
+        return EntryHeader(
+            engine_id=self.engine.engine_id,
+            rank=self.engine.rank,
+            block_size=self.engine.block_size,
+            layers=self._registered().layers,
+            shape=self.engine.shape,
+            salt=order.salt,
+        )
+
+    def _save_ended(self, save: P2PSave, life: Life | None) -> None:
+        if life is not None and life.reason:
+            header = self._header_of(save.order)
+            self._notices.tell_failure(save.order, header, life.reason)
 
     async def _save(self, save: P2PSave) -> None:
         try:
             await save.run(self.routes.targets(save.order))
         finally:
             self._saved_bytes += save.nbytes
-
-    def _release(self, order: LoadOrder) -> None:
-        """Nobody here needs it: let who holds it have the memory back."""
-        try:
-            _, sources = self.routes.sources(order)
-        except IncompatiblePeer:
-            return  # then it was no transfer for this engine
-        self._release_all(order, list(sources.values()))
-
-    def _release_all(self, order: LoadOrder, sources: Sequence[Source]) -> None:
-        timeout_s = self.options.load_timeout_s
-        for source in sources:
-            self._transfers.begin_untold(
-                functools.partial(release, source, timeout_s),
-                f"release of {order.transfer_id}",
-            )

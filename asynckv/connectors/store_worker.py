@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -29,9 +30,10 @@ from asynckv.connectors.spool import Spool
 from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
-from asynckv.connectors.transfers import Transfers
+from asynckv.connectors.transfers import Transfers, reason_of
 from asynckv.errors import EntryAborted
 from asynckv.loops import LoopBound
+from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 
 __all__ = ("StoreWorker", "StoreWorkerStatistics")
@@ -39,16 +41,25 @@ __all__ = ("StoreWorker", "StoreWorkerStatistics")
 _BLOCKS_AT_ONCE: Final = 16
 _STAGED_BLOCKS: Final = 64
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class StoreWorkerStatistics:
-    """One rank's transfers. ``skipped_blocks`` were not saved: too many were staged."""
+    """One rank's transfers.
+
+    ``unsaved_blocks`` were not saved, as the store failed, or as too many were staged:
+    those are ``skipped_blocks``.
+    """
 
     loading: int
     saving: int
     loaded_blocks: int
     saved_blocks: int
     skipped_blocks: int
+    unsaved_blocks: int
+    loaded_bytes: int
+    saved_bytes: int
     lives: LifeCounters
 
 
@@ -79,6 +90,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._saves: list[tuple[str, BlockIds, int]] = []
         self._at_once = asyncio.Semaphore(_BLOCKS_AT_ONCE)
         self._loaded_blocks = self._saved_blocks = self._skipped_blocks = 0
+        self._failed_blocks = 0
         self._is_told = False
 
     def register_kv_caches(
@@ -117,7 +129,13 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._check_loop()
         orders, self._orders = self._orders or StoreMetadata(), None
         for order in orders.loads:
-            self._begin_load(order)
+            try:
+                self._begin_load(order)
+            except Exception as exc:
+                # The loads after it are not less wanted.
+                logger.exception("no load of %s began", as_line(order.request_id))
+                blocks = {block for group in order.block_ids for block in group}
+                self._transfers.refuse(order.request_id, "recv", blocks, reason_of(exc))
         for request_id in orders.aborts:
             self._transfers.cancel(request_id, "recv")
 
@@ -135,15 +153,16 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
     async def wait_for_save(self) -> None:
         self._check_loop()
-        while self._saves:
-            key, block_ids, index = self._saves[0]
+        saves = self._saves  # of this step, also if the next begins meanwhile
+        while saves:
+            key, block_ids, index = saves[0]
             if self._transfers.others >= _STAGED_BLOCKS:
                 self._skipped_blocks += 1
             else:
                 value = await self._registered().gather(block_ids, index)
                 put = functools.partial(self._put, key, value)
                 self._transfers.begin_untold(put, f"put {key}")
-            del self._saves[0]  # not before: a cancelled call has not saved it
+            del saves[0]  # not before: a cancelled call has not saved it
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()
@@ -162,12 +181,16 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
     def statistics(self) -> StoreWorkerStatistics:
         transfers = self._transfers
+        block_nbytes = 0 if self._spool is None else self._spool.block_nbytes
         return StoreWorkerStatistics(
             loading=transfers.count("recv"),
             saving=transfers.others,
             loaded_blocks=self._loaded_blocks,
             saved_blocks=self._saved_blocks,
             skipped_blocks=self._skipped_blocks,
+            unsaved_blocks=self._skipped_blocks + self._failed_blocks,
+            loaded_bytes=self._loaded_blocks * block_nbytes,
+            saved_bytes=self._saved_blocks * block_nbytes,
             lives=dataclasses.replace(transfers.counters),
         )
 
@@ -237,10 +260,15 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
             self._loaded_blocks += 1
 
     async def _put(self, key: str, value: torch.Tensor) -> None:
-        async with self._at_once, asyncio.timeout(self.options.save_timeout_s):
-            store = await self._line.store()
-            if not self._is_told:
-                await store.put(SHAPE_KEY, StoredShape.of(self.engine).tensor())
-                self._is_told = True
-            await store.put(key, value)
-            self._saved_blocks += 1
+        is_saved = False
+        try:
+            async with self._at_once, asyncio.timeout(self.options.save_timeout_s):
+                store = await self._line.store()
+                if not self._is_told:
+                    await store.put(SHAPE_KEY, StoredShape.of(self.engine).tensor())
+                    self._is_told = True
+                await store.put(key, value)
+                is_saved = True
+        finally:
+            self._saved_blocks += is_saved
+            self._failed_blocks += not is_saved

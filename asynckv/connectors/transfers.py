@@ -12,7 +12,7 @@ from asynckv.connectors.lifecycle import Life, LifeCounters, TransferLedger, Way
 from asynckv.observability.lines import as_line
 from asynckv.shielding import wait_shielded
 
-__all__ = ("Transfers",)
+__all__ = ("Transfers", "reason_of")
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,16 @@ class Transfers:
         if ended is not None:
             task.add_done_callback(lambda _: ended())
         return life
+
+    def refuse(
+        self, request_id: str, way: Way, block_ids: Iterable[int], reason: str
+    ) -> None:
+        """Tell of a transfer that could not even begin."""
+        life = self.ledger.begin(request_id, way, frozenset(block_ids))
+        if life is not None:
+            self.ledger.settle(life, reason)
+            for callback in self._callbacks:
+                callback()
 
     def begin_untold(
         self, run: Callable[[], Coroutine[Any, Any, None]], name: str
@@ -135,7 +145,7 @@ class Transfers:
         )
 
     def call_when_ended(self, callback: Callable[[], None]) -> None:
-        """Call back whenever :meth:`results` has something new."""
+        """Call back whenever :meth:`results` has something new, or others ended."""
         self._callbacks.append(callback)
 
     async def aclose(self) -> None:
@@ -169,6 +179,8 @@ class Transfers:
         self._others.discard(task)
         if reason := _reason(task):
             logger.debug("%s: %s", as_line(task.get_name()), as_line(reason))
+        for callback in self._callbacks:
+            callback()
 
 
 def _reason(task: asyncio.Task[None]) -> str:
@@ -177,4 +189,10 @@ def _reason(task: asyncio.Task[None]) -> str:
     exc = task.exception()
     if exc is None:
         return ""
-    return f"{type(exc).__name__}: {exc}"
+    return reason_of(exc)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what is told of an error."""
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else name

@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.connectors.keys import prefix_block_keys, prompt_digest, rank_block_keys
+from asynckv.connectors.keys import (
+    prefix_block_keys,
+    prompt_digest,
+    rank_block_keys,
+    salt_digest,
+)
 from asynckv.types import KVFingerprint
 
 
@@ -45,3 +50,8 @@ def test_ranks_and_namespaces_have_keys_of_their_own() -> None:
 def test_a_digest_is_of_the_first_tokens_only() -> None:
     assert prompt_digest([1, 2, 3], 2) == prompt_digest((1, 2), 2)
     assert prompt_digest([1, 2, 3], 2) != prompt_digest([1, 2, 3], 3)
+
+
+def test_no_salt_is_told_by_no_digest() -> None:
+    assert salt_digest("") == b""
+    assert len({salt_digest(salt) for salt in ("", "a", "b", "\ud800")}) == 4

@@ -8,10 +8,11 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.headers import HEADER, EntryHeader
+from asynckv.connectors.headers import HEADER, EntryHeader, NotSaved
 from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_loads import P2PLoad, release
 from asynckv.connectors.p2p_orders import LoadOrder
+from asynckv.connectors.p2p_saves import tell_failure
 from asynckv.errors import IncompatiblePeer
 from asynckv.tensors.copying import CopyPool
 from asynckv.types import TensorSpec
@@ -24,9 +25,9 @@ ORDER = LoadOrder(
 SPECS = {name: TensorSpec((2, 5), "float32") for name in ("a.key", "b.key")}
 
 
-def header_of(block_size: int = 4) -> torch.Tensor:
+def header_of(block_size: int = 4, salt: bytes = b"") -> torch.Tensor:
     return EntryHeader(
-        engine_id="P", rank=0, block_size=block_size, layers=("a", "b")
+        engine_id="P", rank=0, block_size=block_size, layers=("a", "b"), salt=salt
     ).tensor()
 
 
@@ -61,22 +62,41 @@ async def test_a_layer_is_there_before_the_next_has_come() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "block_size", "shape"),
-    [([9, *TOKENS], 4, (2, 5)), (TOKENS, 8, (2, 5)), (TOKENS, 4, (1, 5))],
+    ("tokens", "block_size", "shape", "salt"),
+    [
+        ([9, *TOKENS], 4, (2, 5), b""),
+        (TOKENS, 8, (2, 5), b""),
+        (TOKENS, 4, (1, 5), b""),
+        (TOKENS, 4, (2, 5), b"another's"),
+    ],
 )
 async def test_what_is_not_what_was_asked_for_is_refused_and_acknowledged(
-    tokens: list[int], block_size: int, shape: tuple[int, int]
+    tokens: list[int], block_size: int, shape: tuple[int, int], salt: bytes
 ) -> None:
     load, caches = load_of()
     async with LookupBuffer("16MiB") as buffer:
         kv = {layer: torch.ones(shape) for layer in "ab"}
-        extras = {"asynckv": header_of(block_size)}
+        extras = {"asynckv": header_of(block_size, salt)}
         await buffer.insert(tokens, None, kv, None, None, extras=extras, entry_id="t")
         with pytest.raises(IncompatiblePeer):
             await run(load, buffer)
         await load.wait_for("a")
         assert buffer.statistics().entries == 0
         assert not caches.pools("a")[0].any()
+
+
+async def test_what_was_not_saved_fails_at_once_and_is_let_go() -> None:
+    load, _ = load_of()
+    async with LookupBuffer("16MiB") as buffer:
+
+        async def find() -> LookupBuffer:
+            return buffer
+
+        header = EntryHeader(engine_id="P", rank=0, block_size=4, layers=())
+        await tell_failure((find, "t", 1), header, "no room", 60)
+        with pytest.raises(NotSaved, match="P/0 has not saved it: no room"):
+            await run(load, buffer)
+        assert buffer.statistics().entries == 0
 
 
 async def test_a_cancelled_load_says_what_it_left_where() -> None:
@@ -95,5 +115,5 @@ async def test_a_cancelled_load_says_what_it_left_where() -> None:
 async def test_nothing_is_waited_for_longer_than_it_may_take() -> None:
     load, _ = load_of(timeout_s=0.01)
     async with LookupBuffer("16MiB") as buffer:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"nothing came of t .* for 0.01 s: it"):
             await run(load, buffer)

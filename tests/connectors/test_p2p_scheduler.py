@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.abc import (
@@ -18,8 +19,9 @@ from asynckv.connectors.p2p_orders import P2PMetadata
 from asynckv.connectors.p2p_scheduler import P2PScheduler
 
 
-def make(**extra: object) -> P2PScheduler:
+def make(max_bytes: int = 300, **extra: object) -> P2PScheduler:
     config = KVTransferConfig(
+        kv_buffer_size=max_bytes,
         kv_role="kv_both",
         kv_connector_extra_config={
             "direction": "pull",
@@ -27,7 +29,7 @@ def make(**extra: object) -> P2PScheduler:
             **extra,
         },
     )
-    return P2PScheduler(config, KVEngine(engine_id="E", block_size=4))
+    return P2PScheduler(config, KVEngine(engine_id="E", block_size=4, block_nbytes=100))
 
 
 def load(name: str = "r", **params: object) -> KVRequest:
@@ -102,6 +104,33 @@ def test_a_prompt_is_saved_by_the_step_that_completes_it() -> None:
     assert params["incarnations"] == ["now"]
 
 
+def test_what_decides_on_kv_beside_tokens_is_told_of_saves_and_loads() -> None:
+    scheduler = make()
+    told = []
+    for salt in ("", "lora", "image"):
+        asked = msgspec.structs.replace(load(f"l{salt}"), salt=salt)
+        scheduler.update_state_after_alloc(asked, ((7, 8, 9),), 10)
+        kept = msgspec.structs.replace(save(f"s{salt}"), salt=salt)
+        scheduler.on_new_request(kept)
+        both = orders(scheduler, KVScheduled(f"s{salt}", ((1, 2, 3),), 0, 10))
+        assert both.loads[0].salt == both.saves[0].salt
+        told.append(both.loads[0].salt)
+    assert told[0] == b"" and len(set(told)) == 3
+
+
+@pytest.mark.parametrize(("direction", "is_kept"), [("pull", False), ("push", True)])
+def test_a_prompt_that_can_never_be_kept_is_not_promised(
+    direction: str, is_kept: bool
+) -> None:
+    """Three blocks of it would have to be in the buffer here, if that is here."""
+    scheduler = make(max_bytes=299, direction=direction)
+    scheduler.on_new_request(save())
+    (order,) = orders(scheduler, KVScheduled("r", ((1, 2, 3),), 0, 10)).saves
+    assert ("10 tokens are 300 bytes" in order.refusal) is not is_kept
+    promised = scheduler.request_finished(save(), ((1, 2, 3),))[1]
+    assert (promised is not None) is is_kept
+
+
 def test_what_could_not_be_saved_or_was_not_computed_is_not_promised() -> None:
     scheduler = make()
     scheduler.on_new_request(save())
@@ -132,6 +161,16 @@ def test_parameters_from_outside_that_make_no_sense_load_nothing(
     scheduler = make()
     assert scheduler.get_num_new_matched_tokens(load(**params), 0) == (0, False)
     assert scheduler.statistics().refused_params == 1
+
+
+@pytest.mark.parametrize("params", ["text", 7, ["a", "list"], {1: "one"}])
+def test_parameters_that_are_no_object_load_nothing(params: Any) -> None:
+    scheduler = make()
+    scheduler.on_new_request(KVRequest("r", (1, 2), params))
+    assert scheduler.get_num_new_matched_tokens(KVRequest("r", (1, 2), params), 0) == (
+        0,
+        False,
+    )
 
 
 def test_of_several_peers_one_must_be_named() -> None:

@@ -15,6 +15,7 @@ import torch
 from asynckv.abc import KVConnectorMetadata
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_scheduler import P2PScheduler
 from asynckv.connectors.p2p_worker import P2PWorker
@@ -293,6 +294,25 @@ async def test_prefill_without_room_goes_on_and_says_that_it_did_not_keep_it() -
         await pair[0].quiet()
 
 
+@pytest.mark.parametrize("direction", ["pull", "push"])
+async def test_who_decodes_learns_at_once_that_prefill_had_no_room(
+    direction: str,
+) -> None:
+    async with pair_of(save_timeout_s=0.05, direction=direction) as pair:
+        buffer = buffer_of(worker_of(pair[direction == "push"]))
+        full = torch.zeros(buffer.statistics().max_bytes - 65536, dtype=torch.uint8)
+        await buffer.insert([1], None, full, None, None)
+        params = {**PREFILL, "transfer_id": "t"}
+        await pair[0].generate(prompt(), request_id="p", kv_transfer_params=params)
+        params = {"do_remote_prefill": True, "transfer_id": "t"}
+        last = await pair[1].generate(
+            prompt(), 2, request_id="d", kv_transfer_params=params
+        )
+        assert last.tokens == MODEL.generate(prompt(), 2)
+        assert "has not saved it: it took longer than 0.05 s" in pair[1].failures["d"]
+        assert buffer.statistics().entries == 1
+
+
 def worker_alone(name: str) -> P2PWorker:
     config = pair_configs([f"mem://{name}"], ["mem://nobody"], {"direction": "pull"})[0]
     shape = toy_shape(MODEL)
@@ -309,7 +329,7 @@ async def test_after_wait_for_save_the_blocks_may_be_overwritten() -> None:
     async with worker:
         await worker.start()
         worker.bind_connector_metadata(
-            P2PMetadata(saves=(SaveOrder("r", "t", "", (1, 2, 3), ((4,),)),))
+            P2PMetadata(saves=(SaveOrder("r", "t", "", (1, 2, 3), ((4,),), b"salt"),))
         )
         await worker.start_load_kv()
         for layer in kv:
@@ -321,7 +341,23 @@ async def test_after_wait_for_save_the_blocks_may_be_overwritten() -> None:
         async with buffer_of(worker).drop_select(entry_id="t") as entry:
             assert isinstance(entry.value, dict)
             assert all(bool((tensor == 1).all()) for tensor in entry.value.values())
+            assert EntryHeader.of(entry.extras["asynckv"]).salt == b"salt"
         assert worker.get_finished().finished_sending == {"r"}
+
+
+async def test_what_is_refused_is_not_saved_and_who_waits_learns_why() -> None:
+    worker = worker_alone("alone-five")
+    worker.register_kv_caches(caches())
+    order = SaveOrder("r", "t", "", (1, 2, 3), ((4,),), refusal="too large")
+    async with worker:
+        await worker.start()
+        worker.bind_connector_metadata(P2PMetadata(saves=(order,)))
+        await worker.start_load_kv()
+        await worker.wait_for_save()
+        async with buffer_of(worker).drop_select(entry_id="t") as entry:
+            assert EntryHeader.of(entry.extras["asynckv"]).failure == "too large"
+            assert not entry.key
+        assert not worker.get_finished()
 
 
 async def test_start_load_kv_returns_whatever_the_peer_does() -> None:
@@ -337,6 +373,27 @@ async def test_start_load_kv_returns_whatever_the_peer_does() -> None:
         results = worker.get_finished()
         assert results.failed_recving == {"r"}
         assert results.invalid_block_ids == {1}
+
+
+async def test_a_load_that_cannot_begin_fails_and_those_after_it_begin() -> None:
+    worker = worker_alone("alone-six")
+    worker.register_kv_caches(caches())
+    begin, orders = worker._begin_load, [LoadOrder(n, n, "D", ((1,),)) for n in "ab"]
+
+    def begin_some(order: LoadOrder) -> None:
+        if order.request_id == "a":
+            raise ArithmeticError("nobody thought of this")
+        begin(order)
+
+    worker._begin_load = begin_some  # type: ignore[method-assign]
+    async with worker:
+        worker.bind_connector_metadata(P2PMetadata(loads=tuple(orders)))
+        await worker.start_load_kv()
+        results = worker.get_finished()
+        assert results.failed_recving == results.finished_recving == {"a"}
+        assert results.invalid_block_ids == {1}
+        assert results.reasons["a"] == "ArithmeticError: nobody thought of this"
+        assert worker.statistics().loading == 1
 
 
 async def test_orders_of_another_connector_are_refused() -> None:

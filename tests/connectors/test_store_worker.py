@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import torch
+
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_worker import StoreWorker
 from asynckv.testing.engines.toy_engine import ToyEngine
 from asynckv.testing.engines.toy_model import ToyModel
@@ -100,3 +105,28 @@ async def test_a_store_that_goes_away_stops_no_engine() -> None:
         again = await two.generate(tokens, 2, request_id="b")
         assert again.tokens == MODEL.generate(tokens, 2)
         assert again.external_tokens == 0
+
+
+async def test_blocks_that_take_long_to_copy_are_saved_though_their_step_is_over() -> (
+    None
+):
+    engine = KVEngine(engine_id="E", block_size=4)
+    order = StoreOrder("r", ("one", "two", "three"), ((1, 2, 3),))
+    async with StoreBuffer("16MiB") as store:
+        worker = StoreWorker(KVTransferConfig(kv_role="kv_both"), engine, store)
+        worker.register_kv_caches({"layer": torch.ones(8, 65536)})
+        async with worker:
+            worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+            saving = asyncio.create_task(worker.wait_for_save())
+            await asyncio.sleep(0)
+            worker.clear_connector_metadata()
+            worker.bind_connector_metadata(StoreMetadata())
+            await saving
+            await worker.flush()
+            assert worker.statistics().saved_blocks == 3
+            assert worker.statistics().saved_bytes == 3 * 4 * 65536
+            await store.aclose()
+            worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+            await worker.wait_for_save()
+            await worker.flush()
+            assert worker.statistics().unsaved_blocks == 3

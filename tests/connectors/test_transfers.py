@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
+from asynckv.abc import KVTransferResults
 from asynckv.connectors.transfers import Transfers
 
 
@@ -44,6 +45,16 @@ async def test_each_end_is_told_once_with_its_reason() -> None:
     assert results.failed_sending == results.finished_sending == {"sent"}
     assert results.reasons["bad"] == "ValueError: no"
     assert not transfers.results()
+
+
+async def test_one_that_could_not_begin_is_told_too() -> None:
+    transfers = Transfers()
+    told: list[KVTransferResults] = []
+    transfers.call_when_ended(lambda: told.append(transfers.results()))
+    transfers.refuse("r", "recv", [1, 2], "no such peer")
+    assert told[0].finished_recving == told[0].failed_recving == {"r"}
+    assert told[0].invalid_block_ids == {1, 2}
+    assert told[0].reasons == {"r": "no such peer"}
 
 
 async def test_a_cancelled_one_is_told_when_it_is_quiet() -> None:

@@ -42,11 +42,10 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Moves vLLM's KV cache by asynckv: prefill here, decode there.
 
     One instance of each role, in processes of their own or in one. Nothing that is
-    called in a step waits for a peer or for the loop, but for one case: blocks of a
-    preempted request that are still being saved. It has as many methods as vLLM calls.
+    called in a step waits for a peer or for the loop, but for two cases: blocks of a
+    preempted request that are still being saved, and, with a store, blocks that a step
+    has computed, until they are copied. It has as many methods as vLLM calls.
     """
-
-    _cache_hit_source = CacheHitSource.P2P
 
     def __init__(
         self,
@@ -60,7 +59,9 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             settings = Settings.of(vllm_config, kv_cache_config, side="scheduler")
             self._scheduler = SchedulerRole(
-                settings.make_scheduler(), sees_all=settings.sees_all
+                settings.make_scheduler(),
+                sees_all=settings.sees_all,
+                tells_of_saves=settings.tells_of_saves,
             )
         else:
             settings = Settings.of(vllm_config, kv_cache_config, side="worker")
@@ -73,6 +74,15 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 quiet_s=settings.quiet_s,
             )
         self._reports = KVTransferResults()
+        self._is_p2p = settings.tells_of_saves
+        self._cache_hit_source = (
+            CacheHitSource.P2P if self._is_p2p else CacheHitSource.EXTERNAL_UNSPECIFIED
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether what was promised must come; of a store nobody expects anything."""
+        return self._is_p2p and bool(super().requires_kv_delivery)
 
     def shutdown(self) -> None:
         """End the role. May be called again."""
@@ -91,33 +101,33 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        block_ids = blocks.get_block_ids()
-        self._scheduling.allocated(request, block_ids, num_external_tokens)
+        if self._scheduling.knows(request.request_id):
+            block_ids = blocks.get_block_ids()
+            self._scheduling.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
     ) -> AsyncKVMetadata:
         scheduling, manager = self._scheduling, self._kv_cache_manager
-        is_read = bool(scheduler_output.preempted_req_ids) and scheduling.preempted(
-            scheduler_output
-        )
+        preempted = scheduler_output.preempted_req_ids
+        are_read = scheduling.preempted(preempted) if preempted else frozenset()
         orders = scheduling.orders(scheduler_output, manager.get_block_ids)
-        return AsyncKVMetadata(orders, must_be_quiet=is_read)
+        return AsyncKVMetadata(orders, must_be_quiet=are_read)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Leave in ``connector_output`` only what vLLM expects."""
         sent = connector_output.finished_sending
         received = connector_output.finished_recving
-        if not (sent or received):
+        told = connector_output.kv_connector_worker_meta
+        said = told.ended if isinstance(told, AsyncKVWorkerMetadata) else None
+        if not (sent or received or said):
             return
-        worker = connector_output.kv_connector_worker_meta
-        failures = worker.failures if worker is not None else KVTransferResults()
         sent, received = self._scheduling.believe(
-            failures
-            | KVTransferResults(
+            KVTransferResults(
                 finished_sending=frozenset(sent or ()),
                 finished_recving=frozenset(received or ()),
-            )
+            ),
+            said or KVTransferResults(),
         )
         connector_output.finished_sending = sent
         connector_output.finished_recving = received
@@ -157,12 +167,15 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if handshake is None else AsyncKVHandshake(handshake)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Wait, if blocks that are still read are about to be overwritten."""
+        """Wait, if blocks that are still read are about to be overwritten.
+
+        Whatever happens: an exception here would end the engine.
+        """
         if (
             isinstance(kv_connector_metadata, AsyncKVMetadata)
             and kv_connector_metadata.must_be_quiet
         ):
-            self._working.wait_quiet()
+            self._working.wait_quiet(kv_connector_metadata.must_be_quiet)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -213,7 +226,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return AsyncKVWorkerMetadata.of(reports)
 
     def get_kv_connector_stats(self) -> AsyncKVStats | None:
-        counts = None if self._worker is None else self._worker.take_counts()
+        role = self._worker or self._scheduler
+        counts = None if role is None else role.take_counts()
         return None if counts is None else AsyncKVStats(counts)
 
     @classmethod

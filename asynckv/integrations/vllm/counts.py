@@ -1,4 +1,8 @@
-"""What a worker's role counts between two reports to vLLM. Plain numbers only."""
+"""What the roles count between two reports to vLLM. Plain numbers only.
+
+Requests are counted where they are known, once, whatever the number of ranks; bytes
+and blocks by each rank, its own.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ from typing import Any, Final
 __all__ = ("COUNTERS", "added", "summary")
 
 COUNTERS: Final = {
-    "loads": "Requests whose KV was loaded from another engine.",
-    "failed_loads": "Requests whose KV should have been loaded, and was not.",
-    "loaded_bytes": "Bytes of KV loaded.",
-    "saves": "Requests whose KV was saved for another engine.",
-    "failed_saves": "Requests whose KV should have been saved, and was not.",
-    "saved_bytes": "Bytes of KV saved.",
+    "loads": "Requests whose KV was loaded, on all ranks.",
+    "failed_loads": "Requests whose KV should have come, and did not on all ranks.",
+    "loaded_bytes": "Bytes of KV loaded, of all ranks.",
+    "saves": "Prompts that were saved for another engine, on all ranks.",
+    "failed_saves": "Prompts that should have been saved, and were not on all ranks.",
+    "saved_bytes": "Bytes of KV saved, of all ranks.",
+    "saved_blocks": "Blocks that were put in a store, of all ranks.",
+    "unsaved_blocks": "Blocks that should have been, and failed or were skipped.",
 }
 """What only grows, and what it is."""
 
@@ -40,4 +46,6 @@ def summary(counts: Mapping[str, Any]) -> dict[str, int | float]:
         "Saves": counts.get("saves", 0),
         "Failed saves": counts.get("failed_saves", 0),
         "Saved MB": round(counts.get("saved_bytes", 0) / 1e6, 3),
+        "Saved blocks": counts.get("saved_blocks", 0),
+        "Unsaved blocks": counts.get("unsaved_blocks", 0),
     }

@@ -23,11 +23,12 @@ __all__ = ("AsyncKVHandshake", "AsyncKVMetadata", "AsyncKVWorkerMetadata")
 class AsyncKVMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the workers do in one step; mostly nothing.
 
-    ``must_be_quiet``: blocks are overwritten that a save may still read.
+    ``must_be_quiet``: requests whose blocks are overwritten, and that a save may still
+    read.
     """
 
     orders: Orders | None = None
-    must_be_quiet: bool = False
+    must_be_quiet: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass
@@ -39,18 +40,24 @@ class AsyncKVHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class AsyncKVWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Which transfers failed, and why; vLLM has no place for that."""
+    """What this rank's transfers came to, and why; vLLM has no place for that.
 
-    failures: KVTransferResults
+    vLLM itself tells of an end when all ranks have come to it, and with it of the ends
+    of other connectors, if there are any.
+    """
+
+    ended: KVTransferResults
 
     @classmethod
     def of(cls, results: KVTransferResults) -> AsyncKVWorkerMetadata | None:
-        """Return what failed of ``results``, if anything did."""
-        if not (results.failed_recving or results.failed_sending):
+        """Return what ended of ``results``, if anything did."""
+        if not (results.finished_recving or results.finished_sending):
             return None
         return cls(
             KVTransferResults(
+                finished_sending=results.finished_sending,
                 failed_sending=results.failed_sending,
+                finished_recving=results.finished_recving,
                 failed_recving=results.failed_recving,
                 reasons=results.reasons,
             )
@@ -60,4 +67,4 @@ class AsyncKVWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         """Return what two ranks say."""
         if not isinstance(other, AsyncKVWorkerMetadata):
             return self
-        return AsyncKVWorkerMetadata(self.failures | other.failures)
+        return AsyncKVWorkerMetadata(self.ended | other.ended)

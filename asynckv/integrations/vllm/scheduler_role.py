@@ -5,9 +5,11 @@ Plain functions, in every step: of requests that move nothing nothing is looked 
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asynckv.abc import (
     AsksElsewhere,
@@ -24,6 +26,7 @@ from asynckv.abc import (
     TakesHandshakes,
 )
 from asynckv.integrations.bridge import Bridge
+from asynckv.integrations.vllm.counts import added
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,6 +40,7 @@ _Blocks: TypeAlias = Sequence[Sequence[int]]
 BlockIdsOf: TypeAlias = Callable[[str], _Blocks]
 
 _START_S: Final = 30.0
+_REMEMBERED: Final = 4096
 _NO_STEP: Final = KVConnectorStep()
 
 
@@ -47,8 +51,15 @@ class SchedulerRole:
     are held exactly until its save is quiet, and whatever else comes is dropped.
     """
 
-    def __init__(self, connector: KVConnectorScheduler, *, sees_all: bool) -> None:
+    def __init__(
+        self,
+        connector: KVConnectorScheduler,
+        *,
+        sees_all: bool,
+        tells_of_saves: bool = True,
+    ) -> None:
         self._connector = connector
+        self._tells_of_saves = tells_of_saves
         self._sees_all = sees_all
         self._requests: dict[str, KVRequest] = {}
         # Prompts of which a part is still to be computed.
@@ -56,6 +67,10 @@ class SchedulerRole:
         # Those whose blocks a save may read, and the finished ones among them.
         self._saving: set[str] = set()
         self._held: set[str] = set()
+        # What ranks said of requests that have not ended on all of them.
+        self._failures: dict[tuple[str, str], str] = {}
+        self._began: dict[str, float] = {}
+        self._counts: dict[str, Any] | None = None
         self.dropped = 0
         self._asking: Bridge[KVAnswer] | None = None
         if isinstance(connector, AsksElsewhere):
@@ -70,13 +85,17 @@ class SchedulerRole:
 
     def on_new_request(self, request: Request) -> None:
         """Take note of it, if it may move anything."""
-        if request.prompt_token_ids is None:
-            return  # embeddings: nothing tells two of them apart
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return  # embeddings, or some: nothing tells two of them apart
         if self._sees_all or request.kv_transfer_params:
             ours = _request_of(request)
             self._requests[ours.request_id] = ours
             self._computing.add(ours.request_id)
             self._connector.on_new_request(ours)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether it may move anything."""
+        return request_id in self._requests
 
     def matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -108,25 +127,55 @@ class SchedulerRole:
         """Return what workers do in this step, ``None`` for nothing."""
         step = self._step_of(output, block_ids) if self._computing else _NO_STEP
         orders = self._connector.build_connector_meta(step)
-        self._saving.update(one.request_id for one in getattr(orders, "saves", ()))
+        if self._tells_of_saves:
+            saves = getattr(orders, "saves", ())
+            ordered = [one for one in saves if not getattr(one, "refusal", "")]
+            self._saving.update(one.request_id for one in ordered)
+            self._count(failed_saves=len(saves) - len(ordered))
+        for load in getattr(orders, "loads", ()):
+            if load.block_ids:
+                self._began[load.request_id] = time.monotonic()
         return None if orders == type(orders)() else orders
 
-    def preempted(self, output: SchedulerOutput) -> bool:
-        """Whether blocks are about to be overwritten that may still be read."""
-        ids = [one for one in output.preempted_req_ids or () if one in self._requests]
-        self._computing.update(ids)
-        return not self._saving.isdisjoint(ids)
+    def preempted(self, request_ids: Set[str]) -> frozenset[str]:
+        """Return those whose blocks may still be read; they will be overwritten."""
+        self._computing.update(one for one in request_ids if one in self._requests)
+        return frozenset(self._saving & request_ids)
 
-    def believe(self, results: KVTransferResults) -> tuple[set[str], set[str]]:
-        """Return what vLLM may be told: ids of requests sent, and received."""
+    def believe(
+        self, ended: KVTransferResults, said: KVTransferResults
+    ) -> tuple[set[str], set[str]]:
+        """Return what vLLM may be told: ids of requests sent, and received.
+
+        ``ended`` have requests on all ranks, of this connector or of another one beside
+        it, which is left as it is; ``said`` is what our ranks say in this step.
+        """
+        for failed, way in (
+            (said.failed_sending, "send"),
+            (said.failed_recving, "recv"),
+        ):
+            for request_id in failed:
+                reason = said.reasons.get(request_id, "")
+                self._failures.setdefault((request_id, way), reason)
+        results = self._ours(ended, said)
         believed = self._connector.update_connector_output(results)
-        ended = results.finished_sending & (self._saving | self._held)
-        sent = self._held & ended
-        self._held -= ended
-        self._saving -= ended
+        quiet = results.finished_sending & (self._saving | self._held)
+        self._count_loads(believed)
+        self._count(
+            saves=len(quiet - results.failed_sending),
+            failed_saves=len(quiet & results.failed_sending),
+        )
+        sent = self._held & quiet
+        self._held -= quiet
+        self._saving -= quiet
         received = set(believed.finished_recving)
-        self.dropped += len(results.finished_sending) - len(ended)
+        self.dropped += len(results.finished_sending) - len(quiet)
         self.dropped += len(results.finished_recving) - len(received)
+        sent |= ended.finished_sending - results.finished_sending
+        received |= ended.finished_recving - results.finished_recving
+        for request_id in results.failed_sending:
+            why = results.reasons.get(request_id, "")
+            logger.warning("the KV of %s was not saved: %s", request_id, why)
         for request_id, reason in believed.reasons.items():
             logger.warning("the KV of %s did not come: %s", request_id, reason)
         return sent, received
@@ -145,10 +194,15 @@ class SchedulerRole:
         is_saving = ours.request_id in self._saving
         self._saving.discard(ours.request_id)
         is_held, params = self._connector.request_finished(ours, _as_ours(block_ids))
-        if params is not None and is_saving:
+        if is_saving:
             self._held.add(ours.request_id)
             is_held = True
         return is_held, params
+
+    def take_counts(self) -> dict[str, Any] | None:
+        """Return what was counted since the last call, if anything was."""
+        counts, self._counts = self._counts, None
+        return counts
 
     def take_handshakes(self, metadata: Mapping[int, KVConnectorHandshake]) -> None:
         """What the workers told once their caches were registered."""
@@ -176,23 +230,72 @@ class SchedulerRole:
             return
 
         async def ask(question: KVQuestion) -> None:
-            bridge.tell(await connector.ask(question))
+            answer = KVAnswer(question.request_id, 0)
+            try:
+                answer = await connector.ask(question)
+            except Exception:
+                # No request may be asked of for ever: nothing is known of it.
+                logger.exception("nobody knows of %r", question.request_id)
+            finally:
+                bridge.tell(answer)
 
         for answer in bridge.news():
             connector.take_answer(answer)
         for question in connector.take_questions():
             bridge.start(ask, question)
 
+    def _count_loads(self, believed: KVTransferResults) -> None:
+        now, took = time.monotonic(), dict[str, float]()
+        for request_id in believed.finished_recving:
+            took[request_id] = now - self._began.pop(request_id, now)
+        loaded = believed.finished_recving - believed.failed_recving
+        self._count(
+            loads=len(loaded),
+            failed_loads=len(believed.failed_recving),
+            load_seconds=[took[one] for one in loaded],
+        )
+
+    def _count(self, **counts: Any) -> None:
+        if any(counts.values()):
+            self._counts = added(self._counts or {}, counts)
+
+    def _ours(
+        self, ended: KVTransferResults, said: KVTransferResults
+    ) -> KVTransferResults:
+        """Return the ends that are of this connector, and what ranks said of them."""
+        sent = ended.finished_sending
+        sent &= said.finished_sending | self._saving | self._held
+        received = ended.finished_recving
+        received &= said.finished_recving | self._began.keys()
+        take = self._failures.pop
+        lost = {
+            one: why for one in sent if (why := take((one, "send"), None)) is not None
+        }
+        bad = {
+            one: why
+            for one in received
+            if (why := take((one, "recv"), None)) is not None
+        }
+        while len(self._failures) > _REMEMBERED:  # of ranks that never came to an end
+            del self._failures[next(iter(self._failures))]
+        return KVTransferResults(
+            finished_sending=sent,
+            failed_sending=frozenset(lost),
+            finished_recving=received,
+            failed_recving=frozenset(bad),
+            reasons={**lost, **bad},
+        )
+
     def _step_of(
         self, output: SchedulerOutput, block_ids: BlockIdsOf
     ) -> KVConnectorStep:
         """Tell of those prompts whose computing has not been told to its end."""
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
-        computed = {each.req_id: each.num_computed_tokens for each in new}
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        ours = self._computing
+        told = [(each.req_id, each.num_computed_tokens) for each in new]
+        told += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         scheduled = []
-        for request_id in self._computing & computed.keys():
-            before = computed[request_id]
+        for request_id, before in [one for one in told if one[0] in ours]:
             count = output.num_scheduled_tokens[request_id]
             ids = _as_ours(block_ids(request_id))
             scheduled.append(KVScheduled(request_id, ids, before, count))
@@ -210,13 +313,30 @@ def _request_of(request: Request) -> KVRequest:
 
     What decides on its KV beside the tokens goes in the salt.
     """
-    parts = [request.cache_salt or ""]
-    if request.lora_request is not None:
-        parts.append(f"lora {request.lora_request.lora_name}")
-    parts += [f"mm {feature.identifier}" for feature in request.mm_features or ()]
     return KVRequest(
         request.request_id,
         tuple(request.prompt_token_ids or ()),
         request.kv_transfer_params,
-        "\n".join(parts) if any(parts) else "",
+        _salt_of(request),
     )
+
+
+def _salt_of(request: Request) -> str:
+    """Return a digest that no two requests have in common whose KV may differ.
+
+    A client chooses some of what goes in, so each part says what it is and how long.
+    """
+    parts = [("salt", request.cache_salt)] if request.cache_salt else []
+    if (lora := request.lora_request) is not None:
+        parts += [("lora", lora.lora_name), ("path", lora.lora_path)]
+    for feature in request.mm_features or ():
+        place = feature.mm_position
+        parts.append(("image", feature.identifier))
+        parts.append(("place", f"{place.offset} {place.length}"))
+    if not parts:
+        return ""
+    digest = hashlib.blake2b(digest_size=32)
+    for label, value in parts:
+        told = value.encode("utf-8", "surrogatepass")
+        digest.update(f"{label} {len(told)} ".encode() + told)
+    return digest.hexdigest()

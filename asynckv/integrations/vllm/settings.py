@@ -7,6 +7,7 @@ between engines only whose fingerprints say that a block means the same to both.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -27,6 +28,10 @@ __all__ = ("Settings",)
 
 _MODES: Final = {"p2p": "P2PConnector", "store": "StoreConnector"}
 _GRACE_S: Final = 30.0
+_NOT_THE_MODEL: Final = frozenset(
+    {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
+)
+"""What a model's configuration says of where it was read, and what is told apart."""
 _WHOLE_PROMPT: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Specs of layers that keep the KV of every token of a prompt."""
 
@@ -61,6 +66,10 @@ class Settings:
             block_size=vllm_config.cache_config.block_size,
             rank=parallel.rank if side == "worker" else 0,
             tp_size=parallel.tensor_parallel_size,
+            block_nbytes=sum(
+                group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+                for group in kv_cache_config.kv_cache_groups
+            ),
         )
         groups = {
             layer: number
@@ -123,7 +132,10 @@ def _config_of(
 def _fingerprint(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, name: object
 ) -> dict[str, str]:
-    """Say what must be equal. ``name`` is what its users call the model."""
+    """Say what must be equal. ``name`` is what its users call the model.
+
+    Weights cannot be compared: a path, and its revision, stand for them.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     specs = [
@@ -140,10 +152,44 @@ def _fingerprint(
     # In words what the digest alone would not tell: a rank's blocks are its heads'.
     ranks, size = parallel.tensor_parallel_size, cache.block_size
     return {
-        "model": name if isinstance(name, str) else str(model.model),
+        "model": name if isinstance(name, str) else _named(model),
         "dtype": f"{model.dtype}, kv {cache.cache_dtype}",
         "layout": f"ranks: {ranks}, blocks of {size}, {digest}",
+        "details": _details(vllm_config),
     }
+
+
+def _named(model: Any) -> str:
+    return f"{model.model}@{model.revision}" if model.revision else str(model.model)
+
+
+def _details(vllm_config: VllmConfig) -> str:
+    """Return what decides on the bytes of a block beside the model and its shape."""
+    model, attention = vllm_config.model_config, vllm_config.attention_config
+    version = getattr(sys.modules.get("vllm"), "__version__", "unknown")
+    backend = getattr(attention.backend, "name", None) or "chosen by vLLM"
+    kinds = sorted((str(k), str(v)) for k, v in attention.backend_per_kind.items())
+    told = _plain(model.hf_config.to_dict())
+    digest = hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
+    return (
+        f"vllm {version}, attention: {backend}{kinds or ''}, "
+        f"quantization: {model.quantization}, config: {digest}"
+    )
+
+
+def _plain(value: object) -> object:
+    """Return what is equal where a model's configuration is, whoever has read it."""
+    if isinstance(value, Mapping):
+        return sorted(
+            (str(name), _plain(one))
+            for name, one in value.items()
+            if name not in _NOT_THE_MODEL
+        )
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return type(value).__name__  # nothing that may hold an address
 
 
 def _machine() -> str:
@@ -158,6 +204,7 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",
+        "data_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):
@@ -175,7 +222,7 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
         if kind not in _WHOLE_PROMPT:
             raise ConfigError(
                 f"layers like {group.layer_names[0]} are of a {kind}, which does not "
-                "keep a whole prompt",
-                hint="pass --disable-hybrid-kv-cache-manager, which makes sliding "
-                "windows full attention; state space layers cannot be moved",
+                "keep a whole prompt, or is not known to",
+                hint="--disable-hybrid-kv-cache-manager makes sliding windows full "
+                "attention in models that have both; others cannot be moved yet",
             )

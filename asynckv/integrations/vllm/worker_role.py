@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -22,6 +21,7 @@ from asynckv.abc import (
     SupportsHandshake,
     SupportsLayerwise,
 )
+from asynckv.connectors.transfers import reason_of
 from asynckv.integrations.bridge import Bridge
 from asynckv.integrations.vllm.counts import added
 
@@ -32,8 +32,11 @@ logger = logging.getLogger("vllm.asynckv")  # vLLM shows only what is below "vll
 _START_S: Final = 30.0
 _NOTHING: Final = KVTransferResults()
 
-_News: TypeAlias = tuple[KVTransferResults, tuple[int, int]]
-"""What has ended, and the bytes loaded and saved meanwhile."""
+_MOVED: Final = ("loaded_bytes", "saved_bytes", "saved_blocks", "unsaved_blocks")
+"""What grows in the statistics of workers; none has all of it."""
+
+_News: TypeAlias = tuple[KVTransferResults, tuple[int, ...]]
+"""What has ended, and how much of each of those was moved meanwhile."""
 
 
 class WorkerRole:
@@ -60,9 +63,8 @@ class WorkerRole:
         self._handshake: KVConnectorHandshake | None = None
         self._driver: _Driver | None = None
         self._orders: KVConnectorMetadata | None = None
-        self._began: dict[str, float] = {}
         self._counts: dict[str, Any] | None = None
-        self._moved = (0, 0)
+        self._moved = dict.fromkeys(_MOVED, 0)
 
     def register(
         self,
@@ -93,10 +95,6 @@ class WorkerRole:
         """Issue the loads of this step. Never waits."""
         if self._orders is not None and self._driver is not None:
             self._bridge.call(self._driver.load)
-            now = time.monotonic()
-            for load in getattr(self._orders, "loads", ()):
-                if load.block_ids:
-                    self._began[load.request_id] = now
 
     def save_layer(self, layer_name: str) -> None:
         """That layer is computed. Never waits."""
@@ -105,17 +103,14 @@ class WorkerRole:
             self._bridge.call(driver.save_layer, layer_name)
 
     def end_step(self) -> None:
-        """The forward is over: what was not saved by layers can be.
-
-        :raises TimeoutError: blocks are still read that nobody holds
-        """
+        """The forward is over: what was not saved by layers can be."""
         orders, self._orders = self._orders, None
         if orders is None or self._driver is None:
             return
         self._bridge.call(self._driver.end)
         saves = getattr(orders, "saves", None)
         if saves and not self._tells_of_saves:
-            self.wait_quiet()
+            self.wait_quiet(None)
 
     def results(self) -> KVTransferResults:
         """Return what has ended since the last call. Never waits."""
@@ -123,9 +118,11 @@ class WorkerRole:
         if not news:
             return _NOTHING
         ended = _NOTHING
-        for results, nbytes in news:
+        for results, moved in news:
             ended |= results
-            self._count(results, nbytes)
+            if any(moved):
+                counts = dict(zip(_MOVED, moved, strict=False))
+                self._counts = added(self._counts or {}, counts)
         return ended
 
     def take_counts(self) -> dict[str, Any] | None:
@@ -133,13 +130,18 @@ class WorkerRole:
         counts, self._counts = self._counts, None
         return counts
 
-    def wait_quiet(self) -> None:
-        """Wait until no save reads any block: some are about to be overwritten.
+    def wait_quiet(self, request_ids: Set[str] | None) -> None:
+        """Wait until no save of these requests, or any at all, reads its blocks.
 
-        :raises TimeoutError: that is not so, and the step must not run
+        They are about to be overwritten. A save that hangs is given up, so that what
+        it has read is never taken for KV: the engine goes on.
         """
-        if self._driver is not None:
-            self._bridge.run(self._driver.quiet, timeout_s=self._quiet_s)
+        if self._driver is None:
+            return
+        try:
+            self._bridge.run(self._driver.quiet, request_ids, timeout_s=self._quiet_s)
+        except Exception:
+            logger.exception("saves are given up that do not end")
 
     def shutdown(self) -> None:
         """End everything and join the thread. May be called again."""
@@ -154,38 +156,23 @@ class WorkerRole:
         await worker.start()
         if isinstance(worker, SupportsHandshake):
             self._handshake = worker.get_handshake_metadata()
-        driver = _Driver(worker, lambda failed: self._bridge.tell((failed, (0, 0))))
-        worker.call_when_finished(lambda: self._tell(worker))
+        driver = _Driver(
+            worker,
+            lambda failed: self._bridge.tell((failed, (0, 0))),
+            tells_of_saves=self._tells_of_saves,
+        )
+        worker.call_when_finished(lambda: self._tell(worker, driver))
         self._bridge.start(driver.run)
         return driver
 
-    def _tell(self, worker: KVConnectorWorker) -> None:
+    def _tell(self, worker: KVConnectorWorker, driver: _Driver) -> None:
         results = worker.get_finished()
-        if not results:
-            return
-        statistics = worker.statistics()
-        moved = (
-            int(getattr(statistics, "loaded_bytes", 0)),
-            int(getattr(statistics, "saved_bytes", 0)),
-        )
-        before, self._moved = self._moved, moved
-        self._bridge.tell((results, (moved[0] - before[0], moved[1] - before[1])))
-
-    def _count(self, results: KVTransferResults, nbytes: tuple[int, int]) -> None:
-        now, began = time.monotonic(), self._began
-        loaded = results.finished_recving - results.failed_recving
-        counts = {
-            "loads": len(loaded),
-            "failed_loads": len(results.failed_recving),
-            "loaded_bytes": nbytes[0],
-            "saves": len(results.finished_sending - results.failed_sending),
-            "failed_saves": len(results.failed_sending),
-            "saved_bytes": nbytes[1],
-            "load_seconds": [now - began[one] for one in loaded if one in began],
-        }
-        for request_id in results.finished_recving:
-            began.pop(request_id, None)
-        self._counts = added(self._counts or {}, counts)
+        driver.ended(results)
+        statistics, before = worker.statistics(), self._moved
+        self._moved = {name: int(getattr(statistics, name, 0)) for name in _MOVED}
+        moved = tuple(self._moved[name] - before[name] for name in _MOVED)
+        if results or any(moved):
+            self._bridge.tell((results, moved))
 
 
 class _Driver:
@@ -195,12 +182,21 @@ class _Driver:
     """
 
     def __init__(
-        self, worker: KVConnectorWorker, tell: Callable[[KVTransferResults], None]
+        self,
+        worker: KVConnectorWorker,
+        tell: Callable[[KVTransferResults], None],
+        *,
+        tells_of_saves: bool,
     ) -> None:
         self._worker = worker
         self._tell = tell
+        self._tells_of_saves = tells_of_saves
         self._parts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._bound: KVConnectorMetadata | None = None
+        self._refused: KVConnectorMetadata | None = None
         self._saving: set[asyncio.Task[None]] = set()
+        # One for each request whose save has not been told to have ended.
+        self._unquiet: dict[str, asyncio.Event] = {}
         self.wants_layers = (
             isinstance(worker, SupportsLayerwise) and worker.wants_layers
         )
@@ -221,19 +217,36 @@ class _Driver:
 
     def bind(self, orders: KVConnectorMetadata) -> None:
         """A step begins."""
+        self._bound = orders
 
         async def bind() -> None:
+            self._note_saves(orders)
             try:
                 self._worker.bind_connector_metadata(orders)
             except Exception as exc:
-                self._tell(_failed(orders, exc))
+                self._refused = orders
+                self._tell(_failed_loads(orders, exc))
+                failed = _failed_saves(orders, exc)
+                self.ended(failed)
+                self._tell(failed)
                 raise
 
         self._parts.put_nowait(bind)
 
     def load(self) -> None:
         """Its loads can be issued."""
-        self._parts.put_nowait(self._worker.start_load_kv)
+        orders, self._bound = self._bound, None
+
+        async def load() -> None:
+            if orders is None or orders is self._refused:
+                return  # then it has been told already
+            try:
+                await self._worker.start_load_kv()
+            except Exception as exc:
+                self._tell(_failed_loads(orders, exc))
+                raise
+
+        self._parts.put_nowait(load)
 
     def save_layer(self, layer_name: str) -> None:
         """One layer can be saved."""
@@ -247,8 +260,17 @@ class _Driver:
         """All can be saved, and the step is over."""
         self._parts.put_nowait(self._end)
 
-    async def quiet(self) -> None:
-        """Wait for all saves of the steps before."""
+    def ended(self, results: KVTransferResults) -> None:
+        """The worker says what has ended: those blocks are quiet."""
+        for request_id in results.finished_sending:
+            if (quiet := self._unquiet.pop(request_id, None)) is not None:
+                quiet.set()
+
+    async def quiet(self, request_ids: Set[str] | None) -> None:
+        """Wait for the saves of these requests in the steps before, or for all.
+
+        Cancelled, it gives up those that nobody else gives up.
+        """
         done = asyncio.get_running_loop().create_future()
 
         async def reached() -> None:
@@ -256,8 +278,23 @@ class _Driver:
 
         self._parts.put_nowait(reached)
         await done
-        while self._saving:
-            await asyncio.wait(self._saving)
+        try:
+            while request_ids is None and self._saving:
+                await asyncio.wait(self._saving)
+            for request_id in request_ids or ():
+                if (quiet := self._unquiet.get(request_id)) is not None:
+                    await quiet.wait()
+        except asyncio.CancelledError:
+            if not self._tells_of_saves:
+                for task in self._saving:
+                    task.cancel()
+            raise
+
+    def _note_saves(self, orders: KVConnectorMetadata) -> None:
+        if self._tells_of_saves:
+            for save in getattr(orders, "saves", ()):
+                if not getattr(save, "refusal", ""):
+                    self._unquiet.setdefault(save.request_id, asyncio.Event())
 
     async def _end(self) -> None:
         saving = asyncio.create_task(self._worker.wait_for_save())
@@ -272,19 +309,30 @@ class _Driver:
             logger.error("a save failed", exc_info=error)
 
 
-def _failed(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:
-    """Say that nothing of a step was done: no request may wait for it for ever."""
+def _failed_loads(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:
+    """Say that a step loaded nothing: no request may wait for it for ever."""
     loads = [load for load in getattr(orders, "loads", ()) if load.block_ids]
     names = frozenset(load.request_id for load in loads)
-    saves = frozenset(save.request_id for save in getattr(orders, "saves", ()))
     blocks = [load.block_ids for load in loads]
     return KVTransferResults(
-        finished_sending=saves,
-        failed_sending=saves,
         finished_recving=names,
         failed_recving=names,
         invalid_block_ids=frozenset(
             block for groups in blocks for group in groups for block in group
         ),
-        reasons=dict.fromkeys(names | saves, str(error)),
+        reasons=dict.fromkeys(names, reason_of(error)),
+    )
+
+
+def _failed_saves(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:
+    """Say that a step saved nothing: no blocks may be held for ever."""
+    saves = frozenset(
+        save.request_id
+        for save in getattr(orders, "saves", ())
+        if not getattr(save, "refusal", "")
+    )
+    return KVTransferResults(
+        finished_sending=saves,
+        failed_sending=saves,
+        reasons=dict.fromkeys(saves, reason_of(error)),
     )

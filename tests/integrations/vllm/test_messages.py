@@ -19,20 +19,20 @@ from asynckv.integrations.vllm.messages import (
 
 orders = P2PMetadata(loads=(LoadOrder("a", "t", "p", ((1, 2),), digest=b"x"),))
 for told in (
-    AsyncKVMetadata(orders, must_be_quiet=True),
+    AsyncKVMetadata(orders, must_be_quiet=frozenset({"a"})),
     AsyncKVHandshake(KVConnectorHandshake(1, "incarnation")),
     AsyncKVWorkerMetadata(KVTransferResults(reasons={"a": "b"})),
 ):
     copied = copy.deepcopy(told)  # by the same protocol as pickle
     assert copied == told and copied is not told
 
-nothing = KVTransferResults(finished_recving=frozenset({"a"}))
+nothing = KVTransferResults(invalid_block_ids=frozenset({1}))
 assert AsyncKVWorkerMetadata.of(nothing) is None
 failed = [
-    AsyncKVWorkerMetadata.of(KVTransferResults(failed_recving=frozenset({name})))
-    for name in "ab"
+    AsyncKVWorkerMetadata.of(KVTransferResults(frozenset(), name, name, name))
+    for name in (frozenset("a"), frozenset("b"))
 ]
-assert failed[0].aggregate(failed[1]).failures.failed_recving == {"a", "b"}
+assert failed[0].aggregate(failed[1]).ended.failed_recving == {"a", "b"}
 """
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class Request:
     cache_salt: str | None = None
     lora_request: Any = None
     mm_features: Sequence[Any] = ()
+    prompt_embeds: Any = None
 
 
 @dataclasses.dataclass
@@ -54,16 +56,22 @@ class Output:
     num_scheduled_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     scheduled_new_reqs: list[New] = dataclasses.field(default_factory=list)
     scheduled_cached_reqs: Cached = dataclasses.field(default_factory=Cached)
-    preempted_req_ids: set[str] | None = None
 
 
 class Save(msgspec.Struct, frozen=True):
     request_id: str
+    refusal: str = ""
+
+
+class Load(msgspec.Struct, frozen=True):
+    request_id: str
+    block_ids: BlockIds = ()
 
 
 class Orders(KVConnectorMetadata, frozen=True):
     told: tuple[str, ...] = ()
     saves: tuple[Save, ...] = ()
+    loads: tuple[Load, ...] = ()
 
 
 class Connector(KVConnectorScheduler):
@@ -74,6 +82,8 @@ class Connector(KVConnectorScheduler):
         self.requests: list[KVRequest] = []
         self.params: dict[str, object] | None = {"do_remote_prefill": True}
         self.saves: tuple[Save, ...] = ()
+        self.loads: tuple[Load, ...] = ()
+        self.heard: list[KVTransferResults] = []
 
     def on_new_request(self, request: KVRequest) -> None:
         self.requests.append(request)
@@ -90,9 +100,11 @@ class Connector(KVConnectorScheduler):
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
         self.steps.append(step)
-        return Orders(tuple(one.request_id for one in step.scheduled), self.saves)
+        told = tuple(one.request_id for one in step.scheduled)
+        return Orders(told, self.saves, self.loads)
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
+        self.heard.append(results)
         return KVTransferResults(finished_recving=results.finished_recving & {"known"})
 
     def request_finished(
@@ -145,6 +157,7 @@ def test_embeddings_are_not_moved_for_nothing_tells_two_of_them_apart(
     role: Any, connector: Connector
 ) -> None:
     role.on_new_request(Request("a", None, MOVES))
+    role.on_new_request(Request("b", [0, 1], MOVES, prompt_embeds="of token 0"))
     assert connector.requests == []
 
 
@@ -154,27 +167,62 @@ def test_every_request_is_seen_where_a_store_may_have_it(connector: Connector) -
     assert [request.token_ids for request in connector.requests] == [(1, 2)]
 
 
+@dataclasses.dataclass
+class Lora:
+    lora_name: str = "french"
+    lora_path: str = "/loras/french"
+
+
+@dataclasses.dataclass
+class Place:
+    offset: int = 0
+    length: int = 4
+
+
+@dataclasses.dataclass
+class Feature:
+    identifier: str = "cat.png"
+    mm_position: Place = dataclasses.field(default_factory=Place)
+
+
 def test_what_decides_on_kv_beside_tokens_is_in_the_salt(
     role: Any, connector: Connector
 ) -> None:
-    @dataclasses.dataclass
-    class Lora:
-        lora_name: str = "french"
-
-    @dataclasses.dataclass
-    class Feature:
-        identifier: str = "cat.png"
-
     for request in (
         Request("a", [1], MOVES),
         Request("b", [1], MOVES, cache_salt="tenant"),
         Request("c", [1], MOVES, lora_request=Lora()),
-        Request("d", [1], MOVES, mm_features=[Feature()]),
+        Request("d", [1], MOVES, lora_request=Lora(lora_path="/loras/other")),
+        Request("e", [1], MOVES, mm_features=[Feature()]),
+        Request("f", [1], MOVES, mm_features=[Feature(mm_position=Place(1))]),
+        Request("g", [1], MOVES, mm_features=[Feature(), Feature()]),
     ):
         role.on_new_request(request)
     salts = [request.salt for request in connector.requests]
     assert salts[0] == ""
-    assert len(set(salts)) == 4
+    assert len(set(salts)) == 7
+
+
+@pytest.mark.parametrize(
+    "salt",
+    [
+        *["\nlora french", "lora french", "lora 6 french", "french", "\ud800"],
+        *["lora 6 frenchpath 13 /loras/french", "salt 0 lora 6 french", "\0"],
+        '["lora","french"]',
+    ],
+)
+def test_no_salt_that_a_client_may_choose_makes_kv_that_of_others(
+    role: Any, connector: Connector, salt: str
+) -> None:
+    role.on_new_request(Request("a", [1], MOVES, cache_salt=salt))
+    role.on_new_request(Request("b", [1], MOVES, lora_request=Lora()))
+    role.on_new_request(Request("c", [1], MOVES, cache_salt=salt, lora_request=Lora()))
+    role.on_new_request(
+        Request("d", [1], MOVES, mm_features=[Feature("lora 6 french")])
+    )
+    taken = connector.requests[1].salt
+    role.on_new_request(Request("e", [1], MOVES, cache_salt=taken))
+    assert len({request.salt for request in connector.requests}) == 5
 
 
 def test_a_prompt_is_told_of_until_its_last_chunk(
@@ -195,7 +243,7 @@ def test_a_prompt_is_told_of_until_its_last_chunk(
 def test_a_preempted_prompt_is_told_of_again(role: Any) -> None:
     role.on_new_request(Request("a", [1, 2], MOVES))
     role.orders(Output({"a": 2}, [New("a")]), blocks_of)
-    assert not role.preempted(Output(preempted_req_ids={"a", "stranger"}))
+    assert not role.preempted({"a", "stranger"})
     again = Output({"a": 2}, scheduled_cached_reqs=Cached(["a"], [0]))
     assert role.orders(again, blocks_of) == Orders(("a",))
 
@@ -207,10 +255,10 @@ def test_blocks_that_a_save_may_read_are_not_to_be_overwritten(
         role.on_new_request(Request(name, [1, 2], MOVES))
     connector.saves = (Save("a"),)
     role.orders(Output({"a": 2, "b": 2}, [New("a"), New("b")]), blocks_of)
-    assert not role.preempted(Output(preempted_req_ids={"b"}))
-    assert role.preempted(Output(preempted_req_ids={"a", "b"}))
-    role.believe(KVTransferResults(finished_sending=frozenset({"a"})))
-    assert not role.preempted(Output(preempted_req_ids={"a", "b"}))
+    assert not role.preempted({"b"})
+    assert role.preempted({"a", "b"}) == {"a"}
+    role.believe(SENT, SENT)
+    assert not role.preempted({"a", "b"})
 
 
 def test_blocks_of_a_saved_request_are_held_until_it_is_sent(
@@ -219,8 +267,8 @@ def test_blocks_of_a_saved_request_are_held_until_it_is_sent(
     request = saved(role, connector)
     assert role.finished(request, [[1]]) == (True, {"do_remote_prefill": True})
     assert role.has_pending_work()
-    assert role.believe(SENT) == ({"a"}, set())
-    assert role.believe(SENT) == (set(), set())
+    assert role.believe(SENT, SENT) == ({"a"}, set())
+    assert role.believe(SENT, SENT) == (set(), set())
     assert role.dropped == 1
     assert not role.has_pending_work()
 
@@ -229,7 +277,7 @@ def test_a_save_that_ended_before_its_request_holds_nothing(
     role: Any, connector: Connector
 ) -> None:
     request = saved(role, connector)
-    assert role.believe(SENT) == (set(), set())
+    assert role.believe(SENT, SENT) == (set(), set())
     assert role.dropped == 0
     assert role.finished(request, [[1]]) == (False, {"do_remote_prefill": True})
 
@@ -238,7 +286,7 @@ def test_a_save_cannot_have_ended_before_it_was_ordered(
     role: Any, connector: Connector
 ) -> None:
     role.on_new_request(Request("a", [1, 2], MOVES))
-    assert role.believe(SENT) == (set(), set())
+    assert role.believe(SENT, SENT) == (set(), set())
     assert role.dropped == 1
     request = saved(role, connector)
     assert role.finished(request, [[1]])[0]
@@ -253,15 +301,116 @@ def test_a_request_whose_save_failed_carries_nothing(
     assert role.finished(request, [[1]]) == (False, None)
 
 
+def test_blocks_are_held_while_one_rank_saves_though_another_has_failed(
+    role: Any, connector: Connector
+) -> None:
+    request = saved(role, connector)
+    connector.params = None
+    assert role.finished(request, [[1]]) == (True, None)
+    assert role.believe(SENT, SENT) == ({"a"}, set())
+
+
+def test_a_save_that_is_refused_holds_nothing(role: Any, connector: Connector) -> None:
+    request = Request("a", [1, 2], MOVES)
+    role.on_new_request(request)
+    connector.saves, connector.params = (Save("a", "too large"),), None
+    role.orders(Output({"a": 2}, [New("a")]), blocks_of)
+    assert not role.preempted({"a"})
+    assert role.finished(request, [[1]]) == (False, None)
+
+
+def test_saves_that_are_over_with_their_step_hold_nothing(connector: Connector) -> None:
+    role: Any = SchedulerRole(connector, sees_all=True, tells_of_saves=False)
+    request = saved(role, connector)
+    assert not role.preempted({"a"})
+    assert not role.finished(request, [[1]])[0]
+
+
 def test_only_completions_that_the_connector_knows_reach_vllm(role: Any) -> None:
     received = frozenset({"known", "late"})
     results = KVTransferResults(finished_recving=received)
-    assert role.believe(results) == (set(), {"known"})
+    assert role.believe(results, results) == (set(), {"known"})
     assert role.dropped == 1
+
+
+def ends(*names: str, failed: bool = False) -> KVTransferResults:
+    ids = frozenset(names)
+    lost = ids if failed else frozenset()
+    why = dict.fromkeys(lost, "another model")
+    return KVTransferResults(finished_recving=ids, failed_recving=lost, reasons=why)
+
+
+def test_what_one_rank_says_of_its_failure_is_kept_until_all_have_ended(
+    role: Any, connector: Connector
+) -> None:
+    nothing = KVTransferResults()
+    assert role.believe(nothing, ends("known", failed=True)) == (set(), set())
+    assert role.believe(ends("known"), ends("known")) == (set(), {"known"})
+    assert connector.heard[-1].failed_recving == {"known"}
+    assert connector.heard[-1].reasons == {"known": "another model"}
+    role.believe(ends("known"), ends("known"))
+    assert connector.heard[-1].failed_recving == frozenset()
+
+
+def test_a_failed_save_is_one_when_no_rank_reads_any_more(
+    role: Any, connector: Connector, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = saved(role, connector)
+    failed = KVTransferResults(
+        finished_sending=SENT.finished_sending,
+        failed_sending=SENT.finished_sending,
+        reasons={"a": "no room"},
+    )
+    role.believe(ends("known"), ends("known") | failed)
+    assert connector.heard[-1].failed_sending == frozenset()
+    assert role.finished(request, [[1]])[0]
+    assert role.believe(SENT, SENT) == ({"a"}, set())
+    assert connector.heard[-1].failed_sending == {"a"}
+    assert "the KV of a was not saved: no room" in caplog.text
+
+
+def test_the_ends_of_another_connector_are_left_alone(
+    role: Any, connector: Connector
+) -> None:
+    saved(role, connector)
+    theirs = KVTransferResults(
+        finished_sending=frozenset({"x", "y"}), finished_recving=frozenset({"z"})
+    )
+    assert role.believe(theirs, KVTransferResults()) == ({"x", "y"}, {"z"})
+    assert role.believe(theirs | ends("known"), ends("known")) == (
+        {"x", "y"},
+        {"z", "known"},
+    )
+    assert role.dropped == 0
+    connector.loads = (Load("known", ((1,),)),)
+    role.orders(Output(), blocks_of)
+    role.believe(ends("known"), KVTransferResults())  # nobody else loads for it
+    assert connector.heard[-1].finished_recving == {"known"}
+    assert not any("z" in said.finished_recving for said in connector.heard)
+
+
+def test_requests_are_counted_once_whatever_the_number_of_ranks(
+    role: Any, connector: Connector
+) -> None:
+    saved(role, connector)
+    connector.saves = (Save("b", "too large"),)
+    connector.loads = (Load("known", ((1,),)), Load("released"))
+    role.orders(Output(), blocks_of)
+    role.believe(KVTransferResults(), ends("known") | SENT)  # one of two ranks
+    assert role.take_counts()["failed_saves"] == 1
+    role.believe(ends("known") | SENT, ends("known") | SENT)
+    counts = role.take_counts()
+    assert (counts["loads"], counts["saves"], counts["failed_saves"]) == (1, 1, 0)
+    assert len(counts["load_seconds"]) == 1
+    role.believe(ends("known"), ends("known") | SENT)
+    assert role.take_counts()["loads"] == 1
+    assert role.take_counts() is None
 
 
 class Asking(Connector, AsksElsewhere):
     """Asks on its loop how much there is of a prompt."""
+
+    is_failing = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,6 +436,8 @@ class Asking(Connector, AsksElsewhere):
         return questions
 
     async def ask(self, question: KVQuestion) -> KVAnswer:
+        if self.is_failing:
+            raise ValueError("an error that nobody thought of")
         return KVAnswer(question.request_id, 32)
 
     def take_answer(self, answer: KVAnswer) -> None:
@@ -311,3 +462,16 @@ def test_what_has_to_be_asked_elsewhere_is_asked_again_until_it_is_known() -> No
     role.shutdown()
     role.shutdown()
     assert connector.log == ["started", "asked", "closed"]
+
+
+def test_a_question_that_fails_is_answered_by_nothing() -> None:
+    connector = Asking()
+    connector.is_failing = True
+    role: Any = SchedulerRole(connector, sees_all=True)
+    request = Request("a", list(range(40)))
+    role.on_new_request(request)
+    deadline = time.monotonic() + 5
+    while (found := role.matched_tokens(request, 0)) == (None, False):
+        assert time.monotonic() < deadline
+    assert found == (0, True)
+    role.shutdown()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 from typing import Any
 
@@ -32,7 +33,23 @@ def cache_config(*groups: Group) -> Any:
     )
 
 
-def vllm_config(*, dtype: str = "bfloat16", tp: int = 1, **given: Any) -> Any:
+class HfConfig(dict[str, Any]):
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+
+HF = {"rope_theta": 1e4, "layers": [1, 2], "_name_or_path": "/here", "odd": object()}
+
+
+def vllm_config(
+    *,
+    dtype: str = "bfloat16",
+    tp: int = 1,
+    model: dict[str, Any] | None = None,
+    hf: dict[str, Any] | None = None,
+    backend: Any = None,
+    **given: Any,
+) -> Any:
     extra = {"listen": LISTEN, **given.pop("extra", {})}
     transfer: dict[str, Any] = {
         "engine_id": "p",
@@ -45,7 +62,12 @@ def vllm_config(*, dtype: str = "bfloat16", tp: int = 1, **given: Any) -> Any:
     return namespace(
         kv_transfer_config=namespace(**transfer),
         cache_config=namespace(block_size=32, cache_dtype="auto"),
-        model_config=namespace(model="tiny", dtype=dtype),
+        model_config=namespace(
+            **{"model": "tiny", "dtype": dtype, "revision": None}
+            | {"quantization": None, "hf_config": HfConfig({**HF, **(hf or {})})}
+            | (model or {})
+        ),
+        attention_config=namespace(backend=backend, backend_per_kind={}),
         parallel_config=namespace(**parallel),
     )
 
@@ -83,17 +105,51 @@ def test_every_layer_knows_its_group() -> None:
     assert settings.groups == {"a": 0, "b": 0, "c": 1}
 
 
+def test_it_is_known_how_much_a_block_takes_in_all_layers() -> None:
+    groups = cache_config(
+        Group(["a", "b"], FullAttentionSpec()), Group(["c"], FullAttentionSpec())
+    )
+    settings = Settings.of(vllm_config(), groups, side="scheduler")
+    assert settings.engine.block_nbytes == 3 * 4096
+
+
 @pytest.mark.parametrize(
     ("field", "other"),
     [
         ("model", vllm_config(extra={"fingerprint": "another"})),
         ("dtype", vllm_config(dtype="float32")),
         ("layout", vllm_config(tp=2)),
+        ("model", vllm_config(model={"revision": "old"})),
+        ("details", vllm_config(model={"quantization": "fp8"})),
+        ("details", vllm_config(hf={"rope_theta": 5e5})),
+        ("details", vllm_config(hf={"rope_scaling": {"factor": 8}})),
+        ("details", vllm_config(backend=types.SimpleNamespace(name="TRITON_ATTN"))),
     ],
 )
 def test_what_must_be_equal_is_named_where_it_differs(field: str, other: Any) -> None:
     assert fingerprint(vllm_config()).difference(fingerprint(vllm_config())) is None
     assert fingerprint(vllm_config()).difference(fingerprint(other)) == field
+
+
+def test_another_vllm_may_lay_out_blocks_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = fingerprint(vllm_config())
+    newer = types.SimpleNamespace(__version__="0.99")
+    monkeypatch.setitem(sys.modules, "vllm", newer)
+    assert ours.difference(fingerprint(vllm_config())) == "details"
+
+
+def test_where_a_model_was_read_does_not_matter_if_it_is_called_the_same() -> None:
+    ours, theirs = (
+        vllm_config(
+            model={"model": path, "revision": revision},
+            hf={"_name_or_path": path, "transformers_version": path},
+            extra={"fingerprint": "tiny"},
+        )
+        for path, revision in (("/here", None), ("/there", "main"))
+    )
+    assert fingerprint(ours).difference(fingerprint(theirs)) is None
 
 
 def test_other_layers_are_another_layout() -> None:
@@ -107,6 +163,7 @@ def test_other_layers_are_another_layout() -> None:
     [
         (vllm_config(extra={"mode": "p2"}), None, "mode is 'p2'"),
         (vllm_config(pipeline_parallel_size=2), None, "pipeline_parallel_size is 2"),
+        (vllm_config(data_parallel_size=2), None, "data_parallel_size is 2"),
         (
             vllm_config(),
             cache_config(Group(["a"], SlidingWindowSpec())),
