@@ -70,7 +70,8 @@ class P2PLoad:
         When it ends, in whatever way, the blocks are no longer written to.
 
         :raises TimeoutError: nothing came for too long
-        :raises IncompatiblePeer: what came was not this prompt's, or another model's
+        :raises IncompatiblePeer: what came was not this prompt's, or another model's,
+            or not all of it
         """
         self._untaken, self._unseen = dict(sources), set(sources)
         for read in reads.values():
@@ -85,6 +86,12 @@ class P2PLoad:
             raise failed.exceptions[0] from None
         finally:
             self.end()
+        lacking = [layer for layer, count in self._missing.items() if count]
+        if lacking:
+            raise IncompatiblePeer(
+                f"nothing came for {lacking[0]} and {len(lacking) - 1} more layers",
+                field="layers",
+            )
 
     def end(self) -> None:
         """Nothing more will come: nobody waits any longer. Never waits."""

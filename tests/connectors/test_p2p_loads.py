@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.connectors.assembling import Assembly
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import HEADER, EntryHeader
@@ -97,3 +98,20 @@ async def test_nothing_is_waited_for_longer_than_it_may_take() -> None:
     async with LookupBuffer("16MiB") as buffer:
         with pytest.raises(TimeoutError):
             await run(load, buffer)
+
+
+async def test_an_entry_that_lacks_a_layer_is_no_success(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for layers in ("a", "ab"):
+        async with LookupBuffer("16MiB") as buffer:
+            load, _ = load_of()
+            kv = {layer: torch.ones(2, 5) for layer in layers}
+            extras = {"asynckv": header_of()}
+            await buffer.insert(
+                TOKENS, None, kv, None, None, extras=extras, entry_id="t"
+            )
+            with pytest.raises(IncompatiblePeer):
+                await run(load, buffer)
+            # Whatever an entry says that it has: what did not land is missed.
+            monkeypatch.setattr(Assembly, "land", lambda *_: None)
