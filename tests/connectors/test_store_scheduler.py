@@ -24,7 +24,11 @@ ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
 
 def make(store: StoreBuffer | None = None) -> StoreScheduler:
     config = KVTransferConfig(
-        kv_role="kv_both", kv_connector_extra_config={"store": "mem://no-such-store"}
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "store": "mem://no-such-store",
+            "fingerprint": "toy",
+        },
     )
     return StoreScheduler(config, ENGINE, store)
 

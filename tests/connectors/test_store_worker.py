@@ -33,11 +33,11 @@ async def engines_of(
         kv_connector="StoreConnector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"store": url},
+        kv_connector_extra_config={"store": url, "fingerprint": "toy"},
     )
     shape = toy_shape(MODEL, tp_size=tp_size)
     async with (
-        StoreBuffer(max_bytes) as store,
+        StoreBuffer(max_bytes, fingerprint="toy") as store,
         serve(url, store=store),
         make_engine("one", config, shape, MODEL, chunk=32) as one,
         make_engine("two", config, shape, MODEL) as two,

@@ -137,7 +137,7 @@ def config_of(url: str) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="StoreConnector",
         kv_role="kv_both",
-        kv_connector_extra_config={"store": url},
+        kv_connector_extra_config={"store": url, "fingerprint": "toy"},
     )
 
 
