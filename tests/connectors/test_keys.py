@@ -45,3 +45,8 @@ def test_ranks_and_namespaces_have_keys_of_their_own() -> None:
 def test_a_digest_is_of_the_first_tokens_only() -> None:
     assert prompt_digest([1, 2, 3], 2) == prompt_digest((1, 2), 2)
     assert prompt_digest([1, 2, 3], 2) != prompt_digest([1, 2, 3], 3)
+
+
+def test_any_salt_is_one() -> None:
+    keys = {prefix_block_keys((1, 2), 2, None, salt) for salt in ("", "\ud800", "a")}
+    assert len(keys) == 3

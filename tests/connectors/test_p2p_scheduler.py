@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.abc import (
@@ -121,17 +122,30 @@ def test_what_could_not_be_saved_or_was_not_computed_is_not_promised() -> None:
         {"transfer_id": ""},
         {"transfer_id": "x" * 300},
         {"transfer_id": 7},
+        {"transfer_id": "\ud800"},
+        {"transfer_id": "a\nb"},
+        {"peer": "\udfff"},
+        {"incarnations": ["\ud800"]},
+        {"incarnations": ["x" * 300]},
+        {"incarnations": ["x"] * 1025},
+        {"num_tokens": float("nan")},
+        {7: 7},
         {"peer": "tcp://169.254.169.254:80"},
         {"shape": {"layout": {"axes": "LKBNH"}, "block_size": -1, "key_nbytes": 1}},
         {"num_tokens": "many"},
     ],
 )
 def test_parameters_from_outside_that_make_no_sense_load_nothing(
-    params: dict[str, Any],
+    params: dict[Any, Any],
 ) -> None:
     scheduler = make()
-    assert scheduler.get_num_new_matched_tokens(load(**params), 0) == (0, False)
+    asked = {"do_remote_prefill": True, "transfer_id": "t", **params}
+    request = KVRequest("r", tuple(range(10)), asked)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, ((7, 8, 9),), 0)
     assert scheduler.statistics().refused_params == 1
+    assert msgspec.msgpack.encode(orders(scheduler))
+    assert orders(scheduler).loads == ()
 
 
 def test_of_several_peers_one_must_be_named() -> None:
@@ -150,3 +164,12 @@ def test_hybrid_models_have_a_list_of_blocks_a_group() -> None:
     assert scheduler.request_finished_all_groups(load(), ((7,), (1,))) == (True, None)
     scheduler.shutdown()
     assert orders(scheduler).aborts == ()
+
+
+def test_a_push_that_makes_no_sense_is_none() -> None:
+    scheduler = make(direction="push")
+    for number, params in enumerate(({"transfer_id": "\ud800"}, {"peer": "\ud800"})):
+        name = f"r{number}"
+        scheduler.on_new_request(save(name, **params))
+        assert orders(scheduler, KVScheduled(name, ((1, 2, 3),), 0, 10)).saves == ()
+    assert scheduler.statistics().refused_params == 2
