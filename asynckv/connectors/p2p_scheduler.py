@@ -264,8 +264,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
 
     def _shape_of(self, peer: str) -> EngineShape | None:
         """Return how the KV of a peer is cut that did not say: as ours."""
-        urls = self.options.peers.get(peer, ())
-        return self.engine.shape_of(len(urls) if len(urls) > 1 else self.engine.tp_size)
+        return self.engine.shape_over(self.options.ranks_of(peer))
 
     def _save_of(self, scheduled: KVScheduled) -> SaveOrder | None:
         known = self._requests.get(scheduled.request_id)
