@@ -28,7 +28,7 @@ class P2PLoad:
     """Reads the entry of each source rank, and fills the blocks layer by layer.
 
     An entry that is of no use is acknowledged all the same: its producer shall not
-    keep it.
+    keep it. One of another prompt is given back: somebody else may be waiting for it.
     """
 
     def __init__(
@@ -119,6 +119,9 @@ class P2PLoad:
                 buffer = await find()
                 async with buffer.open_drop_select(entry_id=entry_id) as stream:
                     self._unseen.discard(rank)
+                    if not _is_of(stream, self.order):
+                        del self._untaken[rank]
+                        raise _another_prompt(stream)
                     try:
                         await self._fill(stream, read, silence)
                     except IncompatiblePeer as exc:
@@ -146,16 +149,6 @@ class P2PLoad:
 
     async def _assembly(self, stream: SelectStream, read: RankRead | None) -> Assembly:
         order = self.order
-        tokens = stream.input_tokens
-        count = 0 if tokens is None else len(tokens)
-        ids = [] if tokens is None else tokens[: order.num_tokens].tolist()
-        if (
-            count < order.num_tokens
-            or prompt_digest(ids, order.num_tokens) != order.digest
-        ):
-            raise IncompatiblePeer(
-                f"the entry of {count} tokens is of another prompt", field="tokens"
-            )
         EntryHeader.check_spec(stream.specs.get(HEADER))
         header = EntryHeader.of(await stream.wait_for(HEADER))
         return Assembly(self._engine, self._caches, order, header, read, stream.specs)
@@ -166,18 +159,35 @@ class P2PLoad:
             _set_done(self._waiting.pop(layer))
 
 
-async def release(source: Source, timeout_s: float) -> None:
+async def release(source: Source, order: LoadOrder, timeout_s: float) -> None:
     """Acknowledge an entry unread, once it is there: nobody needs it.
 
     A cancelled call has done so or not.
 
     :raises TimeoutError: it did not come
+    :raises IncompatiblePeer: it is of another prompt, and was given back
     """
     find, entry_id = source
     async with asyncio.timeout(timeout_s):
         buffer = await find()
-        async with buffer.open_drop_select(entry_id=entry_id):
-            pass
+        async with buffer.open_drop_select(entry_id=entry_id) as stream:
+            if not _is_of(stream, order):
+                raise _another_prompt(stream)
+
+
+def _is_of(stream: SelectStream, order: LoadOrder) -> bool:
+    """Whether an entry's prompt begins as that of the request."""
+    tokens, count = stream.input_tokens, order.num_tokens
+    if tokens is None or len(tokens) < count:
+        return False
+    return prompt_digest(tokens[:count].tolist(), count) == order.digest
+
+
+def _another_prompt(stream: SelectStream) -> IncompatiblePeer:
+    count = 0 if stream.input_tokens is None else len(stream.input_tokens)
+    return IncompatiblePeer(
+        f"the entry of {count} tokens is of another prompt", field="tokens"
+    )
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

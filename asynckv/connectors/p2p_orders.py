@@ -14,9 +14,9 @@ class LoadOrder(msgspec.Struct, frozen=True):
     """Fill ``block_ids`` from a transfer, beginning with its block ``first_block``.
 
     The transfer's prompt must begin with the ``num_tokens`` tokens of this ``digest``.
-    Without blocks nothing is loaded or reported: the producer learns that nobody needs
-    it. ``shape`` is how its engine says its KV is cut. ``is_async``: between steps;
-    else the next forward waits for it, layer by layer.
+    Without blocks nothing is loaded or reported: the producer of that prompt learns
+    that nobody needs it. ``shape`` is how its engine says its KV is cut.
+    ``is_async``: between steps; else the next forward waits for it, layer by layer.
     """
 
     request_id: str

@@ -292,6 +292,8 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
                 transfer_id=known.transfer_id,
                 peer=known.peer,
                 block_ids=(),
+                num_tokens=known.num_tokens,
+                digest=prompt_digest(known.request.token_ids, known.num_tokens),
                 incarnations=known.incarnations,
                 shape=known.shape,
             )

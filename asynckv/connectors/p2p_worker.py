@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import anyio
 import torch
@@ -35,6 +36,9 @@ from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
+
+_RELEASES: Final = 1024
+"""Entries that are let go of at once. Beyond it the oldest leaves by its ``ttl_s``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +288,7 @@ class P2PWorker(
         timeout_s = self.options.load_timeout_s
         for source in sources:
             self._transfers.begin_untold(
-                functools.partial(release, source, timeout_s),
+                functools.partial(release, source, order, timeout_s),
                 f"release of {order.transfer_id}",
+                at_most=_RELEASES,
             )

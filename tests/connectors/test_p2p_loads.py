@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 import torch
 
@@ -65,7 +66,7 @@ async def test_a_layer_is_there_before_the_next_has_come() -> None:
     ("tokens", "block_size", "shape"),
     [([9, *TOKENS], 4, (2, 5)), (TOKENS, 8, (2, 5)), (TOKENS, 4, (1, 5))],
 )
-async def test_what_is_not_what_was_asked_for_is_refused_and_acknowledged(
+async def test_what_is_of_no_use_is_acknowledged_and_what_is_not_ours_given_back(
     tokens: list[int], block_size: int, shape: tuple[int, int]
 ) -> None:
     load, caches = load_of()
@@ -76,7 +77,9 @@ async def test_what_is_not_what_was_asked_for_is_refused_and_acknowledged(
         with pytest.raises(IncompatiblePeer):
             await run(load, buffer)
         await load.wait_for("a")
+        assert await buffer.withdraw("t") == (tokens != TOKENS)
         assert buffer.statistics().entries == 0
+        assert load.untaken_sources == ()
         assert not caches.pools("a")[0].any()
 
 
@@ -89,7 +92,11 @@ async def test_a_cancelled_load_says_what_it_left_where() -> None:
         await asyncio.wait([loading])
         (source,) = load.untaken_sources
         await buffer.insert(TOKENS, None, torch.ones(3), None, None, entry_id="t")
-        await release(source, 5)
+        other = msgspec.structs.replace(ORDER, digest=prompt_digest([7], 1))
+        with pytest.raises(IncompatiblePeer, match="another prompt"):
+            await release(source, other, 5)
+        assert buffer.statistics().entries == 1
+        await release(source, ORDER, 5)
         assert buffer.statistics().entries == 0
 
 

@@ -15,6 +15,7 @@ from asynckv.abc import (
 )
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_orders import P2PMetadata
 from asynckv.connectors.p2p_scheduler import P2PScheduler
 
@@ -71,6 +72,7 @@ def test_what_is_not_needed_is_ordered_without_blocks() -> None:
     scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 0)
     (order,) = orders(scheduler).loads
     assert order.block_ids == ()
+    assert (order.num_tokens, order.digest) == (10, prompt_digest(range(10), 10))
     scheduler.on_new_request(load("rejected"))
     assert scheduler.request_finished(load("rejected"), ((),)) == (False, None)
     assert [one.request_id for one in orders(scheduler).loads] == ["rejected"]
