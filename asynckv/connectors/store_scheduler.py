@@ -250,4 +250,5 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
             scheduled.request_id,
             known.keys[first:end],
             tuple(group[first:end] for group in scheduled.block_ids),
+            first,
         )

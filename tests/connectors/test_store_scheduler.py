@@ -88,6 +88,7 @@ def test_what_is_stored_is_loaded_and_the_rest_is_saved_once() -> None:
     scheduled = KVScheduled("r", ((7, 8, 9),), 4, 6)
     (save,) = orders(scheduler, scheduled).saves
     assert (save.block_keys, save.block_ids) == (keys[1:], ((8,),))
+    assert save.first_block == 1
     assert orders(scheduler, scheduled).saves == ()
     assert scheduler.has_pending_work()
 
