@@ -108,6 +108,7 @@ class StoreGround:
 
         :raises AssertionError: something is left, and what
         """
+        await self.scheduler.holds.let_go()
         for key, _ in list(self.store._ledger._values):
             await self.store.delete(key)
         lines = (self.saver._line, self.loader._line, self.scheduler._line)
