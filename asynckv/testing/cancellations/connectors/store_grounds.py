@@ -151,7 +151,7 @@ async def open_store_ground(
     async with contextlib.AsyncExitStack() as stack:
         ((url,),) = stack.enter_context(urls_of(scheme, 1))
         lookup = await stack.enter_async_context(LookupBuffer("1MiB"))
-        store = await stack.enter_async_context(StoreBuffer("16MiB"))
+        store = await stack.enter_async_context(StoreBuffer("16MiB", fingerprint="toy"))
         server = await stack.enter_async_context(serve(url, lookup=lookup, store=store))
         config, workers, caches = config_of(url), [], []
         for place, name in enumerate(("saver", "loader")):
