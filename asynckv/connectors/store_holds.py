@@ -54,9 +54,10 @@ class StoreHolds:
 
     async def let_go(self) -> None:
         """Let all go. A cancellation is held back until then."""
-        for task in tuple(self._tasks):
+        tasks = tuple(self._tasks)
+        for task in tasks:
             task.cancel()
-            await wait_shielded(task)
+        await wait_shielded(asyncio.gather(*tasks, return_exceptions=True))
 
     async def aclose(self) -> None:
         """Let all go, and hold nothing more. A cancellation is held back until then."""
