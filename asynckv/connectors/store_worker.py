@@ -47,13 +47,13 @@ class _Save(NamedTuple):
     """A block that is to be stored."""
 
     order: StoreOrder
-    index: int
+    offset: int
     key: str
 
     @property
     def number(self) -> int:
         """Which of its prompt's blocks it is."""
-        return self.order.first_block + self.index
+        return self.order.first_block + self.offset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
                 self._skipped_blocks += 1
             else:
                 spool = self._registered()
-                value = await spool.gather(save.order.block_ids, save.index)
+                value = await spool.gather(save.order.block_ids, save.offset)
                 put = functools.partial(self._put, save, value)
                 self._transfers.begin_untold(put, f"put {save.key}")
                 self._staged += 1
