@@ -59,6 +59,7 @@ class Assembly:
         self._check(specs)
         self._copies = self._copies_by_layer()
         self._landed: dict[str, dict[str, torch.Tensor]] = {}
+        self._seen: set[str] = set()
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -66,10 +67,16 @@ class Assembly:
         return tuple(self._layers.values())
 
     def land(self, name: str, tensor: torch.Tensor) -> str | None:
-        """Take a tensor; return the source's layer that is whole by it, if one is."""
+        """Take a tensor; return the source's layer that is whole by it, if one is.
+
+        :raises IncompatiblePeer: it has come before
+        """
         layer = name.rpartition(".")[0]
-        if layer not in self._layers:
+        if layer not in self._layers or name not in self._regions[layer]:
             return None
+        if name in self._seen:
+            raise IncompatiblePeer(f"{name} has come twice", field=name)
+        self._seen.add(name)
         landed = self._landed.setdefault(layer, {})
         landed[name] = tensor
         return layer if len(landed) == len(self._regions[layer]) else None
@@ -148,21 +155,34 @@ class Assembly:
         return dict.fromkeys(self._layers, read.copies_of_layer(read.layers[0]))
 
     def _check(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Refuse what lacks a region, or whose elements are not what they are here."""
         is_identity = self._read is None or self._read.plan.is_identity
         for source, target in self._layers.items():
             pools = self._caches.pools(target)
             names = self._regions[source]
-            if is_identity and len(names) != len(pools):
+            if len(names) != self._regions_there(len(pools)):
                 raise _misshapen(source)
             ids = self._order.block_ids[self._caches.group_of(target)]
-            for name, pool in zip(names, pools, strict=is_identity):
+            here = KVBlocks(pools[0], ()).spec
+            for name in names:
                 spec = specs[name]
-                if is_identity:
-                    here = KVBlocks(pool, ()).spec
-                    if (spec.dtype, spec.shape[1:]) != (here.dtype, here.shape[1:]):
-                        raise _misshapen(name)
-                    if spec.shape[0] < self._order.first_block + len(ids):
-                        raise _misshapen(name)
+                if spec.dtype != here.dtype:
+                    raise IncompatiblePeer(
+                        f"{name} is {spec.dtype} there and {here.dtype} here",
+                        field="dtype",
+                        hint="both engines must have the same cache dtype",
+                    )
+                if is_identity and (
+                    spec.shape[1:] != here.shape[1:]
+                    or spec.shape[0] < self._order.first_block + len(ids)
+                ):
+                    raise _misshapen(name)
+
+    def _regions_there(self, here: int) -> int:
+        """Return how many pools a layer has where its blocks come from."""
+        if self._read is None:
+            return here
+        return 2 if self._read.plan.source.layout.split_k_and_v else 1
 
 
 def _misshapen(name: str) -> IncompatiblePeer:

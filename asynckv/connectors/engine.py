@@ -6,7 +6,7 @@ import msgspec
 
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.plans import RankRead, plan_reshard, readers_of
-from asynckv.parallel.shapes import EngineShape, Rank
+from asynckv.parallel.shapes import EngineShape, Rank, split_layers
 
 __all__ = ("KVEngine",)
 
@@ -59,11 +59,31 @@ class KVEngine(msgspec.Struct, frozen=True, kw_only=True):
         """Return how many blocks so many tokens take."""
         return -(-num_tokens // self.block_size)
 
-    def shape_of(self, tp_size: int) -> EngineShape | None:
-        """Return this engine's shape if it had so many ranks, as far as is known."""
-        if self.shape is None or tp_size == self.tp_size:
-            return self.shape
-        return msgspec.structs.replace(self.shape, tp_size=tp_size)
+    def shape_over(
+        self, ranks: int = 0, tp_size: int = 0, pp_size: int = 0
+    ) -> EngineShape | None:
+        """Return this engine's shape if it had so many ranks, as far as is known.
+
+        ``ranks`` are those of all stages. What is not said (0) is as here, or follows
+        from the others; the layers are divided over other stages as vLLM does.
+
+        :raises ValueError: there is no such engine
+        """
+        ours = self.shape
+        if ours is None:
+            return None
+        if ranks:
+            pp_size = pp_size or (ranks // tp_size if tp_size else ours.pp_size)
+            tp_size = tp_size or ranks // pp_size
+            if tp_size * pp_size != ranks:
+                raise ValueError(
+                    f"{ranks} ranks are not {pp_size} stages of {tp_size} ranks each"
+                )
+        tp_size, pp_size = tp_size or ours.tp_size, pp_size or ours.pp_size
+        stages = ours.stages
+        if pp_size != ours.pp_size:
+            stages = split_layers(ours.num_layers, pp_size)
+        return msgspec.structs.replace(ours, tp_size=tp_size, stages=stages)
 
     def reads_from(self, source: EngineShape | None) -> dict[int, RankRead | None]:
         """Return which ranks of another engine this one reads from, and what.

@@ -7,6 +7,7 @@ import dataclasses
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.registry import children_of, find_connector
+from asynckv.connectors.store_line import FINGERPRINT_HINT
 from asynckv.errors import ConfigError
 from asynckv.links.address import parse_url
 from asynckv.links.exposure import check_exposure
@@ -112,9 +113,7 @@ def _store(
     ]
     facts.append(f"{' and '.join(verbs) or 'knows'} the store at {options.store}")
     if config.fingerprint is None:
-        facts.append(
-            "no fingerprint: engines of different models must not share the store"
-        )
+        return facts, [f"fingerprint is not set: {FINGERPRINT_HINT}"]
     return facts, []
 
 

@@ -43,7 +43,8 @@ def prefix_block_keys(
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}")
     ids = _bytes_of(token_ids)
-    named = (block_size, fingerprint, salt)
+    # Of a request, so perhaps no text that could be encoded.
+    named = (block_size, fingerprint, salt.encode("utf-8", "surrogatepass"))
     parent = _digest(b"asynckv/1" + msgspec.msgpack.encode(named))
     keys = []
     for end in range(block_size, len(token_ids) + 1, block_size):

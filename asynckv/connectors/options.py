@@ -43,6 +43,7 @@ class _Extra(msgspec.Struct, frozen=True, kw_only=True):
     save_timeout_s: float = 10.0
     ttl_s: float = 600.0
     consumer_tp_size: int | None = None
+    consumer_pp_size: int | None = None
     connectors: list[dict[str, object]] = []
 
 
@@ -59,7 +60,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     ports after it; or the URLs of all are given. ``direction``:
     ``push`` sends to the decoding engine's own buffer while the prompt is computed,
     ``pull`` keeps it here until that engine fetches it. ``consumer_tp_size`` is how
-    many ranks the engine has that decodes, if not as many as this one.
+    many ranks a stage of the engine has that decodes, ``consumer_pp_size`` how many
+    stages, if not as many as this one.
     """
 
     listen: str | None = None
@@ -71,6 +73,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     save_timeout_s: float = 10.0
     ttl_s: float = 600.0
     consumer_tp_size: int | None = None
+    consumer_pp_size: int | None = None
     are_peers_named: bool = True
 
     @classmethod
@@ -102,7 +105,13 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
             save_timeout_s=found.save_timeout_s,
             ttl_s=found.ttl_s,
             consumer_tp_size=found.consumer_tp_size,
+            consumer_pp_size=found.consumer_pp_size,
         )
+
+    def ranks_of(self, peer: str) -> int:
+        """Return how many ranks ``peer`` has, of all stages; 0 if that is not said."""
+        urls = self.peers.get(peer, ())
+        return len(urls) if len(urls) > 1 else 0
 
     def url_of(self, peer: str, rank: int) -> str:
         """Return where a rank of ``peer`` serves.
@@ -155,8 +164,9 @@ def _check_seconds(found: _Extra) -> None:
                 f"kv_connector_extra_config.{name} is {getattr(found, name):g}",
                 hint="it is more than 0 seconds",
             )
-    if found.consumer_tp_size is not None and found.consumer_tp_size < 1:
-        raise ConfigError("kv_connector_extra_config.consumer_tp_size is less than 1")
+    for name in ("consumer_tp_size", "consumer_pp_size"):
+        if (size := getattr(found, name)) is not None and size < 1:
+            raise ConfigError(f"kv_connector_extra_config.{name} is less than 1")
 
 
 def _peers_of(

@@ -29,7 +29,7 @@ class P2PLoad:
     """Reads the entry of each source rank, and fills the blocks layer by layer.
 
     An entry that is of no use is acknowledged all the same: its producer shall not
-    keep it.
+    keep it. One of another prompt is given back: somebody else may be waiting for it.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class P2PLoad:
 
         :raises TimeoutError: nothing came for too long
         :raises NotSaved: the engine that computed it could not save it
-        :raises IncompatiblePeer: what came was not this prompt's, or another model's
+        :raises IncompatiblePeer: what came was not this prompt's, or another model's,
+            or not all of it
         """
         self._untaken, self._unseen = dict(sources), set(sources)
         for read in reads.values():
@@ -87,6 +88,12 @@ class P2PLoad:
             raise failed.exceptions[0] from None
         finally:
             self.end()
+        lacking = [layer for layer, count in self._missing.items() if count]
+        if lacking:
+            raise IncompatiblePeer(
+                f"nothing came for {lacking[0]} and {len(lacking) - 1} more layers",
+                field="layers",
+            )
 
     def end(self) -> None:
         """Nothing more will come: nobody waits any longer. Never waits."""
@@ -114,6 +121,9 @@ class P2PLoad:
                 buffer = await find()
                 async with buffer.open_drop_select(entry_id=entry_id) as stream:
                     self._unseen.discard(rank)
+                    if not _is_of(stream, self.order):
+                        del self._untaken[rank]
+                        raise _another_prompt(stream)
                     try:
                         await self._fill(stream, read, silence)
                     except (IncompatiblePeer, NotSaved) as exc:
@@ -151,16 +161,6 @@ class P2PLoad:
         EntryHeader.check_spec(stream.specs.get(HEADER))
         header = EntryHeader.of(await stream.wait_for(HEADER))
         header.check_saved()
-        tokens = stream.input_tokens
-        count = 0 if tokens is None else len(tokens)
-        ids = [] if tokens is None else tokens[: order.num_tokens].tolist()
-        if (
-            count < order.num_tokens
-            or prompt_digest(ids, order.num_tokens) != order.digest
-        ):
-            raise IncompatiblePeer(
-                f"the entry of {count} tokens is of another prompt", field="tokens"
-            )
         if header.salt != order.salt:
             raise IncompatiblePeer(
                 "the entry's prompt has another cache salt, LoRA adapter or images",
@@ -174,18 +174,35 @@ class P2PLoad:
             _set_done(self._waiting.pop(layer))
 
 
-async def release(source: Source, timeout_s: float) -> None:
+async def release(source: Source, order: LoadOrder, timeout_s: float) -> None:
     """Acknowledge an entry unread, once it is there: nobody needs it.
 
     A cancelled call has done so or not.
 
     :raises TimeoutError: it did not come
+    :raises IncompatiblePeer: it is of another prompt, and was given back
     """
     find, entry_id = source
     async with asyncio.timeout(timeout_s):
         buffer = await find()
-        async with buffer.open_drop_select(entry_id=entry_id):
-            pass
+        async with buffer.open_drop_select(entry_id=entry_id) as stream:
+            if not _is_of(stream, order):
+                raise _another_prompt(stream)
+
+
+def _is_of(stream: SelectStream, order: LoadOrder) -> bool:
+    """Whether an entry's prompt begins as that of the request."""
+    tokens, count = stream.input_tokens, order.num_tokens
+    if tokens is None or len(tokens) < count:
+        return False
+    return prompt_digest(tokens[:count].tolist(), count) == order.digest
+
+
+def _another_prompt(stream: SelectStream) -> IncompatiblePeer:
+    count = 0 if stream.input_tokens is None else len(stream.input_tokens)
+    return IncompatiblePeer(
+        f"the entry of {count} tokens is of another prompt", field="tokens"
+    )
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,14 +14,11 @@ from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saves import tell_failure
 from asynckv.connectors.transfers import Transfers
 from asynckv.errors import IncompatiblePeer
-from asynckv.observability.lines import as_line
 
 __all__ = ("P2PNotices",)
 
-logger = logging.getLogger(__name__)
-
 _AT_ONCE: Final = 1024
-"""So many may be under way; what is not released is kept by its producer, ``ttl_s``."""
+"""So many may be under way; then the oldest is left to its producer's ``ttl_s``."""
 
 
 class P2PNotices:
@@ -45,13 +41,11 @@ class P2PNotices:
         """The same, of these entries of it."""
         timeout_s = self._options.load_timeout_s
         for source in sources:
-            if self._transfers.others >= _AT_ONCE:
-                # Requests may name transfers that there are not: those are waited for.
-                logger.warning("%s is not released", as_line(order.transfer_id))
-                return
+            # Requests may name transfers that there are not: those are waited for.
             self._transfers.begin_untold(
-                functools.partial(release, source, timeout_s),
+                functools.partial(release, source, order, timeout_s),
                 f"release of {order.transfer_id}",
+                at_most=_AT_ONCE,
             )
 
     def tell_failure(self, order: SaveOrder, header: EntryHeader, reason: str) -> None:
@@ -60,9 +54,9 @@ class P2PNotices:
             targets = self._routes.targets(order)
         except IncompatiblePeer:
             return  # then nobody can wait for it
-        ttl_s = self._options.ttl_s
+        tokens, ttl_s = order.token_ids, self._options.ttl_s
         for target in targets:
             self._transfers.begin_untold(
-                functools.partial(tell_failure, target, header, reason, ttl_s),
+                functools.partial(tell_failure, target, tokens, header, reason, ttl_s),
                 f"failure of {order.transfer_id}",
             )

@@ -15,9 +15,9 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
     The transfer's prompt must begin with the ``num_tokens`` tokens of this ``digest``,
     and must have been computed with the same ``salt`` (see :class:`EntryHeader`).
-    Without blocks nothing is loaded or reported: the producer learns that nobody needs
-    it. ``shape`` is how its engine says its KV is cut. ``is_async``: between steps;
-    else the next forward waits for it, layer by layer.
+    Without blocks nothing is loaded or reported: the producer of that prompt learns
+    that nobody needs it. ``shape`` is how its engine says its KV is cut.
+    ``is_async``: between steps; else the next forward waits for it, layer by layer.
     """
 
     request_id: str

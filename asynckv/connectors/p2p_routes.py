@@ -17,8 +17,9 @@ from asynckv.connectors.p2p_loads import Source
 from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
 from asynckv.connectors.p2p_saves import Target
 from asynckv.connectors.peers import Peers, identity_of
-from asynckv.errors import PeerLost
+from asynckv.errors import IncompatiblePeer, PeerLost
 from asynckv.parallel.plans import RankRead
+from asynckv.parallel.shapes import EngineShape
 from asynckv.protocol.values import PeerIdentity
 
 __all__ = ("P2PRoutes",)
@@ -102,8 +103,7 @@ class P2PRoutes:
 
         :raises IncompatiblePeer: nothing can be divided over as many ranks
         """
-        size = self._options.consumer_tp_size or self._ranks_of(order.peer)
-        readers = self._engine.readers_in(self._engine.shape_of(size))
+        readers = self._engine.readers_in(self._consumer_shape(order.peer))
         if self._options.direction == "pull":
             return ((self._own, order.transfer_id, len(readers)),) if readers else ()
         entry_id = _pushed(order.transfer_id, self._engine.rank)
@@ -126,9 +126,18 @@ class P2PRoutes:
         for callback in self._lost_callbacks:
             callback(peer.id)
 
-    def _ranks_of(self, peer: str) -> int:
-        urls = self._options.peers.get(peer, ())
-        return len(urls) if len(urls) > 1 else self._engine.tp_size
+    def _consumer_shape(self, peer: str) -> EngineShape | None:
+        """Return how the engine is cut that decodes, by the configuration."""
+        options = self._options
+        tp_size, pp_size = options.consumer_tp_size or 0, options.consumer_pp_size or 0
+        try:
+            return self._engine.shape_over(options.ranks_of(peer), tp_size, pp_size)
+        except ValueError as exc:
+            raise IncompatiblePeer(
+                f"{peer or 'the engine that decodes'}: {exc}",
+                field="ranks",
+                hint="consumer_tp_size and consumer_pp_size are those of its URLs",
+            ) from exc
 
     def _source(self, order: LoadOrder, rank: int) -> Source:
         if self._options.direction == "push":

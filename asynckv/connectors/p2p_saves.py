@@ -95,7 +95,11 @@ class P2PSave:
 
 
 async def tell_failure(
-    target: Target, header: EntryHeader, reason: str, ttl_s: float
+    target: Target,
+    token_ids: Sequence[int],
+    header: EntryHeader,
+    reason: str,
+    ttl_s: float,
 ) -> None:
     """Put an entry there that says why there is none, for who waits or will ask.
 
@@ -112,7 +116,8 @@ async def tell_failure(
     async with asyncio.timeout(ttl_s):
         buffer = await find()
         await buffer.insert(
-            *(None, None, None, None, None),
+            torch.tensor(token_ids, dtype=torch.int64),
+            *(None, None, None, None),
             extras={name: told.tensor()},
             entry_id=entry_id,
             ttl_s=ttl_s,

@@ -37,6 +37,7 @@ __all__ = ("P2PScheduler", "P2PSchedulerStatistics")
 logger = logging.getLogger(__name__)
 
 _MAX_ID_LENGTH: Final = 200
+_MAX_INCARNATIONS: Final = 1024
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -207,9 +208,11 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             known = self._requests[request.request_id] = _Known(request)
             try:
                 self._read(known)
-            except (msgspec.ValidationError, ValueError, TypeError) as exc:
+            except (ValueError, TypeError) as exc:  # msgspec's are ValueErrors
+                known.is_to_load = known.is_to_save = False
                 self._refused_params += 1
-                logger.warning("%s has no transfer: %s", as_line(known.name), exc)
+                why = as_line(str(exc))
+                logger.warning("%s has no transfer: %s", as_line(known.name), why)
         return known
 
     def _read(self, known: _Known) -> None:
@@ -217,8 +220,13 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         if given is None:
             return
         params = msgspec.convert({name: given[name] for name in given}, _Params)
-        if len(params.transfer_id) > _MAX_ID_LENGTH:
-            raise ValueError(f"a transfer_id of {len(params.transfer_id)} characters")
+        known.name.encode()  # it goes to the workers too
+        _check_name("transfer_id", params.transfer_id)
+        _check_name("peer", params.peer)
+        if len(params.incarnations) > _MAX_INCARNATIONS:
+            raise ValueError(f"{len(params.incarnations)} incarnations")
+        for incarnation in params.incarnations:
+            _check_name("incarnation", incarnation)
         if params.do_remote_prefill:
             if not params.transfer_id:
                 raise ValueError("it says of no transfer_id where its KV is")
@@ -258,8 +266,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
 
     def _shape_of(self, peer: str) -> EngineShape | None:
         """Return how the KV of a peer is cut that did not say: as ours."""
-        urls = self.options.peers.get(peer, ())
-        return self.engine.shape_of(len(urls) if len(urls) > 1 else self.engine.tp_size)
+        return self.engine.shape_over(self.options.ranks_of(peer))
 
     def _save_of(self, scheduled: KVScheduled) -> SaveOrder | None:
         known = self._requests.get(scheduled.request_id)
@@ -304,6 +311,8 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
                 transfer_id=known.transfer_id,
                 peer=known.peer,
                 block_ids=(),
+                num_tokens=known.num_tokens,
+                digest=prompt_digest(known.request.token_ids, known.num_tokens),
                 incarnations=known.incarnations,
                 shape=known.shape,
             )
@@ -319,3 +328,9 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             "incarnations": list(self._incarnations),
             "shape": msgspec.to_builtins(self.engine.shape),
         }
+
+
+def _check_name(what: str, name: str) -> None:
+    """Refuse what could not be sent on, or logged."""
+    if len(name) > _MAX_ID_LENGTH or not name.isprintable():
+        raise ValueError(f"a {what} of {len(name)} characters, or of unprintable ones")

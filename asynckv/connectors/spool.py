@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from typing import Final
 
+import msgspec
 import torch
 
 from asynckv.abc import BlockIds
@@ -14,20 +17,29 @@ from asynckv.tensors.views import bytes_of
 
 __all__ = ("Spool",)
 
+_MARK_NBYTES: Final = 64
+"""The digest's. What follows it is aligned for every dtype."""
+
 
 class Spool:
     """Gathers a block from every layer's pools, and scatters it into them.
 
-    What a block is in bytes is the order of the layers, and of the pools of each.
+    What a block is in bytes is the order of the layers, and of the pools of each,
+    after a digest of what these are: their names, dtypes and shapes.
     """
 
     def __init__(self, caches: PagedCaches, pool: CopyPool) -> None:
         self._caches = caches
         self._pool = pool
-        self.block_nbytes = sum(
-            KVBlocks(region, ()).block_nbytes
-            for layer in caches.layers
-            for region in caches.pools(layer)
+        pools = [
+            (layer, pool) for layer in caches.layers for pool in caches.pools(layer)
+        ]
+        specs = [(layer, KVBlocks(pool, ()).spec) for layer, pool in pools]
+        told = [(layer, spec.dtype, spec.shape[1:]) for layer, spec in specs]
+        digest = hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=_MARK_NBYTES)
+        self._mark = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        self.block_nbytes = _MARK_NBYTES + sum(
+            KVBlocks(pool, ()).block_nbytes for _, pool in pools
         )
 
     async def gather(self, block_ids: BlockIds, index: int) -> torch.Tensor:
@@ -36,6 +48,7 @@ class Spool:
         A cancelled call no longer reads the blocks.
         """
         value = torch.empty(self.block_nbytes, dtype=torch.uint8)
+        value[:_MARK_NBYTES] = self._mark
         parts = self._parts(value, block_ids, index)
         await self._pool.copy(
             [blocks for blocks, _ in parts], [part for _, part in parts], digest=False
@@ -55,6 +68,8 @@ class Spool:
             raise ValueError(
                 f"a value of {value.nbytes} bytes is no block of {self.block_nbytes}"
             )
+        if not torch.equal(value[:_MARK_NBYTES], self._mark):
+            raise ValueError("a value of other layers, or of another dtype or layout")
         parts = self._parts(value, block_ids, index)
         await self._pool.copy(
             [part for _, part in parts], [blocks for blocks, _ in parts], digest=False
@@ -64,7 +79,7 @@ class Spool:
         self, value: torch.Tensor, block_ids: BlockIds, index: int
     ) -> Sequence[tuple[KVBlocks, torch.Tensor]]:
         parts = []
-        offset = 0
+        offset = _MARK_NBYTES
         for layer in self._caches.layers:
             block = block_ids[self._caches.group_of(layer)][index]
             for region in self._caches.pools(layer):

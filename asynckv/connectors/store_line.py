@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from asynckv.abc import KVStoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
@@ -9,13 +11,22 @@ from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.peers import PeerLine
 from asynckv.errors import ConfigError
 
-__all__ = ("StoreLine",)
+__all__ = ("FINGERPRINT_HINT", "StoreLine")
+
+FINGERPRINT_HINT: Final = (
+    "the model's name and revision, for example: engines share the blocks of those "
+    "that say the same"
+)
 
 
 class StoreLine:
     """Dials when it is needed; a link that is lost fails what is under way at once.
 
-    :raises ConfigError: no store is given or configured
+    A store that is shared says by its users' fingerprints whose blocks are whose:
+    sizes alone tell no model from a finer tuned one.
+
+    :raises ConfigError: no store is given or configured, or it is not said of what
+        model its blocks are
     """
 
     def __init__(
@@ -30,6 +41,11 @@ class StoreLine:
             raise ConfigError(
                 "a StoreConnector needs kv_connector_extra_config.store",
                 hint='the URL of "asynckv serve --store SIZE", for example',
+            )
+        if store is None and config.fingerprint is None:
+            raise ConfigError(
+                "a StoreConnector needs kv_connector_extra_config.fingerprint",
+                hint=FINGERPRINT_HINT,
             )
         self._store = store
         self._line = PeerLine(url or "", config, f"{engine.engine_id}/{name}")

@@ -10,11 +10,15 @@ __all__ = ("StoreMetadata", "StoreOrder")
 
 
 class StoreOrder(msgspec.Struct, frozen=True):
-    """Load or save these blocks, of which each group has one for each key."""
+    """Load or save these blocks, of which each group has one for each key.
+
+    They are those of the prompt from ``first_block`` on.
+    """
 
     request_id: str
     block_keys: tuple[str, ...]
     block_ids: BlockIds
+    first_block: int = 0
 
 
 class StoreMetadata(KVConnectorMetadata, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from typing import Final
 
 from asynckv.abc import (
@@ -26,6 +27,7 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.expected import ExpectedLoads
 from asynckv.connectors.keys import prefix_block_keys, rank_block_keys
 from asynckv.connectors.lifecycle import LifeCounters
+from asynckv.connectors.store_holds import StoreHolds
 from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
@@ -36,6 +38,10 @@ __all__ = ("StoreScheduler", "StoreSchedulerStatistics")
 logger = logging.getLogger(__name__)
 
 _ASK_S: Final = 5.0
+_HELD_S: Final = 10.0
+_MOST_HELD: Final = 256
+_FRESH_S: Final = 4.0
+_MOST_ASKED: Final = 8
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,6 +52,8 @@ class _Known:
     keys: tuple[str, ...]
     is_asked: bool = False
     stored: int | None = None
+    answered_s: float = 0.0
+    times_asked: int = 0
     is_loaded: bool = False
     saved: int = 0
 
@@ -70,7 +78,9 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
     """Looks prompts up in a store, whole block by whole block, and saves new ones.
 
     Until its question is answered a request is "ask again". A store that does not
-    answer within 5 s has nothing. Blocks of an engine with other ranks, block size or
+    answer within 5 s has nothing. What is found is held in the store for 10 s, so that
+    it is not evicted before its load begins; a request that waits longer is asked for
+    again. Blocks of an engine with other ranks, block size or
     layout are not loaded, which is logged once. ``KVRequest.salt`` keeps the blocks of
     some requests from others.
     """
@@ -88,6 +98,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         self._is_producer = config.is_kv_producer
         self._namespace = namespace_of(engine)
         self._line = StoreLine(config, engine, store, "scheduler")
+        self.holds = StoreHolds(_HELD_S, _MOST_HELD)
         self._requests: dict[str, _Known] = {}
         self._questions: list[KVQuestion] = []
         self._orders: list[StoreOrder] = []
@@ -107,6 +118,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         known = self._known(request)
         if known.is_loaded or not self._is_consumer or not known.keys:
             return 0, False
+        self._forget_old_answer(known)
         self._ask_for(known)
         if known.stored is None or request.request_id in self._loads:
             return None, False
@@ -128,13 +140,22 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
                     )
                     for rank in range(self.engine.size)
                 ]
-                num_keys = min(counts)
-                if not num_keys:
+                if found := min(counts):
+                    num_keys = await self._hold(store, question.keys[:found])
+                else:
                     await self._compare(store)
         except (AsyncKVError, OSError, TimeoutError) as exc:
             self._unanswered += 1
             logger.debug("the store does not answer: %s", exc)
         return KVAnswer(question.request_id, num_keys)
+
+    async def _hold(self, store: KVStoreBuffer, keys: tuple[str, ...]) -> int:
+        """Say how many are there for every rank; they stay until a load can begin."""
+        ranks, count = range(self.engine.size), len(keys)
+        all_keys = [rank_block_keys(keys, self._namespace, rank) for rank in ranks]
+        there = await self.holds.hold(store, [key for part in all_keys for key in part])
+        parts = [there[rank * count : (rank + 1) * count] for rank in ranks]
+        return min((*part, False).index(False) for part in parts)
 
     async def _compare(self, store: KVStoreBuffer) -> None:
         """Nothing was found: perhaps because who saves there is cut otherwise."""
@@ -148,6 +169,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         known = self._requests.get(answer.request_id)
         if known is not None and known.stored is None:
             known.stored = max(0, min(answer.num_keys, len(known.keys)))
+            known.answered_s = time.monotonic()
             self._hit_blocks += known.stored
             known.saved = max(known.saved, known.stored)
 
@@ -214,9 +236,13 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         self._loads.clear()
 
     async def aclose(self) -> None:
-        await self._line.aclose()
+        try:
+            await self.holds.aclose()
+        finally:
+            await self._line.aclose()
 
     def abort(self) -> None:
+        self.holds.abort()
         self._line.abort()
 
     def _known(self, request: KVRequest) -> _Known:
@@ -231,9 +257,19 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
             known = self._requests[request.request_id] = _Known(request, keys)
         return known
 
+    def _forget_old_answer(self, known: _Known) -> None:
+        """What was found long ago is held no longer: ask again, but not for ever."""
+        if (
+            known.stored
+            and known.times_asked < _MOST_ASKED
+            and time.monotonic() - known.answered_s > _FRESH_S
+        ):
+            known.is_asked, known.stored, known.saved = False, None, 0
+
     def _ask_for(self, known: _Known) -> None:
         if self._is_consumer and known.keys and not known.is_asked:
             known.is_asked = True
+            known.times_asked += 1
             self._asked += 1
             self._questions.append(KVQuestion(known.request.request_id, known.keys))
 
@@ -250,4 +286,5 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
             scheduled.request_id,
             known.keys[first:end],
             tuple(group[first:end] for group in scheduled.block_ids),
+            first,
         )

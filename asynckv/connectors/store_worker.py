@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 import torch
 
 from asynckv.abc import (
-    BlockIds,
     KVConnectorMetadata,
     KVConnectorWorker,
     KVStoreBuffer,
@@ -40,6 +40,23 @@ __all__ = ("StoreWorker", "StoreWorkerStatistics")
 
 _BLOCKS_AT_ONCE: Final = 16
 _STAGED_BLOCKS: Final = 64
+_STAGED_BYTES: Final = 256 * 2**20
+_WAIT_S: Final = 0.5
+_MOST_CUT: Final = 4096
+
+
+class _Save(NamedTuple):
+    """A block that is to be stored."""
+
+    order: StoreOrder
+    offset: int
+    key: str
+
+    @property
+    def number(self) -> int:
+        """Which of its prompt's blocks it is."""
+        return self.order.first_block + self.offset
+
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +65,8 @@ logger = logging.getLogger(__name__)
 class StoreWorkerStatistics:
     """One rank's transfers.
 
-    ``unsaved_blocks`` were not saved, as the store failed, or as too many were staged:
-    those are ``skipped_blocks``.
+    ``unsaved_blocks`` were not saved, as the store failed, or as it is slow, or for a
+    gap before them: the latter two are ``skipped_blocks``.
     """
 
     loading: int
@@ -67,8 +84,10 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
     """Loads and saves what :class:`~asynckv.connectors.StoreScheduler` decides.
 
     ``wait_for_save`` waits until blocks are copied, not until they are stored: that
-    goes on beside the next steps. While more than 64 blocks are on their way further
-    ones are skipped: a slow store slows no engine down.
+    goes on beside the next steps. While 64 blocks, and 256 MiB, are on their way it
+    waits for room: half a second, and not at all for a store that has stored nothing
+    since it was waited for in vain. What then has no room is skipped, and of the same
+    prompt all that follows: nothing is stored behind a gap.
     """
 
     metadata_type = StoreMetadata
@@ -87,7 +106,11 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._transfers = Transfers()
         self._spool: Spool | None = None
         self._orders: StoreMetadata | None = None
-        self._saves: list[tuple[str, BlockIds, int]] = []
+        self._saves: collections.deque[_Save] = collections.deque()
+        self._ends: dict[str, int] = {}  # of prompts that are not stored further
+        self._staged = 0
+        self._has_ended = asyncio.Event()
+        self._is_stalled = False
         self._at_once = asyncio.Semaphore(_BLOCKS_AT_ONCE)
         self._loaded_blocks = self._saved_blocks = self._skipped_blocks = 0
         self._failed_blocks = 0
@@ -116,14 +139,16 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         if not isinstance(metadata, StoreMetadata):
             raise TypeError(f"{type(metadata).__name__} is another connector's")
         self._orders = metadata
-        self._saves = [
-            (key, order.block_ids, index)
-            for order in metadata.saves
-            for index, key in enumerate(self._keys_of(order))
-        ]
+        self._saves = collections.deque()
+        for order in metadata.saves:
+            if order.first_block <= self._ends.get(order.request_id, -1):
+                del self._ends[order.request_id]  # it is begun again before its gap
+            for index, key in enumerate(self._keys_of(order)):
+                self._saves.append(_Save(order, index, key))
 
     def clear_connector_metadata(self) -> None:
-        self._orders, self._saves = None, []
+        self._orders = None
+        self._saves = collections.deque()
 
     async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
         self._check_loop()
@@ -153,16 +178,20 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
     async def wait_for_save(self) -> None:
         self._check_loop()
-        saves = self._saves  # of this step, also if the next begins meanwhile
+        saves = self._saves  # of this step, although the next one begins meanwhile
+        until_s = asyncio.get_running_loop().time() + _WAIT_S
         while saves:
-            key, block_ids, index = saves[0]
-            if self._transfers.others >= _STAGED_BLOCKS:
+            save = saves[0]
+            if save.order.request_id in self._ends or not await self._has_room(until_s):
+                self._end(save)
                 self._skipped_blocks += 1
             else:
-                value = await self._registered().gather(block_ids, index)
-                put = functools.partial(self._put, key, value)
-                self._transfers.begin_untold(put, f"put {key}")
-            del saves[0]  # not before: a cancelled call has not saved it
+                spool = self._registered()
+                value = await spool.gather(save.order.block_ids, save.offset)
+                put = functools.partial(self._put, save, value)
+                self._transfers.begin_untold(put, f"put {save.key}")
+                self._staged += 1
+            saves.popleft()  # not before: a cancelled call has not saved it
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()
@@ -213,6 +242,31 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
             raise RuntimeError("register_kv_caches() comes first")
         return self._spool
 
+    async def _has_room(self, until_s: float) -> bool:
+        """Whether one more block may be on its way; wait for that, but not for long."""
+        most = max(_STAGED_BLOCKS, _STAGED_BYTES // self._registered().block_nbytes)
+        if self._staged < most:
+            return True
+        if self._is_stalled:
+            return False
+        try:
+            async with asyncio.timeout_at(until_s):
+                while self._staged >= most:
+                    self._has_ended.clear()
+                    await self._has_ended.wait()
+        except TimeoutError:
+            self._is_stalled = True
+            return False
+        return True
+
+    def _end(self, save: _Save) -> None:
+        """The prompt is stored as far as here, at most."""
+        request_id = save.order.request_id
+        end = self._ends.pop(request_id, save.number)
+        self._ends[request_id] = min(end, save.number)
+        if len(self._ends) > _MOST_CUT:
+            del self._ends[next(iter(self._ends))]
+
     def _begin_load(self, order: StoreOrder) -> None:
         spool = self._registered()
         self._transfers.begin(
@@ -259,16 +313,21 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
             await spool.scatter(value, order.block_ids, index)
             self._loaded_blocks += 1
 
-    async def _put(self, key: str, value: torch.Tensor) -> None:
-        is_saved = False
+    async def _put(self, save: _Save, value: torch.Tensor) -> None:
+        is_stored = False
         try:
             async with self._at_once, asyncio.timeout(self.options.save_timeout_s):
                 store = await self._line.store()
                 if not self._is_told:
                     await store.put(SHAPE_KEY, StoredShape.of(self.engine).tensor())
                     self._is_told = True
-                await store.put(key, value)
-                is_saved = True
+                await store.put(save.key, value)
+            is_stored = True
+            self._is_stalled = False
         finally:
-            self._saved_blocks += is_saved
-            self._failed_blocks += not is_saved
+            self._saved_blocks += is_stored
+            self._failed_blocks += not is_stored
+            if not is_stored:
+                self._end(save)
+            self._staged -= 1
+            self._has_ended.set()

@@ -28,6 +28,7 @@ class Transfers:
         self.ledger = TransferLedger()
         self._tasks: dict[Life, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[None]] = set()
+        self._dispensable: dict[asyncio.Task[None], None] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._is_closing = False
 
@@ -85,13 +86,26 @@ class Transfers:
                 callback()
 
     def begin_untold(
-        self, run: Callable[[], Coroutine[Any, Any, None]], name: str
+        self,
+        run: Callable[[], Coroutine[Any, Any, None]],
+        name: str,
+        *,
+        at_most: int | None = None,
     ) -> None:
-        """Run what nobody waits for; that it fails is only logged."""
+        """Run what nobody waits for; that it fails is only logged.
+
+        Where ``at_most`` of those that may be given up are under way the oldest is.
+        """
         if self._is_closing:
             return
+        if at_most is not None and len(self._dispensable) >= at_most:
+            oldest = next(iter(self._dispensable))
+            del self._dispensable[oldest]
+            oldest.cancel()
         task = asyncio.get_running_loop().create_task(run(), name=f"asynckv: {name}")
         self._others.add(task)
+        if at_most is not None:
+            self._dispensable[task] = None
         task.add_done_callback(self._untold_ended)
 
     def cancel(self, request_id: str, way: Way) -> None:
@@ -177,6 +191,7 @@ class Transfers:
 
     def _untold_ended(self, task: asyncio.Task[None]) -> None:
         self._others.discard(task)
+        self._dispensable.pop(task, None)
         if reason := _reason(task):
             logger.debug("%s: %s", as_line(task.get_name()), as_line(reason))
         for callback in self._callbacks:

@@ -9,7 +9,8 @@ from asynckv.cli.checking import check_config
 
 GOOD = (
     '{"kv_connector": "StoreConnector", "kv_role": "kv_both", '
-    '"kv_connector_extra_config": {"store": "tcp://127.0.0.1:7000"}}'
+    '"kv_connector_extra_config": '
+    '{"store": "tcp://127.0.0.1:7000", "fingerprint": "toy"}}'
 )
 
 

@@ -24,7 +24,10 @@ TOKENS = list(range(20))
 
 
 def assembly_of(
-    theirs: EngineShape, header_shape: EngineShape | None, names: tuple[str, ...]
+    theirs: EngineShape,
+    header_shape: EngineShape | None,
+    names: tuple[str, ...],
+    **changes: str | None,
 ) -> tuple[Assembly, ToyRank, ToyRank]:
     ours = toy_shape(MODEL, block_size=8)
     engine = KVEngine(engine_id="D", block_size=8, shape=ours)
@@ -37,7 +40,13 @@ def assembly_of(
         layers=names,
         shape=header_shape,
     )
-    specs = PagedCaches(source.caches, theirs).specs(((3, 1),))
+    ids = (3, 1) if theirs.block_size > 8 else (3, 1, 4)
+    specs = PagedCaches(source.caches, theirs).specs((ids,))
+    for name, spec in changes.items():
+        if spec is None:
+            del specs[name]
+        else:
+            specs[name] = TensorSpec(specs[name].shape, spec)
     read = engine.reads_from(theirs)[0]
     caches = PagedCaches(target.caches, ours)
     return Assembly(engine, caches, order, header, read, specs), source, target
@@ -108,7 +117,41 @@ def test_whole_blocks_must_be_equal_and_enough() -> None:
         TensorSpec((3, 4), "float32"),
         TensorSpec((3, 3), "int32"),
     ):
-        with pytest.raises(IncompatiblePeer, match="blocks that were asked for"):
+        with pytest.raises(IncompatiblePeer, match=r"asked for|int32 there"):
             Assembly(engine, caches, order, header, None, {"a.key": spec})
     good = {"a.key": TensorSpec((3, 3), "float32")}
     assert Assembly(engine, caches, order, header, None, good).layers == ("a",)
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_a_layer_without_its_tensors_is_refused(block_size: int) -> None:
+    theirs = toy_shape(MODEL, block_size=block_size)
+    names = MODEL.layer_names
+    assembly_of(theirs, theirs, names)
+    for lacking in (f"{names[1]}.value", f"{names[0]}.key"):
+        with pytest.raises(IncompatiblePeer, match="blocks that were asked for"):
+            assembly_of(theirs, theirs, names, **{lacking: None})
+    nothing = dict.fromkeys((f"{names[1]}.key", f"{names[1]}.value"), None)
+    with pytest.raises(IncompatiblePeer, match="blocks that were asked for"):
+        assembly_of(theirs, theirs, names, **nothing)
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_another_dtype_is_refused_also_where_heads_and_tokens_move(
+    block_size: int,
+) -> None:
+    theirs = toy_shape(MODEL, block_size=block_size)
+    with pytest.raises(IncompatiblePeer) as caught:
+        name = f"{MODEL.layer_names[1]}.value"
+        assembly_of(theirs, theirs, MODEL.layer_names, **{name: "float32"})
+    assert caught.value.field == "dtype"
+
+
+def test_a_tensor_that_comes_twice_is_refused() -> None:
+    theirs = toy_shape(MODEL, block_size=16)
+    assembly, source, _ = assembly_of(theirs, theirs, MODEL.layer_names)
+    layer = MODEL.layer_names[0]
+    key = source.caches[layer][0][[3, 1]]
+    assert assembly.land(f"{layer}.key", key) is None
+    with pytest.raises(IncompatiblePeer, match="twice"):
+        assembly.land(f"{layer}.key", key)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from asynckv.connectors.engine import KVEngine
@@ -52,7 +53,30 @@ def test_of_replicated_heads_some_ranks_have_no_reader() -> None:
 def test_without_a_shape_ranks_read_from_their_like() -> None:
     plain = KVEngine(engine_id="e", block_size=16, rank=1, tp_size=2)
     assert plain.reads_from(None) == {1: None}
-    assert plain.readers_in(plain.shape_of(2)) == (1,)
+    assert plain.readers_in(plain.shape_over(2)) == (1,)
     with pytest.raises(IncompatiblePeer) as caught:
         plain.reads_from(toy_shape(MODEL))
     assert caught.value.field == "layout"
+
+
+def stages_of(*stages: int, rank: int = 0) -> KVEngine:
+    shape = msgspec.structs.replace(toy_shape(MODEL), stages=stages)
+    return KVEngine(engine_id="e", block_size=16, rank=rank, shape=shape)
+
+
+def test_ranks_of_stages_are_divided_by_their_number() -> None:
+    for rank in (0, 1):
+        engine = stages_of(2, 2, rank=rank)
+        assert engine.readers_in(engine.shape_over(2)) == (rank,)
+        assert engine.readers_in(engine.shape_over(4)) == (2 * rank, 2 * rank + 1)
+        assert engine.readers_in(engine.shape_over(pp_size=1)) == (0,)
+    whole = stages_of(4)
+    for shape in (whole.shape_over(2, tp_size=1), whole.shape_over(pp_size=2)):
+        assert whole.readers_in(shape) == (0, 1)
+
+
+def test_ranks_that_do_not_make_stages_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 ranks are not 2 stages"):
+        stages_of(2, 2).shape_over(3)
+    with pytest.raises(ValueError, match="5 stages"):
+        stages_of(2, 2).shape_over(pp_size=5)

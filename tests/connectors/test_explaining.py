@@ -45,7 +45,9 @@ def test_what_is_wrong_is_said(extra: dict[str, Any], words: str) -> None:
 
 def test_other_connectors_are_explained_too() -> None:
     assert "store is not set" in explained("StoreConnector").problems[0]
-    stored = explained("StoreConnector", store="mem://s")
+    nameless = explained("StoreConnector", store="mem://s")
+    assert "fingerprint is not set" in nameless.problems[0]
+    stored = explained("StoreConnector", store="mem://s", fingerprint="toy")
     assert stored.problems == ()
     assert any("saves to and loads from" in fact for fact in stored.facts)
     assert "no connector 'x'" in explained("x").problems[0]

@@ -55,3 +55,8 @@ def test_a_digest_is_of_the_first_tokens_only() -> None:
 def test_no_salt_is_told_by_no_digest() -> None:
     assert salt_digest("") == b""
     assert len({salt_digest(salt) for salt in ("", "a", "b", "\ud800")}) == 4
+
+
+def test_any_salt_is_one() -> None:
+    keys = {prefix_block_keys((1, 2), 2, None, salt) for salt in ("", "\ud800", "a")}
+    assert len(keys) == 3

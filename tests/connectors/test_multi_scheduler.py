@@ -27,7 +27,10 @@ BOTH = KVTransferConfig(
             },
             {
                 "kv_connector": "StoreConnector",
-                "kv_connector_extra_config": {"store": "mem://no-such-store"},
+                "kv_connector_extra_config": {
+                    "store": "mem://no-such-store",
+                    "fingerprint": "toy",
+                },
             },
         ]
     },

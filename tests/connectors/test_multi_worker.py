@@ -25,7 +25,10 @@ def both(config: KVTransferConfig) -> KVTransferConfig:
                 },
                 {
                     "kv_connector": "StoreConnector",
-                    "kv_connector_extra_config": {"store": "mem://multi-store"},
+                    "kv_connector_extra_config": {
+                        "store": "mem://multi-store",
+                        "fingerprint": "toy",
+                    },
                 },
             ]
         },

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.connectors.assembling import Assembly
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import HEADER, EntryHeader, NotSaved
@@ -70,7 +72,7 @@ async def test_a_layer_is_there_before_the_next_has_come() -> None:
         (TOKENS, 4, (2, 5), b"another's"),
     ],
 )
-async def test_what_is_not_what_was_asked_for_is_refused_and_acknowledged(
+async def test_what_is_of_no_use_is_acknowledged_and_what_is_not_ours_given_back(
     tokens: list[int], block_size: int, shape: tuple[int, int], salt: bytes
 ) -> None:
     load, caches = load_of()
@@ -81,7 +83,9 @@ async def test_what_is_not_what_was_asked_for_is_refused_and_acknowledged(
         with pytest.raises(IncompatiblePeer):
             await run(load, buffer)
         await load.wait_for("a")
+        assert await buffer.withdraw("t") == (tokens != TOKENS)
         assert buffer.statistics().entries == 0
+        assert load.untaken_sources == ()
         assert not caches.pools("a")[0].any()
 
 
@@ -93,7 +97,7 @@ async def test_what_was_not_saved_fails_at_once_and_is_let_go() -> None:
             return buffer
 
         header = EntryHeader(engine_id="P", rank=0, block_size=4, layers=())
-        await tell_failure((find, "t", 1), header, "no room", 60)
+        await tell_failure((find, "t", 1), TOKENS, header, "no room", 60)
         with pytest.raises(NotSaved, match="P/0 has not saved it: no room"):
             await run(load, buffer)
         assert buffer.statistics().entries == 0
@@ -108,7 +112,11 @@ async def test_a_cancelled_load_says_what_it_left_where() -> None:
         await asyncio.wait([loading])
         (source,) = load.untaken_sources
         await buffer.insert(TOKENS, None, torch.ones(3), None, None, entry_id="t")
-        await release(source, 5)
+        other = msgspec.structs.replace(ORDER, digest=prompt_digest([7], 1))
+        with pytest.raises(IncompatiblePeer, match="another prompt"):
+            await release(source, other, 5)
+        assert buffer.statistics().entries == 1
+        await release(source, ORDER, 5)
         assert buffer.statistics().entries == 0
 
 
@@ -117,3 +125,20 @@ async def test_nothing_is_waited_for_longer_than_it_may_take() -> None:
     async with LookupBuffer("16MiB") as buffer:
         with pytest.raises(TimeoutError, match=r"nothing came of t .* for 0.01 s: it"):
             await run(load, buffer)
+
+
+async def test_an_entry_that_lacks_a_layer_is_no_success(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for layers in ("a", "ab"):
+        async with LookupBuffer("16MiB") as buffer:
+            load, _ = load_of()
+            kv = {layer: torch.ones(2, 5) for layer in layers}
+            extras = {"asynckv": header_of()}
+            await buffer.insert(
+                TOKENS, None, kv, None, None, extras=extras, entry_id="t"
+            )
+            with pytest.raises(IncompatiblePeer):
+                await run(load, buffer)
+            # Whatever an entry says that it has: what did not land is missed.
+            monkeypatch.setattr(Assembly, "land", lambda *_: None)

@@ -8,6 +8,7 @@ from asynckv.connectors.p2p_notices import P2PNotices
 from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.transfers import Transfers
+from asynckv.testing.blocked import until
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import toy_shape
 
@@ -31,7 +32,7 @@ async def test_no_number_of_transfers_that_there_are_not_is_waited_for() -> None
     notices, transfers, routes = notices_of(KVEngine(engine_id="P", block_size=4))
     for number in range(1100):
         notices.release(LoadOrder("r", f"{number}", "D", ()))
-    assert transfers.others == 1024
+    await until(lambda: transfers.others == 1024)
     await transfers.aclose()
     await routes.aclose()
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
-from asynckv.errors import PeerLost
+from asynckv.errors import IncompatiblePeer, PeerLost
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import pair_configs, toy_shape
 
@@ -42,6 +43,26 @@ def test_one_entry_is_read_by_two_ranks_or_pushed_to_each() -> None:
     assert (entry_id, deliveries) == ("t", 2)
     pushed = routes_of("push", 0).targets(SAVE)
     assert [(name, count) for _, name, count in pushed] == [("t#0", 1)] * 2
+
+
+def staged(direction: str, ranks: int, stages: tuple[int, ...]) -> P2PRoutes:
+    urls = [f"mem://sD.{rank}" for rank in range(ranks)]
+    extra = {"direction": direction, "consumer_tp_size": None}
+    config = pair_configs(["mem://sP"], urls, extra)[0]
+    shape = msgspec.structs.replace(toy_shape(ToyModel(layers=2)), stages=stages)
+    rank = len(stages) - 1
+    engine = KVEngine(engine_id="P", block_size=16, rank=rank, shape=shape)
+    return P2PRoutes(config, engine)
+
+
+def test_a_stage_saves_for_the_same_stage_of_an_engine_with_as_many() -> None:
+    ((_, _, deliveries),) = staged("pull", 2, (1, 1)).targets(SAVE)
+    assert deliveries == 1
+    assert len(staged("push", 2, (1, 1)).targets(SAVE)) == 1
+    assert len(staged("push", 4, (1, 1)).targets(SAVE)) == 2
+    with pytest.raises(IncompatiblePeer) as caught:
+        staged("push", 3, (1, 1)).targets(SAVE)
+    assert caught.value.field == "ranks"
 
 
 def test_a_rank_reads_from_every_rank_that_has_a_part() -> None:

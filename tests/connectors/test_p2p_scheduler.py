@@ -15,6 +15,7 @@ from asynckv.abc import (
 )
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_orders import P2PMetadata
 from asynckv.connectors.p2p_scheduler import P2PScheduler
 
@@ -72,6 +73,7 @@ def test_what_is_not_needed_is_ordered_without_blocks() -> None:
     scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 0)
     (order,) = orders(scheduler).loads
     assert order.block_ids == ()
+    assert (order.num_tokens, order.digest) == (10, prompt_digest(range(10), 10))
     scheduler.on_new_request(load("rejected"))
     assert scheduler.request_finished(load("rejected"), ((),)) == (False, None)
     assert [one.request_id for one in orders(scheduler).loads] == ["rejected"]
@@ -150,17 +152,30 @@ def test_what_could_not_be_saved_or_was_not_computed_is_not_promised() -> None:
         {"transfer_id": ""},
         {"transfer_id": "x" * 300},
         {"transfer_id": 7},
+        {"transfer_id": "\ud800"},
+        {"transfer_id": "a\nb"},
+        {"peer": "\udfff"},
+        {"incarnations": ["\ud800"]},
+        {"incarnations": ["x" * 300]},
+        {"incarnations": ["x"] * 1025},
+        {"num_tokens": float("nan")},
+        {7: 7},
         {"peer": "tcp://169.254.169.254:80"},
         {"shape": {"layout": {"axes": "LKBNH"}, "block_size": -1, "key_nbytes": 1}},
         {"num_tokens": "many"},
     ],
 )
 def test_parameters_from_outside_that_make_no_sense_load_nothing(
-    params: dict[str, Any],
+    params: dict[Any, Any],
 ) -> None:
     scheduler = make()
-    assert scheduler.get_num_new_matched_tokens(load(**params), 0) == (0, False)
+    asked = {"do_remote_prefill": True, "transfer_id": "t", **params}
+    request = KVRequest("r", tuple(range(10)), asked)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, ((7, 8, 9),), 0)
     assert scheduler.statistics().refused_params == 1
+    assert msgspec.msgpack.encode(orders(scheduler))
+    assert orders(scheduler).loads == ()
 
 
 @pytest.mark.parametrize("params", ["text", 7, ["a", "list"], {1: "one"}])
@@ -189,3 +204,12 @@ def test_hybrid_models_have_a_list_of_blocks_a_group() -> None:
     assert scheduler.request_finished_all_groups(load(), ((7,), (1,))) == (True, None)
     scheduler.shutdown()
     assert orders(scheduler).aborts == ()
+
+
+def test_a_push_that_makes_no_sense_is_none() -> None:
+    scheduler = make(direction="push")
+    for number, params in enumerate(({"transfer_id": "\ud800"}, {"peer": "\ud800"})):
+        name = f"r{number}"
+        scheduler.on_new_request(save(name, **params))
+        assert orders(scheduler, KVScheduled(name, ((1, 2, 3),), 0, 10)).saves == ()
+    assert scheduler.statistics().refused_params == 2

@@ -195,6 +195,18 @@ async def test_kv_of_another_prompt_is_never_taken() -> None:
         )
         assert last.tokens == MODEL.generate(other, 2)
         assert "another prompt" in pair[1].failures["d"]
+        # Nor is it let go of, also if nothing of it is needed: others wait for it.
+        await pair[1].generate(
+            other,
+            request_id="e",
+            kv_transfer_params=first.kv_transfer_params,
+            cached_tokens=len(other),
+        )
+        await until(functools.partial(has_let_go, worker_of(pair[1])))
+        mine = await pair[1].generate(
+            prompt(), request_id="f", kv_transfer_params=first.kv_transfer_params
+        )
+        assert mine.external_tokens == 70
         await all_quiet(pair)
 
 

@@ -13,7 +13,7 @@ async def test_a_block_of_all_layers_goes_out_and_in_again() -> None:
     spool = Spool(PagedCaches(pools, None, {"c": 1}), CopyPool())
     before = {name: pool.clone() for name, pool in pools.items()}
     value = await spool.gather(((4, 2), (1, 5)), 1)
-    assert value.nbytes == spool.block_nbytes == 3 * 12
+    assert value.nbytes == spool.block_nbytes == 64 + 3 * 12
     for pool in pools.values():
         pool.zero_()
     await spool.scatter(value, ((0,), (3,)), 0)
@@ -24,5 +24,25 @@ async def test_a_block_of_all_layers_goes_out_and_in_again() -> None:
 
 async def test_a_value_of_another_size_is_refused() -> None:
     spool = Spool(PagedCaches({"a": torch.zeros(6, 3)}, None), CopyPool())
-    with pytest.raises(ValueError, match="no block of 12"):
+    with pytest.raises(ValueError, match="no block of 76"):
         await spool.scatter(torch.zeros(11, dtype=torch.uint8), ((0,),), 0)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"b": torch.ones(6, 2, 3)},
+        {"a": torch.ones(6, 3, 2)},
+        {"a": torch.ones(6, 2, 3, dtype=torch.int32)},
+    ],
+)
+async def test_a_value_of_other_caches_is_refused_although_it_is_as_large(
+    others: dict[str, torch.Tensor],
+) -> None:
+    pools = {"a": torch.zeros(6, 2, 3)}
+    value = await Spool(PagedCaches(others, None), CopyPool()).gather(((0,),), 0)
+    spool = Spool(PagedCaches(pools, None), CopyPool())
+    assert value.nbytes == spool.block_nbytes
+    with pytest.raises(ValueError, match="other layers"):
+        await spool.scatter(value, ((0,),), 0)
+    assert not pools["a"].any()

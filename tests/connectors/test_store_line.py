@@ -17,7 +17,9 @@ def config_of(**extra: object) -> KVTransferConfig:
 
 
 async def test_the_configured_store_is_dialled_when_it_is_needed() -> None:
-    line = StoreLine(config_of(store="mem://line"), ENGINE, None, "0")
+    line = StoreLine(
+        config_of(store="mem://line", fingerprint="toy"), ENGINE, None, "0"
+    )
     async with StoreBuffer() as store, serve("mem://line", store=store):
         assert await (await line.store()).contains(["a"]) == (False,)
         await line.aclose()
@@ -35,3 +37,8 @@ async def test_a_store_that_is_given_is_used_and_left_open() -> None:
 def test_without_a_store_there_is_no_connector() -> None:
     with pytest.raises(ConfigError, match=r"extra_config\.store"):
         StoreLine(config_of(), ENGINE, None, "0")
+
+
+def test_a_store_of_blocks_of_nobody_knows_which_model_is_not_used() -> None:
+    with pytest.raises(ConfigError, match=r"extra_config\.fingerprint"):
+        StoreLine(config_of(store="mem://line"), ENGINE, None, "0")

@@ -24,7 +24,11 @@ ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
 
 def make(store: StoreBuffer | None = None) -> StoreScheduler:
     config = KVTransferConfig(
-        kv_role="kv_both", kv_connector_extra_config={"store": "mem://no-such-store"}
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "store": "mem://no-such-store",
+            "fingerprint": "toy",
+        },
     )
     return StoreScheduler(config, ENGINE, store)
 
@@ -84,6 +88,7 @@ def test_what_is_stored_is_loaded_and_the_rest_is_saved_once() -> None:
     scheduled = KVScheduled("r", ((7, 8, 9),), 4, 6)
     (save,) = orders(scheduler, scheduled).saves
     assert (save.block_keys, save.block_ids) == (keys[1:], ((8,),))
+    assert save.first_block == 1
     assert orders(scheduler, scheduled).saves == ()
     assert scheduler.has_pending_work()
 
@@ -128,3 +133,36 @@ async def test_blocks_of_an_engine_that_is_cut_otherwise_are_refused_once(
             assert (await scheduler.ask(question)).num_keys == 0
         assert scheduler.statistics().refused == "block_size=8 there and 4 here"
         assert len(caplog.messages) == 1 and "8 there and 4 here" in caplog.text
+
+
+async def test_what_was_found_stays_until_its_load_can_begin() -> None:
+    async with StoreBuffer("1MiB") as store:
+        scheduler = make(store)
+        scheduler.on_new_request(REQUEST)
+        (question,) = scheduler.take_questions()
+        for rank in (0, 1):
+            for key in rank_block_keys(question.keys, namespace_of(ENGINE), rank):
+                await store.put(key, torch.zeros(2**16, dtype=torch.uint8))
+        assert (await scheduler.ask(question)).num_keys == 2
+        for number in range(40):
+            filler = torch.zeros(2**16, dtype=torch.uint8)
+            await store.put(f"filler {number}", filler)
+        assert (await scheduler.ask(question)).num_keys == 2
+        await scheduler.aclose()
+
+
+def test_an_old_answer_is_asked_for_again_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler, now_s = make(), 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    scheduler.on_new_request(REQUEST)
+    asked = 0
+    while questions := scheduler.take_questions():
+        asked += len(questions)
+        scheduler.take_answer(KVAnswer("r", 2))
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (8, True)
+        now_s += 60
+        again = scheduler.get_num_new_matched_tokens(REQUEST, 0)
+        assert again == ((None, False) if asked < 8 else (8, True))
+    assert asked == 8

@@ -8,11 +8,13 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 import torch
 
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
+from asynckv.connectors import store_worker
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_worker import StoreWorker
@@ -38,11 +40,11 @@ async def engines_of(
         kv_connector="StoreConnector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"store": url},
+        kv_connector_extra_config={"store": url, "fingerprint": "toy"},
     )
     shape = toy_shape(MODEL, tp_size=tp_size)
     async with (
-        StoreBuffer(max_bytes) as store,
+        StoreBuffer(max_bytes, fingerprint="toy") as store,
         serve(url, store=store),
         make_engine("one", config, shape, MODEL, chunk=32) as one,
         make_engine("two", config, shape, MODEL) as two,
@@ -124,9 +126,103 @@ async def test_blocks_that_take_long_to_copy_are_saved_though_their_step_is_over
             await saving
             await worker.flush()
             assert worker.statistics().saved_blocks == 3
-            assert worker.statistics().saved_bytes == 3 * 4 * 65536
+            digest_nbytes = 64
+            nbytes = 3 * (4 * 65536 + digest_nbytes)
+            assert worker.statistics().saved_bytes == nbytes
             await store.aclose()
             worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
             await worker.wait_for_save()
             await worker.flush()
             assert worker.statistics().unsaved_blocks == 3
+
+
+class SlowStore(StoreBuffer):
+    """One that stores blocks when its gate is open, and some never."""
+
+    def __init__(self) -> None:
+        super().__init__("16MiB")
+        self.gate = asyncio.Event()
+        self.refused = ""
+
+    async def put(self, key: str, value: torch.Tensor | None) -> None:
+        await self.gate.wait()
+        await asyncio.sleep(0)
+        if self.refused and key.startswith(self.refused):
+            raise OSError("no room")
+        await super().put(key, value)
+
+
+@asynccontextmanager
+async def saving_to(store: SlowStore) -> AsyncIterator[StoreWorker]:
+    config = KVTransferConfig(kv_role="kv_both")
+    worker = StoreWorker(config, KVEngine(engine_id="E", block_size=16), store)
+    worker.register_kv_caches({"layer": torch.ones(16, 64)})
+    async with store, worker:
+        yield worker
+
+
+async def save(worker: StoreWorker, name: str, first: int, end: int) -> list[bool]:
+    """Save these blocks of a prompt; say of all its blocks whether they are stored."""
+    keys = tuple(f"{name}{number}" for number in range(first, end))
+    order = StoreOrder(name, keys, (tuple(range(first, end)),), first)
+    worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+    await worker.wait_for_save()
+    worker.clear_connector_metadata()
+    return await stored(worker, name, end)
+
+
+async def stored(worker: StoreWorker, name: str, end: int) -> list[bool]:
+    store = await worker._line.store()
+    whole = StoreOrder(name, tuple(f"{name}{number}" for number in range(end)), ((),))
+    return list(await store.contains(worker._keys_of(whole)))
+
+
+@pytest.fixture
+def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_worker, "_STAGED_BLOCKS", 2)
+    monkeypatch.setattr(store_worker, "_STAGED_BYTES", 1)
+
+
+@pytest.mark.usefixtures("two_at_once")
+async def test_of_a_long_prompt_all_is_stored_if_the_store_goes_on() -> None:
+    store = SlowStore()
+    store.gate.set()
+    async with saving_to(store) as worker:
+        await save(worker, "r", 0, 12)
+        await worker.flush()
+        assert await stored(worker, "r", 12) == [True] * 12
+        assert worker.statistics().skipped_blocks == 0
+
+
+@pytest.mark.usefixtures("two_at_once")
+async def test_nothing_is_stored_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_worker, "_WAIT_S", 0.001)
+    store = SlowStore()
+    async with saving_to(store) as worker:
+        await save(worker, "r", 0, 5)
+        assert worker.statistics().skipped_blocks == 3
+        # It is not waited for again before it has stored something.
+        monkeypatch.setattr(store_worker, "_WAIT_S", 3600)
+        await save(worker, "s", 0, 1)
+        store.gate.set()
+        await worker.flush()
+        await save(worker, "r", 5, 7)
+        await worker.flush()
+        assert await stored(worker, "r", 7) == [True] * 2 + [False] * 5
+        assert worker.statistics().skipped_blocks == 6
+        # Begun again from there, or before, it is stored.
+        await save(worker, "r", 2, 7)
+        await worker.flush()
+        assert await stored(worker, "r", 7) == [True] * 7
+
+
+async def test_nothing_follows_a_block_that_could_not_be_stored() -> None:
+    store = SlowStore()
+    store.gate.set()
+    store.refused = "r1/"
+    async with saving_to(store) as worker:
+        await save(worker, "r", 0, 2)
+        await worker.flush()
+        await save(worker, "r", 2, 4)
+        await worker.flush()
+        assert await stored(worker, "r", 4) == [True, False, False, False]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 from asynckv.abc import KVTransferResults
 from asynckv.connectors.transfers import Transfers
@@ -106,3 +107,23 @@ async def test_closing_ends_what_nobody_is_told_of_too() -> None:
     await waiting
     transfers.begin_untold(for_ever, "late")
     assert transfers.others == 0
+
+
+async def test_of_what_may_be_given_up_the_oldest_is() -> None:
+    transfers, done = Transfers(), list[int]()
+
+    async def wait(number: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            done.append(number)
+
+    transfers.begin_untold(functools.partial(wait, -1), "one that is needed")
+    for number in range(5):
+        await asyncio.sleep(0)
+        run = functools.partial(wait, number)
+        transfers.begin_untold(run, "one of five", at_most=2)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (done, transfers.others) == ([0, 1, 2], 3)
+    await transfers.aclose()

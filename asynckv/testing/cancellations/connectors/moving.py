@@ -7,6 +7,7 @@ from typing import Final
 
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.p2p_loads import P2PLoad, Source, release
+from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.connectors.p2p_saves import P2PSave
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.connectors.grounds import P2PGround
@@ -63,7 +64,7 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
             await ground.load(name, [worker])
         else:
             for source in left:
-                await release(source, _TIMEOUT_S)
+                await release(source, load.order, _TIMEOUT_S)
         await ground.load(name, ground.decode.workers[1:])
         await ground.check_quiet()
 
@@ -119,11 +120,14 @@ async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
     """Cancelled, it has let an entry go or not, and holds nothing."""
     worker = ground.decode.workers[0]
     sources: list[Source] = []
+    order: LoadOrder
 
     async def before() -> None:
+        nonlocal order
         name = ground.new_name()
         await ground.save(name)
-        sources[:] = worker.routes.sources(ground.load_order(name))[1].values()
+        order = ground.load_order(name)
+        sources[:] = worker.routes.sources(order)[1].values()
         await sweeper.pause()
 
     async def check(outcome: Outcome[None]) -> None:
@@ -138,7 +142,7 @@ async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.check_quiet()
 
     await sweeper.sweep(
-        "a release", lambda: release(sources[0], _TIMEOUT_S), check, before
+        "a release", lambda: release(sources[0], order, _TIMEOUT_S), check, before
     )
 
 

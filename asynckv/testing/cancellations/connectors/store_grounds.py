@@ -108,6 +108,7 @@ class StoreGround:
 
         :raises AssertionError: something is left, and what
         """
+        await self.scheduler.holds.let_go()
         for key, _ in list(self.store._ledger._values):
             await self.store.delete(key)
         lines = (self.saver._line, self.loader._line, self.scheduler._line)
@@ -137,7 +138,7 @@ def config_of(url: str) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="StoreConnector",
         kv_role="kv_both",
-        kv_connector_extra_config={"store": url},
+        kv_connector_extra_config={"store": url, "fingerprint": "toy"},
     )
 
 
@@ -150,7 +151,7 @@ async def open_store_ground(
     async with contextlib.AsyncExitStack() as stack:
         ((url,),) = stack.enter_context(urls_of(scheme, 1))
         lookup = await stack.enter_async_context(LookupBuffer("1MiB"))
-        store = await stack.enter_async_context(StoreBuffer("16MiB"))
+        store = await stack.enter_async_context(StoreBuffer("16MiB", fingerprint="toy"))
         server = await stack.enter_async_context(serve(url, lookup=lookup, store=store))
         config, workers, caches = config_of(url), [], []
         for place, name in enumerate(("saver", "loader")):

@@ -171,6 +171,7 @@ async def a_schedulers_end(ground: StoreGround, sweeper: Sweeper) -> None:
         nonlocal scheduler, asking, closing
         closing = Closing()
         scheduler = StoreScheduler(config_of(ground.url), ground.new_engine())
+        await scheduler.holds.hold(ground.store, ("key",))
         asking = asyncio.create_task(scheduler.ask(question))
         await ticks(3)
         await sweeper.pause()
@@ -240,11 +241,14 @@ async def a_store_workers_end(ground: StoreGround, sweeper: Sweeper) -> None:
 STORES: Final[tuple[ConnectorScenario[StoreGround], ...]] = (
     ConnectorScenario(a_save_of_blocks, ("StoreWorker.wait_for_save",)),
     ConnectorScenario(a_flush, ("StoreWorker.flush", "Transfers.wait_others")),
-    ConnectorScenario(a_question, ("StoreScheduler.ask",)),
+    ConnectorScenario(a_question, ("StoreScheduler.ask", "StoreHolds.hold")),
     ConnectorScenario(a_load_of_blocks, ()),
     ConnectorScenario(a_spool, ("Spool.gather", "Spool.scatter")),
     ConnectorScenario(a_store_that_is_found, ("StoreLine.store",)),
     ConnectorScenario(a_lines_end, ("StoreLine.aclose",)),
-    ConnectorScenario(a_schedulers_end, ("StoreScheduler.aclose",)),
+    ConnectorScenario(
+        a_schedulers_end,
+        ("StoreScheduler.aclose", "StoreHolds.aclose", "StoreHolds.let_go"),
+    ),
     ConnectorScenario(a_store_workers_end, ("StoreWorker.aclose",)),
 )
