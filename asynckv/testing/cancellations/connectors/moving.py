@@ -8,14 +8,14 @@ from typing import Final
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.p2p_loads import P2PLoad, Source, release
 from asynckv.connectors.p2p_orders import LoadOrder
-from asynckv.connectors.p2p_saves import P2PSave
+from asynckv.connectors.p2p_saves import P2PSave, Target, tell_failure
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.connectors.grounds import P2PGround
 from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect
 
-__all__ = ("MOVING", "a_load", "a_release", "a_save")
+__all__ = ("MOVING", "a_failure", "a_load", "a_release", "a_save")
 
 _TIMEOUT_S: Final = 20.0
 _LATE: Final = 5
@@ -146,6 +146,31 @@ async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
     )
 
 
+async def a_failure(ground: P2PGround, sweeper: Sweeper) -> None:
+    """Cancelled, it has said so or not."""
+    worker = ground.prefill.workers[0]
+    header = EntryHeader(engine_id="P", rank=0, block_size=1, layers=())
+    tokens = [1, 2, 3]
+    targets: list[Target] = []
+
+    async def before() -> None:
+        targets[:] = worker.routes.targets(ground.save_order(ground.new_name()))
+        await sweeper.pause()
+
+    async def check(outcome: Outcome[None]) -> None:
+        find, entry_id, _ = targets[0]
+        is_there = await (await find()).withdraw(entry_id)
+        expect(is_there or outcome.cancelled, "it was said, and is not there")
+        await ground.check_quiet()
+
+    await sweeper.sweep(
+        "a failure",
+        lambda: tell_failure(targets[0], tokens, header, "no room", _TIMEOUT_S),
+        check,
+        before,
+    )
+
+
 async def _clear_others(ground: P2PGround) -> None:
     """What was pushed to other ranks lies in their buffers."""
     for buffer in ground.buffers().values():
@@ -157,4 +182,5 @@ MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ConnectorScenario(a_load, ("P2PLoad.run", "Assembly.place")),
     ConnectorScenario(a_save, ("P2PSave.run",)),
     ConnectorScenario(a_release, ("release",)),
+    ConnectorScenario(a_failure, ("tell_failure",)),
 )
