@@ -37,7 +37,16 @@ from asynckv.testing.cancellations.quiet import tasks_now
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect
 
-__all__ = ("SEVERAL", "SeveralGround", "open_several")
+__all__ = (
+    "SEVERAL",
+    "SeveralGround",
+    "a_layer_of_all",
+    "a_save_by_all",
+    "all_who_ask",
+    "open_several",
+    "the_end_of_all",
+    "the_start_of_all",
+)
 
 _LATE: Final = 5
 

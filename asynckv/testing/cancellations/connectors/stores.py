@@ -22,7 +22,18 @@ from asynckv.testing.cancellations.partners import Closing
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect, expect_error
 
-__all__ = ("STORES",)
+__all__ = (
+    "STORES",
+    "a_flush",
+    "a_lines_end",
+    "a_load_of_blocks",
+    "a_question",
+    "a_save_of_blocks",
+    "a_schedulers_end",
+    "a_spool",
+    "a_store_that_is_found",
+    "a_store_workers_end",
+)
 
 _LATE: Final = 5
 
