@@ -438,7 +438,9 @@ async def test_a_cancelled_wait_for_save_leaves_the_save_as_it_is() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["pull", "push"])
+@pytest.mark.parametrize(
+    "direction", ["pull", pytest.param("push", marks=pytest.mark.trust)]
+)
 async def test_a_hundred_aborts_under_load_leave_nothing_behind(direction: str) -> None:
     chance = random.Random(7)
     async with pair_of(SHAPES[1][0], SHAPES[1][1], direction=direction) as pair:

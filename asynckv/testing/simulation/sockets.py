@@ -261,6 +261,23 @@ class SimulatedSocket:
                 break
         return got
 
+    def recvmsg_into(
+        self, buffers: Iterable[Any], ancbufsize: int = 0, flags: int = 0
+    ) -> tuple[int, list[Any], int, None]:
+        """Fill one after the other; what came before an error is counted."""
+        got = 0
+        for buffer in buffers:
+            try:
+                count = self.recv_into(buffer, 0, flags)
+            except OSError:
+                if got:
+                    break
+                raise
+            got += count
+            if count < memoryview(buffer).nbytes:
+                break
+        return got, [], 0, None
+
     def shutdown(self, how: int) -> None:
         self._check_open()
         if self.outgoing is None:

@@ -20,12 +20,14 @@ from asynckv.testing.crashes.run import (
 from asynckv.testing.crashes.workshop import open_workshop
 
 
+@pytest.mark.chaos  # tests/trust/test_crashes.py has more of them
 async def test_a_few_kills_break_no_promise() -> None:
     found = await kill_workers("tcp://127.0.0.1:0", kills=4, seed=1, couples=1)
     assert found.kills >= 4 and found.inserted
     assert found.wrongs == ()
 
 
+@pytest.mark.chaos  # as above
 async def test_leaving_under_load_loses_nothing() -> None:
     found = await leave_under_load("tcp://127.0.0.1:0", seed=1, couples=1, steps=8)
     assert found.inserted and found.wrongs == ()
@@ -71,6 +73,7 @@ def told_last(account: Account, pid: int) -> str:
     return account.last[pid].word if pid in account.last else ""
 
 
+@pytest.mark.trust
 async def test_what_a_killed_one_had_in_its_body_is_given_back_or_found_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -112,7 +112,7 @@ def command(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
+@pytest.mark.chaos  # tests/trust/fuzz/test_fuzz.py reads it anyway
 def test_the_command_tells_how_much_was_tried(command: Callable[..., str]) -> None:
     said = command("--inputs", "200", "--processes", "1")
     assert "inputs in" in said

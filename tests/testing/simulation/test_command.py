@@ -73,7 +73,7 @@ def test_totals_of_several_processes_are_added() -> None:
         totals.add("Killed")
 
 
-@pytest.mark.slow
+@pytest.mark.chaos  # tests/trust/test_simulation.py does so anyway
 @pytest.mark.multiprocess
 def test_seeds_are_shared_out_to_processes() -> None:
     status, text = said("--seeds", "1:3", "--events", "50", "--processes", "2")

@@ -144,10 +144,10 @@ QUICK: Final[tuple[Mutation, ...]] = (
     a_give_back_forgets,
     one_token_is_enough,
     a_receive_bound_is_given_back_twice,
-    a_ttl_is_over_at_once,
-    a_withdrawal_takes_nothing,
 )
 SLOW: Final[tuple[Mutation, ...]] = (
+    a_ttl_is_over_at_once,
+    a_withdrawal_takes_nothing,
     an_acknowledgement_leaves_the_entry,
     a_stale_lease_counts,
     a_cancelled_select_keeps_its_lease,

@@ -58,8 +58,10 @@ def test_a_megabyte_passes_through_small_buffers(machines: Machines) -> None:
     assert bytes(got) == whole
 
 
-def test_a_blocking_socket_parks_its_thread(machines: Machines) -> None:
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_a_blocking_socket_parks_its_thread(machines: Machines, pieces: int) -> None:
     got = bytearray(5000)
+    nbytes = len(got) // pieces
 
     async def serve(sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -67,7 +69,12 @@ def test_a_blocking_socket_parks_its_thread(machines: Machines) -> None:
         loop, set_done = asyncio.get_running_loop(), done.set_result
 
         def receive() -> None:
-            count = sock.recv_into(got, 0, socket.MSG_WAITALL)
+            whole, count = memoryview(got), 0
+            if pieces == 1:
+                count = sock.recv_into(whole, 0, socket.MSG_WAITALL)
+            else:
+                views = [whole[n * nbytes :][:nbytes] for n in range(pieces)]
+                count = sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
             loop.call_soon_threadsafe(set_done, count)
 
         threading.Thread(target=receive).start()
