@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import statistics
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -28,12 +29,13 @@ pytestmark = [
 MIB = 2**20
 BUDGET_BYTES = 64 * MIB
 SPARE_BYTES = 64 * MIB
-ROUNDS = 5
+ROUNDS = 7
 # Of the crowd about a third are thrown out at any moment, and come again.
 UP = 100
 KEPT = 0.5
 ROUND_S = 1.0
 SETTLED_S = 0.25
+STEAL = 7  # of the columns of /proc/stat
 SERVER = f"""
 import asyncio, sys, asynckv
 async def main():
@@ -46,6 +48,7 @@ async def main():
         await asyncio.to_thread(sys.stdin.readline)
 asyncio.run(main())
 """
+BUSY = "print(flush=True)\nwhile True: pass"
 
 
 class Child:
@@ -111,14 +114,25 @@ async def work(lookup: asynckv.KVLookupBuffer) -> None:
         assert torch.equal(entry.key, tensor)
 
 
+def stolen_s() -> float:
+    """Seconds that the host of a virtual machine has kept our core for others."""
+    (core,) = os.sched_getaffinity(0)
+    found = re.search(
+        rf"^cpu{core} (.*)$", Path("/proc/stat").read_text(), re.MULTILINE
+    )
+    assert found is not None
+    return int(found[1].split()[STEAL]) / os.sysconf("SC_CLK_TCK")
+
+
 async def rate_of(lookup: asynckv.KVLookupBuffer) -> float:
+    """How often a second of the core on which it and the server run."""
     loop = asyncio.get_running_loop()
     await asyncio.sleep(SETTLED_S)
-    count, began = 0, loop.time()
+    count, began, stolen = 0, loop.time(), stolen_s()
     while loop.time() < began + ROUND_S:
         await work(lookup)
         count += 1
-    return count / (loop.time() - began)
+    return count / (loop.time() - began - (stolen_s() - stolen))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, chooses cores")
@@ -129,8 +143,10 @@ async def test_who_is_honest_keeps_half_of_its_rate_and_memory_is_bounded(
     # The honest share a core at all times; what the crowd uses up is none of theirs.
     with on_cores({first}):
         rounds, growth = await siege(scale.hostile_connections, set(others) or {first})
-    ratios, there = zip(*rounds, strict=True)
-    kept = statistics.median(ratios)
+    alone, besieged, there = zip(*rounds, strict=True)
+    # What else the machine does only slows, now the one and now the other.
+    kept = sorted(besieged)[-2] / sorted(alone)[-2]
+    ratios = [after / before for before, after in zip(alone, besieged, strict=True)]
     figures(
         f"{scale.hostile_connections} connections, {min(there)} to {max(there)} of "
         f"them up at the end of a round and the others thrown out, the server grew by "
@@ -145,24 +161,29 @@ async def test_who_is_honest_keeps_half_of_its_rate_and_memory_is_bounded(
 
 async def siege(
     count: int, cores_of_the_crowd: set[int]
-) -> tuple[list[tuple[float, int]], int]:
-    """By round, the honest client's rate in a siege beside its rate before it, and
-    how many of the crowd were connected at its end; and the bytes by which the
-    server has grown."""
-    rounds: list[tuple[float, int]] = []
+) -> tuple[list[tuple[float, float, int]], int]:
+    """By round, the honest client's rate before a siege, its rate in it, and how
+    many of the crowd were connected at its end; and the bytes by which the server
+    has grown."""
+    rounds: list[tuple[float, float, int]] = []
     async with running("-c", SERVER) as server, contextlib.AsyncExitStack() as stack:
         url = await server.hear()
         with on_cores(cores_of_the_crowd):
             crowd = await stack.enter_async_context(
                 running("-m", "asynckv.testing.faults.crowd", url, str(count))
             )
+            # Cores are not wholly apart: without a siege the others work as well.
+            others = await stack.enter_async_context(running("-c", BUSY))
+        await others.hear()
         peer = await stack.enter_async_context(asynckv.connect(url, reconnect_s=0))
         await peer.store.put(LARGE, torch.zeros(15_000, dtype=torch.int32))
         await rate_of(peer.lookup)
         before = memory_of(server.pid, "VmRSS")
         for _ in range(ROUNDS):
+            os.kill(others.pid, signal.SIGCONT)
             alone = await rate_of(peer.lookup)
+            os.kill(others.pid, signal.SIGSTOP)
             await crowd.tell("on")
-            kept = await rate_of(peer.lookup) / alone
-            rounds.append((kept, await crowd.tell("off")))
+            besieged = await rate_of(peer.lookup)
+            rounds.append((alone, besieged, await crowd.tell("off")))
         return rounds, memory_of(server.pid, "VmHWM") - before
