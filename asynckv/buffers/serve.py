@@ -205,7 +205,8 @@ class Server(LoopBound):
     def _service_for(self, link: Link) -> _Services:
         kept = self._waiting.for_link()
         services = _Services(link, self._lookup, self._store, kept, self._map_digest)
-        self._forget_ended()
+        for service in services.all:
+            service.call_when_ended(lambda: self._forget_ended(services))
         if services.lookup is not None:
             services.lookup.predecessors = tuple(
                 older.lookup
@@ -221,14 +222,15 @@ class Server(LoopBound):
 
     def _on_lost(self, services: _Services) -> None:
         services.is_lost = True
-        self._forget_ended()
+        self._forget_ended(services)
         if (peer := services.link.peer) not in self.peers:
             for callback in self._lost_callbacks:
                 callback(peer)
 
-    def _forget_ended(self) -> None:
-        """Keep those of lost links whose tasks have not ended yet."""
-        self._services = {s for s in self._services if not s.has_ended}
+    def _forget_ended(self, services: _Services) -> None:
+        """Keep those of a lost link only while a task of theirs has not ended."""
+        if services.has_ended:
+            self._services.discard(services)
 
 
 def serve(

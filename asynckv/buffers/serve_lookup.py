@@ -110,6 +110,7 @@ class LookupService:
         self._charged_bytes = 0
         self._inserts: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ended_callback: Callable[[], None] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -125,6 +126,10 @@ class LookupService:
     def has_ended(self) -> bool:
         """No task of this peer is left."""
         return not self._tasks
+
+    def call_when_ended(self, callback: Callable[[], None]) -> None:
+        """Call back each time that the last task of this peer has ended."""
+        self._ended_callback = callback
 
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
@@ -234,6 +239,8 @@ class LookupService:
         self.kept.inserts.give(nbytes)
         if self.is_leaving:
             self.tell_idle()
+        if self._ended_callback is not None and self.has_ended:
+            self._ended_callback()
 
     def _answer(self, stream: LinkStream, value: int) -> StreamHandler:
         stream.send(Result(int(value)))

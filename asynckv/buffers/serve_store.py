@@ -57,6 +57,7 @@ class StoreService:
         self.under_way: set[object] = set()
         self._idle: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ended_callback: Callable[[], None] | None = None
 
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
@@ -96,8 +97,8 @@ class StoreService:
         self._tasks.add(task)
         task.add_done_callback(lambda _: self.kept.inserts.give(nbytes))
         self.under_way.add(task)
-        task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self.ended)
+        task.add_done_callback(self._task_ended)
         return task
 
     def ended(self, request: object) -> None:
@@ -110,6 +111,10 @@ class StoreService:
     def has_ended(self) -> bool:
         """No task of this peer is left."""
         return not self._tasks
+
+    def call_when_ended(self, callback: Callable[[], None]) -> None:
+        """Call back each time that the last task of this peer has ended."""
+        self._ended_callback = callback
 
     def leave(self) -> None:
         """Begin nothing new. What is under way goes on."""
@@ -130,6 +135,11 @@ class StoreService:
         """Wait for the tasks of an aborted service."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._ended_callback is not None and self.has_ended:
+            self._ended_callback()
 
     def _lookup(self, key: str) -> PinnedValue | None:
         """Return what is stored as ``key``, and charge for it if something is."""

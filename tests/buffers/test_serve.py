@@ -96,6 +96,20 @@ async def test_a_server_tells_who_is_gone(peers: Peers) -> None:
     assert peers.consumer.own_identity.id not in gone
 
 
+async def test_a_lost_link_is_forgotten_with_the_last_of_its_requests(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    await local.insert([1], None, torch.ones(3 * MIB // 2), None, None)
+    insert = asyncio.create_task(
+        peers.producer.lookup.insert([2], None, torch.ones(MIB), None, None)
+    )
+    await until(lambda: local.statistics().waiting_inserts == 1)
+    await peers.producer.aclose()
+    with pytest.raises(PeerLost):
+        await insert
+    await until(lambda: len(peers.server._services) == 1)
+
+
 async def test_what_is_not_served_is_refused(local: LookupBuffer) -> None:
     async with serve("mem://", lookup=local) as server, connect(server.url) as peer:
         with pytest.raises(ConfigError, match="nothing here answers"):

@@ -60,9 +60,7 @@ def _left(watched: Watched) -> Iterator[str]:
 def _counts(watched: Watched) -> Iterator[tuple[str, int]]:
     yield from _of_buffers(watched.local, watched.store)
     if watched.server is not None:
-        # It forgets those that have ended when the next one begins or is lost.
-        served = sum(not services.has_ended for services in watched.server._services)
-        yield "links served", served - len(watched.peers)
+        yield "links served", len(watched.server._services) - len(watched.peers)
         for services in watched.server._services:
             lookup = services.lookup
             if lookup is not None:
