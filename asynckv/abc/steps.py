@@ -6,6 +6,7 @@ Token counts are of one request; block ids are those of one rank's cache.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -105,6 +106,8 @@ class KVTransferResults(msgspec.Struct, frozen=True):
     ``failed_recving`` are in ``finished_recving`` too: their blocks are quiet and
     may be used again, and what ``invalid_block_ids`` name must not be read. In the same
     way ``failed_sending``: their KV is nowhere but here. ``reasons`` says why.
+    ``parts``, where a connector is made of several, says what is whose: a request may
+    be under way in more than one. The rest is all of them together.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -113,6 +116,7 @@ class KVTransferResults(msgspec.Struct, frozen=True):
     failed_recving: frozenset[str] = frozenset()
     invalid_block_ids: frozenset[int] = frozenset()
     reasons: dict[str, str] = {}
+    parts: tuple[KVTransferResults, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(
@@ -127,4 +131,10 @@ class KVTransferResults(msgspec.Struct, frozen=True):
             self.failed_recving | other.failed_recving,
             self.invalid_block_ids | other.invalid_block_ids,
             self.reasons | other.reasons,
+            tuple(
+                one | another
+                for one, another in itertools.zip_longest(
+                    self.parts, other.parts, fillvalue=KVTransferResults()
+                )
+            ),
         )

@@ -55,6 +55,8 @@ class MultiScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA, TakesHand
         self, request: KVRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._chosen.pop(request.request_id, None)
+        if request.request_id in self._held:
+            return None, False  # an older request of that id is not quiet yet
         for index, child in enumerate(self.children):
             found = child.get_num_new_matched_tokens(request, num_computed_tokens)
             if found[0] is None:
@@ -77,9 +79,13 @@ class MultiScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA, TakesHand
         return MultiMetadata(tuple(map(msgspec.msgpack.encode, told)))
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
+        """As the contract says; each connector hears of its own transfers alone.
+
+        :raises ValueError: the results do not say whose they are
+        """
         believed = KVTransferResults()
         for index, child in enumerate(self.children):
-            heard = child.update_connector_output(results)
+            heard = child.update_connector_output(self._part_of(results, index))
             ended = frozenset(
                 name
                 for name in heard.finished_recving
@@ -178,6 +184,14 @@ class MultiScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA, TakesHand
 
     def _askers(self) -> list[AsksElsewhere]:
         return [child for child in self.children if isinstance(child, AsksElsewhere)]
+
+    def _part_of(self, results: KVTransferResults, index: int) -> KVTransferResults:
+        if results and len(results.parts) != len(self.children):
+            raise ValueError(
+                f"results of {len(results.parts)} connectors for {len(self.children)}: "
+                "KVTransferResults.parts says whose they are, and has to be kept"
+            )
+        return results.parts[index] if results.parts else results
 
     def _lets_go(self, request_id: str, index: int) -> bool:
         """Whether that was the last connector that held an aborted request's blocks."""

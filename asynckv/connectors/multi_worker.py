@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -22,9 +24,10 @@ __all__ = ("MultiWorker",)
 
 
 class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
-    """Does what each of its connectors does; what several report comes out once.
+    """Does what each of its connectors does.
 
-    A save has failed where all that report it failed.
+    What they finished comes out in ``parts``, each one's apart. In the whole a request
+    is named once, and a save has failed where all that report it failed.
     """
 
     metadata_type = MultiMetadata
@@ -103,15 +106,16 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()
     ) -> KVTransferResults:
-        results = KVTransferResults()
-        sent: set[str] = set()
-        failed: set[str] = set()
-        for child in self.children:
-            one = child.get_finished(finished_req_ids)
-            sent |= one.finished_sending - one.failed_sending
-            failed |= one.failed_sending
-            results |= one
-        return msgspec.structs.replace(results, failed_sending=frozenset(failed - sent))
+        parts = tuple(child.get_finished(finished_req_ids) for child in self.children)
+        if not any(parts):
+            return KVTransferResults()
+        whole = functools.reduce(operator.or_, parts)
+        sent = [one.finished_sending - one.failed_sending for one in parts]
+        return msgspec.structs.replace(
+            whole,
+            failed_sending=whole.failed_sending.difference(*sent),
+            parts=parts,
+        )
 
     def call_when_finished(self, callback: Callable[[], None]) -> None:
         for child in self.children:

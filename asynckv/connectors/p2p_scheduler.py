@@ -120,10 +120,10 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         self, request: KVRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         known = self._known(request)
-        if not known.is_to_load:
-            return 0, False
         if request.request_id in self._loads:
             return None, False  # an older load of that id is not quiet yet
+        if not known.is_to_load:
+            return 0, False
         count = known.num_tokens - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 

@@ -116,11 +116,13 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         self, request: KVRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         known = self._known(request)
+        if request.request_id in self._loads:
+            return None, False  # an older load of that id is not quiet yet
         if known.is_loaded or not self._is_consumer or not known.keys:
             return 0, False
         self._forget_old_answer(known)
         self._ask_for(known)
-        if known.stored is None or request.request_id in self._loads:
+        if known.stored is None:
             return None, False
         count = known.stored * self.engine.block_size - num_computed_tokens
         return (count, True) if count > 0 else (0, False)

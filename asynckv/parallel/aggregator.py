@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol, TypeVar
 
+from asynckv.parallel.ends import Ends
 from asynckv.parallel.outputs import Foldable, HasKVOutput, KVConnectorOutput
-from asynckv.parallel.reports import Overdue, Reports
+from asynckv.parallel.reports import Overdue
 
 __all__ = ("HasFinishedCount", "KVOutputAggregator")
 
@@ -35,7 +36,9 @@ class KVOutputAggregator:
     call :meth:`forget` when a request is over, or when its transfer begins again
     under the same id. A failed transfer is emitted with the finished one, not before,
     with the first reason that a rank gave. Of requests that are over, and of failures
-    without an end, only the last 16384 are remembered.
+    without an end, only the last 16384 are remembered. Where a connector is made of
+    several each one's ends are counted apart, and come out in ``parts``: in the whole
+    a request is named once for each of them.
     What a step brings is never lost: without an output of the chosen rank it is kept
     for the next step that has one.
 
@@ -58,10 +61,7 @@ class KVOutputAggregator:
         self.deadline_s = deadline_s
         self._clock = clock
         self._world_size = 0
-        self._sending = Reports("sending", max_done=_MAX_DONE)
-        self._receiving = Reports("receiving", max_done=_MAX_DONE)
-        self._failed_sending: dict[str, str] = {}
-        self._failed_recving: dict[str, str] = {}
+        self._ends = Ends(_MAX_DONE)
         self._logged: set[tuple[str, str]] = set()
         self._held = KVConnectorOutput()
 
@@ -85,17 +85,17 @@ class KVOutputAggregator:
     @property
     def duplicates(self) -> int:
         """How many reports came again before their request was complete."""
-        return self._sending.duplicates + self._receiving.duplicates
+        return self._ends.duplicates
 
     @property
     def late(self) -> int:
         """How many reports came after their request was complete."""
-        return self._sending.late + self._receiving.late
+        return self._ends.late
 
     @property
     def unfinished(self) -> int:
         """How many transfers some ranks, but not enough, have reported."""
-        return len(self._sending) + len(self._receiving)
+        return self._ends.unfinished
 
     def aggregate(
         self, outputs: Sequence[_Output | None], output_rank: int = 0
@@ -118,63 +118,39 @@ class KVOutputAggregator:
         for field in _FOLDED:
             self._check_types(field, said)
         self._world_size = max(self._world_size, len(outputs))
-        for one in said:
-            self._note_failures(one)
-        for rank, one in enumerate(said):
-            if one is not None:
-                self._take(rank, one)
+        told = [(rank, one) for rank, one in enumerate(said) if one is not None]
+        for _, one in told:
+            self._ends.note_failures(one)
+        for rank, one in told:
+            self._expect(one.expected_finished_count)
+            ended = self._ends.take(
+                rank, one, expected=self.expected_finished_count, now_s=self._clock()
+            )
+            self._held.add_ends(ended)
         self._log_overdue()
-        for one in said:
-            if one is not None:
-                self._fold(one)
+        for _, one in told:
+            self._fold(one)
         if chosen is None:
             return None
         chosen.kv_connector_output, self._held = self._held, KVConnectorOutput()
         return chosen
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what is known of requests: what is reported from now on is new."""
-        ids = set(request_ids)
-        self._sending.forget(ids)
-        self._receiving.forget(ids)
-        for request_id in ids:
-            self._failed_sending.pop(request_id, None)
-            self._failed_recving.pop(request_id, None)
+        """These requests are over, or begin again: what is reported now is new.
+
+        What only some ranks have reported stays: the others still will, of this
+        transfer, and none of it may count for another one of the same id.
+        """
+        self._ends.forget(request_ids)
 
     def overdue(self) -> list[Overdue]:
         """Return what is past the deadline, and which ranks are missing."""
-        now_s, found = self._clock(), list[Overdue]()
-        for reports in (self._sending, self._receiving):
-            found += reports.overdue(
-                world_size=self._world_size, now_s=now_s, deadline_s=self.deadline_s
-            )
-        return found
-
-    def _note_failures(self, one: KVConnectorOutput | None) -> None:
-        if one is None:
-            return
-        for known, reports, failed in (
-            (self._failed_sending, self._sending, one.failed_sending),
-            (self._failed_recving, self._receiving, one.failed_recving),
-        ):
-            for name in failed or ():
-                if not reports.is_done(name):
-                    known[name] = known.get(name) or one.reasons.get(name, "")
-            while len(known) > _MAX_DONE:
-                del known[next(iter(known))]
-
-    def _take(self, rank: int, one: KVConnectorOutput) -> None:
-        held = self._held
-        self._expect(one.expected_finished_count)
-        if sent := self._complete(self._sending, rank, one.finished_sending):
-            held.finished_sending = (held.finished_sending or set()) | sent
-            if failed := self._end_failures(self._failed_sending, sent):
-                held.failed_sending = (held.failed_sending or set()) | failed
-        if received := self._complete(self._receiving, rank, one.finished_recving):
-            held.finished_recving = (held.finished_recving or set()) | received
-            if failed := self._end_failures(self._failed_recving, received):
-                held.failed_recving = (held.failed_recving or set()) | failed
-        held.invalid_block_ids |= one.invalid_block_ids
+        found = self._ends.overdue(
+            world_size=self._world_size,
+            now_s=self._clock(),
+            deadline_s=self.deadline_s,
+        )
+        return list(found)
 
     def _fold(self, one: KVConnectorOutput) -> None:
         held = self._held
@@ -184,14 +160,6 @@ class KVOutputAggregator:
             if theirs is not None:
                 folded = theirs if mine is None else mine.aggregate(theirs)
                 setattr(held, field, folded)
-
-    def _end_failures(self, known: dict[str, str], ended: set[str]) -> set[str]:
-        """Return which of what ended had failed; the result says why."""
-        failed = ended & known.keys()
-        for name in failed:
-            if reason := known.pop(name):
-                self._held.reasons[name] = reason
-        return failed
 
     def _expect(self, count: int) -> None:
         """Let a worker say how many are to report what nobody has reported yet."""
@@ -205,16 +173,6 @@ class KVOutputAggregator:
             )
             count = self._world_size
         self.expected_finished_count = count
-
-    def _complete(
-        self, reports: Reports, rank: int, request_ids: Iterable[str] | None
-    ) -> set[str]:
-        now_s, expected = self._clock(), self.expected_finished_count
-        return {
-            request_id
-            for request_id in request_ids or ()
-            if reports.add(request_id, rank, expected=expected, now_s=now_s)
-        }
 
     def _check_types(
         self, field: str, said: Sequence[KVConnectorOutput | None]

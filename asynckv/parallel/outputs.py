@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 __all__ = ("Foldable", "HasKVOutput", "KVConnectorOutput")
+
+_ENDS: Final = (
+    "finished_sending",
+    "failed_sending",
+    "finished_recving",
+    "failed_recving",
+)
 
 
 class Foldable(Protocol):
@@ -23,7 +30,8 @@ class KVConnectorOutput:
     A failed receive is in ``failed_recving`` and in ``finished_recving``, a failed send
     in ``failed_sending`` and in ``finished_sending``; ``reasons`` says why.
     ``expected_finished_count``, if above 0, is how many workers are to report
-    requests that nobody has reported yet.
+    requests that nobody has reported yet. ``parts``, where a connector is made of
+    several, says what is whose: the rest is all of them together.
     """
 
     finished_sending: set[str] | None = None
@@ -35,6 +43,7 @@ class KVConnectorOutput:
     expected_finished_count: int = 0
     failed_sending: set[str] | None = None
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
+    parts: tuple[KVConnectorOutput, ...] = ()
 
     def is_empty(self) -> bool:
         """Whether there is nothing to say."""
@@ -46,6 +55,25 @@ class KVConnectorOutput:
             or self.kv_connector_stats
             or self.kv_connector_worker_meta
         )
+
+    def add_ends(self, other: KVConnectorOutput) -> None:
+        """Take in what ended by ``other`` too, part by part."""
+        self.add_whole(other)
+        parts = [
+            *self.parts,
+            *(KVConnectorOutput() for _ in other.parts[len(self.parts) :]),
+        ]
+        for mine, theirs in zip(parts, other.parts, strict=False):
+            mine.add_ends(theirs)
+        self.parts = tuple(parts)
+
+    def add_whole(self, other: KVConnectorOutput) -> None:
+        """The same, but for whose it is."""
+        for field in _ENDS:
+            if theirs := getattr(other, field):
+                setattr(self, field, (getattr(self, field) or set()) | theirs)
+        self.invalid_block_ids |= other.invalid_block_ids
+        self.reasons |= other.reasons
 
 
 class HasKVOutput(Protocol):

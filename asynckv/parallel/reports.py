@@ -83,10 +83,17 @@ class Reports:
         return request_id in self._done
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests are over, or begin again: what is reported now is new."""
+        """These requests are over, or begin again: what is reported now is new.
+
+        But what only some ranks have reported stays: the others still will, of this
+        transfer, whatever has begun under the same id.
+        """
         for request_id in request_ids:
-            self._open.pop(request_id, None)
             self._done.pop(request_id, None)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether some ranks, but not enough, have reported the request."""
+        return request_id in self._open
 
     def overdue(
         self, *, world_size: int, now_s: float, deadline_s: float

@@ -22,6 +22,13 @@ def test_results_are_united_each_request_once() -> None:
     assert both.reasons == {"a": "lost"}
 
 
+def test_what_is_of_one_part_stays_in_it() -> None:
+    a, b = (KVTransferResults(finished_recving=frozenset({name})) for name in "ab")
+    none = KVTransferResults()
+    one, other = KVTransferResults(parts=(a,)), KVTransferResults(parts=(none, b))
+    assert (one | other).parts == (other | one).parts == (a, b)
+
+
 def test_nothing_finished_is_false() -> None:
     assert not KVTransferResults()
     assert KVTransferResults(finished_recving=frozenset({"a"}))

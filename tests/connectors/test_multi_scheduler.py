@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from asynckv.abc import (
     KVAnswer,
     KVConnectorHandshake,
@@ -73,14 +76,66 @@ def test_one_that_does_not_know_yet_is_waited_for() -> None:
     assert scheduler.get_num_new_matched_tokens(plain, 0) == (8, True)
 
 
+def said_by(index: int, *names: str, failed: bool = False) -> KVTransferResults:
+    ids = frozenset(names)
+    one = KVTransferResults(
+        finished_recving=ids, failed_recving=ids if failed else frozenset()
+    )
+    parts = [KVTransferResults(), KVTransferResults()]
+    parts[index] = one
+    return msgspec.structs.replace(one, parts=tuple(parts))
+
+
+def begin_store_load(scheduler: MultiScheduler, name: str = "s") -> KVRequest:
+    plain = KVRequest(name, tuple(range(10)))
+    scheduler.on_new_request(plain)
+    scheduler.take_questions()
+    scheduler.take_answer(KVAnswer(name, 2, asker=1))
+    assert scheduler.get_num_new_matched_tokens(plain, 0) == (8, True)
+    scheduler.update_state_after_alloc(plain, ((1, 2, 3),), 8)
+    return plain
+
+
 def test_an_end_comes_out_once() -> None:
     scheduler = make()
     scheduler.get_num_new_matched_tokens(remote(), 0)
     scheduler.update_state_after_alloc(remote(), ((1, 2, 3),), 10)
     assert scheduler.request_finished(remote(), ((1, 2, 3),)) == (True, None)
-    said = KVTransferResults(finished_recving=frozenset({"r", "other"}))
+    said = said_by(0, "r", "other")
     assert scheduler.update_connector_output(said).finished_recving == {"r"}
     assert not scheduler.update_connector_output(said)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_end_of_one_connector_is_none_of_another(failed: bool) -> None:
+    scheduler = make()
+    begin_store_load(scheduler)
+    assert not scheduler.update_connector_output(said_by(0, "s", failed=failed))
+    believed = scheduler.update_connector_output(said_by(1, "s"))
+    assert believed.finished_recving == {"s"}
+    assert not believed.failed_recving
+
+
+def test_a_load_of_a_used_id_waits_until_the_older_one_is_quiet() -> None:
+    scheduler, plain = make(), KVRequest("r", tuple(range(10)))
+    scheduler.get_num_new_matched_tokens(remote(), 0)
+    scheduler.update_state_after_alloc(remote(), ((1, 2, 3),), 10)
+    scheduler.request_finished(remote(), ((1, 2, 3),))
+    scheduler.on_new_request(plain)
+    scheduler.take_questions()
+    scheduler.take_answer(KVAnswer("r", 2, asker=1))
+    assert scheduler.get_num_new_matched_tokens(plain, 0) == (None, False)
+    scheduler.update_connector_output(said_by(0, "r"))
+    assert scheduler.get_num_new_matched_tokens(plain, 0) == (8, True)
+
+
+def test_results_that_do_not_say_whose_they_are_are_refused() -> None:
+    scheduler = make()
+    begin_store_load(scheduler)
+    ended = KVTransferResults(finished_recving=frozenset({"s"}))
+    with pytest.raises(ValueError, match="parts"):
+        scheduler.update_connector_output(ended)
+    assert not scheduler.update_connector_output(KVTransferResults())
 
 
 async def test_questions_go_to_who_asked_them() -> None:

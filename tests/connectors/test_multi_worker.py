@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import msgspec
+import torch
+
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.multi_scheduler import MultiMetadata
 from asynckv.connectors.multi_worker import MultiWorker
+from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
+from asynckv.connectors.registry import make_worker
+from asynckv.connectors.store_orders import StoreMetadata
 from asynckv.connectors.store_worker import StoreWorker
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import make_engine, pair_configs, toy_shape
@@ -33,6 +41,24 @@ def both(config: KVTransferConfig) -> KVTransferConfig:
             ]
         },
     )
+
+
+async def test_what_has_ended_says_whose_it_is() -> None:
+    config = pair_configs(["mem://mE"], ["mem://no"], {"direction": "pull"})[1]
+    worker = make_worker(both(config), KVEngine(engine_id="E", block_size=16))
+    worker.register_kv_caches({"layer": torch.zeros(4, 64)})
+    load = LoadOrder("r", "t", "P", ((1,),), num_tokens=3)
+    told = (P2PMetadata(loads=(load,)), StoreMetadata())
+    async with worker:
+        parts = tuple(map(msgspec.msgpack.encode, told))
+        worker.bind_connector_metadata(MultiMetadata(parts))
+        await worker.start_load_kv()
+    results = worker.get_finished()
+    first, second = results.parts
+    assert first.failed_recving == results.failed_recving == {"r"}
+    assert first.invalid_block_ids == results.invalid_block_ids == {1}
+    assert not second
+    assert worker.get_finished().parts == ()
 
 
 async def test_a_prompt_is_saved_by_all_and_loaded_from_the_first() -> None:

@@ -91,6 +91,16 @@ def test_an_aborted_load_holds_its_blocks_and_its_id() -> None:
     assert scheduler.get_num_new_matched_tokens(load(), 0) == (10, True)
 
 
+def test_a_request_that_loads_nothing_does_not_take_an_id_that_is_held() -> None:
+    scheduler = make()
+    scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 10)
+    scheduler.request_finished(load(), ((7, 8, 9),))
+    assert scheduler.get_num_new_matched_tokens(save(), 0) == (None, False)
+    said = KVTransferResults(finished_recving=frozenset({"r"}))
+    scheduler.update_connector_output(said)
+    assert scheduler.get_num_new_matched_tokens(save(), 0) == (0, False)
+
+
 def test_a_prompt_is_saved_by_the_step_that_completes_it() -> None:
     scheduler = make()
     scheduler.set_handshake_metadata({0: KVConnectorHandshake(0, "now")})

@@ -106,6 +106,18 @@ def test_an_aborted_load_holds_its_blocks() -> None:
     scheduler.shutdown()
 
 
+def test_a_request_that_loads_nothing_does_not_take_an_id_that_is_held() -> None:
+    scheduler, short = make(), KVRequest("r", (1,))
+    scheduler.on_new_request(REQUEST)
+    scheduler.take_answer(KVAnswer("r", 2))
+    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    scheduler.request_finished(REQUEST, ((7, 8, 9),))
+    assert scheduler.get_num_new_matched_tokens(short, 0) == (None, False)
+    said = KVTransferResults(finished_recving=frozenset({"r"}))
+    scheduler.update_connector_output(said)
+    assert scheduler.get_num_new_matched_tokens(short, 0) == (0, False)
+
+
 def test_what_failed_to_load_is_saved_again_when_it_is_computed() -> None:
     scheduler = make()
     scheduler.on_new_request(REQUEST)

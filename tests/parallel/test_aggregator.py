@@ -105,13 +105,47 @@ def test_a_report_after_completion_changes_nothing() -> None:
 
 def test_a_request_that_is_forgotten_may_come_again() -> None:
     aggregator = KVOutputAggregator(2)
-    _said(aggregator, _received("a", "b"), _received("a"))
-    aggregator.forget(["a", "b", "unknown"])
-    assert _said(aggregator, _received("a"), _received("b")).finished_recving is None
-    assert _said(aggregator, _received("b"), _received("a")).finished_recving == {
-        "a",
-        "b",
-    }
+    _said(aggregator, _received("a"), _received("a"))
+    aggregator.forget(["a", "unknown"])
+    assert _said(aggregator, _received("a"), None).finished_recving is None
+    assert _said(aggregator, None, _received("a")).finished_recving == {"a"}
+
+
+def test_reports_of_some_ranks_are_not_lost_when_their_id_is_used_again() -> None:
+    aggregator = KVOutputAggregator(2)
+    _said(aggregator, _received("a", failed=("a",)), None)
+    aggregator.forget(["a"])  # another request of that id was aborted
+    result = _said(aggregator, None, _received("a"))
+    assert result.finished_recving == result.failed_recving == {"a"}
+
+
+def _by(number: int, one: KVConnectorOutput) -> KVConnectorOutput:
+    """What a worker of three connectors says if one of them has something to say."""
+    parts = [KVConnectorOutput() for _ in range(3)]
+    parts[number] = one
+    whole = KVConnectorOutput(parts=tuple(parts))
+    whole.add_whole(one)
+    return whole
+
+
+def test_ranks_of_one_connector_do_not_complete_a_transfer_of_another() -> None:
+    aggregator = KVOutputAggregator(2)
+    failed = _received("a", failed=("a",))
+    first = _said(aggregator, _by(0, failed), _by(2, _received("a")))
+    assert first.is_empty() and aggregator.unfinished == 2
+    result = _said(aggregator, _by(2, _received("a")), None)
+    assert result.finished_recving == {"a"} and not result.failed_recving
+    assert [part.finished_recving for part in result.parts] == [None, None, {"a"}]
+    result = _said(aggregator, None, _by(0, failed))
+    assert result.parts[0].failed_recving == result.finished_recving == {"a"}
+    assert aggregator.duplicates == aggregator.late == 0
+
+
+def test_what_only_some_ranks_of_a_connector_said_is_overdue() -> None:
+    aggregator = KVOutputAggregator(2, deadline_s=0)
+    _said(aggregator, _by(1, _received("a")), None)
+    (late,) = aggregator.overdue()
+    assert (late.direction, late.missing) == ("receiving by connector 1", (1,))
 
 
 def test_workers_change_how_many_report_new_requests() -> None:
@@ -219,7 +253,7 @@ def test_failures_that_never_end_are_forgotten_by_themselves() -> None:
     aggregator = KVOutputAggregator(1)
     for number in range(20_000):
         _said(aggregator, _received(failed=(f"r{number}",)))
-    assert len(aggregator._failed_recving) == 16 * 1024
+    assert len(aggregator._ends._failed_recving) == 16 * 1024
     assert _said(aggregator, _received("r19999")).failed_recving == {"r19999"}
 
 

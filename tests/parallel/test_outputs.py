@@ -22,3 +22,11 @@ def test_an_output_without_members_is_empty() -> None:
     assert KVConnectorOutput(
         finished_sending=set(), expected_finished_count=2
     ).is_empty()
+
+
+def test_ends_are_added_part_by_part() -> None:
+    one, other = KVConnectorOutput(), KVConnectorOutput(finished_sending={"a"})
+    one.add_ends(KVConnectorOutput(parts=(other,)))
+    one.add_ends(KVConnectorOutput(parts=(KVConnectorOutput(), other)))
+    assert [part.finished_sending for part in one.parts] == [{"a"}, {"a"}]
+    assert one.finished_sending is None

@@ -29,3 +29,12 @@ def test_only_what_is_past_the_deadline_is_overdue() -> None:
         Overdue("a", "sending", (0,), (1, 2), 1, 6),
         Overdue("b", "sending", (1,), (0, 2), 1, 5),
     ]
+
+
+def test_only_complete_requests_are_forgotten() -> None:
+    reports = Reports("sending", max_done=2)
+    reports.add("a", 0, expected=2, now_s=0)
+    reports.add("b", 0, expected=1, now_s=0)
+    reports.forget(["a", "b", "unknown"])
+    assert reports.is_open("a") and not reports.is_done("b")
+    assert reports.add("a", 1, expected=2, now_s=0)

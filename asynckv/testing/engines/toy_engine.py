@@ -20,11 +20,11 @@ from asynckv.abc import (
     KVQuestion,
     KVRequest,
     KVScheduled,
-    KVTransferResults,
     SupportsHandshake,
     TakesHandshakes,
 )
 from asynckv.config import KVLoadFailurePolicy
+from asynckv.connectors.outputs import output_of, results_of
 from asynckv.parallel.aggregator import KVOutputAggregator
 from asynckv.parallel.outputs import KVConnectorOutput
 from asynckv.testing.engines.toy_model import ToyModel
@@ -276,7 +276,7 @@ class ToyEngine:
             await worker.start_load_kv()
         await self._forward(step, metadata)
         told_by = [worker.get_finished() for worker in self.workers]
-        said = [_Said(_output_of(results)) for results in told_by]
+        said = [_Said(output_of(results)) for results in told_by]
         for worker in self.workers:
             worker.clear_connector_metadata()
         if (all_said := self._aggregator.aggregate(said)) is not None:
@@ -326,16 +326,7 @@ class ToyEngine:
     def _take(self, said: KVConnectorOutput) -> None:
         if self.scheduler is None:
             return
-        results = self.scheduler.update_connector_output(
-            KVTransferResults(
-                finished_sending=frozenset(said.finished_sending or ()),
-                failed_sending=frozenset(said.failed_sending or ()),
-                finished_recving=frozenset(said.finished_recving or ()),
-                failed_recving=frozenset(said.failed_recving or ()),
-                invalid_block_ids=frozenset(said.invalid_block_ids),
-                reasons=said.reasons,
-            )
-        )
+        results = self.scheduler.update_connector_output(results_of(said))
         for request_id in results.finished_recving:
             self._wake.set()  # it was set before this step, perhaps, and cleared
             if (held := self._held.pop(request_id, None)) is not None:
@@ -383,14 +374,3 @@ class ToyEngine:
         self._wake.set()
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
-
-
-def _output_of(results: KVTransferResults) -> KVConnectorOutput:
-    return KVConnectorOutput(
-        finished_sending=set(results.finished_sending),
-        finished_recving=set(results.finished_recving),
-        failed_recving=set(results.failed_recving),
-        failed_sending=set(results.failed_sending),
-        reasons=dict(results.reasons),
-        invalid_block_ids=set(results.invalid_block_ids),
-    )
