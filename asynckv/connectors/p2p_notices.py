@@ -59,4 +59,5 @@ class P2PNotices:
             self._transfers.begin_untold(
                 functools.partial(tell_failure, target, tokens, header, reason, ttl_s),
                 f"failure of {order.transfer_id}",
+                at_most=_AT_ONCE,
             )

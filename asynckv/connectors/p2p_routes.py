@@ -109,6 +109,13 @@ class P2PRoutes:
         entry_id = _pushed(order.transfer_id, self._engine.rank)
         return tuple((self._way(order.peer, rank), entry_id, 1) for rank in readers)
 
+    def hang_up(self, order: SaveOrder) -> None:
+        """End the links to who is to read this. Never waits."""
+        if self._options.direction == "push":
+            readers = self._engine.readers_in(self._consumer_shape(order.peer))
+            for rank in readers:
+                self.peers.hang_up(order.peer, rank)
+
     async def aclose(self) -> None:
         """Close what is open. Bounded and shielded by what it closes."""
         await self.peers.aclose()

@@ -24,11 +24,13 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.lifecycle import Life, LifeCounters
 from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.p2p_leaving import P2PLeaving
 from asynckv.connectors.p2p_loads import P2PLoad
 from asynckv.connectors.p2p_notices import P2PNotices
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saves import P2PSave
+from asynckv.connectors.staging import Staging
 from asynckv.connectors.transfers import Transfers, reason_of
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
@@ -41,13 +43,20 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class P2PWorkerStatistics:
-    """One rank's transfers: under way, ended, and what was said of them in vain."""
+    """One rank's transfers: under way, ended, and what was said of them in vain.
+
+    ``staged_saves`` were copied since no step could wait for them, ``staged_bytes`` of
+    them are left; ``late_saves`` were given up, as there was no room for that.
+    """
 
     loading: int
     saving: int
     releasing: int
     loaded_bytes: int
     saved_bytes: int
+    staged_bytes: int
+    staged_saves: int
+    late_saves: int
     connected_peers: int
     lost_peers: int
     lives: LifeCounters
@@ -64,9 +73,10 @@ class P2PWorker(
     """Moves what :class:`~asynckv.connectors.P2PScheduler` decides, for one rank.
 
     It serves its own buffer where it prefills and keeps (``pull``), or where it decodes
-    and is sent to (``push``). A save is over before ``wait_for_save`` returns; one that
-    takes longer than ``save_timeout_s`` is given up. One that failed leaves an entry
-    that says why, so that its loads fail at once. A load that hears nothing for
+    and is sent to (``push``). ``wait_for_save`` waits for blocks, as
+    :class:`P2PLeaving` says, not for peers; a save that takes ``save_timeout_s`` longer
+    than its step is given up. One that failed leaves an entry that says why, so that
+    its loads fail at once. A load that hears nothing for
     ``load_timeout_s`` fails, as do all loads of a peer that is lost, at once.
     """
 
@@ -79,6 +89,8 @@ class P2PWorker(
         self.routes = P2PRoutes(config, engine)
         self._pool = CopyPool()
         self._transfers = Transfers()
+        self._staging = Staging(config.max_bytes)
+        self._leaving = P2PLeaving(self._transfers, self._staging, self._pool)
         self._notices = P2PNotices(self._transfers, self.routes, self.options)
         self._caches: PagedCaches | None = None
         self._orders: P2PMetadata | None = None
@@ -174,9 +186,11 @@ class P2PWorker(
 
     async def wait_for_save(self) -> None:
         self._check_loop()
-        for save in self._saves.values():
+        saves = dict(self._saves)  # of this step, although the next one may begin
+        for life, save in saves.items():
             save.offer_rest()
-        await self._transfers.finish(self._saves, self.options.save_timeout_s)
+            self._transfers.fail_after(life, self.options.save_timeout_s)
+        await self._leaving.leave(saves, self.routes.hang_up)
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()
@@ -194,6 +208,9 @@ class P2PWorker(
             releasing=transfers.others,
             loaded_bytes=self._loaded_bytes,
             saved_bytes=self._saved_bytes,
+            staged_bytes=self._staging.used_bytes,
+            staged_saves=self._staging.copies,
+            late_saves=self._leaving.late,
             connected_peers=routes.peers.connected,
             lost_peers=routes.peers.lost,
             lives=dataclasses.replace(transfers.counters),
@@ -270,14 +287,23 @@ class P2PWorker(
         if order.refusal:
             self._notices.tell_failure(order, self._header_of(order), order.refusal)
             return
-        save = P2PSave(caches, order, self._header_of(order), self.options.ttl_s)
+        save = P2PSave(
+            caches,
+            order,
+            self._header_of(order),
+            self.options.ttl_s,
+            is_local=self.options.direction == "pull",
+        )
         life: Life | None = self._transfers.begin(
             order.request_id,
             "send",
             lambda: self._save(save),
             ended=lambda: self._save_ended(save, life),
         )
-        if life is not None:
+        if life is None:
+            reason = "an older save of that request has not ended"
+            self._notices.tell_failure(order, self._header_of(order), reason)
+        else:
             self._saves[life] = save
 
     def _header_of(self, order: SaveOrder) -> EntryHeader:
@@ -291,6 +317,7 @@ class P2PWorker(
         )
 
     def _save_ended(self, save: P2PSave, life: Life | None) -> None:
+        save.end()
         if life is not None and life.reason:
             header = self._header_of(save.order)
             self._notices.tell_failure(save.order, header, life.reason)

@@ -74,6 +74,16 @@ class PeerLine:
             raise PeerLost(f"the connector that dialled {self.url} was closed")
         return dialling.result()
 
+    def hang_up(self) -> None:
+        """End the link as if it were lost: who comes next dials anew. Never waits."""
+        if self._peer is not None:
+            self._peer.abort()
+
+    def is_of(self, identity: str) -> bool:
+        """Whether who is connected here is called so."""
+        peer = self._peer
+        return peer is not None and peer.is_connected and peer.identity == identity
+
     async def aclose(self) -> None:
         """Say goodbye. Bounded and shielded."""
         self._is_closed = True
@@ -170,6 +180,14 @@ class Peers(LoopBound):
                 f"{as_line(name)} has restarted", hint="its KV is gone: compute it here"
             )
         return peer
+
+    def hang_up(self, name: str, rank: int) -> None:
+        """End the link to one rank of a peer, as if it were lost. Never waits."""
+        for (known, of_rank), line in self._lines.items():
+            if of_rank == rank and (
+                known == name or line.is_of(identity_of(name, rank))
+            ):
+                line.hang_up()
 
     async def aclose(self) -> None:
         """Say goodbye to all of them. Bounded and shielded."""

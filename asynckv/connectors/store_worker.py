@@ -41,7 +41,7 @@ __all__ = ("StoreWorker", "StoreWorkerStatistics")
 _BLOCKS_AT_ONCE: Final = 16
 _STAGED_BLOCKS: Final = 64
 _STAGED_BYTES: Final = 256 * 2**20
-_WAIT_S: Final = 0.5
+_WAIT_S: Final = 0.2
 _MOST_CUT: Final = 4096
 
 
@@ -85,7 +85,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
     ``wait_for_save`` waits until blocks are copied, not until they are stored: that
     goes on beside the next steps. While 64 blocks, and 256 MiB, are on their way it
-    waits for room: half a second, and not at all for a store that has stored nothing
+    waits for room: 0.2 s a step, and not at all for a store that has stored nothing
     since it was waited for in vain. What then has no room is skipped, and of the same
     prompt all that follows: nothing is stored behind a gap.
     """

@@ -121,20 +121,13 @@ class Transfers:
             life.reason = reason
             task.cancel()
 
-    async def finish(self, lives: Iterable[Life], timeout_s: float) -> None:
-        """Wait until these have ended; what is not over in time is given up.
-
-        A cancelled call leaves them as they are.
-        """
-        tasks = {life: task for life in lives if (task := self._tasks.get(life))}
-        if not tasks:
-            return
-        await asyncio.wait(tasks.values(), timeout=timeout_s)
-        late = {life: task for life, task in tasks.items() if not task.done()}
-        for life in late:
-            self.fail(life, f"it took longer than {timeout_s:g} s")
-        if late:
-            await asyncio.wait(late.values())
+    def fail_after(self, life: Life, timeout_s: float) -> None:
+        """Give a transfer up that is not over in time. Never waits."""
+        task = self._tasks.get(life)
+        if task is not None:
+            reason = f"it took longer than {timeout_s:g} s"
+            timer = task.get_loop().call_later(timeout_s, self.fail, life, reason)
+            task.add_done_callback(lambda _: timer.cancel())
 
     async def wait_others(self) -> None:
         """Wait for what nobody is told of. A cancelled call leaves no trace."""

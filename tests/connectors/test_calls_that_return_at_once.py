@@ -29,6 +29,7 @@ from asynckv.testing.cancellations.connectors.grounds import (
     LARGE,
     SMALL,
     open_p2p,
+    until_saved,
 )
 from asynckv.testing.engines.toy_model import ToyModel
 
@@ -127,6 +128,7 @@ async def test_blocks_may_be_overwritten_after_wait_for_save(
         ground.begin_save(name)
         await ground.prefill.workers[0].wait_for_save()
         ground.prefill.caches[0].spoil()
+        await until_saved(ground.prefill.workers[0])
         ground.prefill.workers[0].get_finished()
         ground.prefill.clear()
         await ground.load(name)  # looks at every byte

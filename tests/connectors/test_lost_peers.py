@@ -11,6 +11,7 @@ from asynckv.testing.cancellations.connectors.grounds import (
     P2PGround,
     open_p2p,
     until_loaded,
+    until_saved,
 )
 
 
@@ -62,6 +63,7 @@ async def test_a_peer_that_is_sending_fails_what_it_has_begun() -> None:
         await until(lambda: load.unseen_rank("P/0") is None)
         worker.routes.abort()
         await worker.wait_for_save()
+        await until_saved(worker)
         assert worker.get_finished().failed_sending == {save.request_id}
         await expect_failed(ground, order)
 

@@ -295,7 +295,7 @@ async def test_an_aborted_load_gives_its_blocks_back_when_it_is_quiet() -> None:
 
 
 async def test_prefill_without_room_goes_on_and_says_that_it_did_not_keep_it() -> None:
-    async with pair_of(save_timeout_s=0.05) as pair:
+    async with pair_of(save_timeout_s=0.01) as pair:
         buffer = buffer_of(worker_of(pair[0]))
         full = torch.zeros(buffer.statistics().max_bytes - 65536, dtype=torch.uint8)
         await buffer.insert([1], None, full, None, None)
@@ -310,7 +310,7 @@ async def test_prefill_without_room_goes_on_and_says_that_it_did_not_keep_it() -
 async def test_who_decodes_learns_at_once_that_prefill_had_no_room(
     direction: str,
 ) -> None:
-    async with pair_of(save_timeout_s=0.05, direction=direction) as pair:
+    async with pair_of(save_timeout_s=0.01, direction=direction) as pair:
         buffer = buffer_of(worker_of(pair[direction == "push"]))
         full = torch.zeros(buffer.statistics().max_bytes - 65536, dtype=torch.uint8)
         await buffer.insert([1], None, full, None, None)
@@ -321,7 +321,7 @@ async def test_who_decodes_learns_at_once_that_prefill_had_no_room(
             prompt(), 2, request_id="d", kv_transfer_params=params
         )
         assert last.tokens == MODEL.generate(prompt(), 2)
-        assert "has not saved it: it took longer than 0.05 s" in pair[1].failures["d"]
+        assert "has not saved it: it took longer than 0.01 s" in pair[1].failures["d"]
         assert buffer.statistics().entries == 1
 
 
@@ -354,6 +354,7 @@ async def test_after_wait_for_save_the_blocks_may_be_overwritten() -> None:
             assert isinstance(entry.value, dict)
             assert all(bool((tensor == 1).all()) for tensor in entry.value.values())
             assert EntryHeader.of(entry.extras["asynckv"]).salt == b"salt"
+        await until(lambda: not worker.statistics().saving)
         assert worker.get_finished().finished_sending == {"r"}
 
 
@@ -433,6 +434,7 @@ async def test_a_cancelled_wait_for_save_leaves_the_save_as_it_is() -> None:
         await asyncio.wait([waiting])
         assert waiting.cancelled()
         await worker.wait_for_save()
+        await until(lambda: not worker.statistics().saving)
         assert worker.get_finished().failed_sending == frozenset()
         assert await buffer_of(worker).peek([1, 2, 3]) == 3
 

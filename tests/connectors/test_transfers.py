@@ -82,7 +82,9 @@ async def test_what_takes_too_long_is_given_up() -> None:
     slow = transfers.begin("slow", "send", for_ever)
     fast = transfers.begin("fast", "send", nothing)
     assert slow is not None and fast is not None
-    await transfers.finish([slow, fast], 0.01)
+    for life in (slow, fast):
+        transfers.fail_after(life, 0.01)
+    await ended(transfers, 2)
     results = transfers.results()
     assert results.failed_sending == {"slow"}
     assert "longer than 0.01 s" in results.reasons["slow"]

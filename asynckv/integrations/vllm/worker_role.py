@@ -161,13 +161,12 @@ class WorkerRole:
             lambda failed: self._bridge.tell((failed, (0, 0))),
             tells_of_saves=self._tells_of_saves,
         )
-        worker.call_when_finished(lambda: self._tell(worker, driver))
+        worker.call_when_finished(lambda: self._tell(worker))
         self._bridge.start(driver.run)
         return driver
 
-    def _tell(self, worker: KVConnectorWorker, driver: _Driver) -> None:
+    def _tell(self, worker: KVConnectorWorker) -> None:
         results = worker.get_finished()
-        driver.ended(results)
         statistics, before = worker.statistics(), self._moved
         self._moved = {name: int(getattr(statistics, name, 0)) for name in _MOVED}
         moved = tuple(self._moved[name] - before[name] for name in _MOVED)
@@ -194,9 +193,9 @@ class _Driver:
         self._parts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._bound: KVConnectorMetadata | None = None
         self._refused: KVConnectorMetadata | None = None
-        self._saving: set[asyncio.Task[None]] = set()
-        # One for each request whose save has not been told to have ended.
-        self._unquiet: dict[str, asyncio.Event] = {}
+        # Waits for saves, and whose saves they are; those of the step that was bound.
+        self._saving: dict[asyncio.Task[None], frozenset[str]] = {}
+        self._saved: frozenset[str] = frozenset()
         self.wants_layers = (
             isinstance(worker, SupportsLayerwise) and worker.wants_layers
         )
@@ -220,15 +219,13 @@ class _Driver:
         self._bound = orders
 
         async def bind() -> None:
-            self._note_saves(orders)
+            self._saved = _saved_by(orders)
             try:
                 self._worker.bind_connector_metadata(orders)
             except Exception as exc:
                 self._refused = orders
                 self._tell(_failed_loads(orders, exc))
-                failed = _failed_saves(orders, exc)
-                self.ended(failed)
-                self._tell(failed)
+                self._tell(_failed_saves(orders, exc))
                 raise
 
         self._parts.put_nowait(bind)
@@ -260,16 +257,10 @@ class _Driver:
         """All can be saved, and the step is over."""
         self._parts.put_nowait(self._end)
 
-    def ended(self, results: KVTransferResults) -> None:
-        """The worker says what has ended: those blocks are quiet."""
-        for request_id in results.finished_sending:
-            if (quiet := self._unquiet.pop(request_id, None)) is not None:
-                quiet.set()
-
     async def quiet(self, request_ids: Set[str] | None) -> None:
-        """Wait for the saves of these requests in the steps before, or for all.
+        """Wait until no save of these requests in the steps before reads blocks.
 
-        Cancelled, it gives up those that nobody else gives up.
+        Or of any, for ``None``. Cancelled, it gives up those that nobody else gives up.
         """
         done = asyncio.get_running_loop().create_future()
 
@@ -279,32 +270,27 @@ class _Driver:
         self._parts.put_nowait(reached)
         await done
         try:
-            while request_ids is None and self._saving:
-                await asyncio.wait(self._saving)
-            for request_id in request_ids or ():
-                if (quiet := self._unquiet.get(request_id)) is not None:
-                    await quiet.wait()
+            while saving := [
+                task
+                for task, saved in self._saving.items()
+                if request_ids is None or saved & request_ids
+            ]:
+                await asyncio.wait(saving)
         except asyncio.CancelledError:
             if not self._tells_of_saves:
                 for task in self._saving:
                     task.cancel()
             raise
 
-    def _note_saves(self, orders: KVConnectorMetadata) -> None:
-        if self._tells_of_saves:
-            for save in getattr(orders, "saves", ()):
-                if not getattr(save, "refusal", ""):
-                    self._unquiet.setdefault(save.request_id, asyncio.Event())
-
     async def _end(self) -> None:
         saving = asyncio.create_task(self._worker.wait_for_save())
-        self._saving.add(saving)
+        self._saving[saving] = self._saved
         saving.add_done_callback(self._forget)
         await asyncio.sleep(0)  # it has begun: it knows of which step it is
         self._worker.clear_connector_metadata()
 
     def _forget(self, saving: asyncio.Task[None]) -> None:
-        self._saving.discard(saving)
+        del self._saving[saving]
         if not saving.cancelled() and (error := saving.exception()) is not None:
             logger.error("a save failed", exc_info=error)
 
@@ -326,13 +312,17 @@ def _failed_loads(orders: KVConnectorMetadata, error: Exception) -> KVTransferRe
 
 def _failed_saves(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:
     """Say that a step saved nothing: no blocks may be held for ever."""
-    saves = frozenset(
-        save.request_id
-        for save in getattr(orders, "saves", ())
-        if not getattr(save, "refusal", "")
-    )
+    saves = _saved_by(orders)
     return KVTransferResults(
         finished_sending=saves,
         failed_sending=saves,
         reasons=dict.fromkeys(saves, reason_of(error)),
+    )
+
+
+def _saved_by(orders: KVConnectorMetadata) -> frozenset[str]:
+    return frozenset(
+        save.request_id
+        for save in getattr(orders, "saves", ())
+        if not getattr(save, "refusal", "")
     )

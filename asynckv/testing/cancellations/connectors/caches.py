@@ -37,6 +37,12 @@ class ToyCaches:
         self._expected = {layer: self._read(layer) for layer in self.layers}
         self.spoil()
 
+    @property
+    def prompt_nbytes(self) -> int:
+        """How much the prompt's blocks are, in all layers."""
+        whole = sum(cache.nbytes for cache in self.layers.values())
+        return whole * len(self.block_ids) // _BLOCKS
+
     def compute(self) -> None:
         """The prompt's KV is in its blocks."""
         for layer, cache in self.layers.items():

@@ -38,6 +38,7 @@ __all__ = (
     "has_let_go",
     "open_p2p",
     "until_loaded",
+    "until_saved",
     "urls_of",
 )
 
@@ -115,7 +116,7 @@ class P2PGround:
                 worker.save_kv_layer(layer)
 
     async def end_save(self, name: str) -> None:
-        """Wait until it is saved; then what is in the blocks is overwritten.
+        """Wait until the blocks are free, overwrite them, and wait until it is saved.
 
         :raises AssertionError: it could not be saved
         """
@@ -124,6 +125,7 @@ class P2PGround:
         ):
             await worker.wait_for_save()
             caches.spoil()
+            await until_saved(worker)
             results = worker.get_finished()
             expect(results.finished_sending == {f"p {name}"}, results)
             expect(not results.failed_sending, results.reasons)
@@ -216,6 +218,11 @@ class P2PGround:
 async def until_loaded(worker: P2PWorker) -> None:
     """Wait until nothing is loaded any more."""
     await until(lambda: not worker.statistics().loading)
+
+
+async def until_saved(worker: P2PWorker) -> None:
+    """Wait until nothing is saved any more."""
+    await until(lambda: not worker.statistics().saving)
 
 
 async def has_let_go(worker: KVConnectorWorker) -> None:

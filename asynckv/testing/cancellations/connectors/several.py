@@ -24,6 +24,7 @@ from asynckv.testing.cancellations.connectors.grounds import (
     Scheme,
     has_let_go,
     open_p2p,
+    until_saved,
     urls_of,
 )
 from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
@@ -118,6 +119,7 @@ async def a_save_by_all(ground: SeveralGround, sweeper: Sweeper) -> None:
         mine = worker.children[1]
         if isinstance(mine, StoreWorker):
             await mine.flush()
+        await until_saved(ground.p2p.prefill.workers[0])
         results = worker.get_finished()
         expect(results.finished_sending == {f"p {name}"}, results)
         await mine.aclose()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.connectors.grounds import P2PGround, until_loaded
@@ -11,9 +14,16 @@ from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect
 
-__all__ = ("STEPS", "a_layer_wait", "a_load_that_is_aborted", "a_save_wait")
+__all__ = (
+    "STEPS",
+    "a_layer_wait",
+    "a_load_that_is_aborted",
+    "a_save_that_is_staged",
+    "a_save_wait",
+)
 
 _MAX_TICKS: Final = 8
+_TOKEN_NBYTES: Final = 8
 
 
 async def a_layer_wait(ground: P2PGround, sweeper: Sweeper) -> None:
@@ -62,6 +72,42 @@ async def a_save_wait(ground: P2PGround, sweeper: Sweeper) -> None:
     await sweeper.sweep("a wait for a save", wait, check, before)
 
 
+async def a_save_that_is_staged(ground: P2PGround, sweeper: Sweeper) -> None:
+    """The same where there is no room: it goes on from a copy, when there is some."""
+    name = ""
+    fillers: dict[LookupBuffer, str] = {}
+
+    async def before() -> None:
+        nonlocal name
+        for buffer in ground.buffers().values():
+            room = buffer.statistics().max_bytes - _TOKEN_NBYTES
+            full = torch.zeros(room, dtype=torch.uint8)
+            fillers[buffer] = await buffer.insert([0], None, full, None, None)
+        name = ground.new_name()
+        ground.begin_save(name)
+        await sweeper.pause()
+
+    async def wait() -> None:
+        for worker in ground.prefill.workers:
+            await worker.wait_for_save()
+
+    async def check(outcome: Outcome[None]) -> None:
+        await wait()
+        for worker in ground.prefill.workers:
+            expect(worker.statistics().staged_bytes > 0, worker.statistics())
+        for caches in ground.prefill.caches:
+            caches.spoil()
+        for buffer, filler in fillers.items():
+            await buffer.withdraw(filler)
+        await ground.end_save(name)
+        await ground.load(name)
+        await ground.check_quiet()
+        for worker in ground.prefill.workers:
+            expect(not worker.statistics().staged_bytes, worker.statistics())
+
+    await sweeper.sweep("a save that is staged", wait, check, before)
+
+
 async def a_load_that_is_aborted(ground: P2PGround, sweeper: Sweeper) -> None:
     """After so many ticks: its end is told when its blocks are quiet, and once."""
     order: LoadOrder
@@ -107,6 +153,9 @@ STEPS: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ConnectorScenario(
         a_layer_wait, ("P2PWorker.wait_for_layer_load", "P2PLoad.wait_for")
     ),
-    ConnectorScenario(a_save_wait, ("P2PWorker.wait_for_save", "Transfers.finish")),
+    ConnectorScenario(a_save_wait, ("P2PWorker.wait_for_save", "P2PLeaving.leave")),
+    ConnectorScenario(
+        a_save_that_is_staged, ("P2PSave.stage", "Staging.copy"), is_costly=True
+    ),
     ConnectorScenario(a_load_that_is_aborted, (), is_costly=True),
 )

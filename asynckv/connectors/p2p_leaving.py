@@ -1,0 +1,76 @@
+"""How the blocks of saves are left alone before the next step overwrites them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from asynckv.connectors.lifecycle import Life
+from asynckv.connectors.p2p_orders import SaveOrder
+from asynckv.connectors.p2p_saves import P2PSave
+from asynckv.connectors.staging import Staging
+from asynckv.connectors.transfers import Transfers
+from asynckv.tensors.copying import CopyPool
+
+__all__ = ("P2PLeaving",)
+
+_FROM_BLOCKS_S: Final = 0.05
+_STEP_S: Final = 0.2
+_TOO_LATE: Final = (
+    f"its blocks were not free {_STEP_S:g} s after its step: it had no room where it "
+    "goes, or no way there, and could not be staged"
+)
+
+
+class P2PLeaving:
+    """Waits for no peer longer than a step can bear.
+
+    For 50 ms saves go on from the blocks. What is not put then is copied to staging,
+    if there is room, and goes on from there. What has no such room after 0.2 s fails.
+    A save into this process's own buffer that has room there waits for nobody: it is
+    let finish. ``hang_up`` ends the links that a save goes over.
+    """
+
+    def __init__(self, transfers: Transfers, staging: Staging, pool: CopyPool) -> None:
+        self._transfers, self._staging, self._pool = transfers, staging, pool
+        self.late = 0
+
+    async def leave(
+        self, saves: Mapping[Life, P2PSave], hang_up: Callable[[SaveOrder], None]
+    ) -> None:
+        """Return when no block of these saves is read any more.
+
+        A cancelled call leaves the saves as they are.
+        """
+        for pause_s in (_FROM_BLOCKS_S, _STEP_S - _FROM_BLOCKS_S):
+            await _wait_quiet(saves, pause_s)
+            for save in _busy(saves).values():
+                await save.stage(self._staging, self._pool)
+        await _wait_quiet(_busy(saves), _FROM_BLOCKS_S)
+        late = _busy(saves)
+        for life in late:
+            self.late += 1
+            self._transfers.fail(life, _TOO_LATE)
+        await _wait_quiet(late, _FROM_BLOCKS_S)
+        for save in _busy(late).values():
+            hang_up(save.order)  # whoever reads blocks for it shall let go of them
+        await _wait_quiet(saves, None)
+
+
+def _busy(saves: Mapping[Life, P2PSave]) -> dict[Life, P2PSave]:
+    """Return those whose blocks are read, and that may wait for somebody."""
+    return {
+        life: save
+        for life, save in saves.items()
+        if not save.quiet.is_set() and not save.is_copying
+    }
+
+
+async def _wait_quiet(saves: Mapping[Life, P2PSave], timeout_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            for save in saves.values():
+                await save.quiet.wait()
+    except TimeoutError:
+        pass

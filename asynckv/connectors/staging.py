@@ -1,0 +1,72 @@
+"""Host memory for blocks of saves that no step waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.views import empty_tensor
+
+__all__ = ("StagedCopy", "Staging")
+
+
+class Staging:
+    """Copies of blocks: at most ``max_bytes`` at once, counted until they are dropped.
+
+    ``copies`` is how many were made.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self.copies = 0
+
+    async def copy(
+        self, blocks: Mapping[str, Mapping[str, KVBlocks]], pool: CopyPool
+    ) -> StagedCopy | None:
+        """Copy the tensors of some layers; ``None`` if there is no room for all.
+
+        It waits for memory alone. A cancelled call leaves no trace, and reads no block.
+        """
+        sources = {
+            (layer, n): one for layer in blocks for n, one in blocks[layer].items()
+        }
+        nbytes = sum(one.nbytes for one in sources.values())
+        if self.used_bytes + nbytes > self.max_bytes:
+            return None
+        self.used_bytes += nbytes
+        try:
+            tensors = {name: empty_tensor(one.spec) for name, one in sources.items()}
+            await pool.copy(
+                list(sources.values()), list(tensors.values()), digest=False
+            )
+        except BaseException:
+            self.used_bytes -= nbytes
+            raise
+        self.copies += 1
+        return StagedCopy(self, tensors)
+
+
+class StagedCopy:
+    """The copies of one save's blocks, by layer and name."""
+
+    def __init__(
+        self, staging: Staging, tensors: dict[tuple[str, str], torch.Tensor]
+    ) -> None:
+        self._staging = staging
+        self._tensors = tensors
+
+    def tensor(self, layer: str, name: str) -> torch.Tensor:
+        """Return one.
+
+        :raises KeyError: it was dropped
+        """
+        return self._tensors[layer, name]
+
+    def drop(self, layer: str | None = None) -> None:
+        """Forget those of a layer, or all: nobody reads them. Again is nothing."""
+        for name in [one for one in self._tensors if layer in (None, one[0])]:
+            self._staging.used_bytes -= self._tensors.pop(name).nbytes
