@@ -18,6 +18,7 @@ from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
 from asynckv.connectors.p2p_saves import Target
 from asynckv.connectors.peers import Peers, identity_of
 from asynckv.errors import IncompatiblePeer, PeerLost
+from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
 from asynckv.parallel.shapes import EngineShape
 from asynckv.protocol.values import PeerIdentity
@@ -93,8 +94,11 @@ class P2PRoutes:
     ) -> tuple[Mapping[int, RankRead | None], Mapping[int, Source]]:
         """Return what this rank reads from whom, and where that is.
 
-        :raises IncompatiblePeer: the engine that computed it has another model
+        :raises IncompatiblePeer: the engine that computed it has another model, or more
+            ranks than the configuration gives it
         """
+        if self._options.direction == "pull":
+            self._check_ranks(order)
         reads = self._engine.reads_from(order.shape)
         return reads, {rank: self._source(order, rank) for rank in reads}
 
@@ -145,6 +149,22 @@ class P2PRoutes:
                 field="ranks",
                 hint="consumer_tp_size and consumer_pp_size are those of its URLs",
             ) from exc
+
+    def _check_ranks(self, order: LoadOrder) -> None:
+        """Let no request choose ports: how many ranks there are it may say, not more.
+
+        A peer has as many as its URLs; of one whose first URL alone is known, as many
+        as there are here.
+        """
+        shape, options = order.shape, self._options
+        most = options.ranks_of(order.peer) or self._engine.size
+        if shape is not None and shape.tp_size * shape.pp_size > most:
+            raise IncompatiblePeer(
+                f"the request says that {as_line(order.peer)} has {shape.tp_size} x "
+                f"{shape.pp_size} ranks, the configuration {most}",
+                field="ranks",
+                hint="kv_connector_extra_config.peers can have the URL of each rank",
+            )
 
     def _source(self, order: LoadOrder, rank: int) -> Source:
         if self._options.direction == "push":

@@ -7,6 +7,7 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.errors import IncompatiblePeer, PeerLost
+from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import pair_configs, toy_shape
 
@@ -80,3 +81,35 @@ async def test_without_a_buffer_there_is_nothing_to_read_from() -> None:
     find, _ = sources[0]
     with pytest.raises(PeerLost):
         await find()
+
+
+def asked(shape: EngineShape, peer: str = "P") -> LoadOrder:
+    return LoadOrder("r", "t", peer, ((1,),), shape=shape)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        toy_shape(MODEL, tp_size=4),
+        msgspec.structs.replace(toy_shape(MODEL, tp_size=2), stages=(2, 2)),
+    ],
+)
+@pytest.mark.parametrize("peer", ["P", "who says its name"])
+def test_no_request_chooses_more_ranks_than_are_configured(
+    shape: EngineShape, peer: str
+) -> None:
+    routes = routes_of("pull", 1, tp_size=2)
+    with pytest.raises(IncompatiblePeer, match="configuration 2") as caught:
+        routes.sources(asked(shape, peer))
+    assert caught.value.field == "ranks"
+    reads, _ = routes.sources(asked(toy_shape(MODEL, tp_size=2), peer))
+    assert list(reads) == [0]
+
+
+def test_ranks_whose_urls_are_configured_may_be_more_than_there_are_here() -> None:
+    urls = [f"mem://rP.{rank}" for rank in range(4)]
+    config = pair_configs(urls, ["mem://rD"], {"direction": "pull"})[1]
+    engine = KVEngine(engine_id="D", block_size=16, shape=toy_shape(MODEL))
+    routes = P2PRoutes(config, engine)
+    reads, _ = routes.sources(asked(toy_shape(MODEL, tp_size=4)))
+    assert list(reads) == [0, 1, 2, 3]

@@ -9,6 +9,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import torch
 
@@ -224,6 +225,22 @@ async def test_a_peer_that_is_not_configured_is_never_dialled() -> None:
         assert last.tokens == MODEL.generate(tokens, 2)
         assert scheduler_of(pair[1]).statistics().refused_params == 1
         assert worker_of(pair[1]).statistics().connected_peers == 0
+
+
+async def test_ranks_that_a_request_makes_up_are_never_dialled() -> None:
+    async with pair_of() as pair:
+        tokens, shape = prompt(), toy_shape(MODEL, tp_size=4)
+        params = {
+            "do_remote_prefill": True,
+            "transfer_id": "t",
+            "shape": msgspec.to_builtins(shape),
+        }
+        last = await pair[1].generate(
+            tokens, 2, request_id="d", kv_transfer_params=params
+        )
+        assert last.tokens == MODEL.generate(tokens, 2)
+        assert "has 4 x 1 ranks, the configuration 1" in pair[1].failures["d"]
+        assert not worker_of(pair[1]).routes.peers._lines
 
 
 async def test_loads_of_a_peer_that_dies_fail_at_once() -> None:
