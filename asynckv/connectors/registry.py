@@ -133,7 +133,8 @@ def children_of(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
 
     Each is written like a whole one; what it does not say is as in ``config``.
 
-    :raises ConfigError: there is none, or one that cannot work
+    :raises ConfigError: there is none, or one that cannot work, or two that go from
+        peer to peer: a request's parameters could not say which of them they are for
     """
     extra = dict(config.kv_connector_extra_config)
     given = extra.pop("connectors", [])
@@ -151,7 +152,23 @@ def children_of(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
         merged = {**fields, "kv_connector_module_path": None, **one}
         merged["kv_connector_extra_config"] = {**extra, **own_extra}
         children.append(KVTransferConfig(**merged))
+    if sum(map(_count_p2p, children)) > 1:
+        raise ConfigError(
+            "a MultiConnector can have one P2PConnector, and here are several",
+            hint='one is enough for any number of "peers": name them all there',
+        )
     return tuple(children)
+
+
+def _count_p2p(config: KVTransferConfig) -> int:
+    """Return how many connectors from peer to peer there are in a configuration."""
+    try:
+        kind = find_connector(config)
+        if kind.name == MultiConnector.name:
+            return sum(map(_count_p2p, children_of(config)))
+    except ConfigError:
+        return 0  # who makes that connector, or explains it, says what is wrong
+    return issubclass(kind.scheduler_type, P2PScheduler)
 
 
 def get_kv_connector_cache_layout(config: KVTransferConfig) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 
@@ -107,3 +108,25 @@ def test_a_multi_connector_of_nothing_is_refused(given: object) -> None:
     )
     with pytest.raises(ConfigError):
         children_of(config)
+
+
+P2P = {"kv_connector": "P2PConnector"}
+STORE = {"kv_connector": "StoreConnector"}
+
+
+def several(*connectors: object) -> dict[str, object]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
+
+
+@pytest.mark.parametrize("connectors", [(P2P, P2P), (several(STORE, P2P), P2P)])
+@pytest.mark.parametrize("make", [make_scheduler, make_worker])
+def test_two_connectors_from_peer_to_peer_are_refused(
+    connectors: tuple[object, ...], make: Callable[..., object]
+) -> None:
+    config = KVTransferConfig(kv_role="kv_both", **several(*connectors))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="can have one P2PConnector") as caught:
+        make(config, ENGINE)
+    assert "peers" in caught.value.hint
