@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import typing
 from collections.abc import Iterable, Mapping
@@ -166,11 +167,24 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         seconds: float = self._extra(
             "store_timeout", float, _DEFAULT_STORE_TIMEOUT_S, "a number of seconds"
         )
-        if not seconds > 0:
+        if not 0 < seconds < math.inf:
             raise ConfigError(
-                f"store_timeout is {seconds:g}", hint="it is more than 0 seconds"
+                f"store_timeout is {seconds:g}",
+                hint="it is a finite number of seconds, more than 0",
             )
         return seconds
+
+    def check_device(self) -> None:
+        """Refuse a ``kv_buffer_device`` that there is no buffer on.
+
+        :raises ConfigError: it is not the CPU
+        """
+        if self.kv_buffer_device != "cpu":
+            raise ConfigError(
+                f"kv_buffer_device is {self.kv_buffer_device!r}: only CPU memory is "
+                "here yet",
+                hint='write "cpu" and move tensors with .cpu()',
+            )
 
     @property
     def peer_url(self) -> str | None:

@@ -109,12 +109,7 @@ def _role_of(config: KVTransferConfig) -> Role:
             "kv_role is not set",
             hint='set it to "kv_producer", "kv_consumer" or "kv_both"',
         )
-    if config.kv_buffer_device != "cpu":
-        raise ConfigError(
-            f"kv_buffer_device is {config.kv_buffer_device!r}: only CPU memory is "
-            "here yet",
-            hint='write "cpu" and move tensors with .cpu()',
-        )
+    config.check_device()
     if config.is_kv_consumer and config.peer_url is None:
         raise ConfigError(
             "a kv_both also selects, and has nobody to ask",

@@ -47,6 +47,8 @@ DTYPE_NBYTES: Final[dict[str, int]] = {
 """Bytes an element, by torch's name of the dtype: all that may cross a wire."""
 
 _MAX_NBYTES: Final = 2**48
+_MOST_BYTES: Final = 2**63 - 1
+"""What a machine can count of them, whatever somebody writes."""
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][0-9]+)?)\s*([kKmMgGtT]i?)?[bB]?")
 _FACTORS: Final = {
@@ -65,15 +67,15 @@ _FACTORS: Final = {
 def parse_bytes(size: int | float | str) -> int:
     """Turn ``1073741824``, ``1e9``, ``"2GiB"``, ``"1 GB"`` or ``"1e9"`` into bytes.
 
-    :raises ValueError: if it is no size, not finite, or negative
+    :raises ValueError: if it is no size, negative, or none that a machine can have
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size.strip())
         if match is None:
             raise ValueError(f"{size!r} is not a size; write 1048576, '64MiB' or '2GB'")
         size = float(match[1]) * _FACTORS[(match[2] or "").lower()]
-    if isinstance(size, bool) or not math.isfinite(size) or size < 0:
-        raise ValueError(f"{size!r} is not a number of bytes")
+    if isinstance(size, bool) or not 0 <= size <= _MOST_BYTES:  # NaN is neither
+        raise ValueError(f"{f'{size!r}':.40} is not a number of bytes")
     return int(size)
 
 

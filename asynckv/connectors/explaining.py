@@ -37,6 +37,7 @@ def explain(config: KVTransferConfig) -> Explained:
                 facts += [f"  {number}: {fact}" for fact in one.facts]
                 problems += [f"connector {number}: {each}" for each in one.problems]
             return Explained(tuple(facts), tuple(problems))
+        problems += _of_the_node(config)
         options = ConnectorOptions.of(config)
         facts.append(f"connector: {kind.name}")
         if kind.name == "StoreConnector":
@@ -65,6 +66,21 @@ def _role_of(config: KVTransferConfig) -> str:
     }
     role = config.kv_role
     return "no role" if role is None else f"{role}: {what[role]}"
+
+
+def _of_the_node(config: KVTransferConfig) -> list[str]:
+    """Say what is wrong with options that are read when something is opened."""
+    problems = []
+    for read in (
+        config.check_device,
+        lambda: config.max_waiting_bytes,
+        lambda: config.store_timeout_s,
+    ):
+        try:
+            read()
+        except ConfigError as exc:
+            problems.append(str(exc))
+    return problems
 
 
 def _p2p(

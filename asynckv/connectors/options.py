@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias
 
@@ -159,10 +160,10 @@ def _check_names(extra: Mapping[str, object]) -> None:
 
 def _check_seconds(found: _Extra) -> None:
     for name in ("load_timeout_s", "save_timeout_s", "ttl_s"):
-        if not getattr(found, name) > 0:
+        if not 0 < getattr(found, name) < math.inf:
             raise ConfigError(
                 f"kv_connector_extra_config.{name} is {getattr(found, name):g}",
-                hint="it is more than 0 seconds",
+                hint="it is a finite number of seconds, more than 0",
             )
     for name in ("consumer_tp_size", "consumer_pp_size"):
         if (size := getattr(found, name)) is not None and size < 1:

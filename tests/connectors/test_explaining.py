@@ -6,6 +6,7 @@ import pytest
 
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.explaining import Explained, explain
+from asynckv.errors import ConfigError
 
 
 def explained(
@@ -52,6 +53,38 @@ def test_other_connectors_are_explained_too() -> None:
     assert any("saves to and loads from" in fact for fact in stored.facts)
     assert "no connector 'x'" in explained("x").problems[0]
     assert any("kv_role" in problem for problem in explained(role=None).problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('"kv_buffer_size": Infinity', "kv_buffer_size: inf is not"),
+        (f'"kv_buffer_size": {10**400}', "is not a number of bytes"),
+        ('"kv_rank": NaN', "kv_rank is nan"),
+        ('"kv_buffer_device": "cuda"', "kv_buffer_device is 'cuda': only CPU"),
+        ('"kv_connector_extra_config": {"ttl_s": Infinity}', "ttl_s is inf"),
+        ('"kv_connector_extra_config": {"ttl_s": NaN}', "ttl_s is nan"),
+        (f'"kv_connector_extra_config": {{"ttl_s": {10**400}}}', "ttl_s"),
+        ('"kv_connector_extra_config": {"load_timeout_s": 1e400}', "timeout_s is inf"),
+        ('"kv_connector_extra_config": {"store_timeout": Infinity}', "store_timeout"),
+        ('"kv_connector_extra_config": {"max_waiting_bytes": NaN}', "waiting_bytes"),
+        ('"kv_connector_extra_config": {"port_offset": Infinity}', "port_offset"),
+        ('"kv_connector_extra_config": {"consumer_tp_size": NaN}', "consumer_tp_size"),
+    ],
+)
+def test_what_no_machine_has_is_wrong(text: str, words: str) -> None:
+    try:
+        config = KVTransferConfig.from_json(f'{{"kv_role": "kv_consumer", {text}}}')
+    except ConfigError as exc:
+        assert words in str(exc)
+    else:
+        assert any(words in problem for problem in explain(config).problems)
+
+
+def test_two_connectors_from_peer_to_peer_are_one_too_many() -> None:
+    one = {"kv_connector": "P2PConnector", "kv_connector_extra_config": {}}
+    (problem,) = explained("MultiConnector", connectors=[one, one]).problems
+    assert "one P2PConnector" in problem and "peers" in problem
 
 
 def test_of_several_connectors_each_is_explained() -> None:
