@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asynckv.abc import BlockIds, KVTransferResults
-from asynckv.connectors.lifecycle import LifeCounters, TransferLedger
+from asynckv.connectors.lifecycle import LifeCounters, Phase, TransferLedger
 
 __all__ = ("ExpectedLoads",)
 
@@ -21,9 +21,13 @@ class ExpectedLoads:
         """How many have not ended."""
         return len(self._ledger)
 
-    def __contains__(self, request_id: str) -> bool:
-        """Whether a load of that request has not ended."""
-        return self._ledger.find(request_id, "recv") is not None
+    def are_quiet(self, request_id: str) -> bool:
+        """Whether no older request of that id has a load that was aborted, and goes on.
+
+        Until then its blocks are held, and whose an end is could not be told.
+        """
+        life = self._ledger.find(request_id, "recv")
+        return life is None or life.phase is not Phase.STOPPING
 
     @property
     def counters(self) -> LifeCounters:

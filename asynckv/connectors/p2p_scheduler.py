@@ -120,7 +120,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         self, request: KVRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         known = self._known(request)
-        if request.request_id in self._loads:
+        if not self._loads.are_quiet(request.request_id):
             return None, False  # an older load of that id is not quiet yet
         if not known.is_to_load:
             return 0, False

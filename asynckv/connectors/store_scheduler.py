@@ -116,7 +116,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         self, request: KVRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         known = self._known(request)
-        if request.request_id in self._loads:
+        if not self._loads.are_quiet(request.request_id):
             return None, False  # an older load of that id is not quiet yet
         if known.is_loaded or not self._is_consumer or not known.keys:
             return 0, False

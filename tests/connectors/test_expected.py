@@ -37,12 +37,13 @@ def test_an_aborted_load_holds_its_blocks_until_it_has_ended() -> None:
     loads = ExpectedLoads()
     assert not loads.abort("r"), "nothing is under way"
     loads.begin("r", ((1,),))
+    assert loads.are_quiet("r"), "it is no older one's"
     assert loads.abort("r")
     assert loads.has_aborts
     assert loads.take_aborts() == ("r",)
-    assert "r" in loads
+    assert not loads.are_quiet("r")
     assert loads.hear(said("r")).failed_recving == {"r"}
-    assert "r" not in loads and len(loads) == 0
+    assert loads.are_quiet("r") and len(loads) == 0
 
 
 def test_a_second_load_of_one_request_is_counted_and_refused() -> None:
