@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asynckv.errors import WrongLoop
-from asynckv.loops import LoopBound
+from asynckv.loops import LoopBound, ThreadBound
 
 pytestmark = pytest.mark.both_loops
 
@@ -45,3 +45,27 @@ async def test_two_objects_of_a_class_are_bound_each_for_itself() -> None:
     first, second = LoopBound(), LoopBound()
     first._check_loop()
     assert second._loop is None
+
+
+async def check_if_bound(thing: LoopBound) -> None:
+    thing._check_loop_if_bound()
+
+
+def test_what_may_come_before_a_loop_binds_nothing() -> None:
+    thing = LoopBound()
+    thing._check_loop_if_bound()
+    asyncio.run(check_if_bound(thing))
+    asyncio.run(check(thing))
+    with pytest.raises(WrongLoop):
+        thing._check_loop_if_bound()
+    with pytest.raises(WrongLoop):
+        asyncio.run(check_if_bound(thing))
+
+
+async def test_without_a_loop_things_belong_to_a_thread() -> None:
+    thing = ThreadBound()
+    await asyncio.to_thread(ThreadBound()._check_thread)
+    thing._check_thread()
+    thing._check_thread()
+    with pytest.raises(WrongLoop, match="ThreadBound belongs to another thread"):
+        await asyncio.to_thread(thing._check_thread)

@@ -59,7 +59,8 @@ class KVConnectorScheduler(abc.ABC):
 
     An answer that has to be asked for elsewhere is "ask again" until it is there.
     Late, repeated and unknown completions are counted and never raised. It belongs to
-    the thread that calls it.
+    the thread that first calls it: in another one that raises ``WrongLoop``, but for
+    ``statistics`` and ``shutdown``.
     """
 
     @classmethod
@@ -145,6 +146,9 @@ class KVConnectorScheduler(abc.ABC):
 
 class KVConnectorWorker(Closable):
     """The side that moves bytes: one in each rank. It belongs to one event loop.
+
+    Elsewhere it raises ``WrongLoop``, but for ``statistics`` and ``abort``. Caches may
+    be registered, and callbacks given, before a loop runs.
 
     A step is ``bind_connector_metadata``, ``start_load_kv``, the forward with the
     hooks of :class:`SupportsLayerwise`, ``wait_for_save``, ``get_finished`` and

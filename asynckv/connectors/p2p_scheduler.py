@@ -29,6 +29,7 @@ from asynckv.connectors.keys import prompt_digest, salt_digest
 from asynckv.connectors.lifecycle import LifeCounters
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.loops import ThreadBound
 from asynckv.observability.lines import as_line
 from asynckv.parallel.shapes import EngineShape
 
@@ -85,7 +86,7 @@ class P2PSchedulerStatistics:
     lives: LifeCounters
 
 
-class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
+class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshakes):
     """Decides for one engine. A request's ``kv_transfer_params`` say what it is.
 
     ``{"do_remote_decode": true}`` is to be prefilled here for another engine; it may
@@ -110,15 +111,18 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
     def set_handshake_metadata(
         self, metadata: Mapping[int, KVConnectorHandshake]
     ) -> None:
+        self._check_thread()
         ranks = sorted(metadata)
         self._incarnations = tuple(metadata[rank].incarnation for rank in ranks)
 
     def on_new_request(self, request: KVRequest) -> None:
+        self._check_thread()
         self._known(request)
 
     def get_num_new_matched_tokens(
         self, request: KVRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self._check_thread()
         known = self._known(request)
         if not self._loads.are_quiet(request.request_id):
             return None, False  # an older load of that id is not quiet yet
@@ -130,6 +134,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
     def update_state_after_alloc(
         self, request: KVRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
+        self._check_thread()
         known = self._known(request)
         if not known.is_to_load:
             return
@@ -156,6 +161,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
             self._orders.append(order)
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
+        self._check_thread()
         saves = [order for each in step.scheduled if (order := self._save_of(each))]
         loads, self._orders = self._orders, []
         return P2PMetadata(
@@ -163,6 +169,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
         )
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
+        self._check_thread()
         for request_id in results.failed_sending:
             if (known := self._requests.get(request_id)) is not None:
                 known.is_saved = False
@@ -171,6 +178,7 @@ class P2PScheduler(KVConnectorScheduler, SupportsHMA, TakesHandshakes):
     def request_finished(
         self, request: KVRequest, block_ids: BlockIds
     ) -> tuple[bool, dict[str, object] | None]:
+        self._check_thread()
         known = self._requests.pop(request.request_id, None)
         if known is None:
             return False, None

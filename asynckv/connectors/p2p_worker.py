@@ -109,11 +109,13 @@ class P2PWorker(
         kv_caches: Mapping[str, torch.Tensor],
         groups: Mapping[str, int] | None = None,
     ) -> None:
+        self._check_loop_if_bound()
         self._caches = PagedCaches(kv_caches, self.engine.shape, groups)
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, layer_names: Sequence[str]
     ) -> None:
+        self._check_loop_if_bound()
         self._caches = PagedCaches.across_layers(
             kv_cache, layer_names, self.engine.shape
         )
@@ -143,6 +145,7 @@ class P2PWorker(
             self._begin_save(order)
 
     def clear_connector_metadata(self) -> None:
+        self._check_loop()
         self._orders = None
         self._awaited.clear()
         self._saves.clear()
@@ -180,6 +183,7 @@ class P2PWorker(
         attn_metadata: object = None,
         **kwargs: object,
     ) -> None:
+        self._check_loop()
         if self.options.layerwise:
             for save in self._saves.values():
                 save.offer(layer_name)
@@ -195,9 +199,11 @@ class P2PWorker(
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()
     ) -> KVTransferResults:
+        self._check_loop()
         return self._transfers.results()
 
     def call_when_finished(self, callback: Callable[[], None]) -> None:
+        self._check_loop_if_bound()
         self._transfers.call_when_ended(callback)
 
     def statistics(self) -> P2PWorkerStatistics:

@@ -32,6 +32,7 @@ from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
 from asynckv.errors import AsyncKVError
+from asynckv.loops import LoopBound, ThreadBound
 
 __all__ = ("StoreScheduler", "StoreSchedulerStatistics")
 
@@ -74,7 +75,9 @@ class StoreSchedulerStatistics:
     refused: str = ""
 
 
-class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
+class StoreScheduler(
+    LoopBound, ThreadBound, KVConnectorScheduler, AsksElsewhere, SupportsHMA
+):
     """Looks prompts up in a store, whole block by whole block, and saves new ones.
 
     Until its question is answered a request is "ask again". A store that does not
@@ -108,13 +111,16 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
 
     async def start(self) -> None:
         """Nothing to open: the store is dialled by the first question."""
+        self._check_loop()
 
     def on_new_request(self, request: KVRequest) -> None:
+        self._check_thread()
         self._ask_for(self._known(request))
 
     def get_num_new_matched_tokens(
         self, request: KVRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self._check_thread()
         known = self._known(request)
         if not self._loads.are_quiet(request.request_id):
             return None, False  # an older load of that id is not quiet yet
@@ -128,10 +134,12 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         return (count, True) if count > 0 else (0, False)
 
     def take_questions(self) -> tuple[KVQuestion, ...]:
+        self._check_thread()
         questions, self._questions = self._questions, []
         return tuple(questions)
 
     async def ask(self, question: KVQuestion) -> KVAnswer:
+        self._check_loop()
         num_keys = 0
         try:
             async with asyncio.timeout(_ASK_S):
@@ -168,6 +176,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         self._refused = refused
 
     def take_answer(self, answer: KVAnswer) -> None:
+        self._check_thread()
         known = self._requests.get(answer.request_id)
         if known is not None and known.stored is None:
             known.stored = max(0, min(answer.num_keys, len(known.keys)))
@@ -178,6 +187,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
     def update_state_after_alloc(
         self, request: KVRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
+        self._check_thread()
         known = self._known(request)
         if known.is_loaded:
             return
@@ -195,11 +205,13 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
             self._orders.append(order)
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
+        self._check_thread()
         saves = [order for each in step.scheduled if (order := self._save_of(each))]
         loads, self._orders = self._orders, []
         return StoreMetadata(tuple(loads), tuple(saves), self._loads.take_aborts())
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
+        self._check_thread()
         believed = self._loads.hear(results)
         for request_id in believed.failed_recving:
             if (known := self._requests.get(request_id)) is not None:
@@ -209,6 +221,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
     def request_finished(
         self, request: KVRequest, block_ids: BlockIds
     ) -> tuple[bool, dict[str, object] | None]:
+        self._check_thread()
         self._requests.pop(request.request_id, None)
         return self._loads.abort(request.request_id), None
 
@@ -238,6 +251,7 @@ class StoreScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA):
         self._loads.clear()
 
     async def aclose(self) -> None:
+        self._check_loop()
         try:
             await self.holds.aclose()
         finally:

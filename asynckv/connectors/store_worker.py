@@ -121,12 +121,14 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         kv_caches: Mapping[str, torch.Tensor],
         groups: Mapping[str, int] | None = None,
     ) -> None:
+        self._check_loop_if_bound()
         caches = PagedCaches(kv_caches, self.engine.shape, groups)
         self._spool = Spool(caches, self._pool)
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, layer_names: Sequence[str]
     ) -> None:
+        self._check_loop_if_bound()
         caches = PagedCaches.across_layers(kv_cache, layer_names, self.engine.shape)
         self._spool = Spool(caches, self._pool)
 
@@ -147,6 +149,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
                 self._saves.append(_Save(order, index, key))
 
     def clear_connector_metadata(self) -> None:
+        self._check_loop()
         self._orders = None
         self._saves = collections.deque()
 
@@ -166,6 +169,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
     async def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads happen between steps: there is nothing to wait for."""
+        self._check_loop()
 
     def save_kv_layer(
         self,
@@ -175,6 +179,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         **kwargs: object,
     ) -> None:
         """A block is saved whole, with all its layers: in :meth:`wait_for_save`."""
+        self._check_loop()
 
     async def wait_for_save(self) -> None:
         self._check_loop()
@@ -196,9 +201,11 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()
     ) -> KVTransferResults:
+        self._check_loop()
         return self._transfers.results()
 
     def call_when_finished(self, callback: Callable[[], None]) -> None:
+        self._check_loop_if_bound()
         self._transfers.call_when_ended(callback)
 
     async def flush(self) -> None:
@@ -206,6 +213,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
         A cancelled call leaves no trace.
         """
+        self._check_loop()
         await self._transfers.wait_others()
 
     def statistics(self) -> StoreWorkerStatistics:
