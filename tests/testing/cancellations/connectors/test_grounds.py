@@ -32,7 +32,7 @@ async def test_what_is_left_is_told(
 async def test_a_transfer_that_goes_on_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grounds, "_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(grounds, "_TIMEOUT_S", 0.2)
     async with open_p2p("mem") as ground:
         worker = ground.decode.workers[0]
         order = ground.load_order("never comes")
