@@ -85,8 +85,9 @@ class Slabs:
         self._constant: _Bytes | None = None
 
     def __del__(self) -> None:
+        # No lock: nobody else has it, and a finalizer may run in any thread.
         if hasattr(self, "_fd"):
-            self.close()
+            self._close_file()
 
     def fileno(self) -> int:
         """Return the file's descriptor. It is open until :meth:`close`."""

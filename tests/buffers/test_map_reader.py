@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.buffers import serve_mapped
+from asynckv.buffers import map_reader, serve_mapped
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server
@@ -183,6 +183,30 @@ async def test_pages_that_lie_apart_are_one_tensor(
         assert isinstance(entry.key, torch.Tensor)
         assert torch.equal(entry.key, values)
         del entry
+
+
+async def test_many_tensors_are_read_in_steps_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, peer: Peer
+) -> None:
+    add, steps = map_reader._Job.add, [0]
+
+    def count(job: Any, *args: Any) -> None:
+        steps[-1] += 1
+        add(job, *args)
+
+    monkeypatch.setattr(map_reader._Job, "add", count)
+    layers = {
+        str(number): torch.full((MIB // 16,), float(number)) for number in range(24)
+    }
+    await local.insert([1], None, layers, None, None)
+    taking = asyncio.create_task(peer.lookup.drop_select())
+    while not taking.done():
+        await asyncio.sleep(0)
+        steps.append(0)
+    assert max(steps) <= 16 and sum(steps) == len(layers)
+    key = (await taking).key
+    assert isinstance(key, dict)
+    assert all(torch.equal(key[name], layers[name]) for name in layers)
 
 
 async def test_what_rides_along_lands_in_memory_of_the_caller(

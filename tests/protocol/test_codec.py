@@ -192,8 +192,8 @@ def test_what_a_peer_says_is_told_in_one_line(value: dict[str, Any]) -> None:
     assert "\nCRITICAL" not in shown
 
 
-def test_what_a_peer_says_is_not_told_at_length() -> None:
-    with pytest.raises(RemoteProtocolError) as caught:
+def test_what_a_peer_says_is_told_but_not_at_length() -> None:
+    with pytest.raises(RemoteProtocolError, match="'zzzz") as caught:
         decode(raw(msgspec.msgpack.encode({"t": "zz" * 1000})))
     assert len(str(caught.value)) < 300
 

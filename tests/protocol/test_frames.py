@@ -107,6 +107,41 @@ def test_a_value_outside_its_bounds_is_refused(frame: msgspec.Struct) -> None:
         DECODER.decode(msgspec.msgpack.encode(frame))
 
 
+@pytest.mark.parametrize(
+    ("frame", "field", "last", "beyond"),
+    [
+        (frames.Hello, "payload_description", b"d" * 4096, b"d" * 4097),
+        (frames.Hello, "nonce", b"n" * 64, b"n" * 65),
+        (frames.Welcome, "link_token", b"l" * 32, b"l" * 33),
+        (frames.Welcome, "payload_description", b"d" * 4096, b"d" * 4097),
+        (frames.Challenge, "nonce", b"n" * 64, b"n" * 65),
+        (frames.Attach, "link_token", b"l" * 32, b"l" * 33),
+        (Insert, "ttl_s", 0.0, -5e-324),
+        (Insert, "deliveries", 1, 0),
+        (Insert, "deliveries", 2**31, 2**31 + 1),
+        (Select, "min_matched_tokens", 1, 0),
+        (Select, "min_matched_tokens", 2**31, 2**31 + 1),
+        (frames.Contains, "keys", ("k",) * 4096, ("k",) * 4097),
+        (frames.Missing, "ranks", (1,) * 1024, (1,) * 1025),
+        (frames.Members, "urls", ("",) * 1024, ("",) * 1025),
+        (Result, "flags", (True,) * 4096, (True,) * 4097),
+        (map_frames.Mapped, "found", b"n" * 64, b"n" * 65),
+        (payload_frames.Riders, "parts", (0,) * 1024, (0,) * 1025),
+        (payload_frames.Riders, "digests", (b"",) * 1024, (b"",) * 1025),
+        (pin_frames.Pin, "keys", ("k",) * 4096, ("k",) * 4097),
+        (pin_frames.Pinned, "flags", (True,) * 4096, (True,) * 4097),
+    ],
+)
+def test_a_field_may_reach_its_bound_and_no_further(
+    frame: type[msgspec.Struct], field: str, last: object, beyond: object
+) -> None:
+    value = msgspec.structs.replace(sample(frame), **{field: last})
+    assert DECODER.decode(msgspec.msgpack.encode(value)) == value
+    value = msgspec.structs.replace(sample(frame), **{field: beyond})
+    with pytest.raises(msgspec.ValidationError):
+        DECODER.decode(msgspec.msgpack.encode(value))
+
+
 def test_a_manifest_survives_the_wire() -> None:
     record = TensorRecord("0.key", TensorSpec((2, 3), "bfloat16"), b"d" * 16)
     contents = Contents((record,), input_tokens=TensorSpec((4,), "int32"))
@@ -116,6 +151,8 @@ def test_a_manifest_survives_the_wire() -> None:
 
 def test_a_manifest_has_a_bounded_number_of_tensors() -> None:
     record = TensorRecord("0.key", TensorSpec((1,), "int8"))
+    most = Contents((record,) * 16384)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(most), type=Contents) == most
     encoded = msgspec.msgpack.encode(Contents((record,) * 16385))
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(encoded, type=Contents)

@@ -102,6 +102,7 @@ def test_a_session_says_why_it_has_to_end_and_forgets_what_it_kept() -> None:
         assert list(session.receive(first)) == []
     (error,) = errors
     assert "65536 bytes" in str(error) and "its share" in str(error)
+    assert "send less" in error.hint
     assert whole.nbytes == BODY_PART_BYTES
     sessions[1].end_streams()
     assert whole.nbytes == 0
