@@ -9,7 +9,7 @@ own, to be asked for with ``isinstance``.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from asynckv.abc.closing import Closable
@@ -35,6 +35,7 @@ __all__ = (
     "SupportsCrossLayerCaches",
     "SupportsHMA",
     "SupportsHandshake",
+    "SupportsHeldBlocks",
     "SupportsHostCopies",
     "SupportsLayerwise",
     "TakesHandshakes",
@@ -267,6 +268,22 @@ class SupportsLayerwise(abc.ABC):
     @abc.abstractmethod
     def wants_layers(self) -> bool:
         """Whether this configuration makes use of the hooks."""
+
+
+class SupportsHeldBlocks(abc.ABC):
+    """A worker for engines that leave blocks alone until their save has ended.
+
+    There ``wait_for_save`` waits as long as a save reads its blocks, which may be long:
+    such an engine does not wait for it.
+    """
+
+    @abc.abstractmethod
+    def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
+        """Blocks of these requests (``None``: of all) will be overwritten soon.
+
+        Their saves go on without them, or fail within the time that a step may wait;
+        ``wait_for_save`` returns then. Never waits.
+        """
 
 
 class SupportsHMA(abc.ABC):

@@ -19,6 +19,9 @@ class KVEngine(msgspec.Struct, frozen=True, kw_only=True):
     it. ``shape`` says how caches lie in memory; without it nothing is known of that,
     and whole blocks move between engines of as many ranks. ``block_nbytes`` is how much
     of one rank's memory a block takes in all layers, if that is known.
+    ``holds_saved_blocks``: it leaves the blocks of a save alone until it is told that
+    the save has ended, as vLLM does; where it cannot, it says so by
+    :meth:`~asynckv.abc.SupportsHeldBlocks.let_go_of_blocks`.
 
     :raises ValueError: there is no such rank, or the shape is another engine's
     """
@@ -29,6 +32,7 @@ class KVEngine(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int = 1
     shape: EngineShape | None = None
     block_nbytes: int | None = None
+    holds_saved_blocks: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import msgspec
 import torch
@@ -16,6 +16,7 @@ from asynckv.abc import (
     KVConnectorWorker,
     KVTransferResults,
     SupportsHandshake,
+    SupportsHeldBlocks,
     SupportsLayerwise,
 )
 from asynckv.connectors.multi_scheduler import MultiMetadata
@@ -23,7 +24,9 @@ from asynckv.connectors.multi_scheduler import MultiMetadata
 __all__ = ("MultiWorker",)
 
 
-class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
+class MultiWorker(
+    KVConnectorWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLayerwise
+):
     """Does what each of its connectors does.
 
     What they finished comes out in ``parts``, each one's apart. In the whole a request
@@ -102,6 +105,11 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
     async def wait_for_save(self) -> None:
         for child in self.children:
             await child.wait_for_save()
+
+    def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
+        for child in self.children:
+            if isinstance(child, SupportsHeldBlocks):
+                child.let_go_of_blocks(request_ids)
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()

@@ -34,7 +34,29 @@ class P2PLeaving:
 
     def __init__(self, transfers: Transfers, staging: Staging, pool: CopyPool) -> None:
         self._transfers, self._staging, self._pool = transfers, staging, pool
+        self._wanted = asyncio.Event()
         self.late = 0
+
+    def want(self) -> None:
+        """Some of the saves that are let finish must leave now. Never waits."""
+        self._wanted.set()
+        self._wanted = asyncio.Event()
+
+    async def leave_when_wanted(
+        self, saves: Mapping[Life, P2PSave], hang_up: Callable[[SaveOrder], None]
+    ) -> None:
+        """As :meth:`leave`, but let saves finish that need not leave."""
+        while busy := {life: s for life, s in saves.items() if not s.quiet.is_set()}:
+            if leaving := {life: s for life, s in busy.items() if s.must_leave}:
+                await self.leave(leaving, hang_up)
+                continue
+            ends = asyncio.create_task(_wait_quiet(busy, None))
+            wanted = asyncio.create_task(self._wanted.wait())
+            try:
+                await asyncio.wait((ends, wanted), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ends.cancel()
+                wanted.cancel()
 
     async def leave(
         self, saves: Mapping[Life, P2PSave], hang_up: Callable[[SaveOrder], None]

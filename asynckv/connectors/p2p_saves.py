@@ -45,6 +45,7 @@ class P2PSave:
         self.order = order
         self.nbytes = 0
         self.quiet = asyncio.Event()
+        self.must_leave = False
         self._caches = caches
         self._header = header
         self._ttl_s = ttl_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import anyio
 import torch
@@ -16,6 +16,7 @@ from asynckv.abc import (
     KVTransferResults,
     SupportsCrossLayerCaches,
     SupportsHandshake,
+    SupportsHeldBlocks,
     SupportsLayerwise,
 )
 from asynckv.config import KVTransferConfig
@@ -68,6 +69,7 @@ class P2PWorker(
     KVConnectorWorker,
     SupportsCrossLayerCaches,
     SupportsHandshake,
+    SupportsHeldBlocks,
     SupportsLayerwise,
 ):
     """Moves what :class:`~asynckv.connectors.P2PScheduler` decides, for one rank.
@@ -75,7 +77,8 @@ class P2PWorker(
     It serves its own buffer where it prefills and keeps (``pull``), or where it decodes
     and is sent to (``push``). ``wait_for_save`` waits for blocks, as
     :class:`P2PLeaving` says, not for peers; a save that takes ``save_timeout_s`` longer
-    than its step is given up. One that failed leaves an entry that says why, so that
+    than its step is given up. An engine that holds the blocks of saves lets them finish
+    until it wants the blocks. One that failed leaves an entry that says why, so that
     its loads fail at once. A load that hears nothing for
     ``load_timeout_s`` fails, as do all loads of a peer that is lost, at once.
     """
@@ -95,6 +98,7 @@ class P2PWorker(
         self._caches: PagedCaches | None = None
         self._orders: P2PMetadata | None = None
         self._saves: dict[Life, P2PSave] = {}
+        self._held: dict[Life, P2PSave] = {}
         self._loads: dict[P2PLoad, Life] = {}
         self._awaited: list[P2PLoad] = []
         self._loaded_bytes = self._saved_bytes = 0
@@ -194,7 +198,22 @@ class P2PWorker(
         for life, save in saves.items():
             save.offer_rest()
             self._transfers.fail_after(life, self.options.save_timeout_s)
-        await self._leaving.leave(saves, self.routes.hang_up)
+        if self.engine.holds_saved_blocks:
+            self._held |= saves
+            try:
+                await self._leaving.leave_when_wanted(saves, self.routes.hang_up)
+            finally:
+                for life in saves:
+                    self._held.pop(life, None)
+        else:
+            await self._leaving.leave(saves, self.routes.hang_up)
+
+    def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
+        self._check_loop()
+        for save in self._held.values():
+            if request_ids is None or save.order.request_id in request_ids:
+                save.must_leave = True
+        self._leaving.want()
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()

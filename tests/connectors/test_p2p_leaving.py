@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from asynckv.connectors.staging import Staging
 from asynckv.connectors.transfers import Transfers
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
+from asynckv.testing.blocked import until_blocked
 from asynckv.testing.cancellations.connectors.grounds import (
     LARGE,
     SMALL,
@@ -74,6 +76,54 @@ async def test_a_save_without_room_goes_on_from_a_copy(
         await until_saved(worker)
         assert worker.get_finished().failed_sending == frozenset()
         assert worker.statistics().staged_bytes == 0
+        ground.prefill.clear()
+        await ground.load(name)  # looks at every byte
+
+
+def held(ground: P2PGround, name: str) -> tuple[P2PWorker, asyncio.Task[None]]:
+    """Begin to save for an engine that leaves the blocks alone meanwhile."""
+    (worker,) = ground.prefill.workers
+    worker.engine = msgspec.structs.replace(worker.engine, holds_saved_blocks=True)
+    ground.begin_save(name)
+    return worker, asyncio.create_task(worker.wait_for_save())
+
+
+@DIRECTIONS
+async def test_a_save_from_blocks_that_are_held_waits_for_room_without_a_copy(
+    direction: Direction,
+) -> None:
+    async with open_p2p("mem", direction) as ground:
+        buffer, filler = await fill(ground)
+        worker, saving = held(ground, name := ground.new_name())
+        worker._staging.max_bytes = 0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):  # longer than a step may wait
+                await asyncio.shield(saving)
+        await buffer.withdraw(filler)
+        await saving
+        await until_saved(worker)
+        assert worker.statistics().staged_saves == worker.statistics().late_saves == 0
+        ground.prefill.clear()
+        await ground.load(name)  # looks at every byte
+
+
+@DIRECTIONS
+async def test_blocks_that_are_held_no_longer_are_let_go_of(
+    direction: Direction,
+) -> None:
+    async with open_p2p("mem", direction) as ground:
+        buffer, filler = await fill(ground)
+        worker, saving = held(ground, name := ground.new_name())
+        await until_blocked(saving)
+        worker.let_go_of_blocks({"p another"})
+        await until_blocked(saving)
+        worker.let_go_of_blocks({f"p {name}"})
+        async with asyncio.timeout(SHORT_S):
+            await saving
+        ground.prefill.caches[0].spoil()
+        await buffer.withdraw(filler)
+        await until_saved(worker)
+        assert worker.statistics().staged_saves == 1
         ground.prefill.clear()
         await ground.load(name)  # looks at every byte
 

@@ -66,6 +66,7 @@ class Settings:
             block_size=vllm_config.cache_config.block_size,
             rank=parallel.rank if side == "worker" else 0,
             tp_size=parallel.tensor_parallel_size,
+            holds_saved_blocks=True,
             block_nbytes=sum(
                 group.kv_cache_spec.page_size_bytes * len(group.layer_names)
                 for group in kv_cache_config.kv_cache_groups

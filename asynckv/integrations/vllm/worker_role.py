@@ -19,6 +19,7 @@ from asynckv.abc import (
     KVConnectorWorker,
     KVTransferResults,
     SupportsHandshake,
+    SupportsHeldBlocks,
     SupportsLayerwise,
 )
 from asynckv.connectors.transfers import reason_of
@@ -269,6 +270,8 @@ class _Driver:
 
         self._parts.put_nowait(reached)
         await done
+        if isinstance(self._worker, SupportsHeldBlocks):
+            self._worker.let_go_of_blocks(request_ids)
         try:
             while saving := [
                 task
