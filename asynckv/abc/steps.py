@@ -84,12 +84,18 @@ class KVConnectorHandshake(msgspec.Struct, frozen=True):
 class KVQuestion(msgspec.Struct, frozen=True):
     """Which of ``keys``, in order, are stored elsewhere? Asked for one request.
 
-    ``asker`` is which of several connectors asks.
+    ``asker`` is which of several connectors asks. ``number`` tells its questions apart:
+    an id may come again while an older question of it is not answered yet.
     """
 
     request_id: str
     keys: tuple[str, ...]
     asker: int = 0
+    number: int = 0
+
+    def answered(self, num_keys: int) -> KVAnswer:
+        """Return the answer to just this question."""
+        return KVAnswer(self.request_id, num_keys, self.asker, self.number)
 
 
 class KVAnswer(msgspec.Struct, frozen=True):
@@ -98,6 +104,7 @@ class KVAnswer(msgspec.Struct, frozen=True):
     request_id: str
     num_keys: int
     asker: int = 0
+    number: int = 0
 
 
 class KVTransferResults(msgspec.Struct, frozen=True):

@@ -55,6 +55,7 @@ class _Known:
     stored: int | None = None
     answered_s: float = 0.0
     times_asked: int = 0
+    question: int = -1
     is_loaded: bool = False
     saved: int = 0
 
@@ -157,7 +158,7 @@ class StoreScheduler(
         except (AsyncKVError, OSError, TimeoutError) as exc:
             self._unanswered += 1
             logger.debug("the store does not answer: %s", exc)
-        return KVAnswer(question.request_id, num_keys)
+        return question.answered(num_keys)
 
     async def _hold(self, store: KVStoreBuffer, keys: tuple[str, ...]) -> int:
         """Say how many are there for every rank; they stay until a load can begin."""
@@ -178,7 +179,9 @@ class StoreScheduler(
     def take_answer(self, answer: KVAnswer) -> None:
         self._check_thread()
         known = self._requests.get(answer.request_id)
-        if known is not None and known.stored is None:
+        if known is None or known.question != answer.number:
+            return  # it was asked for a request of that id before
+        if known.stored is None:
             known.stored = max(0, min(answer.num_keys, len(known.keys)))
             known.answered_s = time.monotonic()
             self._hit_blocks += known.stored
@@ -286,8 +289,12 @@ class StoreScheduler(
         if self._is_consumer and known.keys and not known.is_asked:
             known.is_asked = True
             known.times_asked += 1
+            known.question = self._asked
             self._asked += 1
-            self._questions.append(KVQuestion(known.request.request_id, known.keys))
+            request_id = known.request.request_id
+            self._questions.append(
+                KVQuestion(request_id, known.keys, number=known.question)
+            )
 
     def _save_of(self, scheduled: KVScheduled) -> StoreOrder | None:
         known = self._requests.get(scheduled.request_id)

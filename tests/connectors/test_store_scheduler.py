@@ -52,6 +52,19 @@ def test_until_its_question_is_answered_a_request_is_ask_again() -> None:
     assert scheduler.get_num_new_matched_tokens(REQUEST, 8) == (0, False)
 
 
+def test_an_answer_to_an_older_request_of_the_same_id_says_nothing() -> None:
+    scheduler = make()
+    scheduler.on_new_request(REQUEST)
+    (old,) = scheduler.take_questions()
+    scheduler.request_finished(REQUEST, ())
+    scheduler.on_new_request(REQUEST)
+    (question,) = scheduler.take_questions()
+    scheduler.take_answer(old.answered(2))
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
+    scheduler.take_answer(question.answered(1))
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (4, True)
+
+
 async def test_a_block_is_there_when_every_rank_s_part_is() -> None:
     async with StoreBuffer() as store:
         scheduler = make(store)
@@ -172,7 +185,7 @@ def test_an_old_answer_is_asked_for_again_but_not_for_ever(
     asked = 0
     while questions := scheduler.take_questions():
         asked += len(questions)
-        scheduler.take_answer(KVAnswer("r", 2))
+        scheduler.take_answer(questions[0].answered(2))
         assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (8, True)
         now_s += 60
         again = scheduler.get_num_new_matched_tokens(REQUEST, 0)

@@ -230,7 +230,7 @@ class SchedulerRole:
             return
 
         async def ask(question: KVQuestion) -> None:
-            answer = KVAnswer(question.request_id, 0)
+            answer = question.answered(0)
             try:
                 answer = await connector.ask(question)
             except Exception:
