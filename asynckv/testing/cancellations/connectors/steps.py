@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
@@ -20,6 +21,7 @@ __all__ = (
     "a_load_that_is_aborted",
     "a_save_that_is_staged",
     "a_save_wait",
+    "a_save_wait_of_an_engine_that_holds_blocks",
 )
 
 _MAX_TICKS: Final = 8
@@ -70,6 +72,40 @@ async def a_save_wait(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.check_quiet()
 
     await sweeper.sweep("a wait for a save", wait, check, before)
+
+
+async def a_save_wait_of_an_engine_that_holds_blocks(
+    ground: P2PGround, sweeper: Sweeper
+) -> None:
+    """The same, however long it may take; what is wanted back is let go of."""
+    name = ""
+
+    def hold(is_so: bool) -> None:
+        for worker in ground.prefill.workers:
+            worker.engine = msgspec.structs.replace(
+                worker.engine, holds_saved_blocks=is_so
+            )
+
+    async def before() -> None:
+        nonlocal name
+        name = ground.new_name()
+        hold(True)
+        ground.begin_save(name)
+        await sweeper.pause()
+
+    async def wait() -> None:
+        for worker in ground.prefill.workers:
+            await worker.wait_for_save()
+
+    async def check(outcome: Outcome[None]) -> None:
+        for worker in ground.prefill.workers:
+            worker.let_go_of_blocks(None)
+        hold(False)
+        await ground.end_save(name)
+        await ground.load(name)
+        await ground.check_quiet()
+
+    await sweeper.sweep("a wait for a save from held blocks", wait, check, before)
 
 
 async def a_save_that_is_staged(ground: P2PGround, sweeper: Sweeper) -> None:
@@ -154,6 +190,9 @@ STEPS: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
         a_layer_wait, ("P2PWorker.wait_for_layer_load", "P2PLoad.wait_for")
     ),
     ConnectorScenario(a_save_wait, ("P2PWorker.wait_for_save", "P2PLeaving.leave")),
+    ConnectorScenario(
+        a_save_wait_of_an_engine_that_holds_blocks, ("P2PLeaving.leave_when_wanted",)
+    ),
     ConnectorScenario(
         a_save_that_is_staged, ("P2PSave.stage", "Staging.copy"), is_costly=True
     ),
