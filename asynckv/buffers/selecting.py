@@ -161,10 +161,15 @@ class Selecting:
     async def acknowledge(self, delivery: Delivery) -> None:
         """Acknowledge use, and wait for the answer.
 
+        What has not come by now is not wanted, nor is it missed if it came wrong.
+
         :raises LeaseLost: the entry was taken back meanwhile
         """
         self._is_acknowledged = True
-        if self._error is None:
+        if delivery.reception is not None:
+            delivery.reception.stop()
+        if not self._is_answered:
+            self._error = None  # of a part that nobody was given
             self.may_have_counted = True
             self._stream.send(Ack(delivery.offer.token))
         async with asyncio.timeout(ANSWER_S):

@@ -16,7 +16,13 @@ from asynckv.errors import RemoteProtocolError
 __all__ = ("STALL_S", "Progress")
 
 STALL_S: Final = 30.0
+_LOOKS: Final = 6
+"""So often within that time is looked: one stall is told at most a sixth later."""
+
 _LATE_S: Final = 1.0
+_EARLY_S: Final = 0.001
+"""The time of the last look may be a little short of the whole."""
+
 _NO_TRANSFER: Final = -1
 
 
@@ -24,7 +30,8 @@ class Progress:
     """The transfers of one link whose bytes are expected now.
 
     ``stalled(error)`` is called once when for 30 s no byte of any of them has
-    landed. A loop that was stalled itself does not judge for that time.
+    landed, 5 s later at most. A loop that was stalled itself does not judge for
+    that time.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class Progress:
         self._transfers: set[int] = set()
         self._seen: dict[int, int] = {}
         self._noted_bytes = 0
+        self._grew_s = 0.0
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -43,6 +51,7 @@ class Progress:
         """All bytes of ``transfer`` are on their way, or should be."""
         self._transfers.add(transfer)
         if self._timer is None:
+            self._note_growth()
             self._look_later()
 
     def forget(self, transfer: int) -> None:
@@ -60,20 +69,28 @@ class Progress:
             self._timer.cancel()
             self._timer = None
 
+    def _note_growth(self) -> None:
+        self._seen, self._grew_s = self._landed(), self._loop.time()
+
     def _look_later(self) -> None:
-        self._seen = self._landed()
-        self._due_s = self._loop.time() + STALL_S
-        self._timer = self._loop.call_later(STALL_S, self._look)
+        pause_s = STALL_S / _LOOKS
+        self._due_s = self._loop.time() + pause_s
+        self._timer = self._loop.call_later(pause_s, self._look)
 
     def _look(self) -> None:
         self._timer = None
         if not self._transfers:
             return
-        was_late = self._loop.time() > self._due_s + _LATE_S
+        now_s = self._loop.time()
         # One that came or went, or grew, is progress of them all.
-        if was_late or self._landed() != self._seen:
-            self._look_later()
+        if now_s > self._due_s + _LATE_S or self._landed() != self._seen:
+            self._note_growth()
+        elif now_s - self._grew_s > STALL_S - _EARLY_S:
+            self._tell()
             return
+        self._look_later()
+
+    def _tell(self) -> None:
         self.stop()
         self._stalled(
             RemoteProtocolError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.manifest import pack
 from asynckv.buffers.queries import make_query
@@ -18,6 +19,7 @@ from asynckv.links.requests import LinkStream
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
+    Ack,
     Cancel,
     Cancelled,
     Complete,
@@ -251,3 +253,46 @@ async def test_bytes_that_changed_on_a_lane_are_refused() -> None:
         stream.send(Done(2, 0, b"wrong"))
         with pytest.raises(ChecksumError):
             await delivered
+
+
+async def left_early(pair: LinkPair) -> tuple[Selecting, Delivery, LinkStream]:
+    """Return a stream whose one part has not come yet."""
+    query = make_query([1], None)
+    selecting = Selecting(pair.near, query, {}, ReceiveBudget(MIB), streams=True)
+    delivered = asyncio.create_task(selecting.delivered())
+    await until(lambda: bool(pair.service.asked))
+    stream = pair.service.asked[0][0]
+    offer(stream, 2, MIB, inline=False)
+    assert await frames_of(pair, 1) == [Grant(2)]
+    return selecting, await delivered, stream
+
+
+def send_wrong_bytes(pair: LinkPair, stream: LinkStream) -> None:
+    pair.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
+    stream.send(Done(2, 0, b"wrong"))
+
+
+async def test_who_leaves_without_a_part_that_changed_has_acknowledged() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        selecting, delivery, stream = await left_early(pair)
+        send_wrong_bytes(pair, stream)
+        with pytest.raises(ChecksumError):
+            while True:
+                await selecting.changed()
+        leaving = asyncio.create_task(selecting.acknowledge(delivery))
+        assert await frames_of(pair, 2) == [Grant(2), Ack(b"t")]
+        stream.send(Accepted())
+        await leaving
+
+
+async def test_a_part_that_changes_while_the_answer_is_under_way_is_not_missed() -> (
+    None
+):
+    async with linked("mem://", lambda *_: None) as pair:
+        selecting, delivery, stream = await left_early(pair)
+        leaving = asyncio.create_task(selecting.acknowledge(delivery))
+        assert await frames_of(pair, 2) == [Grant(2), Ack(b"t")]
+        send_wrong_bytes(pair, stream)
+        await until_blocked(leaving)
+        stream.send(Accepted())
+        await leaving

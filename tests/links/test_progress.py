@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import cast
 
@@ -7,9 +8,9 @@ import pytest
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import RemoteProtocolError
-from asynckv.links import progress
 from asynckv.links.progress import Progress
-from asynckv.testing.blocked import until
+from asynckv.testing.simulation.machines import Machines, open_machines
+from asynckv.testing.simulation.nodes import Process
 
 
 class Landing:
@@ -22,66 +23,102 @@ class Landing:
         return self.nbytes.get(transfer, 0)
 
 
-@pytest.fixture(autouse=True)
-def short_stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(progress, "STALL_S", 0.02)
-    return iter([None])
-
-
 class Watched:
-    def __init__(self) -> None:
+    """The progress of one link, in virtual time."""
+
+    def __init__(self, machines: Machines) -> None:
         self.landing = Landing()
         self.errors: list[RemoteProtocolError] = []
+        self.node = machines.add("one")
+        self._world = machines.world
+        self.node.start(self._watch)
+        self.run(1)
+
+    async def _watch(self, process: Process) -> None:
         transport = cast(PayloadTransport, self.landing)
         self.progress = Progress(transport, self.errors.append)
+        await asyncio.sleep(10_000)
+
+    def expect(self, *transfers: int) -> None:
+        with self.node.inside():
+            for transfer in transfers:
+                self.progress.expect(transfer)
+
+    def run(self, seconds: float) -> int:
+        """Let time pass; return how often a stall was told."""
+        self._world.run(lambda: False, self._world.now + seconds)
+        return len(self.errors)
 
 
-async def test_bytes_that_do_not_come_are_told_once() -> None:
-    watched = Watched()
-    watched.progress.expect(1)
-    watched.progress.expect(3)
-    await until(lambda: bool(watched.errors))
-    assert "stood still" in str(watched.errors[0])
-    assert watched.progress._timer is None
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    with open_machines(seed=1) as machines:
+        yield Watched(machines)
 
 
-async def test_a_byte_of_any_of_them_is_progress() -> None:
-    watched = Watched()
-    watched.progress.expect(1)
-    watched.progress.expect(3)
-    first = watched.progress._timer
-    watched.landing.nbytes[3] = 1
-    await until(lambda: watched.progress._timer not in (first, None))
-    assert not watched.errors
-    watched.progress.stop()
+def test_bytes_that_do_not_come_are_told_once(watched: Watched) -> None:
+    watched.expect(1, 3)
+    assert watched.run(29) == 0
+    assert watched.run(1000) == 1
+    assert "stood still for 30 s" in str(watched.errors[0])
 
 
-async def test_what_has_landed_is_not_watched() -> None:
-    watched = Watched()
-    watched.progress.expect(1)
+def test_a_stall_is_told_35_s_after_the_last_byte_at_most(watched: Watched) -> None:
+    watched.expect(1)
+    watched.run(11)
+    watched.landing.nbytes[1] = 1
+    assert watched.run(29.5) == 0
+    assert watched.run(5.5) == 1
+
+
+def test_a_byte_of_any_of_them_is_progress(watched: Watched) -> None:
+    watched.expect(1, 3)
+    for count in range(1, 10):
+        watched.landing.nbytes[3] = count
+        assert watched.run(20) == 0
+    assert watched.run(20) == 1
+
+
+def test_one_that_comes_is_progress(watched: Watched) -> None:
+    watched.expect(1)
+    watched.run(25)
+    watched.expect(3)
+    assert watched.run(25) == 0
+    assert watched.run(10) == 1
+
+
+def test_what_has_landed_is_not_watched(watched: Watched) -> None:
+    watched.expect(1)
     watched.progress.forget(1)
-    await until(lambda: watched.progress._timer is None)
-    assert not watched.errors
-    watched.progress.stop()
+    assert watched.run(100) == 0
 
 
-async def test_a_loop_that_was_late_itself_does_not_judge(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watched = Watched()
-    watched.progress.expect(1)
-    watched.progress._due_s -= 10
-    first = watched.progress._timer
-    await until(lambda: watched.progress._timer not in (first, None))
-    assert not watched.errors
-    watched.progress.stop()
+def test_time_in_which_nothing_was_expected_does_not_count(watched: Watched) -> None:
+    watched.expect(1)
+    watched.run(4)
+    watched.progress.forget(1)
+    watched.run(1000)
+    watched.expect(3)
+    assert watched.run(29) == 0
 
 
-async def test_what_came_by_another_way_is_progress() -> None:
-    watched = Watched()
-    watched.progress.expect(1)
-    timer = watched.progress._timer
+def test_a_loop_that_was_late_itself_does_not_judge(watched: Watched) -> None:
+    watched.expect(1)
+    watched.run(28)
+    watched.node.freeze(100)
+    assert watched.run(100 + 29) == 0
+    assert watched.run(10) == 1
+
+
+def test_what_came_by_another_way_is_progress(watched: Watched) -> None:
+    watched.expect(1)
+    watched.run(28)
     watched.progress.note(1)
-    await until(lambda: watched.progress._timer is not timer)
-    assert not watched.errors
+    assert watched.run(29) == 0
+    assert watched.run(10) == 1
+
+
+def test_what_is_stopped_is_not_watched(watched: Watched) -> None:
+    watched.expect(1)
     watched.progress.stop()
+    assert watched.run(100) == 0

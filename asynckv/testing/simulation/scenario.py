@@ -36,6 +36,11 @@ _SHORT_S: Final = 8.0
 _MAX_LOAD_S: Final = 400.0
 _SETTLE_S: Final = 45.0
 _DRAIN_S: Final = 60.0
+_DEAD_LANE_S: Final = 36.0
+"""Nobody was told that a lane is dead: its link ends so late after it was needed. One
+client's insert may have the room that another one's waits for."""
+_HEARD_S: Final = 5.0
+"""What ended here is heard of everywhere else so soon."""
 _DRAINS: Final = 3
 """As many deliveries as an entry may be inserted for."""
 _CLOSE_S: Final = 30.0
@@ -106,10 +111,14 @@ class Scenario:
         self.world.tell("note", "", "fresh consumers take what is left")
         for number in range(1, _DRAINS + 1):
             self.machines.add(f"drain{number}").start(self._take_all)
+        longest_s = _DRAIN_S + _DEAD_LANE_S * len(self.clients)
         self.world.run(
-            lambda: self._is_empty() or self._is_too_much(), self.world.now + _DRAIN_S
+            lambda: self._is_empty() or self._is_too_much(), self.world.now + longest_s
         )
         if self._is_empty():
+            self.world.run(
+                lambda: not self.watch.charges(), self.world.now + _HEARD_S
+            )
             self.watch.look_at_rest()
         else:
             self.watch.complain(f"left: {self._statistics()}")

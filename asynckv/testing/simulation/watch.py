@@ -105,13 +105,20 @@ class Watch:
         """Where nothing is left, nothing is charged."""
         life = self.lives[-1]
         with life.process.node.inside():
-            now = life.buffer.statistics()
             self.reasons = {
                 number: life.process.loop.finish(_reason(life.buffer, entry_id))
                 for number, entry_id in self._history.inserted().items()
             }
+        for what in self.charges():
+            self.complain(what)
+
+    def charges(self) -> list[str]:
+        """Return what is charged, for nothing: who pays may not have heard yet."""
+        life, found = self.lives[-1], list[str]()
+        with life.process.node.inside():
+            now = life.buffer.statistics()
         if now.entries or now.used_bytes or now.outside_bytes or now.leased:
-            self.complain(f"nothing is left, but {now}")
+            found.append(f"nothing is left, but {now}")
         busy = {call.process for call in self._history.open_calls() if call.delivery}
         for process, peer in self.peers:
             if process.is_gone or process in busy:
@@ -119,7 +126,8 @@ class Watch:
             with process.node.inside():
                 held = peer.lookup.statistics()
             if held.received_bytes:
-                self.complain(f"{process.node.name} has nothing, but {held}")
+                found.append(f"{process.node.name} has nothing, but {held}")
+        return found
 
     def look_behind(self, node: Node) -> None:
         """What has closed leaves no task, no socket, no thread."""

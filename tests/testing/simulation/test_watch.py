@@ -53,6 +53,15 @@ def test_bytes_of_nothing_are_complained_of(machines: Machines) -> None:
     assert "nothing is left" in watched.watch.complaints[0]
 
 
+def test_what_is_charged_for_nothing_can_be_asked_for_first(machines: Machines) -> None:
+    watched = Watched(machines)
+    assert "nothing is left" in watched.watch.charges()[0]
+    with watched.node.inside() as process:
+        process.loop.finish(watched.buffer.withdraw("e1"))
+    assert watched.watch.charges() == []
+    assert watched.watch.complaints == []
+
+
 def test_calls_that_hang_are_named(machines: Machines) -> None:
     watched = Watched(machines)
     process = Process(machines.add("client1"), 1)
