@@ -62,9 +62,7 @@ async def a_save_wait_of_an_engine_that_holds_blocks(
     ground: P2PGround, sweeper: Sweeper
 ) -> None:
     """The same where the blocks are wanted back while it waits."""
-    await _wait_for_saves(
-        ground, sweeper, "a wait for held blocks", holds=True
-    )
+    await _wait_for_saves(ground, sweeper, "a wait for held blocks", holds=True)
 
 
 async def _wait_for_saves(
