@@ -249,9 +249,19 @@ def _test_promises(session: nox.Session, scale: str) -> None:
     workers = ("-n", str(1 + int(WORKERS[1])), *one_by_one)
     marked = _tests_marked("trust", "chaos", "refusal")
     together = ("-m", f"{promises} and not alone", *workers, *marked)
-    session.run("pytest", *together, env=env)
     alone = ("-m", f"{promises} and alone", *_tests_marked("alone"))
-    session.run("pytest", *alone, env=env)
+    # Hours may have gone by: what failed is told after all of it was run.
+    failed = [run for run in (together, alone) if not _passes(session, run, env)]
+    if failed:
+        session.error("not all of it passed: see pytest's closing lines above")
+
+
+def _passes(session: nox.Session, run: tuple[str, ...], env: dict[str, str]) -> bool:
+    try:
+        session.run("pytest", *run, env=env)
+    except nox.command.CommandFailed:
+        return False
+    return True
 
 
 def _tests_marked(*markers: str) -> list[str]:

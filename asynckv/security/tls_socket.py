@@ -79,6 +79,15 @@ class TlsSocket:
         """Return the descriptor of the socket."""
         return self._sock.fileno()
 
+    @property
+    def family(self) -> int:
+        """The address family of the socket."""
+        return self._sock.family
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """Set an option of the socket."""
+        self._sock.setsockopt(level, option, value)
+
     def getsockname(self) -> object:
         """Return the address of this end."""
         return self._sock.getsockname()

@@ -20,9 +20,12 @@ from asynckv.transports.lane_wires import wire_over
 from asynckv.transports.parts import Part
 from asynckv.transports.vectors import rest_of, vectors_of
 
-__all__ = ("LaneOwner", "LaneSocket")
+__all__ = ("DEAD_S", "LaneOwner", "LaneSocket")
 
 _NICENESS: Final = 5
+DEAD_S: Final = 30.0
+"""A lane whose other end acknowledges nothing for so long is over."""
+_PROBES: Final = 5
 _names = itertools.count(1)
 
 
@@ -47,6 +50,7 @@ class LaneSocket:
 
     def __init__(self, sock: Connection) -> None:
         self.sock = sock
+        _notice_silence(sock)
         self._wire = wire_over(sock)
         self._lock = threading.Lock()
         self._threads = 0
@@ -133,6 +137,27 @@ class LaneSocket:
     def _close_if_over(self) -> None:
         if self._is_shut and not self._threads:
             self.sock.close()
+
+
+def _notice_silence(sock: Connection) -> None:
+    """Let the kernel end a lane that is cut with nobody told, in ``DEAD_S``.
+
+    The link's heartbeat does not go over it. Who sends waits for acknowledgements;
+    who receives has to ask: see tcp(7), ``TCP_USER_TIMEOUT``, ``SO_KEEPALIVE``.
+    """
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    pause_s = max(1, round(DEAD_S / (_PROBES + 1)))
+    for name, value in (
+        ("TCP_KEEPIDLE", pause_s),
+        ("TCP_KEEPINTVL", pause_s),
+        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_USER_TIMEOUT", round(DEAD_S * 1000)),
+    ):
+        option = getattr(socket, name, None)  # Linux has them all
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _step_behind_the_loop() -> None:

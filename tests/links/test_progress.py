@@ -1,16 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
-from typing import cast
+from typing import Final, cast
 
 import pytest
+import torch
 
-from asynckv.abc import PayloadTransport
+from asynckv.abc import KVLookupBuffer, PayloadTransport
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import connect
+from asynckv.buffers.serve import serve
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.progress import Progress
+from asynckv.links.progress import STALL_S, Progress
 from asynckv.testing.simulation.machines import Machines, open_machines
 from asynckv.testing.simulation.nodes import Process
+
+_ENTRY_BYTES: Final = 400_000
 
 
 class Landing:
@@ -122,3 +129,57 @@ def test_what_is_stopped_is_not_watched(watched: Watched) -> None:
     watched.expect(1)
     watched.progress.stop()
     assert watched.run(100) == 0
+
+
+class Transfers:
+    """A client that takes large entries from a server without a pause."""
+
+    def __init__(self, machines: Machines) -> None:
+        self.machines = machines
+        self.taken = 0
+        self.longest_s = 0.0
+        self.server, self.client = machines.add("server"), machines.add("client")
+        self.server.start(self._serve)
+        self.client.start(self._take_all)
+
+    def run(self, seconds: float) -> int:
+        """Let time pass; return how many entries were taken meanwhile."""
+        before, world = self.taken, self.machines.world
+        world.run(lambda: False, world.now + seconds)
+        return self.taken - before
+
+    async def _serve(self, process: Process) -> None:
+        buffer = LookupBuffer(8 * _ENTRY_BYTES)
+        url = f"tcp://{process.host}:7000"
+        async with buffer, serve(url, lookup=buffer, lanes=2):
+            for number in itertools.count():
+                entry = torch.zeros(_ENTRY_BYTES, dtype=torch.uint8)
+                await buffer.insert([number], None, entry, None, None)
+
+    async def _take_all(self, process: Process) -> None:
+        async with (
+            connect(f"tcp://{self.server.host}:7000", lanes=2) as peer,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(2):
+                group.create_task(self._take(process, peer.lookup))
+
+    async def _take(self, process: Process, lookup: KVLookupBuffer) -> None:
+        while True:
+            begun_s = process.time()
+            await lookup.drop_select(None, None)
+            self.longest_s = max(self.longest_s, process.time() - begun_s)
+            self.taken += 1
+
+
+def test_a_lane_that_is_cut_is_noticed_while_others_carry_on() -> None:
+    with open_machines(seed=1) as machines:
+        transfers = Transfers(machines)
+        assert transfers.run(30) > 20
+        *_, lane = machines.network.between(
+            transfers.client.host, transfers.server.host
+        )
+        lane.cut(dialler=False, acceptor=False)
+        assert transfers.run(100) > 20
+        # Whoever waited on that lane went on too.
+        assert STALL_S - 1 < transfers.longest_s < STALL_S + 5

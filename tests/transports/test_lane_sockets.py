@@ -1,14 +1,28 @@
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import queue
 import socket
+import struct
 import sys
 import threading
+from collections.abc import Iterator
+from typing import Final
 
 import pytest
 
+from asynckv.transports import lane_sockets
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
+
+_ATTACH_FILTER: Final = 26
+_DROP_ALL: Final = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+"""One instruction, ``ret 0``: see socket(7), ``SO_ATTACH_FILTER``."""
+
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="kernels notice in ways of their own elsewhere"
+)
 
 
 def _fail() -> None:
@@ -86,3 +100,59 @@ def test_threads_run_behind_the_event_loop(
     assert said.get(timeout=5) == min(before + 5, 19)
     assert said.get(timeout=5) == "ended"
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def _cut(sock: socket.socket) -> None:
+    """Let no segment reach ``sock``: what is sent to it is not even acknowledged."""
+    program = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
+    sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
+
+
+@pytest.fixture
+def over_tcp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[tuple[LaneSocket, socket.socket]]:
+    """A lane over TCP, and the far end of it."""
+    monkeypatch.setattr(lane_sockets, "DEAD_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    lane = LaneSocket(near)
+    with far:
+        yield lane, far
+    lane.shut_down()
+
+
+@on_linux
+def test_who_sends_into_silence_gets_an_error(
+    over_tcp: tuple[LaneSocket, socket.socket],
+) -> None:
+    lane, far = over_tcp
+    _cut(far)
+    with pytest.raises(OSError) as raised:
+        lane.send(b"head", [memoryview(bytes(64 * 2**20))])
+    assert raised.value.errno == errno.ETIMEDOUT
+
+
+@on_linux
+def test_who_receives_nothing_asks_and_gets_an_error(
+    over_tcp: tuple[LaneSocket, socket.socket],
+) -> None:
+    lane, far = over_tcp
+    _cut(far)
+    with pytest.raises(OSError) as raised:
+        lane.receive([memoryview(bytearray(4))], may_end=True)
+    assert raised.value.errno == errno.ETIMEDOUT
+
+
+def test_a_peer_that_is_there_may_be_quiet(
+    over_tcp: tuple[LaneSocket, socket.socket],
+) -> None:
+    lane, far = over_tcp
+    got = memoryview(bytearray(4))
+    far.settimeout(2.5)
+    with pytest.raises(TimeoutError):
+        far.recv(1)
+    far.sendall(b"here")
+    assert lane.receive([got])
+    assert bytes(got) == b"here"

@@ -47,7 +47,8 @@ class Connection:
 
     def cut(self, *, dialler: bool = True, acceptor: bool = True) -> None:
         """End it; a side that is not told goes on and never hears again."""
-        self.there.is_dead = self.back.is_dead = True
+        self.there.die()
+        self.back.die()
         if dialler:
             self.dialler.receive_reset()
         if acceptor and self.acceptor is not None:
@@ -185,4 +186,7 @@ class _Door:
         pass
 
     def receive_reset(self) -> None:
+        pass
+
+    def receive_silence(self) -> None:
         pass

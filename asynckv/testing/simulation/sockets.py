@@ -75,6 +75,7 @@ class SimulatedSocket:
         self._node = node
         self._timeout: float | None = None
         self._give_up_s: float | None = None
+        self._asks = False
         self._inbox = bytearray()
         self._has_ended = False
         self._sends_no_more = False
@@ -136,14 +137,17 @@ class SimulatedSocket:
         self._is_connecting = False
         self._has_ended = True
 
+    def receive_silence(self) -> None:
+        if not self._is_closed:
+            self._give_up()
+
     def plug(self, outgoing: Wire, incoming: Wire, peer: _Address) -> None:
         """These are its two wires."""
         outgoing.on_given_up = self._give_up
         outgoing.on_room = self._node.poke
-        if self._give_up_s is not None:
-            outgoing.give_up_s = self._give_up_s
         self.outgoing, self.incoming, self.peer_address = outgoing, incoming, peer
         incoming.receiver = self
+        self._tell_wires()
 
     @property
     def is_connecting(self) -> bool:
@@ -172,10 +176,12 @@ class SimulatedSocket:
         return self._timeout
 
     def setsockopt(self, level: int, option: int, value: Any) -> None:
+        """Both that matter here: see ``tcp(7)`` for what they do together."""
         if (level, option) == (socket.IPPROTO_TCP, _USER_TIMEOUT):
             self._give_up_s = value / 1000
-            if self.outgoing is not None:
-                self.outgoing.give_up_s = self._give_up_s
+        elif (level, option) == (socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+            self._asks = bool(value)
+        self._tell_wires()
 
     def getsockopt(self, level: int, option: int, size: int = 0) -> int:
         if (level, option) != (socket.SOL_SOCKET, socket.SO_ERROR):
@@ -336,6 +342,13 @@ class SimulatedSocket:
     def _check_open(self) -> None:
         if self._is_closed:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def _tell_wires(self) -> None:
+        if self._give_up_s is None or self.outgoing is None or self.incoming is None:
+            return
+        self.outgoing.give_up_s = self._give_up_s
+        if self._asks:
+            self.incoming.ask_for(self._give_up_s)
 
     def _give_up(self) -> None:
         self._node.poke()

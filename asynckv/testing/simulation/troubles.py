@@ -18,6 +18,7 @@ _KINDS: Final = {
     "cut": 5.0,
     "cut one side": 2.0,
     "cut after": 5.0,
+    "duplicate": 3.0,
     "block": 3.0,
     "slow": 1.5,
     "freeze": 2.0,
@@ -30,6 +31,7 @@ _BAD_MEMORY: Final = 25.0
 _FLIPS_FROM: Final = (48, 2048, 2048)
 """A heartbeat is seldom the only victim: it would take each flip of a quiet link."""
 _LONGEST_S: Final = 20.0
+_UNANSWERED_S: Final = 2.0
 _AFTERMATH_S: Final = 12.0
 """So long after a fault a link may still be found dead."""
 
@@ -84,6 +86,7 @@ class Troubles:
             "cut": self._cut,
             "cut one side": self._cut_one_side,
             "cut after": self._cut_after,
+            "duplicate": self._duplicate,
             "block": self._block,
             "slow": self._slow,
             "freeze": self._freeze,
@@ -156,6 +159,18 @@ class Troubles:
             connection.cut()
 
         wire.on_cut = cut
+
+    def _duplicate(self, client: Node, chance: random.Random) -> None:
+        """Lose answers, not what was asked: after the cut it is asked once more."""
+        connection = self._draw_connection(client, chance)
+        if connection is None:
+            return
+        seconds = _UNANSWERED_S * chance.random()
+        text = f"answers on #{connection.number} are lost; cut in {seconds:.2f} s"
+        self._note("duplicate", client, text, seconds)
+        connection.back.die()  # clients dial
+        text = f"connection #{connection.number} is cut"
+        self._end_later(client, text, seconds, connection.cut)
 
     def _block(self, client: Node, chance: random.Random) -> None:
         one, other = client.host, self._server.host

@@ -72,6 +72,9 @@ class Receiver(Protocol):
     def receive_reset(self) -> None:
         """The other side knows nothing of this connection any more."""
 
+    def receive_silence(self) -> None:
+        """Whether the other side is still there was asked, and nothing answered."""
+
 
 class _Signal(enum.Enum):
     OPEN = "opens"
@@ -105,13 +108,14 @@ class Wire:
         self.cut_after: int | None = None
         self.on_cut: Callable[[], None] | None = None
         self.is_dead = False
-        """Whatever enters is never seen again."""
+        """Whatever enters is never seen again: see :meth:`die`."""
         self.give_up_s = _GIVE_UP_S
         """How long the sender's kernel sends again what nobody acknowledges."""
         self.on_given_up: Callable[[], None] | None = None
         self.on_room: Callable[[], None] | None = None
         self.carried_bytes = 0
         """How many bytes have arrived in all."""
+        self._silence_s: float | None = None
         self._delivered = 0
         self._world = world
         self._conditions = conditions
@@ -148,6 +152,18 @@ class Wire:
         """The sender is gone."""
         self._enter(_Signal.RESET)
 
+    def die(self) -> None:
+        """Let whatever enters from now on never be seen again."""
+        if not self.is_dead:
+            self.is_dead = True
+            self._ask()
+
+    def ask_for(self, silence_s: float) -> None:
+        """Let the receiver's kernel end a connection that is silent for so long."""
+        self._silence_s = silence_s
+        if self.is_dead:
+            self._ask()
+
     def was_read(self, nbytes: int) -> None:
         """The receiving application took bytes: there is room for as many."""
         self.unread_bytes -= nbytes
@@ -162,6 +178,10 @@ class Wire:
         """What was held back arrives."""
         while self._held and not self.is_dead:
             self._deliver(self._held.popleft())
+
+    def _ask(self) -> None:
+        if self._silence_s is not None and self.receiver is not None:
+            self._world.call_later(self._silence_s, self.receiver.receive_silence)
 
     def _slice_bytes(self) -> int:
         if self._chance.random() < _TINY_SHARE:
@@ -193,7 +213,7 @@ class Wire:
     def _give_up(self, delivered: int) -> None:
         lost = self.is_dead or bool(self._held)
         if lost and self._delivered == delivered and self.on_given_up is not None:
-            self.is_dead = True
+            self.die()
             self.on_given_up()
 
     def _deliver(self, item: _Item) -> None:

@@ -88,3 +88,15 @@ def test_a_flip_that_nothing_large_was_there_for_is_called_off(
     machines.world.run(lambda: False, machines.world.now + 21)
     (connection,) = machines.network.connections
     assert connection.there.flips == connection.back.flips == 0
+
+
+def test_answers_are_lost_before_a_cut_that_makes_a_client_ask_again(
+    machines: Machines, troubles: Troubles
+) -> None:
+    connect(machines, 1)
+    (connection,) = machines.network.connections
+    troubles._duplicate(machines.nodes["client1"], random.Random(1))
+    assert connection.back.is_dead
+    assert not connection.there.is_dead
+    machines.world.run(lambda: False, machines.world.now + 3)
+    assert connection.there.is_dead

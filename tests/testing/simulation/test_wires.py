@@ -24,6 +24,9 @@ class Sink:
     def receive_reset(self) -> None:
         self.signals.append("reset")
 
+    def receive_silence(self) -> None:
+        self.signals.append("silence")
+
 
 class Stretch:
     """A wire, where it ends, and the world it is in."""
@@ -125,3 +128,21 @@ def test_a_wire_tells_when_so_many_bytes_have_come() -> None:
     stretch.run()
     assert len(told) == 1
     assert 2000 <= told[0] <= 3000
+
+
+def test_a_receiver_that_asks_is_told_of_the_silence() -> None:
+    stretch = Stretch()
+    stretch.wire.ask_for(30)
+    stretch.wire.die()
+    stretch.world.run(lambda: False, deadline=29)
+    assert stretch.sink.signals == []
+    stretch.run()
+    assert stretch.sink.signals == ["silence"]
+
+
+def test_who_asks_a_wire_that_is_dead_is_told_too() -> None:
+    stretch = Stretch()
+    stretch.wire.die()
+    stretch.wire.ask_for(30)
+    stretch.run()
+    assert stretch.sink.signals == ["silence"]
