@@ -100,8 +100,11 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
             child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
 
     async def wait_for_save(self) -> None:
-        for child in self.children:
-            await child.wait_for_save()
+        """As the contract says, of all together; an error waits for the others."""
+        waits = [child.wait_for_save() for child in self.children]
+        for error in await asyncio.gather(*waits, return_exceptions=True):
+            if error is not None:
+                raise error
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()

@@ -47,17 +47,21 @@ class Staging:
             self.used_bytes -= nbytes
             raise
         self.copies += 1
-        return StagedCopy(self, tensors)
+        return StagedCopy(self, tensors, pool)
 
 
 class StagedCopy:
     """The copies of one save's blocks, by layer and name."""
 
     def __init__(
-        self, staging: Staging, tensors: dict[tuple[str, str], torch.Tensor]
+        self,
+        staging: Staging,
+        tensors: dict[tuple[str, str], torch.Tensor],
+        pool: CopyPool,
     ) -> None:
         self._staging = staging
         self._tensors = tensors
+        self._pool = pool
 
     def tensor(self, layer: str, name: str) -> torch.Tensor:
         """Return one.
@@ -68,5 +72,7 @@ class StagedCopy:
 
     def drop(self, layer: str | None = None) -> None:
         """Forget those of a layer, or all: nobody reads them. Again is nothing."""
-        for name in [one for one in self._tensors if layer in (None, one[0])]:
-            self._staging.used_bytes -= self._tensors.pop(name).nbytes
+        names = [one for one in self._tensors if layer in (None, one[0])]
+        dropped = [self._tensors.pop(name) for name in names]
+        self._staging.used_bytes -= sum(tensor.nbytes for tensor in dropped)
+        self._pool.free(dropped)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
+import pytest
 import torch
 
 from asynckv.buffers.serve import serve
@@ -13,6 +16,7 @@ from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.connectors.registry import make_worker
 from asynckv.connectors.store_orders import StoreMetadata
 from asynckv.connectors.store_worker import StoreWorker
+from asynckv.testing.blocked import until_blocked
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import make_engine, pair_configs, toy_shape
 
@@ -86,3 +90,51 @@ async def test_a_prompt_is_saved_by_all_and_loaded_from_the_first() -> None:
         assert (stored.tokens, stored.external_tokens) == (last.tokens, 64)
         assert decode.unknown_completions == 0
         await decode.quiet()
+
+
+class Meeting(StoreWorker):
+    """Its saves take until everybody waits who is to come to ``meeting``."""
+
+    def __init__(self, meeting: asyncio.Barrier, error: Exception | None = None):
+        config = KVTransferConfig(
+            kv_connector="StoreConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"store": "mem://no", "fingerprint": "toy"},
+        )
+        super().__init__(config, KVEngine(engine_id="E", block_size=16))
+        self.meeting, self.error = meeting, error
+
+    async def wait_for_save(self) -> None:
+        if self.error is not None:
+            raise self.error
+        await self.meeting.wait()
+
+
+async def test_the_saves_of_all_are_waited_for_together() -> None:
+    meeting = asyncio.Barrier(2)
+    async with MultiWorker([Meeting(meeting), Meeting(meeting)]) as worker:
+        async with asyncio.timeout(10):
+            await worker.wait_for_save()
+
+
+async def test_where_one_fails_the_saves_of_the_others_are_waited_for() -> None:
+    meeting, error = asyncio.Barrier(2), RuntimeError("of the first")
+    workers = [Meeting(meeting, error), Meeting(meeting)]
+    async with MultiWorker(workers) as worker:
+        waiting = asyncio.create_task(worker.wait_for_save())
+        await until_blocked(waiting)
+        assert not waiting.done()
+        await meeting.wait()
+        with pytest.raises(RuntimeError, match="of the first"):
+            await waiting
+
+
+async def test_a_cancelled_wait_leaves_nobody_waiting() -> None:
+    meeting = asyncio.Barrier(3)
+    async with MultiWorker([Meeting(meeting), Meeting(meeting)]) as worker:
+        waiting = asyncio.create_task(worker.wait_for_save())
+        await until_blocked(waiting)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not meeting.n_waiting

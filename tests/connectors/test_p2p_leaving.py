@@ -25,21 +25,27 @@ from asynckv.connectors.staging import Staging
 from asynckv.connectors.transfers import Transfers
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
-from asynckv.testing.blocked import until_blocked
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellations.connectors.grounds import (
     LARGE,
     SMALL,
     P2PGround,
+    Scheme,
     open_p2p,
     until_saved,
 )
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.faults.damaging import BlackHole
+from asynckv.testing.faults.fault import Kind
 from asynckv.testing.faults.proxy import Proxy
+from asynckv.testing.faults.shaping import Stall
 from asynckv.types import TensorSpec
 
 SHORT_S = 2.0
 """Ten times what a step may wait: other things run on this machine too."""
+
+HUGE = ToyModel(layers=1, head_dim=2048)
+"""Its layer is more than a unix socket and a proxy take in."""
 
 DIRECTIONS = pytest.mark.parametrize("direction", ["pull", "push"])
 
@@ -174,11 +180,16 @@ async def test_no_step_waits_for_a_peer_that_does_not_answer_its_dialler() -> No
 
 
 @contextlib.asynccontextmanager
-async def through_a_proxy() -> AsyncIterator[tuple[P2PGround, Proxy]]:
-    async with open_p2p("tcp", "push", model=LARGE) as ground:
+async def through_a_proxy(
+    scheme: Scheme = "tcp",
+    *,
+    heartbeat_ms: int | None = 200,
+    model: ToyModel = LARGE,
+) -> AsyncIterator[tuple[P2PGround, Proxy]]:
+    async with open_p2p(scheme, "push", model=model) as ground:
         (worker,) = ground.prefill.workers
-        peers = worker.routes.peers
-        async with Proxy(peers._options.peers["D"][0], heartbeat_ms=200) as proxy:
+        peers, url = worker.routes.peers, worker.routes.peers._options.peers["D"][0]
+        async with Proxy(url, heartbeat_ms=heartbeat_ms) as proxy:
             await peers.line("D", 0).aclose()
             peers._lines.clear()
             peers._options.peers["D"] = (proxy.url,)
@@ -194,6 +205,23 @@ async def test_a_peer_that_is_lost_midway_keeps_no_step_waiting() -> None:
             assert worker.statistics().staged_saves == before + 1
             await until_saved(worker)  # the heartbeats end it
         assert worker.get_finished().failed_sending == {f"p {name}"}
+
+
+@pytest.mark.parametrize("kind", ["both", "lanes"])
+async def test_a_save_from_held_blocks_to_a_frozen_peer_is_given_up_in_its_time(
+    kind: Kind,
+) -> None:
+    proxied = through_a_proxy("unix", heartbeat_ms=None, model=HUGE)
+    async with proxied as (ground, proxy):
+        (worker,) = ground.prefill.workers
+        worker.options = msgspec.structs.replace(worker.options, save_timeout_s=0.1)
+        with proxy.add(Stall(kind=kind)):
+            _, saving = held(ground, name := ground.new_name())
+            async with asyncio.timeout(10):  # its link would be lost after 30 s
+                await saving
+            await until_saved(worker)
+            assert worker.get_finished().failed_sending == {f"p {name}"}
+        await until(lambda: not worker.statistics().releasing)  # the reason is told
 
 
 class StubbornWriter(InsertWriter):

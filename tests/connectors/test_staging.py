@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import threading
+import weakref
+
 import torch
 
 from asynckv.connectors.staging import Staging
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
+from asynckv.testing.blocked import until
 
 POOL = torch.arange(32.0).view(8, 4)
 BLOCKS = {layer: {f"{layer}.key": KVBlocks(POOL, (5, 1))} for layer in "ab"}
@@ -33,3 +37,16 @@ async def test_what_does_not_fit_is_not_copied_until_something_is_dropped() -> N
     assert staging.used_bytes == 0
     assert await staging.copy(BLOCKS, pool) is not None
     assert staging.copies == 2
+
+
+async def test_megabytes_that_are_dropped_are_not_freed_on_the_loop() -> None:
+    large, pool, freed_by = torch.zeros(4, 2**20), CopyPool(), list[int]()
+    copy = await Staging(2**30).copy({"a": {"a.key": KVBlocks(large, (3, 0))}}, pool)
+    assert copy is not None
+    weakref.finalize(
+        copy.tensor("a", "a.key"), lambda: freed_by.append(threading.get_ident())
+    )
+    copy.drop()
+    await until(lambda: bool(freed_by))
+    assert freed_by != [threading.get_ident()]
+    pool.close()

@@ -257,3 +257,11 @@ def test_a_loop_that_ends_in_mid_copy_leaves_no_thread() -> None:
     asyncio.run(start_and_leave())
     pool.close()
     asyncio.run(_until_no_thread_is_left())
+
+
+async def test_a_closed_pool_frees_what_it_is_given_at_once() -> None:
+    pool = CopyPool()
+    pool.close()
+    tensors = [torch.zeros(2**20)]
+    pool.free(tensors)
+    assert tensors == []

@@ -162,12 +162,13 @@ class WorkerRole:
             lambda failed: self._bridge.tell((failed, (0, 0))),
             tells_of_saves=self._tells_of_saves,
         )
-        worker.call_when_finished(lambda: self._tell(worker))
+        worker.call_when_finished(lambda: self._tell(worker, driver))
         self._bridge.start(driver.run)
         return driver
 
-    def _tell(self, worker: KVConnectorWorker) -> None:
+    def _tell(self, worker: KVConnectorWorker, driver: _Driver) -> None:
         results = worker.get_finished()
+        driver.note_ends(results.finished_sending)
         statistics, before = worker.statistics(), self._moved
         self._moved = {name: int(getattr(statistics, name, 0)) for name in _MOVED}
         moved = tuple(self._moved[name] - before[name] for name in _MOVED)
@@ -197,6 +198,9 @@ class _Driver:
         # Waits for saves, and whose saves they are; those of the step that was bound.
         self._saving: dict[asyncio.Task[None], frozenset[str]] = {}
         self._saved: frozenset[str] = frozenset()
+        # Those whose save has not told its end.
+        self._unended: set[str] = set()
+        self._ends = asyncio.Event()
         self.wants_layers = (
             isinstance(worker, SupportsLayerwise) and worker.wants_layers
         )
@@ -221,10 +225,13 @@ class _Driver:
 
         async def bind() -> None:
             self._saved = _saved_by(orders)
+            if self._tells_of_saves:
+                self._unended |= self._saved
             try:
                 self._worker.bind_connector_metadata(orders)
             except Exception as exc:
                 self._refused = orders
+                self._unended -= self._saved
                 self._tell(_failed_loads(orders, exc))
                 self._tell(_failed_saves(orders, exc))
                 raise
@@ -257,6 +264,12 @@ class _Driver:
     def end(self) -> None:
         """All can be saved, and the step is over."""
         self._parts.put_nowait(self._end)
+
+    def note_ends(self, request_ids: Set[str]) -> None:
+        """The saves of these requests have ended: they read no block any more."""
+        self._unended -= request_ids
+        self._ends.set()
+        self._ends = asyncio.Event()
 
     async def quiet(self, request_ids: Set[str] | None) -> None:
         """Wait until no save of these requests in the steps before reads blocks.
@@ -291,16 +304,20 @@ class _Driver:
             raise
 
     async def _end(self) -> None:
-        saving = asyncio.create_task(self._worker.wait_for_save())
+        saving = asyncio.create_task(self._wait_for_save(self._saved))
         self._saving[saving] = self._saved
-        saving.add_done_callback(self._forget)
+        saving.add_done_callback(self._saving.pop)
         await asyncio.sleep(0)  # it has begun: it knows of which step it is
         self._worker.clear_connector_metadata()
 
-    def _forget(self, saving: asyncio.Task[None]) -> None:
-        del self._saving[saving]
-        if not saving.cancelled() and (error := saving.exception()) is not None:
-            logger.error("a save failed", exc_info=error)
+    async def _wait_for_save(self, saved: frozenset[str]) -> None:
+        try:
+            await self._worker.wait_for_save()
+        except Exception:
+            logger.exception("the wait for the saves of a step failed")
+            # It says nothing of their blocks: each save tells its own end.
+            while self._unended & saved:
+                await self._ends.wait()
 
 
 def _failed_loads(orders: KVConnectorMetadata, error: Exception) -> KVTransferResults:

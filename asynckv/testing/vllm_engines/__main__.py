@@ -12,13 +12,15 @@ import queue
 import sys
 import threading
 import time
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from asynckv.abc import KVTransferResults
 from asynckv.testing.vllm_engines.times import StepTimes
 from asynckv.testing.vllm_engines.witness import BlockWitness
 
 __all__ = ("main",)
+
+_COUNT_S: Final = 10.0
 
 
 class _Process:
@@ -119,8 +121,26 @@ class _Process:
             state=True,
             free_blocks=manager.block_pool.get_num_free_blocks(),
             requests=len(self._scheduler.requests),
+            staged_saves=self._staged_saves(),
             metrics=metrics,
         )
+
+    def _staged_saves(self) -> int:
+        """How many saves went on from a copy, as their blocks were wanted back."""
+        from vllm.distributed.kv_transfer import (
+            get_kv_transfer_group,
+            has_kv_transfer_group,
+        )
+
+        if not has_kv_transfer_group():
+            return 0
+        role = get_kv_transfer_group()._worker
+
+        async def count() -> int:
+            told = role._driver._worker.statistics()
+            return int(getattr(told, "staged_saves", 0))
+
+        return int(role._bridge.run(count, timeout_s=_COUNT_S))
 
     def _do_time(self) -> None:
         """Time steps, and what of them the connector takes, from now on."""

@@ -144,7 +144,7 @@ class Engine:
         return self.answer(request_id)
 
     def state(self) -> dict[str, Any]:
-        """Return ``free_blocks``, ``requests`` and ``metrics``."""
+        """Return ``free_blocks``, ``requests``, ``staged_saves`` and ``metrics``."""
         self._order(do="state")
         return self._next(self._told, _ANSWER_S)
 

@@ -42,7 +42,7 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
         self.bound = Orders()
         self.done: list[KVTransferResults] = []
         self.may_save = asyncio.Event()
-        self.is_refusing = self.is_failing = False
+        self.is_refusing = self.is_failing = self.is_losing_saves = False
         self.wants = True
 
     @property
@@ -96,6 +96,8 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
     async def wait_for_save(self) -> None:
         saves = self.bound.saves
         self.log.append("save")
+        if self.is_losing_saves:
+            raise RuntimeError("nobody thought of this")
         try:
             await self.may_save.wait()
         except asyncio.CancelledError:
@@ -247,6 +249,22 @@ def test_blocks_are_quiet_when_the_saves_of_steps_before_are_over(
     assert worker.may_save.is_set()
     timer.join()
     assert wait_for(role).finished_sending == {"a"}
+
+
+def test_where_their_wait_fails_blocks_are_quiet_when_each_save_has_ended(
+    role: WorkerRole, worker: Worker
+) -> None:
+    worker.is_losing_saves = True
+    step(role, Orders(saves=(Order("a"), Order("b"))))
+    step(role, Orders(saves=(Order("c"),)))
+    settle(role)
+    ended = KVTransferResults(finished_sending=frozenset("ab"))
+    timer = threading.Timer(0.05, lambda: role._bridge.call(worker._end, ended))
+    timer.start()
+    role.wait_quiet({"a"})
+    found = role.results()
+    timer.join()
+    assert found.finished_sending == {"a", "b"}
 
 
 def test_nobody_waits_for_the_saves_of_others(role: WorkerRole, worker: Worker) -> None:
