@@ -13,6 +13,7 @@ from typing import Any, Final, Self, TypeVar
 
 import anyio
 
+from asynckv.links.securing import wait_readable
 from asynckv.testing.faults.fault import Fault
 from asynckv.testing.faults.injectors import Injectors
 from asynckv.testing.faults.passages import Passage, ProxyCounts, close_with_reset
@@ -136,8 +137,12 @@ class Proxy(Injectors):
     async def _accept_forever(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            # Not sock_accept: what it has accepted when it is cancelled stays open.
+            await wait_readable(listening)
             try:
-                sock, _ = await loop.sock_accept(listening)
+                sock, _ = listening.accept()
+            except BlockingIOError:
+                continue
             except OSError as exc:
                 logger.warning("cannot accept before %s: %s", self.target, exc)
                 await asyncio.sleep(_NO_FILES_PAUSE_S)

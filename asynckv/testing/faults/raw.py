@@ -7,6 +7,7 @@ import socket
 from types import TracebackType
 from typing import Self
 
+from asynckv.links.securing import wait_readable
 from asynckv.testing.faults.passages import close_with_reset
 from asynckv.testing.faults.places import place_of, prepared
 
@@ -105,8 +106,9 @@ class RawListener:
         self._accepted: list[RawConnection] = []
 
     async def accept(self) -> RawConnection:
-        """Return the next connection."""
-        sock, _ = await asyncio.get_running_loop().sock_accept(self._sock)
+        """Return the next connection. A cancelled call has accepted none."""
+        await wait_readable(self._sock)
+        sock, _ = self._sock.accept()
         self._accepted.append(RawConnection(sock))
         return self._accepted[-1]
 
