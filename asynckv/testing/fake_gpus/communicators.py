@@ -91,7 +91,7 @@ class Operation:
 
 
 class NcclWork:
-    """A group, as work of a stream; in its communicator's order, whatever the stream."""
+    """A group, as work of a stream; in its communicator's order, whatever stream it is."""
 
     def __init__(self, comm: FakeComm, operations: list[Operation]) -> None:
         self._comm = comm

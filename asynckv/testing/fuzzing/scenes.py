@@ -21,6 +21,21 @@ from asynckv.pipes.group import join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.device_frames import (
+    DeviceBroken,
+    DeviceDone,
+    DeviceGrant,
+    DeviceMet,
+    DeviceOffer,
+    DeviceReady,
+    Devices,
+    DevicesFinish,
+    DeviceSkip,
+    DeviceWithdraw,
+    MeetDevice,
+    OpenDevices,
+    PrepareDevice,
+)
 from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.session import Session
@@ -271,12 +286,24 @@ async def _record_made_up() -> Recording:
     insert = near.open("insert", Insert("e", 1, False, streaming=True))
     near.send(insert, Commit())
     mapping = near.open("map", OpenMap())
+    gpus = near.open("gpus", OpenDevices(b"one"))
     pass_on(near, far)
     far.send(select, Retract(2))
     far.send(mapping, Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
     pass_on(far, near)
     near.send(mapping, Mapped(b"n" * 16))
+    for device_frame in (PrepareDevice((1, None)), MeetDevice(0, 1, b"u" * 128)):
+        near.send(gpus, device_frame)
+    for device_frame in (DeviceOffer(1, 0, 3, 0, 0, 70), DeviceWithdraw(1, 0)):
+        near.send(gpus, device_frame)
     pass_on(near, far)
+    for device_frame in (Devices(b"other"), DeviceReady(), DeviceMet(0, 1)):
+        far.send(gpus, device_frame)
+    for device_frame in (DeviceGrant(1, 0), DeviceSkip(1, 1), DeviceDone(1, 0)):
+        far.send(gpus, device_frame)
+    for device_frame in (DeviceBroken(0, 1), DevicesFinish()):
+        far.send(gpus, device_frame)
+    pass_on(far, near)
     return Recording(tuple(segments))
 
 
