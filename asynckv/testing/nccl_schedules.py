@@ -22,11 +22,13 @@ from asynckv.testing.fake_gpus import POISON, FakeGpus, FakeProcess
 from asynckv.testing.nccl_pairs import NcclPair
 from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.transport import NcclTransport
+from asynckv.transports.nccl.worker import DeviceWorker
 
 __all__ = ("Outcome", "run_schedule")
 
 _SIZES: Final = (0, 1, 63, 64, 65, 200)
 _CHUNK_BYTES: Final = 64
+_MOST_PARTS: Final = 10
 _ENDS_WITHIN_S: Final = 20.0
 
 
@@ -45,9 +47,16 @@ class _End:
     """One side's end of one part, and its memory."""
 
     def __init__(
-        self, process: FakeProcess, transfer: int, content: bytes, *, on_gpu: bool
+        self,
+        process: FakeProcess,
+        worker: DeviceWorker,
+        transfer: int,
+        content: bytes,
+        *,
+        on_gpu: bool,
     ) -> None:
         self.process = process
+        self._worker = worker
         self.transfer = transfer
         self.is_over = False
         self.told: tuple[bytes, BaseException | None] | None = None
@@ -75,8 +84,10 @@ class _End:
         self.is_over = True
 
     def drop(self) -> None:
-        """Its owner uses the memory for something else."""
+        """Its owner uses the memory for something else, unless it is kept for ever."""
         self.is_over = True
+        if self._worker.error is not None:
+            return
         self._array[:] = POISON
         if isinstance(self.memory, DeviceMemory):
             try:
@@ -112,7 +123,8 @@ class _Schedule:
             abort_grace_s=0.1,
         )
         self.sides = (self.pair.near, self.pair.far)
-        self.ends: list[_End] = []
+        # Before anything moves: to allocate is to wait for all of a GPU's work.
+        self.plan = [self._couple(number) for number in range(_MOST_PARTS)]
         self.couples: list[tuple[_End, _End, bytes]] = []
         self.waits: list[asyncio.Task[None]] = []
 
@@ -120,7 +132,7 @@ class _Schedule:
         try:
             async with asyncio.timeout(_ENDS_WITHIN_S):
                 await self.pair.open()
-                for _ in range(self.rng.randint(2, 10)):
+                for _ in range(self.rng.randint(2, _MOST_PARTS)):
                     self._choose()()
                     for _ in range(self.rng.choice((0, 0, 1, 3, 10, 40))):
                         await asyncio.sleep(0)
@@ -145,21 +157,25 @@ class _Schedule:
         is_rare = bool(self.couples) and self.rng.random() < 0.35
         return self.rng.choice(rare) if is_rare else self._move
 
-    def _move(self) -> None:
+    def _couple(self, number: int) -> tuple[_End, _End, bytes]:
         rng, sender = self.rng, self.rng.randrange(2)
-        transfer = 2 * len(self.couples) + sender
         content = rng.randbytes(rng.choice(_SIZES))
         ends = []
         for side, data in ((sender, content), (1 - sender, bytes(len(content)))):
-            on_gpu = rng.random() < 0.5
-            process = self.pair.processes[side]
+            process, worker = self.pair.processes[side], self.pair.workers[side]
             process.cuda.use_device(side)
-            ends.append(_End(process, transfer, data, on_gpu=on_gpu))
-        sides = self.sides[sender], self.sides[1 - sender]
-        sides[1].receive(transfer, 0, ends[1].memory, ends[1].done)
-        sides[0].send(transfer, 0, ends[0].memory, ends[0].done)
-        self.couples.append((ends[0], ends[1], content))
-        self.ends += ends
+            on_gpu = rng.random() < 0.5
+            transfer = 2 * number + sender
+            ends.append(_End(process, worker, transfer, data, on_gpu=on_gpu))
+        return ends[0], ends[1], content
+
+    def _move(self) -> None:
+        couple = self.plan[len(self.couples)]
+        source, target, _ = couple
+        sender = self.pair.processes.index(source.process)
+        self.sides[1 - sender].receive(target.transfer, 0, target.memory, target.done)
+        self.sides[sender].send(source.transfer, 0, source.memory, source.done)
+        self.couples.append(couple)
 
     def _stop(self) -> None:
         source, target, _ = self.rng.choice(self.couples)
@@ -223,9 +239,10 @@ class _Schedule:
         return source.is_over and target.is_over
 
     def _judge(self) -> None:
-        faults = [*self.gpus.faults, *(f for end in self.ends for f in end.faults)]
+        faults = list(self.gpus.faults)
         for source, target, content in self.couples:
             for end in (source, target):
+                faults += end.faults
                 if end.told is not None and end.told[1] is not None:
                     self.outcome.failed += 1
             if target.told is not None and target.told[1] is None:

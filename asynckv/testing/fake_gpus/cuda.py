@@ -69,8 +69,9 @@ class FakeCuda:
             allocation = self._space.unmap(memory.address)
             if allocation.users:
                 self._gpus.note("memory was freed while a copy was under way")
-            self._process.owned.remove(allocation)
-            allocation.drop()
+            if allocation in self._process.owned:  # else its process has died
+                self._process.owned.remove(allocation)
+                allocation.drop()
 
     def host_alloc(self, nbytes: int) -> PinnedMemory:
         return self._pin(numpy.zeros(nbytes, numpy.uint8))
