@@ -68,7 +68,7 @@ class _End:
             self.memory = process.cuda.malloc(len(content))
             process.cuda.view(self.memory)[:] = self._array
 
-    def bytes(self) -> bytes:
+    def content(self) -> bytes:
         """What is there now."""
         if isinstance(self.memory, DeviceMemory):
             return self.process.cuda.view(self.memory).tobytes()
@@ -258,11 +258,11 @@ class _Schedule:
     def _compare(self, source: _End, target: _End, content: bytes) -> list[str]:
         if isinstance(target.memory, DeviceMemory):
             try:
-                found = target.bytes()
+                found = target.content()
             except GPUFailed:
                 return []  # its process has died since
             return [] if found == content else ["other bytes than were sent"]
-        faults = [] if target.bytes() == content else ["other bytes than were sent"]
+        faults = [] if target.content() == content else ["other bytes than were sent"]
         digest = target.told[0] if target.told else b""
         if digest != (digest_of(content) if self.has_digest else b""):
             faults.append("another digest than of what was sent")

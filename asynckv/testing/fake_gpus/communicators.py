@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import struct
 import threading
@@ -186,7 +187,8 @@ class FakeComm:
         for way in sorted({one.way for one in operations} - self._connected):
             self.tell(_POST[way], 0, 0)
             other = _POST["receive" if way == "send" else "send"]
-            gpus.block(lambda want=other: self._has_posted(want), "the peer's first")
+            has_posted = functools.partial(self._has_posted, other)
+            gpus.block(has_posted, "the peer's first")
             self._connected.add(way)
 
     def check_async_error(self) -> None:

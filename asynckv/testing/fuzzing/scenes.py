@@ -36,7 +36,15 @@ from asynckv.protocol.device_frames import (
     OpenDevices,
     PrepareDevice,
 )
-from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
+from asynckv.protocol.frames import (
+    Attach,
+    Commit,
+    Frame,
+    Insert,
+    Retract,
+    Select,
+    Settle,
+)
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
@@ -292,17 +300,18 @@ async def _record_made_up() -> Recording:
     far.send(mapping, Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
     pass_on(far, near)
     near.send(mapping, Mapped(b"n" * 16))
-    for device_frame in (PrepareDevice((1, None)), MeetDevice(0, 1, b"u" * 128)):
-        near.send(gpus, device_frame)
-    for device_frame in (DeviceOffer(1, 0, 3, 0, 0, 70), DeviceWithdraw(1, 0)):
-        near.send(gpus, device_frame)
+    near.send(gpus, PrepareDevice((1, None)))
+    near.send(gpus, MeetDevice(0, 1, b"u" * 128))
+    near.send(gpus, DeviceOffer(1, 0, 3, 0, 0, 70))
+    near.send(gpus, DeviceWithdraw(1, 0))
     pass_on(near, far)
-    for device_frame in (Devices(b"other"), DeviceReady(), DeviceMet(0, 1)):
-        far.send(gpus, device_frame)
-    for device_frame in (DeviceGrant(1, 0), DeviceSkip(1, 1), DeviceDone(1, 0)):
-        far.send(gpus, device_frame)
-    for device_frame in (DeviceBroken(0, 1), DevicesFinish()):
-        far.send(gpus, device_frame)
+    answers: tuple[Frame, ...] = (
+        *(Devices(b"other"), DeviceReady(), DeviceMet(0, 1)),
+        *(DeviceGrant(1, 0), DeviceSkip(1, 1), DeviceDone(1, 0)),
+        *(DeviceBroken(0, 1), DevicesFinish()),
+    )
+    for answer in answers:
+        far.send(gpus, answer)
     pass_on(far, near)
     return Recording(tuple(segments))
 

@@ -24,7 +24,7 @@ from asynckv.transports.nccl.api import UNIQUE_ID_NBYTES
 from asynckv.transports.nccl.lives import Life
 from asynckv.transports.nccl.operations import call_on
 from asynckv.transports.nccl.worker import DeviceWorker
-from asynckv.transports.nccl.worker_pipes import WorkerPipe
+from asynckv.transports.nccl.worker_pipes import PipeEnd, WorkerPipe
 from asynckv.transports.nccl.worker_turns import Turn
 
 __all__ = ("Connector", "PipeUser")
@@ -219,7 +219,7 @@ class Connector:
         def lost(error: Exception) -> None:
             call_on(self._loop, lambda: self._lost(index, pipe, error))
 
-        end = "send" if index == self._sends else "receive"
+        end: PipeEnd = "send" if index == self._sends else "receive"
         pipe = WorkerPipe(end, generation, self._scratch, opened=opened, lost=lost)
         self._pipes[index] = pipe
         self._worker.open(pipe, unique_id)

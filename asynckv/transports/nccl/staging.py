@@ -36,14 +36,21 @@ class Staging:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[DeviceMemory] = loop.create_future()
 
+        def settle(scratch: DeviceMemory | None, error: Exception | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            elif scratch is not None:
+                future.set_result(scratch)
+
         def allocate() -> None:
+            scratch, error = None, None
             try:
                 scratch = self._allocate()
             except Exception as exc:  # noqa: BLE001 - raised on the loop
                 error = exc
-                call_on(loop, lambda: future.done() or future.set_exception(error))
-            else:
-                call_on(loop, lambda: future.done() or future.set_result(scratch))
+            call_on(loop, lambda: settle(scratch, error))
 
         if not self._worker.run(allocate):
             raise self._worker.error or GPUFailed("the GPU's worker has stopped")

@@ -16,10 +16,10 @@ from typing import ClassVar, Final
 from asynckv.abc import PayloadTransport
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.protocol.device_frames import DeviceFrame, DevicesFinish
-from asynckv.shielding import wait_shielded
 from asynckv.transports.ending import Ending
 from asynckv.transports.nccl.channel import DeviceChannel
 from asynckv.transports.nccl.connecting import Connector
+from asynckv.transports.nccl.ends import make_ends
 from asynckv.transports.nccl.environment import (
     DeviceDescription,
     check_peer,
@@ -31,6 +31,7 @@ from asynckv.transports.nccl.receiver import Receiver
 from asynckv.transports.nccl.sender import Sender
 from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.staging import Staging
+from asynckv.transports.nccl.waits import Waits
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
 from asynckv.transports.quiet import QuietWaits
@@ -86,7 +87,7 @@ class NcclTransport(PayloadTransport):
         self._peer_has_finished = False
         self._has_finished = False
         self._late: list[DevicePart] = []
-        self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._waits = Waits(loop)
         self._quiet = QuietWaits(loop, self._is_touched)
         self._watch: asyncio.TimerHandle | None = None
         self._ending = Ending(
@@ -188,31 +189,20 @@ class NcclTransport(PayloadTransport):
         self._ending.end(PeerLost("the payload transport was closed on this side"))
 
     async def _connect(self, channel: DeviceChannel, peer: DeviceDescription) -> None:
-        chunk_bytes = min(self._own.chunk_bytes, peer.chunk_bytes)
-        settings = self._settings
-        shared = self._worker, self._loop
-        self.sender = Sender(
-            *shared,
-            self._staging.to_send,
-            chunk_bytes=chunk_bytes,
-            max_bytes=settings.max_bytes,
-            timeout_s=settings.timeout_s,
-            say=channel.send,
-            settled=self._settle,
-        )
-        self.receiver = Receiver(
-            *shared,
-            self._staging.to_receive,
-            max_operations=settings.slots,
-            max_bytes=settings.max_bytes,
-            timeout_s=settings.timeout_s,
-            say=channel.send,
+        self.sender, self.receiver = make_ends(
+            self._worker,
+            self._loop,
+            self._staging,
+            channel,
+            self._settings,
+            peer_chunk_bytes=peer.chunk_bytes,
             settled=self._settle,
         )
         scratch = await self._staging.allocate()
         self._channel = channel
         self._connector = connector = Connector(
-            *shared,
+            self._worker,
+            self._loop,
             scratch,
             (self.sender, self.receiver),
             leads=self._own.token < peer.token,
@@ -317,28 +307,18 @@ class NcclTransport(PayloadTransport):
     async def _wait(
         self, is_over: Callable[[], bool], *, timeout_s: float | None = _CLOSE_S
     ) -> None:
-        """Wait until it is over, or the transport; shielded if it is bounded."""
-        if is_over() or self._ending.error is not None:
-            return
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._waits.append((is_over, future))
-        if timeout_s is None:
-            await future
-        else:
-            await wait_shielded(future, timeout_s=timeout_s)
+        """Wait until it is over, or the transport is."""
+
+        def is_any_over() -> bool:
+            return self._ending.error is not None or is_over()
+
+        await self._waits.wait(is_any_over, timeout_s=timeout_s)
 
     def _settle(self) -> None:
         """Something has ended: tell whoever waits for that."""
         self._quiet.settle()
         self._ending.settle()
-        waits, self._waits = self._waits, []
-        for is_over, future in waits:
-            if future.done():
-                continue
-            if is_over() or self._ending.error is not None:
-                future.set_result(None)
-            else:
-                self._waits.append((is_over, future))
+        self._waits.settle()
         if self._ending.error is not None and not self._is_touching():
             self._staging.free()
             if self._watch is not None:
