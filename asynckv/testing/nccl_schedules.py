@@ -119,7 +119,7 @@ class _Schedule:
             self.outcome.lost.append,
             digest=self.has_digest,
             settings=settings,
-            stuck_s=1.0,
+            stuck_s=3.0,
             abort_grace_s=0.1,
         )
         self.sides = (self.pair.near, self.pair.far)

@@ -8,10 +8,10 @@ still touch is ever freed or used again, and :attr:`DeviceWorker.health` says so
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
-import queue
 import secrets
 import threading
 import time
@@ -90,7 +90,10 @@ class DeviceWorker:
         """What is never freed, because the GPU may still touch it."""
         self._stuck_s = stuck_s
         self._abort_grace_s = abort_grace_s
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        # No SimpleQueue: in 3.11 its get() waits for ever where a timeout is over
+        # between two looks at it, which one of 20 us often is.
+        self._commands: collections.deque[_Command] = collections.deque()
+        self._came = threading.Event()
         self._lock = threading.Lock()
         self._jobs: dict[Job, None] = {}
         self._flights: list[_Flight] = []
@@ -125,8 +128,9 @@ class DeviceWorker:
                 thread = threading.Thread(target=self._main, name=name, daemon=True)
                 self._thread = thread
                 thread.start()
-            self._commands.put(command)
-            return True
+            self._commands.append(command)
+        self._came.set()
+        return True
 
     def issue(self, pipe: WorkerPipe, job: Job) -> None:
         """Post ``job``'s operation behind those of its pipe. From any thread."""
@@ -171,14 +175,13 @@ class DeviceWorker:
             job.abandon(error)
         for pipe in pipes:
             pipe.lost(error)
-        self._commands.put(None)
+        self._came.set()
 
     def stop(self) -> None:
         """Let the thread end when it has done all it was told. Never waits."""
         with self._lock:
-            if not self._is_stopping:
-                self._is_stopping = True
-                self._commands.put(None)
+            self._is_stopping = True
+        self._came.set()
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the thread has ended: whether it has. Not on an event loop."""
@@ -193,24 +196,25 @@ class DeviceWorker:
         self.cuda.use_device(self.device)
         idle_s = _LEAST_IDLE_S
         while self._error is None:
-            command, is_over = self._next(idle_s)
+            command = self._next(idle_s)
             self._busy_since = time.monotonic()
             if command is not None:
                 command()
-            elif is_over and not self._flights:
+            elif self._is_stopping and not self._flights:
                 break
             progressed = self._poll() or command is not None
             idle_s = _LEAST_IDLE_S if progressed else min(idle_s * 2, _MOST_IDLE_S)
         self._busy_since = None
 
-    def _next(self, idle_s: float) -> tuple[_Command | None, bool]:
+    def _next(self, idle_s: float) -> _Command | None:
         """Wait for a command: at most ``idle_s`` while there is something to poll."""
         self._busy_since = None
-        try:
-            command = self._commands.get(timeout=idle_s if self._flights else None)
-        except queue.Empty:
-            return None, self._is_stopping
-        return command, self._is_stopping
+        self._came.clear()
+        if not self._commands and not self._is_stopping and self._error is None:
+            self._came.wait(idle_s if self._flights else None)
+        elif not self._commands and self._flights:
+            self._came.wait(idle_s)
+        return self._commands.popleft() if self._commands else None
 
     def _issue(self, pipe: WorkerPipe, job: Job) -> None:
         if pipe.error is not None:
