@@ -54,10 +54,28 @@ class Job(Protocol):
 class _Flight:
     __slots__ = ("event", "job", "pipe")
 
-    def __init__(self, pipe: WorkerPipe, job: Job | None, event: Event | None) -> None:
+    def __init__(self, pipe: WorkerPipe, job: Job, event: Event | None) -> None:
         self.pipe = pipe
         self.job = job
         self.event = event
+
+
+class _Opening:
+    """The first byte of a pipe: it connects, and is polled as any operation is."""
+
+    def __init__(self, pipe: WorkerPipe) -> None:
+        self.deadline = time.monotonic() + pipe.open_s
+        self._pipe = pipe
+
+    def issue(self, pipe: WorkerPipe) -> Event:
+        return pipe.mark()
+
+    def settle(self, error: Exception | None) -> None:
+        if error is None:
+            self._pipe.opened()
+
+    def abandon(self, error: Exception) -> None:
+        """The pipe itself is told."""
 
 
 class DeviceWorker:
@@ -230,16 +248,17 @@ class DeviceWorker:
             self._flights.append(_Flight(pipe, job, event))
 
     def _open(self, pipe: WorkerPipe, unique_id: bytes) -> None:
+        job = _Opening(pipe)
         with self._lock:
             self._pipes.append(pipe)
+            self._jobs[job] = None
         try:
             pipe.open(self.cuda, self.nccl, unique_id)
         except Exception as exc:  # noqa: BLE001 - who opens is told
-            self._flights.append(_Flight(pipe, None, pipe.mark_if_possible()))
+            self._flights.append(_Flight(pipe, job, pipe.mark_if_possible()))
             self._fail(pipe, exc)
         else:
-            if self._error is None:
-                pipe.opened()
+            self._issue(pipe, job)
 
     def _poll(self) -> bool:
         """Settle what has ended, and fail what should have: whether anything was."""
@@ -268,7 +287,7 @@ class DeviceWorker:
     def _why_to_end(self, flight: _Flight, now: float) -> Exception | None:
         if flight.pipe.error is not None:
             return None
-        if flight.job is not None and now > flight.job.deadline:
+        if now > flight.job.deadline:
             return TimeoutError("an operation on the GPU took too long")
         return flight.pipe.async_error()
 
@@ -283,6 +302,9 @@ class DeviceWorker:
         if pipe.error is not None:
             return
         pipe.error = error
+        with self._lock:
+            if pipe not in self._pipes:
+                self._pipes.append(pipe)
         # Past the last call into NCCL: here, and only here, an abort is legal.
         pipe.abort()
         pipe.quiet_by = time.monotonic() + self._abort_grace_s
@@ -309,8 +331,7 @@ class DeviceWorker:
     def _settle(self, flight: _Flight, error: Exception | None) -> None:
         if flight.event is not None:
             flight.event.close()
-        if flight.job is not None:
-            self._finish(flight.job, error)
+        self._finish(flight.job, error)
 
     def _finish(self, job: Job, error: Exception | None) -> None:
         with self._lock:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
@@ -20,14 +18,14 @@ PipeEnd: TypeAlias = Literal["send", "receive"]
 
 _SENDER: Final = 0
 _RECEIVER: Final = 1
-_LOOK_AGAIN_S: Final = 0.0005
 
 
 class WorkerPipe:
     """One direction to one peer. Used on the worker's thread, but for its making.
 
-    ``opened()`` is called when the first byte has moved, ``lost(error)`` once after any
-    end: when nothing of it moves any more, or when the worker was given up.
+    ``opened()`` is called when the first byte has moved, within ``open_s``, and
+    ``lost(error)`` once after any end: when nothing of it moves any more, or when the
+    worker was given up.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class WorkerPipe:
         *,
         opened: Callable[[], None],
         lost: Callable[[Exception], None],
-        open_s: float = 30.0,
+        open_s: float = 10.0,
     ) -> None:
         self.end: PipeEnd = end
         self.generation = generation
@@ -46,7 +44,7 @@ class WorkerPipe:
         self.quiet_by: float | None = None
         self.opened = opened
         self._lost: Callable[[Exception], None] | None = lost
-        self._open_s = open_s
+        self.open_s = open_s
         self._scratch = scratch
         self._comm: Comm | None = None
         self._stream: Stream | None = None
@@ -78,23 +76,14 @@ class WorkerPipe:
             tell(error)
 
     def open(self, cuda: CudaApi, nccl: NcclApi, unique_id: bytes) -> None:
-        """Wait for the peer, and move one byte: the first operation connects.
+        """Wait for the peer, and post one byte: the first operation connects.
 
         :raises GPUFailed: it cannot be opened
-        :raises TimeoutError: the byte did not move in time
         """
         self._cuda, self._nccl = cuda, nccl
         self._stream = cuda.stream()
         self._comm = nccl.open_comm(2, unique_id, self._own)
         self.post(self._scratch.address, 1)
-        event, end = self.mark(), time.monotonic() + self._open_s
-        looking = threading.Event()
-        while not event.query():
-            self._comm.check_async_error()
-            if time.monotonic() > end:
-                raise TimeoutError("the first byte of a pipe did not move in time")
-            looking.wait(_LOOK_AGAIN_S)
-        event.close()
 
     def post(self, address: int, nbytes: int) -> None:
         """Queue the next operation, in the pipe's own direction."""
