@@ -67,9 +67,12 @@ class Meetings:
             return _NearWire(self._lines, unique_id, rank)
         if listener := self._listeners.pop(unique_id, None):
             return _SocketWire(listener, is_listener=True)
+        sock = socket.socket()
         try:
-            sock = socket.create_connection(("127.0.0.1", port), timeout=1)
+            sock.settimeout(1)
+            sock.connect(("127.0.0.1", port))
         except OSError as exc:
+            sock.close()
             raise GPUFailed(f"nobody is at that unique id: {exc}", code=2) from exc
         sock.setblocking(False)
         return _SocketWire(sock, is_listener=False)
@@ -93,9 +96,8 @@ class _NearWire:
         self._out.append(message)
 
     def hear(self) -> list[bytes]:
-        found = list(self._in)
-        self._in.clear()
-        return found
+        # One by one: the other rank may say something meanwhile.
+        return [self._in.popleft() for _ in range(len(self._in))]
 
     def close(self) -> None:
         """Nothing to do: what was said is still heard."""
