@@ -108,8 +108,6 @@ class DeviceWorker:
         """What is never freed, because the GPU may still touch it."""
         self._stuck_s = stuck_s
         self._abort_grace_s = abort_grace_s
-        # No SimpleQueue: in 3.11 its get() waits for ever where a timeout is over
-        # between two looks at it, which one of 20 us often is.
         self._commands: collections.deque[_Command] = collections.deque()
         self._came = threading.Event()
         self._lock = threading.Lock()
@@ -307,6 +305,8 @@ class DeviceWorker:
                 self._pipes.append(pipe)
         # Past the last call into NCCL: here, and only here, an abort is legal.
         pipe.abort()
+        if pipe.failed_comm is not None:
+            self.kept.append(pipe.failed_comm)
         pipe.quiet_by = time.monotonic() + self._abort_grace_s
         self._tell_if_quiet(pipe)
 
@@ -314,6 +314,8 @@ class DeviceWorker:
         if pipe.error is None:
             pipe.error = GPUFailed("the pipe was closed")
             pipe.destroy()
+            if pipe.failed_comm is not None:
+                self.kept.append(pipe.failed_comm)
             self._tell_if_quiet(pipe)
 
     def _tell_if_quiet(self, pipe: WorkerPipe) -> None:

@@ -43,6 +43,8 @@ class WorkerPipe:
         self.error: Exception | None = None
         self.quiet_by: float | None = None
         self.opened = opened
+        self.failed_comm: Comm | None = None
+        """One that did not end: where it is collected, it would be destroyed."""
         self._lost: Callable[[Exception], None] | None = lost
         self.open_s = open_s
         self._scratch = scratch
@@ -131,6 +133,7 @@ class WorkerPipe:
                 comm.abort()
             except Exception as exc:  # noqa: BLE001 - nothing is left to be tried
                 logger.warning("%s could not be aborted: %s", self, exc)
+                self.failed_comm = comm
 
     def destroy(self) -> None:
         """Destroy the communicator; nothing is queued on it."""
@@ -140,6 +143,7 @@ class WorkerPipe:
                 comm.destroy()
             except Exception as exc:  # noqa: BLE001 - nothing is left to be tried
                 logger.warning("%s could not be destroyed: %s", self, exc)
+                self.failed_comm = comm
 
     def release(self) -> None:
         """Give the stream back: nothing is queued on it."""
