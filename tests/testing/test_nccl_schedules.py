@@ -5,7 +5,7 @@ import pytest
 from asynckv.errors import GPUFailed
 from asynckv.testing.nccl_schedules import Outcome, run_schedule
 
-QUICK = 24
+QUICK = 16
 BATCH = 500
 BATCHES = 20
 

@@ -11,9 +11,10 @@ from typing import Final
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import IPC_HANDLE_NBYTES
+from asynckv.testing.fake_gpus.communicators import NcclWork
 from asynckv.testing.fake_gpus.cuda import FakeCuda
 from asynckv.testing.fake_gpus.memory import AddressSpace, Allocation, shared_bytes
-from asynckv.testing.fake_gpus.nccl import FakeNccl, NcclWork
+from asynckv.testing.fake_gpus.nccl import FakeNccl
 from asynckv.testing.fake_gpus.streams import FakeStream
 from asynckv.testing.fake_gpus.wires import Meetings
 

@@ -18,7 +18,7 @@ from asynckv.testing.fake_gpus.communicators import FakeComm, NcclWork, Operatio
 if TYPE_CHECKING:
     from asynckv.testing.fake_gpus.fabric import FakeProcess
 
-__all__ = ("FakeNccl", "NcclWork")
+__all__ = ("FakeNccl",)
 
 _INVALID_USAGE: Final = 5
 
