@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import CudaApi, Event, Stream
+from asynckv.tensors.cuda import CudaApi, Event, PinnedMemory, Stream
 
-__all__ = ("DeviceMoves", "Move", "MoveOutcome", "keep_for_ever")
+__all__ = ("DeviceMoves", "Move", "MoveOutcome", "free_pinned", "keep_for_ever")
 
 MoveOutcome: TypeAlias = Literal["done", "failed", "dropped", "given up"]
 
@@ -268,6 +268,16 @@ class DeviceMoves:
 def keep_for_ever(memory: object) -> None:
     """Never free what a GPU may still be at."""
     _given_up.append(memory)
+
+
+def free_pinned(cuda: CudaApi, pinned: PinnedMemory) -> None:
+    """Free pinned memory, unless somebody still looks at it: then it is kept."""
+    try:
+        pinned.view.release()
+    except BufferError:
+        keep_for_ever(pinned)
+    else:
+        cuda.host_free(pinned)
 
 
 def _too_late(limit_s: float) -> GPUFailed:

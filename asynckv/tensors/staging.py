@@ -12,7 +12,13 @@ from typing import Final, Literal
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import CudaApi, DeviceMemory, PinnedMemory
-from asynckv.tensors.device_moves import DeviceMoves, Move, MoveOutcome, keep_for_ever
+from asynckv.tensors.device_moves import (
+    DeviceMoves,
+    Move,
+    MoveOutcome,
+    free_pinned,
+    keep_for_ever,
+)
 from asynckv.tensors.runs import Staged
 from asynckv.tensors.slots import Slot, SlotState, SlotTable
 
@@ -117,8 +123,7 @@ class Staging:
             lost = [slot.state is SlotState.LOST for slot in self.table.slots]
         for pinned, is_lost in zip(memory, lost, strict=False):
             if not is_lost:
-                pinned.view.release()
-                cuda.host_free(pinned)
+                free_pinned(cuda, pinned)
 
     def fail(self, error: Exception) -> None:
         """Copy nothing more: all that wait learn why. In any thread."""

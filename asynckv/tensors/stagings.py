@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 import torch
 
+from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import CudaApi
 from asynckv.tensors.cuda_cupy import open_cuda
+from asynckv.tensors.device_blocks import DeviceBlocks
 from asynckv.tensors.device_tensors import DeviceTensors, TorchTensors, gpu_of
 from asynckv.tensors.on_gpu import KVOnGpu, caught
 from asynckv.tensors.runs import AnyMemory, Staged, copied, pieces_of
 from asynckv.tensors.staging import CHUNK_NBYTES, SLOTS, Staging
 
 __all__ = ("Stagings",)
+
+logger = logging.getLogger(__name__)
 
 _PIECE_NBYTES: Final = 2**20
 
@@ -43,6 +48,7 @@ class Stagings:
         self._chunk_nbytes, self._slots, self._limit_s = chunk_nbytes, slots, limit_s
         self._lock = threading.Lock()
         self._by_device: dict[int, Staging] = {}
+        self._blocks: dict[int, DeviceBlocks] = {}
         self._is_closed = False
 
     def catch(self, memory: _T, *, is_written: bool = False) -> _T | KVOnGpu:
@@ -67,6 +73,20 @@ class Stagings:
     def writer(self, target: KVOnGpu) -> Staged:
         """Return memory to write a tensor of a GPU through."""
         return self._staging(target.memory.device).writer(target.memory)
+
+    def blocks(self, device: int) -> DeviceBlocks:
+        """Return what gathers and scatters blocks of a GPU."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the staging of GPUs is closed")
+            if device not in self._blocks:
+                self._blocks[device] = DeviceBlocks(
+                    self._open_cuda,
+                    device,
+                    chunk_nbytes=self._chunk_nbytes,
+                    limit_s=self._limit_s,
+                )
+            return self._blocks[device]
 
     def pieces(
         self, source: AnyMemory | KVOnGpu, target: AnyMemory | KVOnGpu | None
@@ -94,6 +114,12 @@ class Stagings:
             self._is_closed = True
             for staging in self._by_device.values():
                 staging.close()
+            blocks, self._blocks = list(self._blocks.values()), {}
+        for one in blocks:  # CUDA may wait for the whole GPU
+            name = f"asynckv-gpu-{one.device}-close"
+            threading.Thread(
+                target=_close, args=(one,), name=name, daemon=False
+            ).start()
 
     def _opened(
         self,
@@ -121,6 +147,13 @@ class Stagings:
                     limit_s=self._limit_s,
                 )
             return found
+
+
+def _close(blocks: DeviceBlocks) -> None:
+    try:
+        blocks.close()
+    except GPUFailed as exc:  # its context is gone, and all memory with that
+        logger.warning("GPU %d took its memory back badly: %s", blocks.device, exc)
 
 
 def _read(origin: AnyMemory) -> Iterator[memoryview]:

@@ -38,7 +38,7 @@ async def pool(stagings: Stagings) -> AsyncIterator[CopyPool]:
 
 
 async def _until_quiet() -> None:
-    await until(lambda: not any("asynckv-gpu" in t.name for t in threading.enumerate()))
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
 
 
 async def test_a_tensor_of_a_gpu_comes_to_the_host_with_its_digest(
