@@ -271,13 +271,9 @@ def keep_for_ever(memory: object) -> None:
 
 
 def free_pinned(cuda: CudaApi, pinned: PinnedMemory) -> None:
-    """Free pinned memory, unless somebody still looks at it: then it is kept."""
-    try:
-        pinned.view.release()
-    except BufferError:
-        keep_for_ever(pinned)
-    else:
-        cuda.host_free(pinned)
+    """Free pinned memory, at which nobody looks any more: it cannot be known."""
+    pinned.view.release()
+    cuda.host_free(pinned)
 
 
 def _too_late(limit_s: float) -> GPUFailed:

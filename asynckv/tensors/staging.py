@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, Literal
 
-from asynckv.errors import GPUFailed
+from asynckv.errors import AsyncKVError, GPUFailed
 from asynckv.tensors.cuda import CudaApi, DeviceMemory, PinnedMemory
 from asynckv.tensors.device_moves import (
     DeviceMoves,
@@ -89,7 +89,9 @@ class Staging:
         """
         if self._error is not None:
             error = self._error
-            raise type(error)(str(error)) from error
+            if isinstance(error, AsyncKVError):
+                raise type(error)(error.message, hint=error.hint) from error
+            raise GPUFailed(f"the staging of a GPU failed: {error!r}") from error
 
     def begin(self) -> None:
         """Have the slots, before the first one is asked for. Called under the lock."""
@@ -228,7 +230,8 @@ class _Window(Staged):
         if self._is_left:
             raise RuntimeError("this window of a GPU's memory was left")
         if self._error is not None:
-            raise GPUFailed(str(self._error), code=self._error.code)
+            error = self._error
+            raise GPUFailed(error.message, code=error.code, hint=error.hint)
         self._staging.check()
 
     def _wait_for_slot(self, start: int) -> Slot:
