@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import struct
 import threading
@@ -12,6 +13,7 @@ import numpy
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import Stream
+from asynckv.testing.fake_gpus.memory import Allocation
 from asynckv.testing.fake_gpus.streams import FakeStream
 from asynckv.testing.fake_gpus.wires import Wire
 
@@ -46,10 +48,15 @@ class Operation:
         self._number = -1
         self._data: bytes | None = None
         self._written = 0
+        self._has_begun = False
+        self._memory: Allocation
+        self._start = 0
 
     def begin(self) -> None:
         """Be the next one of its kind."""
         self._number = next(self.comm.numbers[self.way])
+        self._memory, self._start = self._find()
+        self._memory.users += 1
         if self.way == "receive":
             self.comm.tell(_READY, self._number, self._nbytes)
 
@@ -61,37 +68,48 @@ class Operation:
             # Another size is never matched: the real one hangs too, or worse.
             if self.comm.ready.get(self._number) != self._nbytes:
                 return False
-            array, start = self._found()
-            sent = array[start : start + self._nbytes].tobytes()
+            start, stop = self._start, self._start + self._nbytes
+            sent = self._memory.array[start:stop].tobytes()
             self.comm.tell(_DATA, self._number, self._nbytes, sent)
-            return True
+            return self._end()
         data = self.comm.data.get(self._number)
         if data is None or len(data) != self._nbytes:
             return False
-        stop = self._nbytes if self._written else self._nbytes // 2
+        stop = self._nbytes if self._has_begun else self._nbytes // 2
+        self._has_begun = True
         self._write(numpy.frombuffer(data, numpy.uint8)[self._written : stop])
-        return self._written >= self._nbytes
+        return self._written >= self._nbytes and self._end()
 
     def scribble(self) -> None:
         """It was aborted: what it has not written is undefined."""
-        if self.way == "receive" and self._number >= 0:
+        if self._number < 0:
+            return
+        if self.way == "receive":
             rest = self._nbytes - self._written
             self._write(numpy.full(rest, _SCRIBBLE, numpy.uint8))
+        self._end()
+
+    def _end(self) -> bool:
+        self._memory.users -= 1
+        return True
 
     def _write(self, piece: numpy.typing.NDArray[numpy.uint8]) -> None:
-        array, start = self._found()
-        place = start + self._written
-        array[place : place + piece.nbytes] = piece
+        place = self._start + self._written
+        self._memory.array[place : place + piece.nbytes] = piece
         self._written += piece.nbytes
 
-    def _found(self) -> tuple[numpy.typing.NDArray[numpy.uint8], int]:
-        space = self.comm.nccl.process.space
-        allocation, start = space.find(self._address, self._nbytes)
-        return allocation.array, start
+    def _find(self) -> tuple[Allocation, int]:
+        process = self.comm.nccl.process
+        try:
+            return process.space.find(self._address, self._nbytes)
+        except GPUFailed:
+            if not self.comm.nccl.says_nothing:
+                process.gpus.note("memory was freed before what was queued on it began")
+            raise
 
 
 class NcclWork:
-    """A group, as work of a stream; in its communicator's order, whatever the stream."""
+    """A group, as work of a stream; of all streams, its communicator's order counts."""
 
     def __init__(self, comm: FakeComm, operations: list[Operation]) -> None:
         self._comm = comm
@@ -169,7 +187,8 @@ class FakeComm:
         for way in sorted({one.way for one in operations} - self._connected):
             self.tell(_POST[way], 0, 0)
             other = _POST["receive" if way == "send" else "send"]
-            gpus.block(lambda want=other: self._has_posted(want), "the peer's first")
+            has_posted = functools.partial(self._has_posted, other)
+            gpus.block(has_posted, "the peer's first")
             self._connected.add(way)
 
     def check_async_error(self) -> None:

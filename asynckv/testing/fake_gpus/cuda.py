@@ -61,11 +61,17 @@ class FakeCuda:
     def free(self, memory: DeviceMemory) -> None:
         with self._gpus.lock:
             self._note_wait_for_gpu("freed")
+            self.drop(memory)
+
+    def drop(self, memory: DeviceMemory) -> None:
+        """Free memory as a pool does: no work of the GPU is waited for."""
+        with self._gpus.lock:
             allocation = self._space.unmap(memory.address)
             if allocation.users:
                 self._gpus.note("memory was freed while a copy was under way")
-            self._process.owned.remove(allocation)
-            allocation.drop()
+            if allocation in self._process.owned:  # else its process has died
+                self._process.owned.remove(allocation)
+                allocation.drop()
 
     def host_alloc(self, nbytes: int) -> PinnedMemory:
         return self._pin(numpy.zeros(nbytes, numpy.uint8))

@@ -27,7 +27,7 @@ class Rank:
             self.process.cuda.use_device(self.rank)
             try:
                 future.set_result(do())
-            except Exception as exc:  # for whoever waits
+            except (GPUFailed, KeyError) as exc:
                 future.set_exception(exc)
 
         threading.Thread(target=work, daemon=True).start()
