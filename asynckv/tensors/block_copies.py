@@ -131,22 +131,12 @@ def block_copy_jobs(
                 LayerBlocks(target, targets, block_dim),
             )
         )
-    if stagings is not None and any(
-        to.cache.is_cuda or at.cache.is_cuda for at, to in ends
-    ):
+    is_on_gpu = any(end.cache.is_cuda for pair in ends for end in pair)
+    if stagings is not None and is_on_gpu:
         job = gpu_block_job([at for at, _ in ends], [to for _, to in ends], stagings)
         if job is not None:
             return [job]
-    return [
-        _LayerCopy(
-            at.cache.movedim(block_dim, 0),
-            to.cache.movedim(block_dim, 0),
-            sources,
-            targets,
-            runs,
-        )
-        for at, to in ends
-    ]
+    return [_layer_copy(at, to, runs) for at, to in ends]
 
 
 def _ids(block_ids: BlockIds) -> _Ids:
@@ -205,6 +195,14 @@ def _runs(sources: _Ids, targets: _Ids) -> list[tuple[int, int, int]]:
             strict=True,
         )
     )
+
+
+def _layer_copy(
+    source: LayerBlocks, target: LayerBlocks, runs: Sequence[tuple[int, int, int]]
+) -> CopyJob:
+    at = source.cache.movedim(source.block_dim, 0)
+    to = target.cache.movedim(target.block_dim, 0)
+    return _LayerCopy(at, to, source.ids, target.ids, runs)
 
 
 class _LayerCopy(CopyJob):

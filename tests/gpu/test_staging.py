@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import torch
@@ -51,6 +51,15 @@ async def pool() -> AsyncIterator[CopyPool]:
     pool.close()
 
 
+def _a_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _keep_busy() -> None:
+    """Give the current stream about 0.1 s to do."""
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+
+
 def _random(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
@@ -87,8 +96,8 @@ async def test_what_is_read_is_what_the_callers_own_stream_had_made(
 ) -> None:
     made, back = torch.zeros(_LARGE, device="cuda"), torch.zeros(_LARGE)
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(200_000_000)  # about 0.1 s
+    with torch.cuda.stream(_a_stream()):
+        _keep_busy()
         made.fill_(3)
         copying = asyncio.ensure_future(pool.copy([made], [back], digest=False))
         await asyncio.sleep(0)
@@ -102,8 +111,8 @@ async def test_what_is_written_is_written_after_the_callers_own_stream_has_read(
     target = torch.full((2**20,), 1.0, device="cuda")
     seen = torch.empty_like(target)
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(200_000_000)
+    with torch.cuda.stream(_a_stream()):
+        _keep_busy()
         seen.copy_(target)
         copying = asyncio.ensure_future(
             pool.copy([torch.full((2**20,), 2.0)], [target], digest=False)
@@ -235,7 +244,7 @@ async def test_blocks_go_where_torch_would_put_them(
 
 
 async def test_the_loop_is_not_kept_while_all_of_it_runs(
-    pool: CopyPool, record_property: pytest.RecordProperty
+    pool: CopyPool, record_property: Callable[[str, object], None]
 ) -> None:
     there = torch.zeros(8 * _LARGE, dtype=torch.uint8, device="cuda")
     here = torch.zeros(8 * _LARGE, dtype=torch.uint8)

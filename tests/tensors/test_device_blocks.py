@@ -86,8 +86,8 @@ def test_a_long_run_is_one_copy_and_no_kernel(process: FakeProcess) -> None:
     one, other = (process.cuda.malloc(2**21) for _ in range(2))
     process.cuda.view(one)[:] = 5
     ids = numpy.arange(2**15, dtype=numpy.uint64) * numpy.uint64(_BLOCK)
-    ends = (ids + numpy.uint64(memory.address) for memory in (one, other))
-    blocks.copy(*ends, _BLOCK)
+    sources, targets = (ids + numpy.uint64(end.address) for end in (one, other))
+    blocks.copy(sources, targets, _BLOCK)
     assert (process.cuda.view(other) == 5).all() and not process.cuda.launches
     blocks.close()
 
