@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from typing import Final, Protocol
 
-__all__ = ("Slot", "SlotState", "SlotTable")
+__all__ = ("Slot", "SlotState", "SlotTable", "SlotUser")
 
 
 class SlotState(enum.Enum):
