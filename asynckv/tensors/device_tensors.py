@@ -30,8 +30,7 @@ class DeviceTensors(Protocol):
 
         They are ready when all has ended that this thread's current stream of the
         GPU was given until now: reads as well, so that they may be written then.
-        Whoever moves them asks ``ready`` for that and closes it; CUDA's own streams
-        cannot wait for it.
+        Whoever moves them asks ``ready`` for that: streams of CUDA cannot wait for it.
 
         :raises ValueError: it is not on a GPU, or its memory is not its elements
             in order

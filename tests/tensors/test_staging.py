@@ -11,6 +11,7 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Staged, copied
 from asynckv.tensors.staging import Staging
 from asynckv.testing.fake_gpus import FakeProcess
+from asynckv.testing.fake_gpus.cuda import FakeCuda
 from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.fake_gpus.tensors import FakeTensors
 
@@ -186,6 +187,22 @@ def test_without_cuda_every_window_says_so(tensors: FakeTensors) -> None:
     for _ in range(2):
         with pytest.raises(GPUFailed, match="no driver"):
             staging.reader(memory).pieces(0, 10)
+    _until_no_thread_is_left(staging)
+
+
+def test_a_call_of_cuda_that_does_not_return_keeps_nobody_waiting(
+    process: FakeProcess, tensors: FakeTensors
+) -> None:
+    returns = threading.Event()
+
+    def open_late() -> FakeCuda:
+        returns.wait(10)
+        return process.cuda
+
+    staging = Staging(open_late, 0, limit_s=0.01)
+    with pytest.raises(GPUFailed, match="does not let its thread go"):
+        staging.reader(_memory(tensors, _random(10))).pieces(0, 10)
+    returns.set()
     _until_no_thread_is_left(staging)
 
 
