@@ -125,6 +125,14 @@ class CupyEvent:
             with _mapped(self._runtime, "destroy an event"):
                 self._runtime.eventDestroy(handle)
 
+    def hold_back(self, stream: int) -> None:
+        """As :meth:`CupyStream.wait` of the stream that CUDA calls so, whosever it is.
+
+        The default stream is that of this thread's device.
+        """
+        with _mapped(self._runtime, "let a stream wait"):
+            self._runtime.streamWaitEvent(stream, self.handle)
+
 
 class CupyStream:
     """A non-blocking stream, closed by hand."""

@@ -111,3 +111,9 @@ def test_no_kernel_without_nvrtc(cupy: CupyDouble) -> None:
 def test_it_fits_the_seam() -> None:
     cuda: CudaApi = CupyCuda(CupyDouble())
     assert cuda.device_count() == 0
+
+
+def test_an_event_holds_a_stream_back_that_is_not_ours(cupy: CupyDouble) -> None:
+    cupy.answers["eventCreateWithFlags"] = 9
+    CupyCuda(cupy).event().hold_back(5)
+    assert ("streamWaitEvent", 5, 9) in cupy.calls
