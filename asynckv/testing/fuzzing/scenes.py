@@ -21,7 +21,30 @@ from asynckv.pipes.group import join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
+from asynckv.protocol.device_frames import (
+    DeviceBroken,
+    DeviceDone,
+    DeviceGrant,
+    DeviceMet,
+    DeviceOffer,
+    DeviceReady,
+    Devices,
+    DevicesFinish,
+    DeviceSkip,
+    DeviceWithdraw,
+    MeetDevice,
+    OpenDevices,
+    PrepareDevice,
+)
+from asynckv.protocol.frames import (
+    Attach,
+    Commit,
+    Frame,
+    Insert,
+    Retract,
+    Select,
+    Settle,
+)
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
@@ -271,12 +294,25 @@ async def _record_made_up() -> Recording:
     insert = near.open("insert", Insert("e", 1, False, streaming=True))
     near.send(insert, Commit())
     mapping = near.open("map", OpenMap())
+    gpus = near.open("gpus", OpenDevices(b"one"))
     pass_on(near, far)
     far.send(select, Retract(2))
     far.send(mapping, Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
     pass_on(far, near)
     near.send(mapping, Mapped(b"n" * 16))
+    near.send(gpus, PrepareDevice((1, None)))
+    near.send(gpus, MeetDevice(0, 1, b"u" * 128))
+    near.send(gpus, DeviceOffer(1, 0, 3, 0, 0, 70))
+    near.send(gpus, DeviceWithdraw(1, 0))
     pass_on(near, far)
+    answers: tuple[Frame, ...] = (
+        *(Devices(b"other"), DeviceReady(), DeviceMet(0, 1)),
+        *(DeviceGrant(1, 0), DeviceSkip(1, 1), DeviceDone(1, 0)),
+        *(DeviceBroken(0, 1), DevicesFinish()),
+    )
+    for answer in answers:
+        far.send(gpus, answer)
+    pass_on(far, near)
     return Recording(tuple(segments))
 
 
