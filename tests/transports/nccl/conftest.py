@@ -60,7 +60,7 @@ async def opened(
 @pytest.fixture
 def worker(gpus: FakeGpus) -> Iterator[DeviceWorker]:
     process = gpus.process()
-    made = DeviceWorker(process.cuda, process.nccl, 0, stuck_s=0.05, abort_grace_s=0.05)
+    made = DeviceWorker(process.cuda, process.nccl, 0, stuck_s=0.3, abort_grace_s=0.5)
     yield made
     made.stop()
     gpus.close()
