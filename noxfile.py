@@ -150,6 +150,15 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def nccl_nogpu(session: nox.Session) -> None:
+    """Ask the real CuPy and NCCL (0.6 GB) what they say where there is no driver."""
+    install(session, ".", *TESTING, "hypothesis", "trustme")
+    install(session, "cupy-cuda12x>=14,<15", "nvidia-nccl-cu12>=2.18.1")
+    what = session.posargs or ("tests/transports/nccl/test_without_a_driver.py",)
+    session.run("pytest", "-p", "no:cacheprovider", *what)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure: every file of benchmarks/, or those named after ``--``, as ``lanes``."""
     install(session, ".[fast]")

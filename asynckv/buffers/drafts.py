@@ -12,6 +12,7 @@ from typing import Final
 from asynckv.abc import TokenIds
 from asynckv.buffers.queries import MAX_ID_LENGTH, Tokens, as_mask, as_tokens
 from asynckv.tensors.blocks import KVMemory, spec_in
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import KVFingerprint, TensorSpec
 
@@ -52,7 +53,7 @@ class Draft:
         return sum(self.sizes) + sum(self.charges)
 
 
-async def specs_in(tensors: Mapping[str, KVMemory]) -> dict[str, TensorSpec]:
+async def specs_in(tensors: Mapping[str, KVMemory | KVOnGpu]) -> dict[str, TensorSpec]:
     """Return shape and dtype of each tensor, so many in a step of the loop.
 
     :raises ValueError: one cannot be sent

@@ -37,7 +37,7 @@ _Held: TypeAlias = tuple[Part, Region]
 
 
 def check_targets(
-    into: Mapping[str, KVMemory] | None,
+    into: Mapping[str, KVMemory] | None, *, may_be_on_gpu: bool = False
 ) -> Mapping[str, KVMemory]:
     """Refuse memory that nothing can land in, before anything is waited for.
 
@@ -47,7 +47,10 @@ def check_targets(
     if not into:
         return {}
     check_names(into)
-    return {name: landing_of(memory) for name, memory in into.items()}
+    return {
+        name: landing_of(memory, may_be_on_gpu=may_be_on_gpu)
+        for name, memory in into.items()
+    }
 
 
 def match_targets(

@@ -16,6 +16,7 @@ from asynckv.errors import LeaseLost
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Runs
 
 __all__ = ("LocalSource",)
@@ -29,7 +30,9 @@ _BATCH_TENSORS: Final = 16
 class LocalSource:
     """The caller's own tensors: where an entry's bytes come from."""
 
-    def __init__(self, tensors: Mapping[str, KVMemory], pool: CopyPool) -> None:
+    def __init__(
+        self, tensors: Mapping[str, KVMemory | KVOnGpu], pool: CopyPool
+    ) -> None:
         self._tensors = list(tensors.values())
         self._pool = pool
         self._digests: dict[int, bytes] = {}
@@ -80,7 +83,7 @@ class LocalSource:
             self._digests.update(zip(there, digests, strict=True))
 
 
-def _batches(tensors: Sequence[KVMemory]) -> Iterator[range]:
+def _batches(tensors: Sequence[KVMemory | KVOnGpu]) -> Iterator[range]:
     """Tensors to copy at a time: who waits for them is sent the first ones early."""
     first, nbytes = 0, 0
     for end, tensor in enumerate(tensors, 1):

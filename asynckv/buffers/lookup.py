@@ -122,7 +122,9 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         deliveries: int = 1,
     ) -> str:
         self._check_loop()
-        tensors = flatten(key, value, hidden, extras)
+        catch = self.pool.stagings.catch
+        named = flatten(key, value, hidden, extras)
+        tensors = {name: catch(tensor) for name, tensor in named.items()}
         draft = make_draft(
             input_tokens,
             roi,
@@ -160,7 +162,12 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             min_matched_tokens=min_matched_tokens,
         )
         consumer = self._consumer
-        return PendingSelect(consumer.take, consumer.borrow, query, check_targets(into))
+        return PendingSelect(
+            consumer.take,
+            consumer.borrow,
+            query,
+            check_targets(into, may_be_on_gpu=True),
+        )
 
     async def peek(
         self, input_tokens: TokenIds | None = None, roi: TokenIds | None = None
@@ -231,7 +238,8 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        async with self._consumer.stream(query, check_targets(into)) as stream:
+        targets = check_targets(into, may_be_on_gpu=True)
+        async with self._consumer.stream(query, targets) as stream:
             yield stream
 
     def statistics(self) -> LookupStatistics:

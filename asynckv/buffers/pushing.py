@@ -29,10 +29,10 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
-from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of
+from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Memory, joined
-from asynckv.tensors.views import spec_of
 
 __all__ = ("BUSY_BYTES", "RemoteWriter", "dense", "lendable")
 
@@ -40,21 +40,32 @@ BUSY_BYTES: Final = 4 * 2**20
 """With so much unwritten for a peer, the next small tensor waits its turn."""
 
 
-async def dense(tensor: torch.Tensor, pool: CopyPool) -> torch.Tensor:
-    """Return ``tensor`` if its memory is its elements in order, else a copy."""
+async def dense(tensor: torch.Tensor | KVOnGpu, pool: CopyPool) -> torch.Tensor:
+    """Return ``tensor`` if its memory is its elements in order, else a copy.
+
+    Of what is on a GPU it is a copy in host memory.
+    """
+    if isinstance(tensor, KVOnGpu) or tensor.is_cuda:
+        return await _copy_of(tensor, pool)
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor.detach()
-    copy = pool.empty(spec_of(tensor))
+    return await _copy_of(tensor, pool)
+
+
+async def _copy_of(tensor: torch.Tensor | KVOnGpu, pool: CopyPool) -> torch.Tensor:
+    copy = pool.empty(spec_in(tensor))
     await pool.copy([tensor], [copy], digest=False)
     return copy
 
 
-async def lendable(memory: KVMemory, pool: CopyPool) -> KVMemory:
+async def lendable(memory: KVMemory | KVOnGpu, pool: CopyPool) -> KVMemory:
     """Return what lanes can read as it lies: ``memory`` itself, if it is blocks or
     dense, or a tensor of contiguous rows; else a copy.
     """
     if isinstance(memory, KVBlocks):
         return memory
+    if isinstance(memory, KVOnGpu) or memory.is_cuda:
+        return await dense(memory, pool)
     return rows_of(memory) or await dense(memory, pool)
 
 

@@ -77,7 +77,9 @@ class RemoteLookupBuffer(KVLookupBuffer):
         deliveries: int = 1,
     ) -> str:
         self._peer.check()
-        named = flatten(key, value, hidden, extras)
+        pool = self._peer.pool
+        given = flatten(key, value, hidden, extras)
+        named = {name: pool.stagings.catch(t) for name, t in given.items()}
         draft = make_draft(
             input_tokens,
             roi,
@@ -87,7 +89,6 @@ class RemoteLookupBuffer(KVLookupBuffer):
             ttl_s=ttl_s,
             deliveries=deliveries,
         )
-        pool = self._peer.pool
         tensors = [await lendable(tensor, pool) for tensor in named.values()]
         digests = None if entry_id is None else await pool.digest(tensors)
         self._inserting += 1

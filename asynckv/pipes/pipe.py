@@ -100,15 +100,16 @@ class Pipe(KVPipe, LoopBound):
         if not isinstance(tensor, torch.Tensor | None):
             raise TypeError(f"a pipe sends tensors and None, not {tensor!r:.80}")
         parcel = Parcel(None if tensor is None else spec_of(tensor))
+        source = self._pool.stagings.catch(tensor)
         try:
             await self._let_others_run()
             await self._outbound.reserve(parcel)
-            if tensor is None or parcel.spec is None:
+            if source is None or parcel.spec is None:
                 self._outbound.put(parcel, None, b"")
                 return
             memory = await self._outbound.memory_for(parcel.spec)
             (digest,) = await self._pool.copy(
-                [tensor], [memory], digest=self._link.digest != "off"
+                [source], [memory], digest=self._link.digest != "off"
             )
             self._outbound.put(parcel, memory, digest)
         except BaseException as exc:

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from asynckv.protocol.device_frames import DeviceFrame, OpenDevices
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.pin_frames import Pin, Pinned
@@ -440,6 +441,7 @@ OpeningFrame: TypeAlias = (
     | Contains
     | Pin
     | JoinGroup
+    | OpenDevices
     | OpenMap
     | OpenPipe
 )
@@ -456,6 +458,7 @@ Frame: TypeAlias = (
     | Pong
     | Goodbye
     | OpeningFrame
+    | DeviceFrame
     | Mappable
     | Mapped
     | Grant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -16,6 +16,7 @@ from asynckv.tensors.block_copies import (
     block_copy_jobs,
 )
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import Event
 from asynckv.tensors.jobs import CopyJob
 
 __all__ = ("BlockCopier",)
@@ -56,7 +57,10 @@ class BlockCopier:
 
         What that refuses is refused here before a byte moves, whoever copies. Up to
         64 KiB of a few blocks are copied at once, more never on the loop: there
-        not even a cache is looked at. The lists of ids may be changed meanwhile.
+        only one cache's device is looked at. The lists of ids may be changed meanwhile.
+
+        Caches on a GPU are read and written when the caller's current stream of it has
+        done what it was given until now; blocks of all layers then move together.
 
         A cancelled call ends when no thread touches a cache any more: after the next
         piece (1 MiB; a whole layer between devices), but an engine's own operation runs
@@ -68,9 +72,11 @@ class BlockCopier:
         :raises IndexError: there is no block of that id
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
+        marks = [*self._marks(src_kv_caches), *self._marks(dst_kv_caches)]
         make = functools.partial(
             self._jobs,
             self._operation,
+            marks,
             src_kv_caches,
             dst_kv_caches,
             _kept(src_block_ids),
@@ -78,20 +84,35 @@ class BlockCopier:
             direction,
         )
         blocks = max(len(src_block_ids), len(dst_block_ids))
-        if len(src_kv_caches) <= _FEW_LAYERS and blocks <= _FEW_BLOCKS:
+        is_small = len(src_kv_caches) <= _FEW_LAYERS and blocks <= _FEW_BLOCKS
+        if is_small and not marks:
             await self._pool.run(make())
         else:
             await self._pool.make_and_run(make)
 
+    def _marks(self, caches: Mapping[str, torch.Tensor]) -> Iterator[Event]:
+        """Mark where the caller's stream is, whose thread this is: not the pool's."""
+        for cache in caches.values():
+            if cache.is_cuda:
+                nothing = cache.detach().as_strided((0,), (1,))
+                ready = self._pool.stagings.tensors.memory_of(nothing).ready
+                if ready is not None:
+                    yield ready
+            return
+
     def _jobs(
         self,
         operation: CopyBlocksOp | None,
+        marks: Sequence[Event],
         src_kv_caches: Mapping[str, torch.Tensor],
         dst_kv_caches: Mapping[str, torch.Tensor],
         src_block_ids: BlockIds,
         dst_block_ids: BlockIds,
         direction: CopyDirection | None,
     ) -> list[CopyJob]:
+        for mark in marks:
+            mark.synchronize()
+            mark.close()
         jobs = block_copy_jobs(
             src_kv_caches,
             dst_kv_caches,
@@ -99,6 +120,7 @@ class BlockCopier:
             dst_block_ids,
             direction,
             block_dim=self._block_dim,
+            stagings=self._pool.stagings if operation is None else None,
         )
         if operation is None or not jobs:
             return jobs

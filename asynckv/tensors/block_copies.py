@@ -12,7 +12,9 @@ import numpy
 import numpy.typing
 import torch
 
+from asynckv.tensors.gpu_block_jobs import LayerBlocks, gpu_block_job
 from asynckv.tensors.jobs import CopyJob, Pace, run_jobs
+from asynckv.tensors.stagings import Stagings
 
 __all__ = (
     "BlockIds",
@@ -22,7 +24,7 @@ __all__ = (
     "copy_kv_blocks",
 )
 
-CopyDirection: TypeAlias = Literal["h2d", "d2h"]
+CopyDirection: TypeAlias = Literal["h2d", "d2h", "d2d"]
 
 CopyBlocksOp: TypeAlias = Callable[
     [
@@ -59,9 +61,10 @@ def copy_kv_blocks(
 
     ``block_dim`` is the dimension that counts blocks: 1 where a layer is
     ``(2, blocks, ...)``. ``direction`` says which side is the host: ``"h2d"``,
-    ``"d2h"``; between two caches of the host it may be left out. Without ids nothing
-    happens. Blocks that follow each other on both sides are copied together. Both sides
-    may be one cache, where blocks may be read and written at once.
+    ``"d2h"``, or ``"d2d"`` for none; between two caches of the host it may be left
+    out. Without ids nothing happens. Blocks that follow each other on both sides are
+    copied together. Both sides may be one cache, where blocks may be read and written
+    at once.
 
     It blocks; on an event loop use :class:`~asynckv.tensors.block_copier.BlockCopier`.
 
@@ -89,9 +92,12 @@ def block_copy_jobs(
     direction: CopyDirection | None = None,
     *,
     block_dim: int = 0,
+    stagings: Stagings | None = None,
 ) -> list[CopyJob]:
     """Return what :func:`copy_kv_blocks` does, a job a layer, for a ``CopyPool``.
 
+    With ``stagings`` blocks of a GPU are one job: gathered and scattered by a kernel
+    for all layers, through pinned memory. Torch does it without, or where it must.
     They take milliseconds to be made: see ``make_and_run`` there.
 
     :raises ValueError: as that does
@@ -107,7 +113,7 @@ def block_copy_jobs(
         return []
     if len(numpy.unique(targets)) != len(targets):
         raise ValueError("a block is there twice: what should land in it?")
-    jobs: list[CopyJob] = []
+    ends: list[tuple[LayerBlocks, LayerBlocks]] = []
     runs = _runs(sources, targets)
     extremes = [(int(ids.min()), int(ids.max())) for ids in (sources, targets)]
     pace = Pace()
@@ -119,9 +125,18 @@ def block_copy_jobs(
             count = cache.shape[block_dim]
             if not 0 <= least <= most < count:
                 raise IndexError(f"a block id is outside of the {count} of {layer}")
-        ends = source.movedim(block_dim, 0), target.movedim(block_dim, 0)
-        jobs.append(_LayerCopy(*ends, sources, targets, runs))
-    return jobs
+        ends.append(
+            (
+                LayerBlocks(source, sources, block_dim),
+                LayerBlocks(target, targets, block_dim),
+            )
+        )
+    is_on_gpu = any(end.cache.is_cuda for pair in ends for end in pair)
+    if stagings is not None and is_on_gpu:
+        job = gpu_block_job([at for at, _ in ends], [to for _, to in ends], stagings)
+        if job is not None:
+            return [job]
+    return [_layer_copy(at, to, runs) for at, to in ends]
 
 
 def _ids(block_ids: BlockIds) -> _Ids:
@@ -136,17 +151,17 @@ def _check_direction(
     targets: Mapping[str, torch.Tensor],
     direction: str | None,
 ) -> None:
-    if direction not in (None, "h2d", "d2h"):
-        raise ValueError(f"direction={direction!r} is neither 'h2d' nor 'd2h'")
+    if direction not in (None, "h2d", "d2h", "d2d"):
+        raise ValueError(f"direction={direction!r} is none of 'h2d', 'd2h', 'd2d'")
     places = [
         {"h" if tensor.device.type == "cpu" else "d" for tensor in caches.values()}
         for caches in (sources, targets)
     ]
     if places[0] <= {"h"} and places[1] <= {"h"}:
         return  # the host may be the device as well
-    if any(len(side) != 1 for side in places) or places[0] == places[1]:
-        raise ValueError("one side must be in host memory, and the other on a device")
-    found = "h2d" if places[0] == {"h"} else "d2h"
+    if any(len(side) != 1 for side in places):
+        raise ValueError("a cache is in host memory or on a device, not in both")
+    found = "2".join(kind for side in places for kind in side)
     if direction != found:
         raise ValueError(f"direction={direction!r}, but the devices say {found!r}")
 
@@ -180,6 +195,14 @@ def _runs(sources: _Ids, targets: _Ids) -> list[tuple[int, int, int]]:
             strict=True,
         )
     )
+
+
+def _layer_copy(
+    source: LayerBlocks, target: LayerBlocks, runs: Sequence[tuple[int, int, int]]
+) -> CopyJob:
+    at = source.cache.movedim(source.block_dim, 0)
+    to = target.cache.movedim(target.block_dim, 0)
+    return _LayerCopy(at, to, source.ids, target.ids, runs)
 
 
 class _LayerCopy(CopyJob):

@@ -12,6 +12,7 @@ import numpy
 import numpy.typing
 import torch
 
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Memory, Runs, runs_in
 from asynckv.tensors.views import bytes_of, check_into, check_sendable, spec_of
 from asynckv.types import TensorSpec
@@ -114,12 +115,16 @@ def rows_of(tensor: torch.Tensor) -> KVBlocks | None:
     return KVBlocks(tensor, range(len(tensor)))
 
 
-def landing_of(memory: KVMemory) -> KVMemory:
+def landing_of(memory: KVMemory, *, may_be_on_gpu: bool = False) -> KVMemory:
     """Return what a tensor can land in as it lies.
 
     :raises ValueError: nothing can: no plain CPU memory, not contiguous and not
         in rows that are, or a block is there twice
     """
+    if may_be_on_gpu and isinstance(memory, torch.Tensor) and memory.is_cuda:
+        if not memory.is_contiguous():
+            raise ValueError("memory of a GPU must be contiguous to land in")
+        return memory
     found = memory if isinstance(memory, KVBlocks) else rows_of(memory) or memory
     if not isinstance(found, KVBlocks):
         bytes_of(found)
@@ -153,12 +158,12 @@ def memory_of(memory: KVMemory | Runs) -> Memory:
     return memory.memory() if isinstance(memory, KVBlocks) else bytes_of(memory)
 
 
-def spec_in(memory: KVMemory) -> TensorSpec:
+def spec_in(memory: KVMemory | KVOnGpu) -> TensorSpec:
     """Return shape and dtype.
 
     :raises ValueError: it cannot be sent
     """
-    return memory.spec if isinstance(memory, KVBlocks) else spec_of(memory)
+    return spec_of(memory) if isinstance(memory, torch.Tensor) else memory.spec
 
 
 def tensor_at(memory: KVMemory) -> torch.Tensor:

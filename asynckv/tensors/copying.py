@@ -11,7 +11,7 @@ import collections
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy
@@ -22,7 +22,9 @@ from asynckv.protocol.digests import Digester
 from asynckv.shielding import wait_or_stop
 from asynckv.tensors.blocks import KVMemory, memory_of
 from asynckv.tensors.jobs import CopyJob
-from asynckv.tensors.runs import Runs, copied, landed, pieces_of
+from asynckv.tensors.on_gpu import KVOnGpu
+from asynckv.tensors.runs import AnyMemory, Runs, copied, landed, pieces_of
+from asynckv.tensors.stagings import Stagings
 from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor
 from asynckv.types import TensorSpec
 
@@ -39,7 +41,7 @@ _AT_ONCE_TENSORS: Final = 16
 
 _names = itertools.count(1)
 
-_Place: TypeAlias = KVMemory | Runs
+_Place: TypeAlias = KVMemory | Runs | KVOnGpu
 
 
 class _Stopped(Exception):
@@ -61,9 +63,11 @@ class _Call:
         sources: Sequence[_Place] | Sequence[CopyJob] | Sequence[_Making],
         targets: Sequence[_Place] | None,
         digest: bool,
+        stagings: Stagings,
     ) -> None:
         self._sources = sources
         self._targets = targets
+        self._stagings = stagings
         self._digest = digest
         self._made: Sequence[CopyJob] = ()
         self.next_index = 0
@@ -120,11 +124,14 @@ class _Call:
                     raise _Stopped
             return b""
         digester = Digester()
-        for piece in _pieces(source, target):
-            if self._digest:
-                digester.update(piece)
-            if self.stopped:
-                raise _Stopped
+        # Closed by hand: an error that somebody keeps would keep it open, and a GPU
+        # at its memory.
+        with contextlib.closing(_pieces(source, target, self._stagings)) as pieces:
+            for piece in pieces:
+                if self._digest:
+                    digester.update(piece)
+                if self.stopped:
+                    raise _Stopped
         return digester.digest() if self._digest else b""
 
 
@@ -132,7 +139,8 @@ class CopyPool(ProcessBound):
     """A few threads that copy tensors and digest them.
 
     They are started when there is work for them, and end soon after there is none.
-    ``empty`` makes tensors to copy into.
+    ``empty`` makes tensors to copy into. Tensors of GPUs go through ``stagings``, which
+    the pool closes.
     """
 
     def __init__(
@@ -140,9 +148,11 @@ class CopyPool(ProcessBound):
         threads: int = 2,
         *,
         empty: Callable[[TensorSpec], torch.Tensor] = empty_tensor,
+        stagings: Stagings | None = None,
     ) -> None:
         self._own()
         self.empty = empty
+        self.stagings = stagings or Stagings()
         self._max_threads = threads
         self._threads = 0
         self._closed = False
@@ -165,16 +175,25 @@ class CopyPool(ProcessBound):
         contiguous. Without ``digest`` the digests are empty. Up to 64 KiB in all are
         copied at once, more in the threads.
 
+        Either may be on a GPU, in the caller's current stream: copied through pinned
+        memory, never at once. Then all of it has come to the host or to the GPU.
+
         A cancelled call stops at the next piece (1 MiB) and ends when no thread
-        touches a source or a target; targets may hold part of the copy then,
-        as they may after an error.
+        touches a source or a target, nor does a GPU; targets may hold part of the copy
+        then, as they may after an error.
 
         :raises ValueError: a source and its target differ, or cannot be copied
+        :raises GPUUnavailable: one is on a GPU, and CuPy or a driver is missing
+        :raises GPUFailed: CUDA failed
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
-        call, is_small = _Call(sources, targets, digest), _is_small(sources)
+        catch = self.stagings.catch
+        sources = [catch(source) for source in sources]
+        targets = [catch(target, is_written=True) for target in targets]
+        is_small = _is_small(sources) and not _are_on_gpus(targets)
+        call = _Call(sources, targets, digest, self.stagings)
         del sources, targets  # an error's traceback would keep them alive
         return await self._run(call, is_small=is_small)
 
@@ -183,10 +202,14 @@ class CopyPool(ProcessBound):
 
         A cancelled call ends when no thread reads the tensors any more.
 
-        :raises ValueError: a tensor has no bytes in CPU memory
+        :raises ValueError: a tensor has no bytes to be read
+        :raises GPUUnavailable: as :meth:`copy` does
+        :raises GPUFailed: as :meth:`copy` does
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
-        call, is_small = _Call(tensors, None, True), _is_small(tensors)
+        tensors = [self.stagings.catch(tensor) for tensor in tensors]
+        is_small = _is_small(tensors)
+        call = _Call(tensors, None, True, self.stagings)
         del tensors
         return await self._run(call, is_small=is_small)
 
@@ -199,7 +222,7 @@ class CopyPool(ProcessBound):
         :raises Exception: what a job raises; the others may be half done
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
-        call, is_small = _Call(jobs, None, False), _is_small(jobs)
+        call, is_small = _Call(jobs, None, False, self.stagings), _is_small(jobs)
         del jobs
         await self._run(call, is_small=is_small)
 
@@ -214,7 +237,7 @@ class CopyPool(ProcessBound):
         :raises Exception: what ``make`` raises: no job was begun; or what a job raises
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
-        call = _Call([_Making(make)], None, False)
+        call = _Call([_Making(make)], None, False, self.stagings)
         await self._run(call, is_small=False)
 
     def free(self, tensors: list[torch.Tensor]) -> None:
@@ -244,6 +267,8 @@ class CopyPool(ProcessBound):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            if not self._threads:
+                self.stagings.close()
 
     async def _run(self, call: _Call, *, is_small: bool) -> list[bytes]:
         if self._closed:
@@ -302,6 +327,8 @@ class CopyPool(ProcessBound):
                         break
                 if not self._waiting:
                     self._threads -= 1
+                    if self._closed and not self._threads:
+                        self.stagings.close()
                     return
                 call, end = self._waiting.popleft()
                 indices = call.take()
@@ -338,19 +365,44 @@ def _set_done(future: asyncio.Future[None]) -> None:
 
 
 def _is_small(tensors: Sequence[_Place] | Sequence[CopyJob]) -> bool:
-    if len(tensors) > _AT_ONCE_TENSORS:
+    if len(tensors) > _AT_ONCE_TENSORS or _are_on_gpus(tensors):
         return False
     return sum(tensor.nbytes for tensor in tensors) <= _AT_ONCE_NBYTES
 
 
-def _pieces(source: _Place, target: _Place | None) -> Iterator[memoryview]:
+def _are_on_gpus(places: Sequence[object]) -> bool:
+    return any(isinstance(place, KVOnGpu) for place in places)
+
+
+def _pieces(
+    source: _Place, target: _Place | None, stagings: Stagings
+) -> Generator[memoryview, None, None]:
     """Copy piece by piece, and yield each piece's bytes while they are hot."""
     if isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor | None):
-        return _tensor_pieces(source, target)
-    return _block_pieces(source, target)
+        yield from _tensor_pieces(source, target)
+    elif isinstance(source, KVOnGpu) or isinstance(target, KVOnGpu):
+        if target is not None:
+            _check_equal(source, target)
+        yield from stagings.pieces(
+            _bytes_at(_dense(source)), None if target is None else _bytes_at(target)
+        )
+    else:
+        yield from _block_pieces(source, target)
 
 
-def _block_pieces(source: _Place, target: _Place | None) -> Iterator[memoryview]:
+def _bytes_at(place: _Place) -> AnyMemory | KVOnGpu:
+    return place if isinstance(place, KVOnGpu) else memory_of(place)
+
+
+def _dense(source: _Place) -> _Place:
+    if isinstance(source, torch.Tensor):
+        return source.resolve_conj().resolve_neg().contiguous()
+    return source
+
+
+def _block_pieces(
+    source: KVMemory | Runs, target: KVMemory | Runs | None
+) -> Iterator[memoryview]:
     if target is None:
         origin = memory_of(source)
         for start in range(0, origin.nbytes, _PIECE_NBYTES):

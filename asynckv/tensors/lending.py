@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from asynckv.tensors.arena import Arena, HeapArena, Region
-from asynckv.tensors.blocks import KVBlocks, KVMemory
+from asynckv.tensors.blocks import KVMemory
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.views import empty_tensor
@@ -63,7 +64,9 @@ class Lending:
         region.release()
         return tensor
 
-    def regions_of(self, tensors: Iterable[KVMemory]) -> tuple[SlabRegion | None, ...]:
+    def regions_of(
+        self, tensors: Iterable[KVMemory | KVOnGpu]
+    ) -> tuple[SlabRegion | None, ...]:
         """Return for each tensor from :meth:`empty` the region that is all of it.
 
         ``None`` for any other tensor, and for one whose region has an owner;
@@ -71,8 +74,8 @@ class Lending:
         """
         return tuple(map(self._region_of, tensors)) if self._lent else ()
 
-    def _region_of(self, tensor: KVMemory) -> SlabRegion | None:
-        if isinstance(tensor, KVBlocks) or tensor.layout is not torch.strided:
+    def _region_of(self, tensor: KVMemory | KVOnGpu) -> SlabRegion | None:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return None
         region = self._lent.get(tensor.data_ptr())
         if region is None or not region.is_released or region.is_handed_out:

@@ -5,6 +5,7 @@ Neighbours are one run: what lies in one place is a plain ``memoryview``.
 
 from __future__ import annotations
 
+import abc
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -14,8 +15,10 @@ import numpy
 import numpy.typing
 
 __all__ = (
+    "AnyMemory",
     "Memory",
     "Runs",
+    "Staged",
     "copied",
     "fill",
     "joined",
@@ -70,8 +73,55 @@ class Runs:
         return found
 
 
+class Staged(abc.ABC):
+    """Memory that is not the host's: its pieces lie in the host's for a while.
+
+    One thread at a time reads, or writes, from the beginning to the end, once: a piece
+    is there until the next ones are asked for. Asking may wait, so never on a loop.
+    Whoever made it calls :meth:`finish` or :meth:`leave` in the end.
+    """
+
+    nbytes: int
+
+    @abc.abstractmethod
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes from ``start`` to ``stop``, at most to ``reach(start)``.
+
+        Waits until they can be read, or written. What was asked for before is done
+        with.
+
+        :raises GPUFailed: it cannot be
+        """
+
+    @abc.abstractmethod
+    def reach(self, start: int) -> int:
+        """Return how far pieces that begin at ``start`` may go. Never waits."""
+
+    @abc.abstractmethod
+    def rest(self) -> None:
+        """Nobody is at the last pieces; there may be more later. Never waits."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Wait until all that was written is there, or nothing is read any more.
+
+        :raises GPUFailed: what was written is not all there
+        """
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Let go of it: what is under way still ends. Never waits, may be repeated."""
+
+    @abc.abstractmethod
+    def wait_until_quiet(self) -> None:
+        """Leave, and wait until the memory is neither read nor written. Bounded."""
+
+
 Memory: TypeAlias = memoryview | Runs
 """Where payload comes from, or lands. Flat bytes."""
+
+AnyMemory: TypeAlias = Memory | Staged
+"""What bytes are copied from, or to."""
 
 _NOTHING: Final = memoryview(b"")
 
@@ -104,14 +154,17 @@ def runs_at(base: memoryview, spans: Sequence[tuple[int, int]]) -> Memory:
     return Runs(base, starts, stops, ends)
 
 
-def copied(source: Memory, target: Memory, nbytes: int) -> Iterator[memoryview]:
+def copied(source: AnyMemory, target: AnyMemory, nbytes: int) -> Iterator[memoryview]:
     """Copy from the beginning, and yield what was copied in pieces of ``nbytes``.
 
     Releases the GIL while it copies. A piece in several places is several.
     """
-    for start in range(0, source.nbytes, nbytes):
+    start = 0
+    while start < source.nbytes:
         stop = min(start + nbytes, source.nbytes)
+        stop = min(_reach(source, start, stop), _reach(target, start, stop))
         yield from _scattered(pieces_of(source, start, stop), target, start, stop)
+        start = stop
 
 
 def landed(pieces: Iterable[memoryview], target: Memory) -> Iterator[memoryview]:
@@ -134,22 +187,26 @@ def fill(target: Memory, source: memoryview) -> None:
         done += len(place)
 
 
-def pieces_of(memory: Memory, start: int, stop: int) -> list[memoryview]:
+def pieces_of(memory: AnyMemory, start: int, stop: int) -> list[memoryview]:
     """Return the bytes from ``start`` to ``stop``, not copied."""
-    if isinstance(memory, Runs):
-        return memory.pieces(start, stop)
-    return [memory[start:stop]]
+    if isinstance(memory, memoryview):
+        return [memory[start:stop]]
+    return memory.pieces(start, stop)
+
+
+def _reach(memory: AnyMemory, start: int, stop: int) -> int:
+    return min(memory.reach(start), stop) if isinstance(memory, Staged) else stop
 
 
 def joined(memory: Memory) -> memoryview:
     """Return the bytes in one place: a copy if they are in several."""
-    if isinstance(memory, Runs):
-        return memoryview(b"".join(memory.pieces(0, memory.nbytes)))
-    return memory
+    if isinstance(memory, memoryview):
+        return memory
+    return memoryview(b"".join(memory.pieces(0, memory.nbytes)))
 
 
 def _scattered(
-    pieces: Iterable[memoryview], target: Memory, start: int, stop: int
+    pieces: Iterable[memoryview], target: AnyMemory, start: int, stop: int
 ) -> Iterator[memoryview]:
     rest, offset, origin = iter(pieces), 0, _NOTHING
     for place in pieces_of(target, start, stop):

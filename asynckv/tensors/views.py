@@ -70,11 +70,14 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Return shape and dtype of ``tensor``.
+    """Return shape and dtype of ``tensor``, in CPU memory or on a GPU.
 
-    :raises ValueError: if it cannot be sent (see :func:`check_sendable`)
+    :raises ValueError: if it has no plain bytes in either
     """
-    check_sendable(tensor)
+    if tensor.device.type != "cuda":
+        check_sendable(tensor)
+    else:
+        _check_plain(tensor)
     name = _NAMES.get(tensor.dtype)
     return TensorSpec(tuple(tensor.shape), name or str(tensor.dtype))
 
@@ -94,12 +97,16 @@ def check_sendable(tensor: torch.Tensor) -> None:
     :raises ValueError: for sparse, quantised and nested tensors, and for
         tensors on any device but the CPU
     """
+    _check_plain(tensor)
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a tensor on {tensor.device} cannot be sent: use .cpu()")
+
+
+def _check_plain(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ValueError(f"a {tensor.layout} tensor cannot be sent: make it dense")
     if tensor.is_quantized:
         raise ValueError("a quantised tensor cannot be sent: send its int_repr()")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"a tensor on {tensor.device} cannot be sent: use .cpu()")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

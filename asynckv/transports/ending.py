@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from asynckv.shielding import wait_shielded
-from asynckv.transports.parts import Part
 
-__all__ = ("Ending",)
+__all__ = ("Ending", "Told")
+
+
+class Told(Protocol):
+    """A part: whoever waits for it is told of it once."""
+
+    def tell(self, error: BaseException | None = None) -> None:
+        """Call ``done``, unless the part was stopped. On the loop, once."""
 
 
 class Ending:
@@ -30,7 +37,7 @@ class Ending:
         *,
         hang_up: Callable[[], None],
         is_touching: Callable[[], bool],
-        take_left: Callable[[], Iterable[Part]],
+        take_left: Callable[[], Iterable[Told]],
     ) -> None:
         self.error: Exception | None = None
         self._loop = loop

@@ -5,7 +5,13 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from asynckv.protocol import frames, map_frames, payload_frames, pin_frames
+from asynckv.protocol import (
+    device_frames,
+    frames,
+    map_frames,
+    payload_frames,
+    pin_frames,
+)
 from asynckv.protocol.frames import (
     Frame,
     Hello,
@@ -35,6 +41,10 @@ VALUES: dict[str, Any] = {
     "address": "asynckv-0",
     "ticket": b"t" * 16,
     "found": b"n" * 16,
+    "description": b"d" * 16,
+    "generations": (1, None),
+    "pipe": 1,
+    "unique_id": b"u" * 128,
     "token": b"t" * 16,
     "link_token": b"l" * 32,
     "mac": b"m" * 32,
@@ -68,7 +78,7 @@ def test_no_two_frames_have_the_same_tag() -> None:
 def test_every_frame_of_the_page_belongs_to_the_union() -> None:
     tagged = [
         value
-        for page in (frames, map_frames, payload_frames, pin_frames)
+        for page in (device_frames, frames, map_frames, payload_frames, pin_frames)
         for name in page.__all__
         if isinstance(value := getattr(page, name), type)
         if issubclass(value, msgspec.Struct) and value.__struct_config__.tag

@@ -171,7 +171,10 @@ async def test_no_cache_is_looked_at_on_the_loop(
         for fill in (1, 0)
     )
     _Watched.threads = set()
-    watched = {layer: cache.as_subclass(_Watched) for layer, cache in src.items()}
+    watched: dict[str, torch.Tensor] = {
+        layer: cache.as_subclass(_Watched) for layer, cache in src.items()
+    }
+    watched["layers.0"] = src["layers.0"]  # it says on which device they all are
     with contextlib.suppress(ValueError):
         await BlockCopier(pool).copy(watched, dst, ids, ids)
     assert _Watched.threads

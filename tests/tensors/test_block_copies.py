@@ -181,8 +181,8 @@ def _on_a_device(caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ("hd", None, "direction=None, but the devices say 'h2d'"),
         ("hd", "d2h", "direction='d2h', but the devices say 'h2d'"),
         ("dh", "h2d", "direction='h2d', but the devices say 'd2h'"),
-        ("dd", "h2d", "one side must be in host memory"),
-        ("hh", "h2h", "direction='h2h' is neither"),
+        ("dd", "h2d", "direction='h2d', but the devices say 'd2d'"),
+        ("hh", "h2h", "direction='h2h' is none of"),
     ],
 )
 def test_a_direction_that_the_devices_gainsay_is_refused(

@@ -46,6 +46,7 @@ def bench(
     ca: Path | None = None,
     allow_plaintext: _Flag = False,
     loop: LoopName = "auto",
+    device: str | None = None,
 ) -> int:
     """Measure asynckv on your own machines, each figure beside a baseline.
 
@@ -81,6 +82,8 @@ def bench(
         Allow ``tcp://`` beyond this host.
     loop
         ``asyncio`` or ``uvloop``, by itself the latter where it is installed.
+    device
+        ``cuda`` or ``cuda:1``: measure copies to, from and within that GPU instead.
     """
     console = Console()
     try:
@@ -92,6 +95,9 @@ def bench(
             allow_plaintext=allow_plaintext,
             loop=loop,
         )
+        if device is not None:
+            run(until_ended(_measure_device(device, console, quick)), loop)
+            return 0
         if serve:
             run(until_ended(_serve(url or _SERVE_AT, settings, console)), loop)
             return 0
@@ -103,7 +109,8 @@ def bench(
         console.print("interrupted; nothing is left behind")
         return INTERRUPTED
     except (AsyncKVError, OSError) as exc:
-        console.print(Text(f"the bench failed: {exc}", style="bold red"))
+        words = f"the bench failed: {exc}"
+        console.print(Text(words, style="bold red"), soft_wrap=True)
         return 1
 
 
@@ -133,6 +140,15 @@ async def _serve(url: str, settings: Settings, console: Console) -> None:
         words = f"serving; on the other host: asynckv bench {served}"
         console.print(words, highlight=False, soft_wrap=True)
         await asyncio.get_running_loop().create_future()
+
+
+async def _measure_device(device: str, console: Console, quick: bool) -> None:
+    from asynckv.cli.bench.device import DeviceRow, device_number, run_device_bench
+
+    def tell(row: DeviceRow) -> None:
+        console.print(row.line(), highlight=False, soft_wrap=True)
+
+    await run_device_bench(device_number(device), tell, quick=quick)
 
 
 async def _measure(

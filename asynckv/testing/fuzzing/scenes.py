@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -28,9 +28,9 @@ from asynckv.protocol.values import Limits
 from asynckv.security.keyring import Keyring
 from asynckv.security.shared_secret import Secret
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.faults.raw import RawConnection
-from asynckv.testing.fuzzing.recording import Recording, Segment, Tap
+from asynckv.testing.fuzzing.gpu_scene import record_gpus
+from asynckv.testing.fuzzing.recording import Recording, Segment, Tap, heard
 from asynckv.testing.link_pairs import ScriptedService, name_of
 from asynckv.testing.pipe_pairs import free_port
 from asynckv.types import TensorSpec
@@ -52,14 +52,6 @@ async def record() -> Recording:
     return Recording.joined([await scene() for scene in SCENES])
 
 
-async def _heard(url: str, play: Callable[[str, Tap], Awaitable[None]]) -> Recording:
-    async with Proxy(url) as proxy:
-        tap = proxy.add(Tap())
-        tap.begin()
-        await play(proxy.url, tap)
-    return tap.recording
-
-
 # Buffers.
 
 
@@ -70,7 +62,7 @@ async def _record_buffers() -> Recording:
         StoreBuffer(2**20) as store,
         serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
     ):
-        return await _heard(server.url, _use_buffers)
+        return await heard(server.url, _use_buffers)
 
 
 async def _use_buffers(url: str, tap: Tap) -> None:
@@ -173,7 +165,7 @@ async def _record_pipe() -> Recording:
                 for one, other in ((near, far), (far, near)):
                     await _carry(one, other)
 
-        return await _heard(listener.url, play)
+        return await heard(listener.url, play)
 
 
 async def _carry(one: Pipe, other: Pipe) -> None:
@@ -199,7 +191,7 @@ async def _record_group() -> Recording:
         await until(lambda: b"missing" in _said(tap))
         await asyncio.gather(*first, rank(2, seen))
 
-    return await _heard(f"tcp://127.0.0.1:{port}", play)
+    return await heard(f"tcp://127.0.0.1:{port}", play)
 
 
 def _said(tap: Tap) -> bytes:
@@ -224,7 +216,7 @@ async def _record_refusals() -> Recording:
                 await lane.send(encode_frame(0, Attach(b"no such link", 0))[0])
                 await lane.receive(2**16)
 
-        return await _heard(server.url, play)
+        return await heard(server.url, play)
 
 
 async def _record_heartbeats() -> Recording:
@@ -247,7 +239,7 @@ async def _record_heartbeats() -> Recording:
         await link.aclose()
 
     try:
-        return await _heard(listener.url, play)
+        return await heard(listener.url, play)
     finally:
         await listener.aclose()
 
@@ -286,5 +278,6 @@ SCENES: Final = (
     _record_group,
     _record_refusals,
     _record_heartbeats,
+    record_gpus,
     _record_made_up,
 )

@@ -1,0 +1,159 @@
+"""Tensors of a GPU as plain bytes of it, and the streams of whoever uses them.
+
+A seam: :class:`TorchTensors` is it over torch and CuPy,
+:mod:`asynckv.testing.fake_gpus` without a GPU. Below it nobody knows torch, above it
+nobody knows addresses. What is called on a caller's own thread (an event loop's too)
+never waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from asynckv.errors import GPUFailed
+from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, Stream
+from asynckv.tensors.cuda_cupy import CupyEvent, open_cuda
+from asynckv.tensors.views import dtype_of
+from asynckv.types import TensorSpec
+
+__all__ = ("DeviceTensors", "Gpus", "TorchEvent", "TorchTensors", "gpu_of", "open_gpus")
+
+
+class DeviceTensors(Protocol):
+    """Tensors of GPUs: where their bytes lie, and when they may be touched."""
+
+    def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
+        """Return the bytes of a contiguous tensor of a GPU, which it owns. Never waits.
+
+        They are ready when all has ended that this thread's current stream of the
+        GPU was given until now: reads as well, so that they may be written then.
+        Whoever moves them asks ``ready`` for that: streams of CUDA cannot wait for it.
+
+        :raises ValueError: it is not on a GPU, or its memory is not its elements
+            in order
+        :raises GPUFailed: CUDA refused
+        """
+
+    def tensor_over(self, memory: DeviceMemory, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor whose memory is the first bytes of ``memory``, not copied.
+
+        It keeps the owner of ``memory`` alive, as its views do. On no event loop:
+        the first one makes torch start CUDA.
+
+        :raises ValueError: there are too few bytes, or this torch lacks the dtype
+        """
+
+    def follow(self, event: Event, device: int) -> None:
+        """Let this thread's current stream wait for ``event`` before what comes next.
+
+        The thread does not wait.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpus:
+    """The GPUs of this process: CUDA, and tensors on it."""
+
+    cuda: CudaApi
+    tensors: DeviceTensors
+
+
+def gpu_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of the GPU that ``tensor`` is on; ``None`` for any other place.
+
+    CUDA is not asked.
+    """
+    device = tensor.device
+    return device.index if device.type == "cuda" else None
+
+
+def open_gpus() -> Gpus:
+    """Return the real ones. Imports CuPy, so not on an event loop.
+
+    :raises GPUUnavailable: CuPy, a driver or a GPU is missing
+    """
+    return Gpus(open_cuda(), TorchTensors())
+
+
+class TorchEvent:
+    """A mark in one of torch's own streams; CUDA's other streams do not wait for it."""
+
+    def __init__(self, mark: torch.cuda.Event) -> None:
+        self._mark: torch.cuda.Event | None = mark
+
+    def record(self, stream: Stream) -> None:
+        raise TypeError("an event of torch's is recorded by torch")
+
+    def query(self) -> bool:
+        try:
+            return self._mark is None or bool(self._mark.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as exc:  # what torch raises for errors of CUDA
+            raise GPUFailed(f"work on the GPU failed: {exc}") from exc
+
+    def synchronize(self) -> None:
+        if self._mark is not None:
+            try:
+                self._mark.synchronize()
+            except RuntimeError as exc:
+                raise GPUFailed(f"work on the GPU failed: {exc}") from exc
+
+    def export(self) -> bytes:
+        raise TypeError("an event of torch's stays in its process")
+
+    def close(self) -> None:
+        self._mark = None
+
+
+class TorchTensors:
+    """:class:`DeviceTensors` of torch. CuPy is not needed for them."""
+
+    def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
+        device = gpu_of(tensor)
+        if device is None:
+            raise ValueError(f"a tensor on {tensor.device} is on no GPU")
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise ValueError("the memory of the tensor is not its elements in order")
+        # Recorded by torch: it switches to the stream's GPU, whose default stream has
+        # the same handle as those of all others.
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(device))
+        nbytes = tensor.numel() * tensor.element_size()
+        ready = TorchEvent(mark)
+        return DeviceMemory(tensor.data_ptr(), nbytes, device, tensor, ready)
+
+    def tensor_over(self, memory: DeviceMemory, spec: TensorSpec) -> torch.Tensor:
+        dtype = dtype_of(spec.dtype)
+        if memory.nbytes < spec.nbytes:
+            raise ValueError(f"{memory.nbytes} bytes cannot hold {spec.nbytes}")
+        device = torch.device("cuda", memory.device)
+        if not spec.nbytes:
+            return torch.empty(spec.shape, dtype=dtype, device=device)
+        lent = torch.as_tensor(_Lent(memory, spec.nbytes), device=device)
+        return lent.view(dtype).view(spec.shape)
+
+    def follow(self, event: Event, device: int) -> None:
+        if not isinstance(event, CupyEvent):
+            raise TypeError(f"not an event of CuPy's: {event!r}")
+        stream = torch.cuda.current_stream(device)
+        with torch.cuda.device(device):  # the default streams of all have one handle
+            event.hold_back(int(stream.cuda_stream))
+
+
+class _Lent:
+    """Bytes of a GPU as torch takes them: as uint8, which every dtype can be seen as.
+
+    Torch's tensor refers to this object, and so to the memory's owner.
+    """
+
+    def __init__(self, memory: DeviceMemory, nbytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "strides": None,
+            "version": 3,
+        }

@@ -1,0 +1,84 @@
+"""What both sides' NCCL must have in common, and how a peer is told.
+
+Versions that differ are refused by NCCL itself, variables that differ make it hang.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+import msgspec
+
+from asynckv.errors import IncompatiblePeer, RemoteProtocolError
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.values import Count, Id
+
+__all__ = ("DeviceDescription", "check_peer", "nccl_environment_digest")
+
+# Of this process alone: which files it logs to, which interfaces its host has.
+_OWN: Final = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME", "NCCL_IB_HCA")
+
+
+class DeviceDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One side's GPU and NCCL. ``token`` is its worker's, for the order of turns."""
+
+    uuid: Id
+    nccl_version: Count
+    environment: Annotated[bytes, msgspec.Meta(max_length=16)]
+    token: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+
+    def encode(self) -> bytes:
+        """Return what the peer is sent."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> DeviceDescription:
+        """Return what a peer has sent.
+
+        :raises RemoteProtocolError: it is no description
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as exc:
+            raise RemoteProtocolError(f"no description of a GPU: {exc}") from exc
+
+
+def nccl_environment_digest(environment: Mapping[str, str] | None = None) -> bytes:
+    """Digest all ``NCCL_*`` variables that decide how peers talk."""
+    found = os.environ if environment is None else environment
+    lines = [
+        f"{name}={value}"
+        for name, value in sorted(found.items())
+        if name.startswith("NCCL_") and not name.startswith(_OWN)
+    ]
+    return digest_of("\n".join(lines).encode())
+
+
+def check_peer(own: DeviceDescription, peer: DeviceDescription) -> None:
+    """Refuse a peer whose NCCL this one's would hang with.
+
+    :raises IncompatiblePeer: ``field`` says what differs, or does not
+    """
+    if own.nccl_version != peer.nccl_version:
+        raise IncompatiblePeer(
+            f"NCCL {own.nccl_version} here, {peer.nccl_version} there",
+            field="nccl_version",
+            hint="install the same nvidia-nccl package on both sides",
+        )
+    if own.environment != peer.environment:
+        raise IncompatiblePeer(
+            "the NCCL_* variables of both sides differ",
+            field="nccl_environment",
+            hint="start both processes with the same ones: NCCL hangs otherwise",
+        )
+    if own.uuid == peer.uuid:
+        raise IncompatiblePeer(
+            "both sides have the same GPU, which NCCL refuses",
+            field="gpu",
+            hint="cuda_ipc is for that",
+        )
+    if own.token == peer.token:
+        raise IncompatiblePeer("a worker cannot wait for itself", field="token")

@@ -1,0 +1,366 @@
+"""Payload from GPU to GPU by NCCL, agreed on operation by operation.
+
+Both directions have a communicator of their own. Nothing is posted before the peer has
+granted it, and what is granted is posted by both: it ends, or its pipe is aborted on
+both sides and opened again, and what was not done is offered again. Memory of the
+host goes through staging; that of a GPU is read and written where it lies, without a
+digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import ClassVar, Final
+
+from asynckv.abc import PayloadTransport
+from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
+from asynckv.protocol.device_frames import DeviceFrame, DevicesFinish
+from asynckv.transports.ending import Ending
+from asynckv.transports.nccl.channel import DeviceChannel
+from asynckv.transports.nccl.connecting import Connector
+from asynckv.transports.nccl.ends import make_ends
+from asynckv.transports.nccl.environment import (
+    DeviceDescription,
+    check_peer,
+    nccl_environment_digest,
+)
+from asynckv.transports.nccl.hearing import hear
+from asynckv.transports.nccl.parts import AnyMemory, DevicePart
+from asynckv.transports.nccl.receiver import Receiver
+from asynckv.transports.nccl.sender import Sender
+from asynckv.transports.nccl.settings import NcclSettings
+from asynckv.transports.nccl.staging import Staging
+from asynckv.transports.nccl.waits import Waits
+from asynckv.transports.nccl.worker import DeviceWorker
+from asynckv.transports.parts import DoneCallback
+from asynckv.transports.quiet import QuietWaits
+
+__all__ = ("NcclTransport",)
+
+_CLOSE_S: Final = 1.0
+_WATCH_S: Final = 0.5
+
+
+class NcclTransport(PayloadTransport):
+    """Both directions between this GPU and a peer's.
+
+    ``side_channel`` of :meth:`open` is a
+    :class:`~asynckv.transports.nccl.channel.DeviceChannel`. ``source`` and ``target``
+    may be :class:`~asynckv.tensors.cuda.DeviceMemory` of the worker's GPU; it belongs
+    to the transfer until it is quiet. ``on_lost`` and ``done`` are called as
+    :class:`~asynckv.transports.inline.InlineTransport` calls them.
+
+    A transfer that is stopped withdraws what was not granted. What is granted has
+    ``cancel_grace_s`` to end by itself, then its pipe is aborted and opened again;
+    :meth:`quiesce` returns when its events have fired or the worker is given up.
+    """
+
+    name: ClassVar[str] = "nccl"
+
+    def __init__(
+        self,
+        worker: DeviceWorker,
+        digest: bool,
+        loop: asyncio.AbstractEventLoop,
+        on_lost: Callable[[Exception], None],
+        settings: NcclSettings | None = None,
+    ) -> None:
+        self._worker = worker
+        self._digest = digest
+        self._loop = loop
+        self._settings = settings or NcclSettings()
+        self._staging = Staging(
+            worker, self._settings.slots, self._settings.chunk_bytes
+        )
+        self._own = DeviceDescription(
+            worker.uuid,
+            worker.nccl_version,
+            nccl_environment_digest(),
+            worker.token,
+            self._settings.chunk_bytes,
+        )
+        self._channel: DeviceChannel | None = None
+        self._connector: Connector | None = None
+        self.sender: Sender
+        self.receiver: Receiver
+        self._peer_has_finished = False
+        self._has_finished = False
+        self._late: list[DevicePart] = []
+        self._waits = Waits(loop)
+        self._quiet = QuietWaits(loop, self._is_touched)
+        self._watch: asyncio.TimerHandle | None = None
+        self._ending = Ending(
+            loop,
+            on_lost,
+            hang_up=self._hang_up,
+            is_touching=self._is_touching,
+            take_left=self._take_left,
+        )
+
+    @property
+    def health(self) -> str:
+        """``"ok"``, or what is wrong with the GPU's worker."""
+        return self._worker.health
+
+    def describe(self) -> bytes:
+        return self._own.encode()
+
+    async def open(self, peer_description: bytes, side_channel: object) -> None:
+        """Open both pipes with the peer, which does the same. Cancelled, it has ended.
+
+        :raises IncompatiblePeer: its NCCL or its GPU does not go with this one
+        :raises GPUFailed: there is not enough memory
+        :raises PeerLost: they cannot be opened
+        :raises TimeoutError: they were not open in time
+        """
+        peer = DeviceDescription.decode(peer_description)
+        check_peer(self._own, peer)
+        channel = _channel_in(side_channel)
+        try:
+            async with asyncio.timeout(self._settings.open_s):
+                await self._connect(channel, peer)
+        except BaseException as exc:
+            self._ending.end(exc if isinstance(exc, Exception) else _cancelled())
+            raise
+
+    def send(
+        self,
+        transfer: int,
+        part: int,
+        source: AnyMemory,
+        done: DoneCallback,
+        *,
+        digest: bytes | None = None,
+    ) -> None:
+        leaving = self._part(transfer, part, source, done, digest)
+        if not self._is_too_late(leaving):
+            self.sender.send(leaving)
+
+    def receive(
+        self, transfer: int, part: int, target: AnyMemory, done: DoneCallback
+    ) -> None:
+        """As the contract says.
+
+        :raises LocalProtocolError: the part is waited for already, or the transport is
+            not open yet
+        """
+        arriving = self._part(transfer, part, target, done, None)
+        if not self._is_too_late(arriving):
+            self.receiver.receive(arriving)
+
+    def announce(self, transfer: int) -> None:
+        self.receiver.arrivals.announce(transfer)
+
+    def landed_bytes(self, transfer: int) -> int:
+        return self.receiver.landed_bytes(transfer)
+
+    def stop(self, transfer: int) -> None:
+        self.sender.stop(transfer)
+        self.receiver.stop(transfer)
+        for part in [part for part in self._late if part.transfer == transfer]:
+            self._late.remove(part)
+            part.stop()
+
+    async def quiesce(self, transfer: int) -> None:
+        self.stop(transfer)
+        if not self._is_touched(transfer):
+            return
+        grace_s = self._settings.cancel_grace_s
+        timer = self._loop.call_later(grace_s, self._break_off, transfer)
+        try:
+            await self._quiet.wait(transfer, lambda: self._give_up(transfer))
+        finally:
+            timer.cancel()
+
+    async def aclose(self) -> None:
+        """As the contract says: 1 s for queued parts, 1 s for the peer, 1 s to end."""
+        try:
+            if self._ending.error is None and self._connector is not None:
+                await self._wait(lambda: not self.sender)
+                self._finish()
+                await self._wait(lambda: self._peer_has_finished)
+        finally:
+            self.abort()
+            await self._ending.wait(_CLOSE_S)
+
+    def abort(self) -> None:
+        """End now. Never waits; the worker lets go within a moment."""
+        self._ending.end(PeerLost("the payload transport was closed on this side"))
+
+    async def _connect(self, channel: DeviceChannel, peer: DeviceDescription) -> None:
+        self.sender, self.receiver = make_ends(
+            self._worker,
+            self._loop,
+            self._staging,
+            channel,
+            self._settings,
+            peer_chunk_bytes=peer.chunk_bytes,
+            settled=self._settle,
+        )
+        scratch = await self._staging.allocate()
+        self._channel = channel
+        self._connector = connector = Connector(
+            self._worker,
+            self._loop,
+            scratch,
+            (self.sender, self.receiver),
+            leads=self._own.token < peer.token,
+            say=channel.send,
+            lose=self._lose,
+            changed=self._settle,
+        )
+        self._watch = self._loop.call_later(_WATCH_S, self._check)
+        channel.attach(self._hear, self._lose)
+        connector.start()
+        await self._wait(lambda: connector.is_open, timeout_s=None)
+        if self._ending.error is not None:
+            raise self._ending.error
+
+    def _part(
+        self,
+        transfer: int,
+        number: int,
+        memory: AnyMemory,
+        done: DoneCallback,
+        digest: bytes | None,
+    ) -> DevicePart:
+        if self._connector is None:
+            raise LocalProtocolError("the payload transport is not open yet")
+        known = digest if self._digest else b""
+        return DevicePart(transfer, number, memory, done, known)
+
+    def _is_too_late(self, part: DevicePart) -> bool:
+        """Whether the transport or its peer has ended: then it is told so."""
+        if self._ending.error is None and self._peer_has_finished:
+            lost = PeerLost("the peer has closed its side")
+            self._loop.call_soon(self._ending.lose, lost)
+        elif self._ending.error is None:
+            return False
+        self._late.append(part)
+        self._ending.settle_soon()
+        return True
+
+    def _hear(self, frame: DeviceFrame) -> None:
+        if self._ending.error is not None or self._connector is None:
+            return
+        try:
+            if isinstance(frame, DevicesFinish):
+                self._peer_finished()
+            else:
+                hear(frame, self.sender, self.receiver, self._connector)
+        except RemoteProtocolError as exc:
+            self._ending.lose(exc)
+
+    def _peer_finished(self) -> None:
+        self._peer_has_finished = True
+        if self._has_finished:
+            self._settle()
+        elif self.sender or self.receiver:
+            self._ending.lose(PeerLost("the peer closed its side"))
+        else:
+            self._finish()
+            self._end_pipes(PeerLost("the peer closed its side"))
+
+    def _finish(self) -> None:
+        """Say that nothing more is offered, once."""
+        if not self._has_finished and self._channel is not None:
+            self._has_finished = True
+            self._channel.send(DevicesFinish())
+
+    def _lose(self, error: Exception) -> None:
+        self._ending.lose(error)
+
+    def _break_off(self, transfer: int) -> None:
+        """Granted operations of a cancelled transfer did not end by themselves."""
+        error = PeerLost("a cancelled transfer did not end by itself")
+        if self._connector is not None:
+            if self.sender.is_touched(transfer):
+                self._connector.break_off(error, sending=True)
+            if self.receiver.is_touched(transfer):
+                self._connector.break_off(error, sending=False)
+
+    def _give_up(self, transfer: int) -> None:
+        if self._is_touched(transfer):
+            self._lose(PeerLost("a GPU did not let go of memory in time"))
+
+    def _check(self) -> None:
+        """Look now and then whether the worker is stuck, until nothing is left."""
+        self._worker.check()
+        if self._worker.error is not None:
+            self._lose(self._worker.error)
+        if self._ending.error is None or self._is_touching():
+            self._watch = self._loop.call_later(_WATCH_S, self._check)
+        self._settle()
+
+    def _is_touched(self, transfer: int) -> bool:
+        if self._worker.error is not None or self._connector is None:
+            return False  # given up: what it may touch is kept by the worker
+        sent, received = self.sender, self.receiver
+        return sent.is_touched(transfer) or received.is_touched(transfer)
+
+    def _is_touching(self) -> bool:
+        if self._worker.error is not None or self._connector is None:
+            return False
+        return self._is_busy() or not self._connector.is_quiet
+
+    async def _wait(
+        self, is_over: Callable[[], bool], *, timeout_s: float | None = _CLOSE_S
+    ) -> None:
+        """Wait until it is over, or the transport is."""
+
+        def is_any_over() -> bool:
+            return self._ending.error is not None or is_over()
+
+        await self._waits.wait(is_any_over, timeout_s=timeout_s)
+
+    def _settle(self) -> None:
+        """Something has ended: tell whoever waits for that."""
+        self._quiet.settle()
+        self._ending.settle()
+        self._waits.settle()
+        if self._ending.error is not None and not self._is_touching():
+            self._staging.free()
+            if self._watch is not None:
+                self._watch.cancel()
+
+    def _hang_up(self) -> None:
+        if self._connector is None:
+            self._staging.free()
+            return
+        self._end_pipes(PeerLost("the payload transport has ended"))
+        self._finish()
+        if self._channel is not None:
+            self._channel.detach()
+        self._loop.call_soon(self._settle)
+
+    def _end_pipes(self, error: Exception) -> None:
+        """End them cleanly, if both sides have done all that was granted.
+
+        What was stopped may still be under way, and the peer may never post it.
+        """
+        if self._connector is None:
+            return
+        if self._peer_has_finished and not self._is_busy():
+            self._connector.close()
+        else:
+            self._connector.abort(error)
+
+    def _is_busy(self) -> bool:
+        return self.sender.is_busy or self.receiver.is_busy
+
+    def _take_left(self) -> list[DevicePart]:
+        late, self._late = self._late, []
+        if self._connector is None:
+            return late
+        return [*self.sender.take_all(), *self.receiver.take_all(), *late]
+
+
+def _channel_in(side_channel: object) -> DeviceChannel:
+    if not isinstance(side_channel, DeviceChannel):
+        raise LocalProtocolError("an nccl transport opens on a device channel")
+    return side_channel
+
+
+def _cancelled() -> PeerLost:
+    return PeerLost("the opening of the payload transport was cancelled")

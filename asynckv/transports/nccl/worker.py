@@ -1,0 +1,360 @@
+"""The one thread of a GPU that calls NCCL: it issues, it polls, it aborts.
+
+NCCL is not safe in two threads of one device, and an abort only while no thread is in
+it. So everything is done here, one after the other, for all pipes of the GPU. A call
+that does not return cannot be ended: the worker is *given up*. Nothing that it may
+still touch is ever freed or used again, and :attr:`DeviceWorker.health` says so.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Protocol, TypeAlias
+
+from asynckv.errors import GPUFailed
+from asynckv.tensors.cuda import CudaApi, Event
+from asynckv.transports.nccl.api import NcclApi
+from asynckv.transports.nccl.worker_pipes import WorkerPipe
+from asynckv.transports.nccl.worker_turns import WorkerTurns
+
+__all__ = ("DeviceWorker", "Job")
+
+logger = logging.getLogger(__name__)
+
+_Command: TypeAlias = Callable[[], None]
+
+_LEAST_IDLE_S: Final = 20e-6
+_MOST_IDLE_S: Final = 1e-3
+
+_names = itertools.count(1)
+
+
+class Job(Protocol):
+    """One operation of a pipe, with the memory that it moves."""
+
+    deadline: float
+
+    def issue(self, pipe: WorkerPipe) -> Event:
+        """Queue it, and return the event behind it. On the worker's thread."""
+
+    def settle(self, error: Exception | None) -> None:
+        """Its event has fired: nothing touches its memory. On the worker's thread."""
+
+    def abandon(self, error: Exception) -> None:
+        """The worker was given up: whoever waits is told. On any thread, once."""
+
+
+class _Flight:
+    __slots__ = ("event", "job", "pipe")
+
+    def __init__(self, pipe: WorkerPipe, job: Job, event: Event | None) -> None:
+        self.pipe = pipe
+        self.job = job
+        self.event = event
+
+
+class _Opening:
+    """The first byte of a pipe: it connects, and is polled as any operation is."""
+
+    def __init__(self, pipe: WorkerPipe) -> None:
+        self.deadline = time.monotonic() + pipe.open_s
+        self._pipe = pipe
+
+    def issue(self, pipe: WorkerPipe) -> Event:
+        return pipe.mark()
+
+    def settle(self, error: Exception | None) -> None:
+        if error is None:
+            self._pipe.opened()
+
+    def abandon(self, error: Exception) -> None:
+        """The pipe itself is told."""
+
+
+class DeviceWorker:
+    """All of a GPU's payload, on one daemon thread that starts with the first work.
+
+    To be made off the loop: it asks CUDA for the GPU's UUID and NCCL for its version.
+
+    ``stuck_s``: a call that takes longer will never return. ``abort_grace_s``: so long
+    after an abort its events may take to fire.
+    """
+
+    def __init__(
+        self,
+        cuda: CudaApi,
+        nccl: NcclApi,
+        device: int,
+        *,
+        stuck_s: float = 60.0,
+        abort_grace_s: float = 5.0,
+    ) -> None:
+        self.cuda = cuda
+        self.nccl = nccl
+        self.device = device
+        self.uuid = cuda.uuid(device)
+        self.nccl_version = nccl.version()
+        self.token = secrets.token_bytes(8)
+        """Orders workers, so that two sides take turns without a circle."""
+        self.turns = WorkerTurns()
+        self.kept: list[object] = []
+        """What is never freed, because the GPU may still touch it."""
+        self._stuck_s = stuck_s
+        self._abort_grace_s = abort_grace_s
+        self._commands: collections.deque[_Command] = collections.deque()
+        self._came = threading.Event()
+        self._lock = threading.Lock()
+        self._jobs: dict[Job, None] = {}
+        self._flights: list[_Flight] = []
+        self._pipes: list[WorkerPipe] = []
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._busy_since: float | None = None
+        self._is_stopping = False
+
+    @property
+    def health(self) -> str:
+        """``"ok"``, or ``"failed: ..."`` once it was given up."""
+        return "ok" if self._error is None else f"failed: {self._error}"
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it was given up, if it was."""
+        return self._error
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def run(self, command: _Command) -> bool:
+        """Let the thread call ``command``, soon; whether it will. From any thread."""
+        with self._lock:
+            if self._error is not None or self._is_stopping:
+                return False
+            if self._thread is None:
+                name = f"asynckv-gpu-{self.device}-{next(_names)}"
+                thread = threading.Thread(target=self._main, name=name, daemon=True)
+                self._thread = thread
+                thread.start()
+            self._commands.append(command)
+        self._came.set()
+        return True
+
+    def issue(self, pipe: WorkerPipe, job: Job) -> None:
+        """Post ``job``'s operation behind those of its pipe. From any thread."""
+        with self._lock:
+            self._jobs[job] = None
+        if not self.run(lambda: self._issue(pipe, job)):
+            with self._lock:
+                left = self._jobs.pop(job, self) is None
+            if left:
+                job.abandon(self._error or GPUFailed("the GPU's worker has stopped"))
+
+    def open(self, pipe: WorkerPipe, unique_id: bytes) -> None:
+        """Open ``pipe``; blocks the thread until the peer opens it too."""
+        if not self.run(lambda: self._open(pipe, unique_id)):
+            pipe.lost(self._error or GPUFailed("the GPU's worker has stopped"))
+
+    def abort(self, pipe: WorkerPipe, error: Exception) -> None:
+        """End ``pipe`` now; its jobs settle with ``error`` when they are quiet."""
+        self.run(lambda: self._fail(pipe, error))
+
+    def close(self, pipe: WorkerPipe) -> None:
+        """End ``pipe`` cleanly; one with an operation under way is aborted instead."""
+        self.run(lambda: self._close(pipe))
+
+    def check(self) -> None:
+        """Give the worker up if it is stuck in a call. To be called now and then."""
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > self._stuck_s:
+            self.give_up(GPUFailed(f"a call took longer than {self._stuck_s:g} s"))
+
+    def give_up(self, error: Exception) -> None:
+        """Wait for it no longer. What its jobs touch is kept for ever."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            left = list(self._jobs)
+            self._jobs.clear()
+            pipes = list(self._pipes)
+            self.kept += [*left, *pipes, *self._flights]
+        logger.error("the worker of GPU %d is given up: %s", self.device, error)
+        for job in left:
+            job.abandon(error)
+        for pipe in pipes:
+            pipe.lost(error)
+        self._came.set()
+
+    def stop(self) -> None:
+        """Let the thread end when it has done all it was told. Never waits."""
+        with self._lock:
+            self._is_stopping = True
+        self._came.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the thread has ended: whether it has. Not on an event loop."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self.is_alive
+
+    # On the thread.
+
+    def _main(self) -> None:
+        try:
+            self._work()
+        except Exception as exc:  # noqa: BLE001 - nothing is polled any more
+            error = GPUFailed(f"its thread has failed: {exc!r}")
+            error.__cause__ = exc
+            self.give_up(error)
+
+    def _work(self) -> None:
+        self._busy_since = time.monotonic()
+        self.cuda.use_device(self.device)
+        idle_s = _LEAST_IDLE_S
+        while self._error is None:
+            command = self._next(idle_s)
+            self._busy_since = time.monotonic()
+            if command is not None:
+                command()
+            elif self._is_stopping and not self._commands and not self._flights:
+                break  # in this order: no command comes once it is stopping
+            progressed = self._poll() or command is not None
+            idle_s = _LEAST_IDLE_S if progressed else min(idle_s * 2, _MOST_IDLE_S)
+        self._busy_since = None
+
+    def _next(self, idle_s: float) -> _Command | None:
+        """Wait for a command: at most ``idle_s`` while there is something to poll."""
+        self._busy_since = None
+        self._came.clear()
+        if not self._commands and not self._is_stopping and self._error is None:
+            self._came.wait(idle_s if self._flights else None)
+        elif not self._commands and self._flights:
+            self._came.wait(idle_s)
+        return self._commands.popleft() if self._commands else None
+
+    def _issue(self, pipe: WorkerPipe, job: Job) -> None:
+        if pipe.error is not None:
+            self._finish(job, pipe.error)
+            return
+        try:
+            event = job.issue(pipe)
+        except Exception as exc:  # noqa: BLE001 - the pipe is out of step, and ends
+            # Some of it may be queued: it is quiet when all of the stream is.
+            self._flights.append(_Flight(pipe, job, pipe.mark_if_possible()))
+            self._fail(pipe, exc)
+        else:
+            self._flights.append(_Flight(pipe, job, event))
+
+    def _open(self, pipe: WorkerPipe, unique_id: bytes) -> None:
+        job = _Opening(pipe)
+        with self._lock:
+            self._pipes.append(pipe)
+            self._jobs[job] = None
+        try:
+            pipe.open(self.cuda, self.nccl, unique_id)
+        except Exception as exc:  # noqa: BLE001 - who opens is told
+            self._flights.append(_Flight(pipe, job, pipe.mark_if_possible()))
+            self._fail(pipe, exc)
+        else:
+            self._issue(pipe, job)
+
+    def _poll(self) -> bool:
+        """Settle what has ended, and fail what should have: whether anything was."""
+        now, progressed = time.monotonic(), False
+        waiting: set[WorkerPipe] = set()
+        for flight in list(self._flights):
+            pipe = flight.pipe
+            # In order: an event may fire while a later one is looked at.
+            if pipe in waiting or self._error is not None:
+                continue
+            if (why := self._why_to_end(flight, now)) is not None:
+                self._fail(pipe, why)
+                progressed = True
+            if self._has_fired(flight):
+                self._flights.remove(flight)
+                self._settle(flight, pipe.error)
+                progressed = True
+                self._tell_if_quiet(pipe)
+            else:
+                waiting.add(pipe)
+        for pipe in list(self._pipes):
+            if pipe.quiet_by is not None and now > pipe.quiet_by:
+                self.give_up(GPUFailed(f"{pipe} was aborted, and moves on"))
+        return progressed
+
+    def _why_to_end(self, flight: _Flight, now: float) -> Exception | None:
+        if flight.pipe.error is not None:
+            return None
+        if now > flight.job.deadline:
+            return TimeoutError("an operation on the GPU took too long")
+        return flight.pipe.async_error()
+
+    def _has_fired(self, flight: _Flight) -> bool:
+        try:
+            return flight.event is None or flight.event.query()
+        except Exception as exc:  # noqa: BLE001 - it failed: it touches nothing more
+            self._fail(flight.pipe, exc)
+            return True
+
+    def _fail(self, pipe: WorkerPipe, error: Exception) -> None:
+        if pipe.error is not None:
+            return
+        pipe.error = error
+        with self._lock:
+            if pipe not in self._pipes:
+                self._pipes.append(pipe)
+        # Past the last call into NCCL: here, and only here, an abort is legal.
+        pipe.abort()
+        if pipe.failed_comm is not None:
+            self.kept.append(pipe.failed_comm)
+        pipe.quiet_by = time.monotonic() + self._abort_grace_s
+        self._tell_if_quiet(pipe)
+
+    def _close(self, pipe: WorkerPipe) -> None:
+        error = GPUFailed("the pipe was closed")
+        if self._has_flights(pipe):
+            # To destroy waits for what the peer may never post.
+            self._fail(pipe, error)
+        elif pipe.error is None:
+            pipe.error = error
+            pipe.destroy()
+            if pipe.failed_comm is not None:
+                self.kept.append(pipe.failed_comm)
+            self._tell_if_quiet(pipe)
+
+    def _has_flights(self, pipe: WorkerPipe) -> bool:
+        return any(one.pipe is pipe for one in self._flights)
+
+    def _tell_if_quiet(self, pipe: WorkerPipe) -> None:
+        if pipe.error is None or self._has_flights(pipe) or self._error is not None:
+            return
+        pipe.quiet_by = None
+        pipe.release()  # where it fails, the worker is given up, and the pipe told so
+        with self._lock, contextlib.suppress(ValueError):
+            self._pipes.remove(pipe)
+        pipe.lost(pipe.error)
+
+    def _settle(self, flight: _Flight, error: Exception | None) -> None:
+        if flight.event is not None:
+            flight.event.close()
+        self._finish(flight.job, error)
+
+    def _finish(self, job: Job, error: Exception | None) -> None:
+        with self._lock:
+            if job not in self._jobs:
+                return  # given up meanwhile: somebody was told already
+            del self._jobs[job]
+        try:
+            job.settle(error)
+        except Exception as exc:
+            job.abandon(exc)
+            raise

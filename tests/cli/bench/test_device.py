@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+from asynckv.cli.bench.command import bench
+from asynckv.cli.bench.device import DeviceRow, device_number, run_device_bench
+from asynckv.errors import GPUUnavailable
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:3", 3)])
+def test_a_gpu_is_named_as_torch_names_it(device: str, number: int) -> None:
+    assert device_number(device) == number
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:", "cuda:x", "cuda:-1", ""])
+def test_what_is_no_gpu_is_refused(device: str) -> None:
+    if device == "cuda:":
+        assert device_number(device) == 0
+    else:
+        with pytest.raises(GPUUnavailable, match="is no GPU"):
+            device_number(device)
+
+
+def test_without_cupy_the_bench_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert bench(device="cuda", loop="asyncio") == 1
+    said = capsys.readouterr().out
+    assert "CuPy is not installed" in said and "pip install" in said
+
+
+def test_a_row_says_its_ratio() -> None:
+    row = DeviceRow("gather", "GB/s", 1.5, 2.0, "copy within")
+    assert row.line().endswith("1.50 GB/s copy within: 2.00, ratio 0.75")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    importlib.util.find_spec("cupy") is None, reason="CuPy is not installed"
+)
+async def test_every_case_has_its_row() -> None:
+    rows: list[DeviceRow] = []
+    await run_device_bench(0, rows.append, quick=True)
+    assert len(rows) == 7 and all(row.value > 0 for row in rows)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from asynckv.errors import ConfigError, IncompatiblePeer, PeerLost, RemoteProtocolError
+from asynckv.links.device_streams import (
+    MAX_UNHEARD,
+    DeviceStream,
+    accept_devices,
+    open_devices,
+)
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.device_frames import DeviceBroken, DeviceReady, OpenDevices
+from asynckv.protocol.failures import to_failure
+from asynckv.protocol.frames import Frame, OpeningFrame, Ping
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.link_pairs import LinkPair, ScriptedService, linked
+from asynckv.testing.nccl_pairs import NcclPair
+from asynckv.transports.nccl.channel import DeviceChannel
+
+
+class Service(ScriptedService):
+    """Opens the far transport for whoever asks."""
+
+    def __init__(self, pair: NcclPair) -> None:
+        super().__init__()
+        self.pair = pair
+        self.opening: asyncio.Task[None] | None = None
+
+    def open(self, stream: LinkStream, frame: OpeningFrame, body: bytes) -> object:  # type: ignore[override]
+        assert isinstance(frame, OpenDevices)
+        channel = accept_devices(stream, frame, self.pair.far)
+        opening = self.pair.far.open(frame.description, channel)
+        self.opening = asyncio.create_task(opening)
+        return channel
+
+
+@contextlib.asynccontextmanager
+async def opened() -> AsyncIterator[tuple[NcclPair, LinkPair]]:
+    pair = NcclPair(FakeGpus(2), lambda error: None, lambda error: None)
+    async with linked(service=(service := Service(pair))) as link:
+        try:
+            await open_devices(link.near, pair.near)
+            assert service.opening is not None
+            await service.opening
+            yield pair, link
+        finally:
+            await pair.aclose()
+
+
+async def test_payload_moves_by_what_is_said_on_a_link() -> None:
+    async with opened() as (pair, _):
+        source, target = bytes(range(256)) * 64, bytearray(2**14)
+        landed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        pair.far.receive(
+            2, 0, memoryview(target), lambda digest, _: landed.set_result(digest)
+        )
+        pair.near.send(2, 0, memoryview(source), lambda digest, error: None)
+        assert await landed
+        assert target == source
+
+
+async def test_a_lost_link_ends_the_transport() -> None:
+    async with opened() as (pair, link):
+        told: list[BaseException | None] = []
+        pair.near.receive(
+            1, 0, memoryview(bytearray(4)), lambda _, error: told.append(error)
+        )
+        link.near.abort()
+        await until(lambda: bool(told))
+        assert isinstance(told[0], PeerLost)
+
+
+async def test_gpus_that_do_not_go_together_are_not_opened() -> None:
+    pair = NcclPair(FakeGpus(2), lambda error: None, lambda error: None)
+    pair.workers[0].nccl_version = 1
+    pair.near._own = type(pair.near._own)("x", 1, b"", b"8 bytes!", 1)
+    async with linked(service=Service(pair)) as link:
+        with pytest.raises(IncompatiblePeer):
+            await open_devices(link.near, pair.near)
+        service = link.service
+        assert isinstance(service, Service) and service.opening is not None
+        with pytest.raises(IncompatiblePeer):
+            await service.opening
+    await pair.aclose()
+
+
+async def test_a_refusal_is_raised() -> None:
+    def refuse(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
+        stream.send(to_failure(ConfigError("no GPU here")))
+
+    pair = NcclPair(FakeGpus(2), lambda error: None, lambda error: None)
+    async with linked(answer=refuse) as link:
+        with pytest.raises(ConfigError, match="no GPU here"):
+            await open_devices(link.near, pair.near)
+    await pair.aclose()
+
+
+async def test_what_comes_too_soon_is_heard_later() -> None:
+    heard: list[Frame] = []
+    channel = DeviceStream(answers=True)
+    channel.on_frame(DeviceReady(), b"")
+    channel.attach(heard.append, lambda error: None)
+    channel.on_frame(DeviceBroken(0, 1), b"")
+    await until(lambda: len(heard) == 2)
+    assert heard == [DeviceReady(), DeviceBroken(0, 1)]
+
+
+async def test_too_much_that_nobody_hears_is_refused() -> None:
+    channel = DeviceStream(answers=True)
+    for _ in range(MAX_UNHEARD):
+        channel.on_frame(DeviceReady(), b"")
+    with pytest.raises(RemoteProtocolError, match="unheard"):
+        channel.on_frame(DeviceReady(), b"")
+
+
+@pytest.mark.parametrize(("frame", "body"), [(Ping(1), b""), (DeviceReady(), b"x")])
+async def test_what_makes_no_sense_is_refused(frame: Frame, body: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        DeviceStream(answers=True).on_frame(frame, body)
+
+
+async def test_it_is_a_channel() -> None:
+    assert isinstance(DeviceStream(answers=False), DeviceChannel)

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from asynckv.errors import GPUFailed
+from asynckv.tensors.cuda import DeviceMemory, PinnedMemory
+from asynckv.tensors.device_moves import DeviceMoves, Move, MoveOutcome, free_pinned
+from asynckv.testing.fake_gpus import FakeProcess
+from asynckv.testing.fake_gpus.gates import Gate
+from asynckv.testing.fake_gpus.streams import FakeEvent
+
+
+class _Told:
+    """What a thread of a GPU has said."""
+
+    def __init__(self) -> None:
+        self.outcome: MoveOutcome | None = None
+        self.error: GPUFailed | None = None
+        self._is_in = threading.Event()
+
+    def __call__(self, outcome: MoveOutcome, error: GPUFailed | None) -> None:
+        self.outcome, self.error = outcome, error
+        self._is_in.set()
+
+    def wait(self) -> MoveOutcome | None:
+        assert self._is_in.wait(5)
+        return self.outcome
+
+
+@pytest.fixture
+def ends(process: FakeProcess) -> tuple[DeviceMemory, PinnedMemory]:
+    return process.cuda.malloc(64), process.cuda.host_alloc(64)
+
+
+@pytest.fixture
+def moves(process: FakeProcess) -> Iterator[DeviceMoves]:
+    found = _moves(process)
+    yield found
+    _end(found)
+
+
+def _moves(process: FakeProcess, limit_s: float = 5) -> DeviceMoves:
+    return DeviceMoves(
+        lambda: process.cuda,
+        0,
+        begin=_nothing,
+        end=_nothing,
+        failed=_nothing,
+        limit_s=limit_s,
+    )
+
+
+def _end(moves: DeviceMoves) -> None:
+    moves.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("asynckv-gpu"):
+            thread.join(5)
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+def _move(
+    ends: tuple[DeviceMemory, PinnedMemory],
+    told: _Told,
+    ready: FakeEvent | None = None,
+    *,
+    is_wanted: bool = True,
+) -> Move:
+    there, here = ends
+    return Move(
+        there.address,
+        here.address,
+        64,
+        way="in",
+        ready=ready,
+        owner=ends,
+        is_wanted=lambda: is_wanted,
+        told=told,
+    )
+
+
+def _not_yet(process: FakeProcess) -> tuple[Gate, FakeEvent]:
+    gate, stream, event = Gate(), process.cuda.stream(), process.cuda.event()
+    stream.add(gate)
+    event.record(stream)
+    return gate, event
+
+
+def test_a_copy_is_done_when_its_end_is_told(
+    process: FakeProcess, moves: DeviceMoves, ends: tuple[DeviceMemory, PinnedMemory]
+) -> None:
+    told, (there, here) = _Told(), ends
+    here.view[:] = bytes(range(64))
+    moves.start(_move(ends, told))
+    assert told.wait() == "done"
+    assert process.cuda.view(there).tobytes() == bytes(range(64))
+
+
+def test_a_copy_waits_for_what_it_needs_and_nothing_waits_for_it(
+    process: FakeProcess, moves: DeviceMoves, ends: tuple[DeviceMemory, PinnedMemory]
+) -> None:
+    gate, ready = _not_yet(process)
+    late, early = _Told(), _Told()
+    moves.start(_move(ends, late, ready), _move(ends, early))
+    assert early.wait() == "done" and late.outcome is None
+    gate.open()
+    assert late.wait() == "done"
+
+
+def test_a_copy_that_nobody_wants_any_more_is_dropped(
+    moves: DeviceMoves, ends: tuple[DeviceMemory, PinnedMemory]
+) -> None:
+    told = _Told()
+    moves.start(_move(ends, told, is_wanted=False))
+    assert told.wait() == "dropped"
+
+
+def test_a_copy_whose_source_fails_fails_with_it(
+    process: FakeProcess, moves: DeviceMoves, ends: tuple[DeviceMemory, PinnedMemory]
+) -> None:
+    gate, ready = _not_yet(process)
+    gate.fail(GPUFailed("no", code=700))
+    told = _Told()
+    moves.start(_move(ends, told, ready))
+    assert told.wait() == "failed"
+    assert told.error is not None and told.error.code == 700
+
+
+def test_a_copy_that_does_not_end_is_given_up(
+    process: FakeProcess, ends: tuple[DeviceMemory, PinnedMemory]
+) -> None:
+    moves, first, told = _moves(process, limit_s=0.05), _Told(), _Told()
+    moves.start(_move(ends, first))
+    first.wait()
+    for stream in process.streams.values():
+        stream.add(Gate())
+    moves.start(_move(ends, told))
+    assert told.wait() == "given up"
+    _end(moves)
+
+
+def test_a_closed_one_takes_nothing(
+    moves: DeviceMoves, ends: tuple[DeviceMemory, PinnedMemory]
+) -> None:
+    moves.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        moves.start(_move(ends, _Told()))
+
+
+def test_freed_pinned_memory_cannot_be_looked_at(process: FakeProcess) -> None:
+    pinned = process.cuda.host_alloc(8)
+    free_pinned(process.cuda, pinned)
+    assert not [one for one in process.space.allocations() if one.device < 0]
+    with pytest.raises(ValueError, match="released"):
+        bytes(pinned.view)

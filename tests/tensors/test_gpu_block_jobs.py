@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from asynckv.tensors.block_copier import BlockCopier
+from asynckv.tensors.block_copies import CopyDirection
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.stagings import Stagings
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_gpus import FakeProcess
+from asynckv.testing.fake_gpus.tensors import FakeTensors
+
+_LAYERS = 3
+
+
+@pytest.fixture
+async def pool(stagings: Stagings) -> AsyncIterator[CopyPool]:
+    pool = CopyPool(stagings=stagings)
+    yield pool
+    pool.close()
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
+
+
+def _cache(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {
+        f"layers.{number}": torch.randint(0, 256, shape, dtype=torch.uint8)
+        for number in range(_LAYERS)
+    }
+
+
+def _on_gpu(
+    cache: dict[str, torch.Tensor], tensors: FakeTensors
+) -> dict[str, torch.Tensor]:
+    return {layer: tensors.on_gpu(tensor) for layer, tensor in cache.items()}
+
+
+@pytest.mark.parametrize("direction", ["d2h", "h2d", "d2d"])
+@pytest.mark.parametrize("block_dim", [0, 1])
+async def test_blocks_of_all_layers_go_where_torch_would_put_them(
+    pool: CopyPool, tensors: FakeTensors, direction: CopyDirection, block_dim: int
+) -> None:
+    shape = (20, 4, 16) if not block_dim else (2, 20, 4, 8)
+    one, other = _cache(shape), _cache(shape)
+    source = _on_gpu(one, tensors) if direction[0] == "d" else one
+    target = _on_gpu(other, tensors) if direction[2] == "d" else other
+    ids, places = [17, 3, 4, 11, 0], [2, 9, 10, 1, 19]
+    copier = BlockCopier(pool, block_dim=block_dim)
+    expected = {layer: cache.clone() for layer, cache in other.items()}
+    for layer, cache in expected.items():
+        moved = one[layer].index_select(block_dim, torch.tensor(ids))
+        cache.index_copy_(block_dim, torch.tensor(places), moved)
+    await copier.copy(source, target, ids, places, direction)
+    for layer, cache in target.items():
+        assert torch.equal(cache.cpu(), expected[layer])
+
+
+async def test_one_kernel_takes_the_blocks_of_all_layers(
+    pool: CopyPool, tensors: FakeTensors, process: FakeProcess
+) -> None:
+    source, target = _on_gpu(_cache((20, 64)), tensors), _cache((20, 64))
+    await BlockCopier(pool).copy(source, target, [7, 3], [1, 2], "d2h")
+    assert process.cuda.launches == 1
+
+
+async def test_the_direction_is_what_the_devices_say(
+    pool: CopyPool, tensors: FakeTensors
+) -> None:
+    source, target = _on_gpu(_cache((4, 64)), tensors), _cache((4, 64))
+    with pytest.raises(ValueError, match="the devices say 'd2h'"):
+        await BlockCopier(pool).copy(source, target, [0], [0], "h2d")

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asynckv.tensors.on_gpu import caught
+from asynckv.testing.fake_gpus.tensors import FakeTensors
+from asynckv.types import TensorSpec
+
+
+def test_a_tensor_of_the_host_is_not_caught(tensors: FakeTensors) -> None:
+    assert caught(torch.zeros(4), tensors) is None
+
+
+def test_what_is_caught_has_the_tensors_shape_and_bytes(tensors: FakeTensors) -> None:
+    found = caught(tensors.on_gpu(torch.zeros(2, 3)), tensors)
+    assert found is not None and found.spec == TensorSpec((2, 3), "float32")
+    assert (found.nbytes, found.dtype) == (24, torch.float32)
+
+
+def test_what_is_not_its_elements_in_order_is_refused(tensors: FakeTensors) -> None:
+    with pytest.raises(ValueError, match="in order"):
+        caught(tensors.on_gpu(torch.zeros(2, 3)).T, tensors)

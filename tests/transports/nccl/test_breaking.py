@@ -1,0 +1,192 @@
+"""What an NCCL transport does that no other can: abort, reopen, give up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynckv.errors import GPUFailed, IncompatiblePeer, LocalProtocolError, PeerLost
+from asynckv.protocol.device_frames import DeviceGrant, DeviceOffer, DeviceWithdraw
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.nccl_pairs import NcclPair
+
+
+class Part:
+    """One part from near to far, in memory of both GPUs."""
+
+    def __init__(self, pair: NcclPair, transfer: int, nbytes: int = 200) -> None:
+        self.pair, self.transfer = pair, transfer
+        self.content = bytes(range(nbytes))
+        self.ends: list[DeviceMemory] = []
+        for device, process in enumerate(pair.processes):
+            process.cuda.use_device(device)
+            self.ends.append(process.cuda.malloc(nbytes))
+        pair.processes[0].cuda.view(self.ends[0])[:] = list(self.content)
+        self.told: list[tuple[str, BaseException | None]] = []
+
+    def start(self) -> None:
+        far, near = self.pair.far, self.pair.near
+        far.receive(
+            self.transfer, 0, self.ends[1], lambda _, error: self._tell("far", error)
+        )
+        near.send(
+            self.transfer, 0, self.ends[0], lambda _, error: self._tell("near", error)
+        )
+
+    def _tell(self, side: str, error: BaseException | None) -> None:
+        self.told.append((side, error))
+
+    def has_landed(self) -> bool:
+        found = self.pair.processes[1].cuda.view(self.ends[1]).tobytes()
+        return ("far", None) in self.told and found == self.content
+
+
+async def test_memory_of_a_gpu_moves_where_it_lies(pair: NcclPair) -> None:
+    part = Part(pair, 1)
+    part.start()
+    await until(lambda: len(part.told) == 2)
+    assert part.has_landed() and not pair.gpus.faults
+
+
+async def test_what_is_not_granted_is_withdrawn(pair: NcclPair) -> None:
+    part = Part(pair, 1)
+    pair.channels[1].holds = True
+    part.start()
+    pair.near.stop(1)
+    said = pair.channels[0].said
+    assert any(isinstance(frame, DeviceOffer) for frame in said)
+    assert any(isinstance(frame, DeviceWithdraw) for frame in said)
+    pair.channels[1].holds = False
+    pair.channels[1].pass_on()
+    await pair.near.quiesce(1)
+    assert not pair.near.sender.nbytes
+
+
+async def test_a_granted_operation_whose_peer_never_posts_is_aborted(
+    pair: NcclPair,
+) -> None:
+    part, beside = Part(pair, 1), Part(pair, 3)
+    pair.processes[0].nccl.is_silent = True
+    part.start()
+    await until(lambda: bool(pair.far.receiver.nbytes))
+    await pair.far.quiesce(1)
+    pair.processes[1].cuda.drop(part.ends[1])
+    pair.processes[0].nccl.is_silent = False
+    beside.start()
+    await until(beside.has_landed)
+    assert not pair.gpus.faults
+
+
+async def test_a_deadline_aborts_on_both_ends_and_the_rest_moves_again(
+    pair: NcclPair,
+) -> None:
+    part = Part(pair, 1)
+    pair.processes[0].nccl.is_silent = True
+    part.start()
+    await until(lambda: pair.near._connector is not None and not _is_open(pair))
+    pair.processes[0].nccl.is_silent = False
+    await until(part.has_landed)
+    assert [side for side, _ in part.told].count("far") == 1
+
+
+@pytest.mark.parametrize("error", [GPUFailed("remote", code=6), KeyError(7)])
+async def test_an_async_error_is_survived(pair: NcclPair, error: Exception) -> None:
+    part = Part(pair, 1)
+    pair.processes[1].nccl.async_error = error
+    part.start()
+    await until(lambda: not _is_open(pair))
+    pair.processes[1].nccl.async_error = None
+    await until(part.has_landed)
+
+
+async def test_a_worker_that_cannot_be_recovered_says_so_and_keeps_its_memory(
+    pair: NcclPair,
+) -> None:
+    part = Part(pair, 1)
+    pair.processes[1].nccl.abort_ticks = None
+    pair.processes[0].nccl.is_silent = True
+    part.start()
+    await until(lambda: any(side == "far" for side, _ in part.told))
+    assert pair.far.health.startswith("failed: ")
+    assert pair.workers[1].kept
+    assert pair.near.health == "ok"
+
+
+async def test_a_destroy_that_blocks_does_not_block_the_loop(pair: NcclPair) -> None:
+    pair.processes[0].nccl.destroy_blocks = True
+    await pair.far.aclose()
+    async with asyncio.timeout(5):
+        await pair.near.aclose()
+    pair.processes[0].nccl.destroy_blocks = False
+
+
+async def test_what_was_stopped_and_is_never_posted_ends_with_the_peer(
+    patient_pair: NcclPair,
+) -> None:
+    pair, part = patient_pair, Part(patient_pair, 1)
+    pair.processes[0].nccl.is_silent = True
+    part.start()
+    await until(lambda: bool(pair.far.receiver.nbytes))
+    for side in (pair.far, pair.near):
+        side.stop(1)
+    await pair.near.aclose()
+    await pair.far.quiesce(1)
+    pair.processes[1].cuda.drop(part.ends[1])
+    assert [worker.health for worker in pair.workers] == ["ok", "ok"]
+    assert not part.told and not pair.gpus.faults
+
+
+async def test_who_has_no_pipe_hears_all_the_same_that_the_worker_was_given_up(
+    pair: NcclPair,
+) -> None:
+    near, worker, pair.channels[0].holds = pair.near, pair.workers[0], True
+    assert near._connector is not None
+    for sending in (True, False):
+        near._connector.break_off(PeerLost("no more"), sending=sending)
+    await until(lambda: near._connector is not None and near._connector.is_quiet)
+    worker.give_up(GPUFailed("stuck"))
+    await until(lambda: near._ending.error is not None)
+    assert near._ending.error is worker.error
+
+
+async def test_a_stopped_peer_is_told_of_by_its_end(pair: NcclPair) -> None:
+    part = Part(pair, 1)
+    pair.far.receive(1, 0, part.ends[1], lambda _, error: part._tell("far", error))
+    pair.near.abort()
+    await until(lambda: bool(part.told))
+    assert isinstance(part.told[0][1], PeerLost)
+
+
+async def test_a_late_grant_of_another_life_is_nothing(pair: NcclPair) -> None:
+    pair.near._hear(DeviceGrant(99, 0))
+    assert pair.near._ending.error is None
+
+
+async def test_two_versions_of_nccl_are_refused_before_anything_is_opened() -> None:
+    pair = NcclPair(FakeGpus(2), lambda _: None, lambda _: None)
+    other = NcclPair(FakeGpus(2), lambda _: None, lambda _: None)
+    other.processes[1].nccl.number = 23007
+    old = pair.near.describe()
+    newer = other.far._own.__class__(
+        "other", 23007, pair.near._own.environment, b"token--9", 64
+    )
+    with pytest.raises(IncompatiblePeer) as caught:
+        await pair.near.open(newer.encode(), pair.channels[0])
+    assert caught.value.field == "nccl_version" and old
+    await pair.aclose()
+    await other.aclose()
+
+
+async def test_nothing_moves_before_it_is_open() -> None:
+    pair = NcclPair(FakeGpus(2), lambda _: None, lambda _: None)
+    with pytest.raises(LocalProtocolError, match="not open"):
+        pair.near.send(1, 0, memoryview(b"abc"), lambda digest, error: None)
+    await pair.aclose()
+
+
+def _is_open(pair: NcclPair) -> bool:
+    ends = [pair.near._connector, pair.far._connector]
+    return all(end is not None and end.is_open for end in ends)

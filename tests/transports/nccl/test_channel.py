@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+from asynckv.testing.nccl_pairs import loop_channels
+from asynckv.transports.nccl.channel import DeviceChannel
+
+
+async def test_channels_of_the_testing_kit_are_channels() -> None:
+    near, far = loop_channels()
+    assert isinstance(near, DeviceChannel) and isinstance(far, DeviceChannel)
+    assert not isinstance(object(), DeviceChannel)

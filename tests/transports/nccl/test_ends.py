@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import asyncio
+
+from asynckv.testing.nccl_pairs import loop_channels
+from asynckv.transports.nccl.ends import make_ends
+from asynckv.transports.nccl.settings import NcclSettings
+from asynckv.transports.nccl.staging import Staging
+from asynckv.transports.nccl.worker import DeviceWorker
+
+
+async def test_the_smaller_chunk_of_both_sides_counts(worker: DeviceWorker) -> None:
+    settings = NcclSettings(chunk_bytes=64)
+    for theirs, agreed in ((16, 16), (128, 64)):
+        sender, receiver = make_ends(
+            worker,
+            asyncio.get_running_loop(),
+            Staging(worker, 1, 64),
+            loop_channels()[0],
+            settings,
+            peer_chunk_bytes=theirs,
+            settled=lambda: None,
+        )
+        assert sender.chunk_bytes == agreed
+        assert not (sender or receiver or sender.is_busy or receiver.is_busy)

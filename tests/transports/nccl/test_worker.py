@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from asynckv.errors import GPUFailed
+from asynckv.tensors.cuda import Event
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.transports.nccl.worker import DeviceWorker
+from asynckv.transports.nccl.worker_pipes import WorkerPipe
+
+
+class Moving:
+    """A job whose event is under the test's control, and what was told of it."""
+
+    def __init__(self, worker: DeviceWorker, *, deadline: float = math.inf) -> None:
+        self.deadline = deadline
+        self.told: queue.Queue[object] = queue.Queue()
+        self.event = HeldEvent()
+        self.error: Exception | None = None
+        self._worker = worker
+
+    def issue(self, pipe: WorkerPipe) -> Event:
+        if self.error is not None:
+            raise self.error
+        return self.event
+
+    def settle(self, error: Exception | None) -> None:
+        self.told.put(("settled", error, self.event.has_fired, threading.get_ident()))
+
+    def abandon(self, error: Exception) -> None:
+        self.told.put(("abandoned", error))
+
+
+class HeldEvent:
+    """Fires when it is told to."""
+
+    def __init__(self) -> None:
+        self.has_fired = False
+        self.is_closed = False
+
+    def query(self) -> bool:
+        return self.has_fired
+
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def export(self) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Pipe(WorkerPipe):
+    """One that is open without a peer; ``calls`` are what was done to it."""
+
+    def __init__(self, gpus: FakeGpus, worker: DeviceWorker) -> None:
+        self.calls: queue.Queue[object] = queue.Queue()
+        memory = worker.cuda.malloc(1)
+        super().__init__("send", 1, memory, opened=lambda: None, lost=self.calls.put)
+        self.async_failure: Exception | None = None
+        self._cuda = worker.cuda
+        self._stream = worker.cuda.stream()
+
+    def async_error(self) -> Exception | None:
+        return self.async_failure
+
+    def abort(self) -> None:
+        self.calls.put("aborted")
+
+
+def test_everything_is_done_on_one_thread(worker: DeviceWorker) -> None:
+    seen: queue.Queue[int] = queue.Queue()
+    for _ in range(3):
+        worker.run(lambda: seen.put(threading.get_ident()))
+    threads = {seen.get(timeout=5) for _ in range(3)}
+    assert len(threads) == 1 and threads != {threading.get_ident()}
+
+
+def test_a_job_settles_when_its_event_has_fired(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    job = Moving(worker)
+    worker.issue(Pipe(gpus, worker), job)
+    with pytest.raises(queue.Empty):
+        job.told.get(timeout=0.02)
+    job.event.has_fired = True
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and told[:3] == ("settled", None, True)
+    assert job.event.is_closed
+
+
+def test_jobs_of_a_pipe_settle_in_order(gpus: FakeGpus, worker: DeviceWorker) -> None:
+    pipe, first, second = Pipe(gpus, worker), Moving(worker), Moving(worker)
+    for job in (first, second):
+        worker.issue(pipe, job)
+    second.event.has_fired = True
+    with pytest.raises(queue.Empty):
+        second.told.get(timeout=0.02)
+    first.event.has_fired = True
+    assert first.told.get(timeout=5)
+    assert second.told.get(timeout=5)
+
+
+@pytest.mark.parametrize("error", [GPUFailed("remote", code=6), KeyError(7)])
+def test_an_async_error_aborts_and_the_memory_is_quiet_first(
+    gpus: FakeGpus, worker: DeviceWorker, error: Exception
+) -> None:
+    pipe, job = Pipe(gpus, worker), Moving(worker)
+    pipe.async_failure = error
+    worker.issue(pipe, job)
+    assert pipe.calls.get(timeout=5) == "aborted"
+    job.event.has_fired = True
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and told[:3] == ("settled", error, True)
+    assert pipe.calls.get(timeout=5) is error
+
+
+def test_a_deadline_aborts(gpus: FakeGpus, worker: DeviceWorker) -> None:
+    pipe, job = Pipe(gpus, worker), Moving(worker, deadline=0.0)
+    worker.issue(pipe, job)
+    assert pipe.calls.get(timeout=5) == "aborted"
+    job.event.has_fired = True
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and isinstance(told[1], TimeoutError)
+
+
+def test_a_job_that_cannot_be_posted_breaks_its_pipe(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe, job = Pipe(gpus, worker), Moving(worker)
+    job.error = GPUFailed("invalid usage", code=5)
+    worker.issue(pipe, job)
+    assert pipe.calls.get(timeout=5) == "aborted"
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and told[1] is job.error
+
+
+def test_what_does_not_get_quiet_is_given_up_and_kept(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe, job = Pipe(gpus, worker), Moving(worker)
+    worker.issue(pipe, job)
+    worker.abort(pipe, GPUFailed("no more"))
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert job in worker.kept
+    assert worker.health.startswith("failed: ")
+    job.event.has_fired = True
+    assert not worker.run(lambda: None)
+
+
+def test_a_call_that_never_returns_is_given_up(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    job, entered = Moving(worker), threading.Event()
+
+    def never() -> None:
+        entered.set()
+        with contextlib.suppress(GPUFailed):  # the test is over
+            gpus.block(lambda: False, "what never comes")
+
+    worker.run(never)
+    worker.issue(Pipe(gpus, worker), job)
+    assert entered.wait(5)
+    while worker.error is None:
+        worker.check()
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert "longer than" in worker.health
+
+
+def test_a_worker_that_is_well_is_not_given_up(worker: DeviceWorker) -> None:
+    done = threading.Event()
+    worker.run(done.set)
+    assert done.wait(5)
+    worker.check()
+    assert worker.health == "ok" and worker.error is None
+
+
+def test_a_stopped_worker_abandons_what_comes(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe, job = Pipe(gpus, worker), Moving(worker)
+    worker.stop()
+    worker.issue(pipe, job)
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert not worker.run(lambda: None)
+
+
+def test_a_pipe_that_is_closed_with_an_operation_under_way_is_aborted(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe, job = Pipe(gpus, worker), Moving(worker)
+    worker.issue(pipe, job)
+    worker.close(pipe)
+    assert pipe.calls.get(timeout=5) == "aborted"
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert job in worker.kept
+
+
+def test_a_pipe_that_is_closed_with_none_is_destroyed(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe = Pipe(gpus, worker)
+    worker.close(pipe)
+    assert isinstance(pipe.calls.get(timeout=5), GPUFailed)
+
+
+def test_a_worker_whose_command_fails_is_given_up_and_says_so(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    job, error = Moving(worker), KeyError(7)
+
+    def fail() -> None:
+        raise error
+
+    worker.issue(Pipe(gpus, worker), job)
+    worker.run(fail)
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert worker.error is not None and worker.error.__cause__ is error
+    assert job in worker.kept
+
+
+def test_who_cannot_settle_a_job_tells_of_it(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    class Unsettled(Moving):
+        def settle(self, error: Exception | None) -> None:
+            raise BufferError("its memory is not there")
+
+    job = Unsettled(worker)
+    job.event.has_fired = True
+    worker.issue(Pipe(gpus, worker), job)
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and isinstance(told[1], BufferError)
+
+
+def test_a_stopped_worker_opens_nothing_and_says_so(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe = Pipe(gpus, worker)
+    worker.stop()
+    worker.open(pipe, b"")
+    assert isinstance(pipe.calls.get(timeout=5), GPUFailed)
+
+
+def test_what_was_told_right_before_the_stop_is_done(gpus: FakeGpus) -> None:
+    done = threading.Event()
+
+    class Racing(DeviceWorker):
+        """Is told something, and stopped, right after it found nothing to do."""
+
+        def _next(self, idle_s: float) -> Callable[[], None] | None:
+            if self.run(done.set):
+                self.stop()
+                return None
+            return super()._next(idle_s)
+
+    process = gpus.process()
+    worker = Racing(process.cuda, process.nccl, 0)
+    worker.run(lambda: None)
+    assert worker.join(5) and done.is_set()

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.errors import GPUFailed
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.transports.nccl.worker_pipes import WorkerPipe
+
+
+def pipe_of(gpus: FakeGpus, lost: list[Exception]) -> WorkerPipe:
+    scratch = gpus.process().cuda.malloc(1)
+    return WorkerPipe("send", 1, scratch, opened=lambda: None, lost=lost.append)
+
+
+def test_an_end_is_told_once(gpus: FakeGpus) -> None:
+    lost: list[Exception] = []
+    pipe = pipe_of(gpus, lost)
+    for number in range(2):
+        pipe.lost(GPUFailed(str(number)))
+    assert [str(error) for error in lost] == ["0"]
+
+
+def test_what_is_not_open_posts_nothing(gpus: FakeGpus) -> None:
+    pipe = pipe_of(gpus, [])
+    for use in (lambda: pipe.post(0, 1), lambda: pipe.stream, lambda: pipe.cuda):
+        with pytest.raises(GPUFailed, match="not open"):
+            use()
+    assert pipe.async_error() is None
+
+
+def test_what_is_not_open_ends_without_a_word(gpus: FakeGpus) -> None:
+    pipe = pipe_of(gpus, [])
+    pipe.abort()
+    pipe.destroy()
+    pipe.release()
+    assert pipe.mark_if_possible() is None
+    assert "send pipe, generation 1" in repr(pipe)
