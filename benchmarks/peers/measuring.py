@@ -149,9 +149,7 @@ async def _opened(
             url = f"unix://{folder}/{number}" if kind.same_host else "tcp://127.0.0.1:0"
             served = functools.partial(serving_us, url, settings)
             source = await stack.enter_async_context(own_process(served))
-            if (
-                not kind.same_host
-            ):  # else memory is mapped, and no byte crosses a socket
+            if not kind.same_host:  # else memory is mapped: no byte crosses a socket
                 source.address += "?payload=inline"
             ours[title] = await stack.enter_async_context(
                 Ours.opened(source, settings, pools, works)
@@ -203,7 +201,7 @@ async def _nothing() -> None:
 
 
 def _begin(name: str, kind: type[Peer], options: Options) -> PeerReport:
-    path = "unix sockets" if kind.same_host else "TCP"
+    path = "mapped memory" if kind.same_host else f"TCP, {options.lanes} lanes"
     return PeerReport(
         peer=name,
         how=kind.how,
@@ -216,5 +214,5 @@ def _begin(name: str, kind: type[Peer], options: Options) -> PeerReport:
             torch=str(torch.__version__),
             load_before=os.getloadavg()[0],
         ),
-        ours=f"{path}, {options.lanes} lanes",
+        ours=path,
     )
