@@ -48,7 +48,7 @@ async def wait_shielded(
             held_back = None
 
 
-async def wait_or_stop(future: asyncio.Future[None], stop: Callable[[], None]) -> None:
+async def wait_or_stop(future: asyncio.Future[_T], stop: Callable[[], None]) -> None:
     """Wait until ``future`` is done; a cancellation calls ``stop`` first.
 
     ``stop`` makes ``future`` be done soon, and the cancellation is delivered

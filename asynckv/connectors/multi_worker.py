@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,8 +20,12 @@ from asynckv.abc import (
     SupportsLayerwise,
 )
 from asynckv.connectors.multi_scheduler import MultiMetadata
+from asynckv.connectors.steps import BeginsToWait
+from asynckv.shielding import wait_or_stop
 
 __all__ = ("MultiWorker",)
+
+logger = logging.getLogger(__name__)
 
 
 class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
@@ -100,11 +105,31 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
             child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
 
     async def wait_for_save(self) -> None:
-        """As the contract says, of all together; an error waits for the others."""
-        waits = [child.wait_for_save() for child in self.children]
-        for error in await asyncio.gather(*waits, return_exceptions=True):
-            if error is not None:
-                raise error
+        """As the contract says, of all together; an error waits for the others.
+
+        All of them know of which step it is when this coroutine has begun.
+        """
+        waits = [
+            asyncio.ensure_future(
+                child.begin_to_wait()
+                if isinstance(child, BeginsToWait)
+                else child.wait_for_save()
+            )
+            for child in self.children
+        ]
+
+        def stop() -> None:
+            for wait in waits:
+                wait.cancel()
+
+        # Not gather's own cancellation: it would end those that have not begun.
+        ended = asyncio.gather(*waits, return_exceptions=True)
+        await wait_or_stop(ended, stop)
+        errors = [error for error in ended.result() if error is not None]
+        for error in errors[1:]:
+            logger.error("the wait for saves failed in one more", exc_info=error)
+        if errors:
+            raise errors[0]
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()

@@ -120,9 +120,9 @@ class P2PSave:
 
     def end(self) -> None:
         """It has ended, in whatever way. Never waits."""
+        self.quiet.set()
         if self._copy is not None:
             self._copy.drop()
-        self.quiet.set()
 
     def _blocks(self, layer: str) -> dict[str, KVBlocks]:
         return self._caches.blocks(layer, self.order.block_ids)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from typing import Any
 
 import anyio
 import torch
@@ -193,8 +194,13 @@ class P2PWorker(
                 save.offer(layer_name)
 
     async def wait_for_save(self) -> None:
+        await self.begin_to_wait()
+
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
         self._check_loop()
-        saves = dict(self._saves)  # of this step, although the next one may begin
+        return self._wait_for_saves(dict(self._saves))
+
+    async def _wait_for_saves(self, saves: dict[Life, P2PSave]) -> None:
         for life, save in saves.items():
             save.offer_rest()
             self._transfers.fail_after(life, self.options.save_timeout_s)

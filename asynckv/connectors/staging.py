@@ -14,7 +14,8 @@ __all__ = ("StagedCopy", "Staging")
 
 
 class Staging:
-    """Copies of blocks: at most ``max_bytes`` at once, counted until they are dropped.
+    """Copies of blocks: at most ``max_bytes`` at once, counted until they are dropped
+    (large ones are freed in a thread, a moment later).
 
     ``copies`` is how many were made.
     """

@@ -7,8 +7,8 @@ import collections
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import anyio
 import torch
@@ -182,8 +182,13 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._check_loop()
 
     async def wait_for_save(self) -> None:
+        await self.begin_to_wait()
+
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
         self._check_loop()
-        saves = self._saves  # of this step, although the next one begins meanwhile
+        return self._wait_for_saves(self._saves)
+
+    async def _wait_for_saves(self, saves: collections.deque[_Save]) -> None:
         until_s = asyncio.get_running_loop().time() + _WAIT_S
         while saves:
             save = saves[0]

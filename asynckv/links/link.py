@@ -195,7 +195,7 @@ class Link:
             PeerLost(
                 f"{self.peer.id} {what} for 3 heartbeats of {interval_s:g} s",
                 hint="frozen, overloaded or cut off; raise Limits.heartbeat_ms "
-                "if it is only slow",
+                "if it is only slow (its lanes are given up after 30 s)",
             )
         )
 

@@ -254,7 +254,7 @@ class CopyPool(ProcessBound):
         if nbytes <= _PIECE_NBYTES or self._closed:
             tensors.clear()
             return
-        call = _Call([_Making(empty)], None, False)
+        call = _Call([_Making(empty)], None, False, self.stagings)
         try:
             self._submit(call, call.forget)
         except RuntimeError:  # no thread can be had

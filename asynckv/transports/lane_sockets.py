@@ -24,7 +24,7 @@ __all__ = ("DEAD_S", "LaneOwner", "LaneSocket")
 
 _NICENESS: Final = 5
 DEAD_S: Final = 30.0
-"""A lane whose other end acknowledges nothing for so long is over."""
+"""A lane whose other end acknowledges or takes nothing for so long is over."""
 _PROBES: Final = 5
 _names = itertools.count(1)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +16,7 @@ from asynckv.connectors.multi_scheduler import MultiMetadata
 from asynckv.connectors.multi_worker import MultiWorker
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.connectors.registry import make_worker
-from asynckv.connectors.store_orders import StoreMetadata
+from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_worker import StoreWorker
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.engines.toy_model import ToyModel
@@ -104,7 +106,10 @@ class Meeting(StoreWorker):
         super().__init__(config, KVEngine(engine_id="E", block_size=16))
         self.meeting, self.error = meeting, error
 
-    async def wait_for_save(self) -> None:
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
+        return self._meet()
+
+    async def _meet(self) -> None:
         if self.error is not None:
             raise self.error
         await self.meeting.wait()
@@ -138,3 +143,27 @@ async def test_a_cancelled_wait_leaves_nobody_waiting() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert not meeting.n_waiting
+
+
+async def test_a_step_that_is_cleared_once_its_wait_has_begun_is_saved_by_all() -> None:
+    engine = KVEngine(engine_id="E", block_size=4)
+    order = StoreOrder("r", ("one", "two"), ((1, 2),))
+    metadata = MultiMetadata((encoded(order), encoded(order)))
+    config = KVTransferConfig(kv_role="kv_both")
+    async with StoreBuffer("16MiB") as one, StoreBuffer("16MiB") as other:
+        children = [StoreWorker(config, engine, store) for store in (one, other)]
+        worker = MultiWorker(children)
+        worker.register_kv_caches({"layer": torch.ones(8, 64)})
+        async with worker:
+            worker.bind_connector_metadata(metadata)
+            saving = asyncio.create_task(worker.wait_for_save())
+            await asyncio.sleep(0)
+            worker.clear_connector_metadata()
+            await saving
+            for child in children:
+                await child.flush()
+                assert child.statistics().saved_blocks == 2
+
+
+def encoded(order: StoreOrder) -> bytes:
+    return msgspec.msgpack.encode(StoreMetadata(saves=(order,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from types import TracebackType
 from typing import Self
@@ -107,10 +108,12 @@ class RawListener:
 
     async def accept(self) -> RawConnection:
         """Return the next connection. A cancelled call has accepted none."""
-        await wait_readable(self._sock)
-        sock, _ = self._sock.accept()
-        self._accepted.append(RawConnection(sock))
-        return self._accepted[-1]
+        while True:
+            await wait_readable(self._sock)
+            with contextlib.suppress(BlockingIOError):  # who dialled is gone again
+                sock, _ = self._sock.accept()
+                self._accepted.append(RawConnection(sock))
+                return self._accepted[-1]
 
     def close(self) -> None:
         """Hang up everywhere."""
