@@ -24,6 +24,7 @@
   - ``Overloaded``: the peer keeps as many requests as it may
   - ``ChecksumError``: bytes changed on their way
   - ``GPUUnavailable``: CuPy, NCCL or a driver is missing
+  - ``GPUFailed``: a call of CUDA or NCCL failed
 
 A wrong argument stays ``ValueError`` or ``TypeError``, a second use
 ``RuntimeError``, a timeout ``TimeoutError`` and a cancellation
@@ -42,6 +43,7 @@ __all__ = (
     "EntryAborted",
     "EntryConflict",
     "EntryTooLarge",
+    "GPUFailed",
     "GPUUnavailable",
     "IncompatiblePeer",
     "LeaseLost",
@@ -215,3 +217,13 @@ class GPUUnavailable(AsyncKVError):
     """CuPy, NCCL or a CUDA driver is missing."""
 
     hint = 'python -m pip install "asynckv[cuda12]"'
+
+
+class GPUFailed(AsyncKVError):
+    """A call of CUDA or NCCL failed; ``code`` is what it returned."""
+
+    def __init__(
+        self, message: str = "", *, code: int = 0, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code

@@ -1,0 +1,269 @@
+"""CUDA by CuPy's thin bindings of its runtime; CuPy's arrays and pools are not used.
+
+CuPy is imported by :func:`open_cuda` and by nothing else: it takes 0.4 s, and is not
+there on most machines. Of its calls those that allocate, copy or synchronise release
+the GIL; those of IPC handles do not, and may be slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy
+
+from asynckv.errors import GPUFailed, GPUUnavailable
+from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, PinnedMemory, Stream
+
+__all__ = ("CupyCuda", "CupyEvent", "CupyStream", "import_cupy", "open_cuda")
+
+_SUCCESS: Final = 0
+_NOT_READY: Final = 600
+_STREAM_NON_BLOCKING: Final = 1
+_EVENT_DISABLE_TIMING: Final = 2
+_EVENT_INTERPROCESS: Final = 4
+_HOST_PORTABLE: Final = 1
+_MEMCPY_DEFAULT: Final = 4  # CUDA tells device and pinned addresses apart
+_THREADS: Final = 256
+
+_COPY_BLOCKS: Final = r"""
+extern "C" __global__ void copy_blocks(
+    const unsigned long long* table,
+    const unsigned long long count,
+    const unsigned long long nbytes)
+{
+    for (unsigned long long i = blockIdx.x; i < count; i += gridDim.x) {
+        const unsigned long long source = table[i];
+        const unsigned long long target = table[count + i];
+        if (((source | target | nbytes) & 15) == 0) {
+            const uint4* from = (const uint4*) source;
+            uint4* to = (uint4*) target;
+            for (unsigned long long k = threadIdx.x; k < nbytes / 16; k += blockDim.x)
+                to[k] = from[k];
+        } else {
+            const unsigned char* from = (const unsigned char*) source;
+            unsigned char* to = (unsigned char*) target;
+            for (unsigned long long k = threadIdx.x; k < nbytes; k += blockDim.x)
+                to[k] = from[k];
+        }
+    }
+}
+"""
+
+
+def import_cupy() -> Any:
+    """Return the module ``cupy``.
+
+    :raises GPUUnavailable: it is not installed, or cannot be loaded
+    """
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as exc:
+        raise GPUUnavailable(
+            "CuPy is not installed" if exc.name == "cupy" else f"CuPy: {exc}",
+            hint='python -m pip install "asynckv[cuda12]", or "asynckv[cuda13]" for a '
+            "driver of CUDA 13",
+        ) from exc
+
+
+def open_cuda() -> CudaApi:
+    """Return CUDA by CuPy. Imports it, so not on an event loop.
+
+    :raises GPUUnavailable: CuPy, a driver or a GPU is missing
+    """
+    cupy = import_cupy()
+    if not cupy.cuda.is_available():
+        raise GPUUnavailable(
+            "CuPy finds no CUDA driver, or no GPU",
+            hint="nvidia-smi must list a GPU: install NVIDIA's driver; start a "
+            "container with --gpus all; see CUDA_VISIBLE_DEVICES",
+        )
+    return CupyCuda(cupy)
+
+
+@contextlib.contextmanager
+def _mapped(runtime: Any, doing: str) -> Iterator[None]:
+    """Let what CuPy raises of CUDA leave as an error of asynckv."""
+    try:
+        yield
+    except runtime.CUDARuntimeError as exc:
+        raise GPUFailed(f"{doing}: {exc}", code=int(exc.status)) from exc
+
+
+class CupyEvent:
+    """An event, closed by hand: who closes it decides on which thread."""
+
+    def __init__(self, runtime: Any, handle: int) -> None:
+        self._runtime = runtime
+        self.handle = handle
+
+    def record(self, stream: Stream) -> None:
+        with _mapped(self._runtime, "record an event"):
+            self._runtime.eventRecord(self.handle, stream.handle)
+
+    def query(self) -> bool:
+        # CuPy returns the status here, and its Event.done takes an error for "not yet".
+        status = int(self._runtime.eventQuery(self.handle))
+        if status not in (_SUCCESS, _NOT_READY):
+            raise GPUFailed(f"work on the GPU failed: CUDA error {status}", code=status)
+        return status == _SUCCESS
+
+    def synchronize(self) -> None:
+        with _mapped(self._runtime, "wait for an event"):
+            self._runtime.eventSynchronize(self.handle)
+
+    def export(self) -> bytes:
+        with _mapped(self._runtime, "export an event"):
+            return bytes(self._runtime.ipcGetEventHandle(self.handle))
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, 0
+        if handle:
+            with _mapped(self._runtime, "destroy an event"):
+                self._runtime.eventDestroy(handle)
+
+
+class CupyStream:
+    """A non-blocking stream, closed by hand."""
+
+    def __init__(self, runtime: Any, handle: int, device: int) -> None:
+        self._runtime = runtime
+        self.handle = handle
+        self.device = device
+
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, CupyEvent):
+            raise TypeError(f"not an event of CuPy's: {event!r}")
+        with _mapped(self._runtime, "let a stream wait"):
+            self._runtime.streamWaitEvent(self.handle, event.handle)
+
+    def synchronize(self) -> None:
+        with _mapped(self._runtime, "wait for a stream"):
+            self._runtime.streamSynchronize(self.handle)
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, 0
+        if handle:
+            with _mapped(self._runtime, "destroy a stream"):
+                self._runtime.streamDestroy(handle)
+
+
+class CupyCuda:
+    """:class:`~asynckv.tensors.cuda.CudaApi` over the module ``cupy``."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self._kernel: Any = None
+
+    def device_count(self) -> int:
+        with _mapped(self._runtime, "count GPUs"):
+            return int(self._runtime.getDeviceCount())
+
+    def uuid(self, device: int) -> str:
+        with _mapped(self._runtime, f"ask GPU {device} for its UUID"):
+            return bytes(self._runtime.getDeviceProperties(device)["uuid"]).hex()
+
+    def use_device(self, device: int) -> None:
+        with _mapped(self._runtime, f"use GPU {device}"):
+            self._runtime.setDevice(device)
+
+    def malloc(self, nbytes: int) -> DeviceMemory:
+        with _mapped(self._runtime, f"allocate {nbytes} bytes of a GPU"):
+            address = int(self._runtime.malloc(nbytes))
+            return DeviceMemory(address, nbytes, int(self._runtime.getDevice()))
+
+    def free(self, memory: DeviceMemory) -> None:
+        with _mapped(self._runtime, "free memory of a GPU"):
+            self._runtime.free(memory.address)
+
+    def host_alloc(self, nbytes: int) -> PinnedMemory:
+        with _mapped(self._runtime, f"allocate {nbytes} bytes of pinned memory"):
+            address = int(self._runtime.hostAlloc(nbytes, _HOST_PORTABLE))
+        array = (ctypes.c_ubyte * nbytes).from_address(address)
+        return PinnedMemory(address, memoryview(array).cast("B"))
+
+    def host_free(self, memory: PinnedMemory) -> None:
+        with _mapped(self._runtime, "free pinned memory"):
+            self._runtime.freeHost(memory.address)
+
+    def host_register(self, view: memoryview) -> PinnedMemory:
+        address = int(numpy.frombuffer(view, numpy.uint8).ctypes.data)
+        with _mapped(self._runtime, f"pin {view.nbytes} bytes"):
+            self._runtime.hostRegister(address, view.nbytes, _HOST_PORTABLE)
+        return PinnedMemory(address, view)
+
+    def host_unregister(self, memory: PinnedMemory) -> None:
+        with _mapped(self._runtime, "unpin memory"):
+            self._runtime.hostUnregister(memory.address)
+
+    def stream(self) -> CupyStream:
+        runtime = self._runtime
+        with _mapped(runtime, "make a stream"):
+            handle = int(runtime.streamCreateWithFlags(_STREAM_NON_BLOCKING))
+            return CupyStream(runtime, handle, int(runtime.getDevice()))
+
+    def event(self, *, interprocess: bool = False) -> CupyEvent:
+        flags = _EVENT_DISABLE_TIMING | (_EVENT_INTERPROCESS if interprocess else 0)
+        with _mapped(self._runtime, "make an event"):
+            handle = int(self._runtime.eventCreateWithFlags(flags))
+        return CupyEvent(self._runtime, handle)
+
+    def open_event(self, handle: bytes) -> CupyEvent:
+        with _mapped(self._runtime, "open another process's event"):
+            opened = int(self._runtime.ipcOpenEventHandle(handle))
+        return CupyEvent(self._runtime, opened)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        with _mapped(self._runtime, f"copy {nbytes} bytes"):
+            self._runtime.memcpyAsync(
+                target, source, nbytes, _MEMCPY_DEFAULT, stream.handle
+            )
+
+    def copy_blocks(
+        self,
+        table: DeviceMemory,
+        count: int,
+        nbytes: int,
+        stream: Stream,
+        *,
+        grid: int = 16,
+    ) -> None:
+        if not count or not nbytes:
+            return
+        if self._kernel is None:
+            self.compile_kernels()
+        values = (table.address, count, nbytes)
+        arguments = tuple(numpy.uint64(value) for value in values)
+        with (
+            _mapped(self._runtime, f"copy {count} blocks"),
+            self._cupy.cuda.ExternalStream(stream.handle, stream.device),
+        ):
+            self._kernel((min(grid, count),), (_THREADS,), arguments)
+
+    def compile_kernels(self) -> None:
+        kernel = self._cupy.RawKernel(_COPY_BLOCKS, "copy_blocks")
+        try:
+            kernel.compile()
+        except Exception as exc:  # NVRTC's own, or that it cannot be loaded
+            raise GPUFailed(
+                f"no kernel for copies of blocks: {exc}",
+                hint="NVRTC comes with the CUDA toolkit, or with cupy's extra [ctk]",
+            ) from exc
+        self._kernel = kernel
+
+    def export(self, memory: DeviceMemory) -> bytes:
+        with _mapped(self._runtime, "export memory of a GPU"):
+            return bytes(self._runtime.ipcGetMemHandle(memory.address))
+
+    def open_memory(self, handle: bytes, nbytes: int) -> DeviceMemory:
+        with _mapped(self._runtime, "open another process's memory of a GPU"):
+            address = int(self._runtime.ipcOpenMemHandle(handle))
+            return DeviceMemory(address, nbytes, int(self._runtime.getDevice()))
+
+    def close_memory(self, memory: DeviceMemory) -> None:
+        with _mapped(self._runtime, "close another process's memory of a GPU"):
+            self._runtime.ipcCloseMemHandle(memory.address)

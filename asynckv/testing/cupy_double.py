@@ -1,0 +1,88 @@
+"""A module that answers as CuPy does, for tests of what is made of its answers.
+
+It moves nothing: that is what :mod:`asynckv.testing.fake_gpus` does. It raises CuPy's
+kinds of errors, and writes down what it was asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ("CUDARuntimeError", "CupyDouble", "NcclError")
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's: ``status`` is what CUDA returned."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA error {status}")
+        self.status = status
+
+
+class NcclError(RuntimeError):
+    """As CuPy's: there is a name for the codes up to 6, and a KeyError for others."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__({5: "NCCL_ERROR_INVALID_USAGE"}[status])
+        self.status = status
+
+
+class _Calls:
+    """Every attribute is a function that notes its call and returns an answer."""
+
+    def __init__(
+        self, calls: list[tuple[Any, ...]], answers: dict[str, object]
+    ) -> None:
+        self._calls = calls
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: object) -> object:
+            self._calls.append((name, *arguments))
+            answer = self._answers.get(name, 0)
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        return call
+
+
+class CupyDouble(types.ModuleType):
+    """``cupy``, as far as the adapters use it. ``answers`` are by function's name."""
+
+    __version__ = "14.2.0"
+
+    def __init__(self, *, has_gpu: bool = True, has_nccl: bool = True) -> None:
+        super().__init__("cupy")
+        self.calls: list[tuple[Any, ...]] = []
+        self.answers: dict[str, object] = {"runtimeGetVersion": 12090}
+        self.runtime: Any = _Calls(self.calls, self.answers)
+        self.runtime.CUDARuntimeError = CUDARuntimeError
+        self.nccl: Any = _Calls(self.calls, self.answers)
+        self.nccl.NcclError = NcclError
+        self.nccl.available = has_nccl
+        self.answers["NcclCommunicator"] = self.comm = _Calls(self.calls, self.answers)
+        self.cuda = types.SimpleNamespace(
+            runtime=self.runtime,
+            is_available=lambda: has_gpu,
+            ExternalStream=self._external_stream,
+        )
+
+    def RawKernel(self, code: str, name: str) -> Any:
+        """A kernel that notes its launches."""
+        kernel = _Kernel(self.calls, self.answers)
+        self.calls.append(("RawKernel", code, name))
+        return kernel
+
+    @contextlib.contextmanager
+    def _external_stream(self, handle: int, device: int) -> Iterator[None]:
+        self.calls.append(("ExternalStream", handle, device))
+        yield
+
+
+class _Kernel(_Calls):
+    def __call__(self, grid: object, block: object, arguments: object) -> None:
+        self._calls.append(("launch", grid, block, arguments))

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import pytest
+
+from asynckv.errors import GPUFailed, GPUUnavailable
+from asynckv.tensors.cuda import CudaApi, DeviceMemory
+from asynckv.tensors.cuda_cupy import CupyCuda, import_cupy, open_cuda
+from asynckv.testing.cupy_double import CUDARuntimeError, CupyDouble
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> CupyDouble:
+    double = CupyDouble()
+    monkeypatch.setitem(sys.modules, "cupy", double)
+    return double
+
+
+def test_without_cupy_it_says_which_extra_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(GPUUnavailable, match="not installed") as caught:
+        import_cupy()
+    assert "pip install" in caught.value.hint and "asynckv[cuda13]" in caught.value.hint
+
+
+def test_without_a_gpu_it_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", CupyDouble(has_gpu=False))
+    with pytest.raises(GPUUnavailable, match="no CUDA driver") as caught:
+        open_cuda()
+    assert "nvidia-smi" in caught.value.hint
+
+
+def test_memory_is_plain_and_of_the_threads_own_device(cupy: CupyDouble) -> None:
+    cupy.answers.update(malloc=4096, getDevice=3)
+    cuda = open_cuda()
+    cuda.use_device(3)
+    assert cuda.malloc(10) == DeviceMemory(4096, 10, 3)
+    assert cupy.calls == [("setDevice", 3), ("malloc", 10), ("getDevice",)]
+
+
+def test_streams_do_not_block_and_events_have_no_timing(cupy: CupyDouble) -> None:
+    cuda = open_cuda()
+    cuda.stream()
+    cuda.event()
+    cuda.event(interprocess=True)
+    made = [call for call in cupy.calls if call[0] != "getDevice"]
+    event = "eventCreateWithFlags"
+    assert made == [("streamCreateWithFlags", 1), (event, 2), (event, 6)]
+
+
+@pytest.mark.parametrize(("status", "has_fired"), [(0, True), (600, False)])
+def test_an_event_has_fired_or_has_not(
+    cupy: CupyDouble, status: int, has_fired: bool
+) -> None:
+    cupy.answers["eventQuery"] = status
+    assert open_cuda().event().query() is has_fired
+
+
+def test_an_event_whose_work_failed_says_so(cupy: CupyDouble) -> None:
+    cupy.answers["eventQuery"] = 719
+    with pytest.raises(GPUFailed, match="719") as caught:
+        open_cuda().event().query()
+    assert caught.value.code == 719
+
+
+def test_what_cuda_refuses_is_an_error_of_ours(cupy: CupyDouble) -> None:
+    cupy.answers["malloc"] = CUDARuntimeError(2)
+    with pytest.raises(GPUFailed, match="allocate 10 bytes") as caught:
+        open_cuda().malloc(10)
+    assert caught.value.code == 2
+    assert isinstance(caught.value.__cause__, CUDARuntimeError)
+
+
+def test_a_closed_event_is_destroyed_once(cupy: CupyDouble) -> None:
+    cupy.answers["eventCreateWithFlags"] = 7
+    event = open_cuda().event()
+    event.close()
+    event.close()
+    assert cupy.calls.count(("eventDestroy", 7)) == 1
+
+
+def test_pinned_memory_is_looked_at_where_it_lies(cupy: CupyDouble) -> None:
+    array = (ctypes.c_ubyte * 8)()
+    cupy.answers["hostAlloc"] = ctypes.addressof(array)
+    open_cuda().host_alloc(8).view[3] = 9
+    assert bytes(array) == bytes([0, 0, 0, 9, 0, 0, 0, 0])
+
+
+def test_all_blocks_are_copied_in_one_launch_on_few_multiprocessors(
+    cupy: CupyDouble,
+) -> None:
+    cuda = open_cuda()
+    cuda.compile_kernels()
+    cuda.copy_blocks(DeviceMemory(64, 80, 0), 5, 4096, cuda.stream(), grid=12)
+    cuda.copy_blocks(DeviceMemory(64, 80, 0), 500, 4096, cuda.stream(), grid=12)
+    launches = [call for call in cupy.calls if call[0] == "launch"]
+    assert launches[0] == ("launch", (5,), (256,), (64, 5, 4096))
+    assert launches[1] == ("launch", (12,), (256,), (64, 500, 4096))
+
+
+def test_no_kernel_without_nvrtc(cupy: CupyDouble) -> None:
+    cupy.answers["compile"] = RuntimeError("no libnvrtc")
+    with pytest.raises(GPUFailed, match="no libnvrtc"):
+        open_cuda().compile_kernels()
+
+
+def test_it_fits_the_seam() -> None:
+    cuda: CudaApi = CupyCuda(CupyDouble())
+    assert cuda.device_count() == 0

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+from asynckv.testing.cupy_double import CupyDouble
+from asynckv.transports.nccl.api import UNIQUE_ID_NBYTES, Comm, NcclApi
+from asynckv.transports.nccl.nccl_cupy import CupyNccl
+
+
+def test_the_adapter_fits_the_seam() -> None:
+    nccl: NcclApi = CupyNccl(CupyDouble().nccl)
+    comm: Comm = nccl.open_comm(2, bytes(UNIQUE_ID_NBYTES), 0)
+    comm.destroy()
