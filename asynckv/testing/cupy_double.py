@@ -59,9 +59,9 @@ class CupyDouble(types.ModuleType):
         super().__init__("cupy")
         self.calls: list[tuple[Any, ...]] = []
         self.answers: dict[str, object] = {"runtimeGetVersion": 12090}
-        self.runtime: Any = _Calls(self.calls, self.answers)
+        self.runtime = _calls(self.calls, self.answers)
         self.runtime.CUDARuntimeError = CUDARuntimeError
-        self.nccl: Any = _Calls(self.calls, self.answers)
+        self.nccl = _calls(self.calls, self.answers)
         self.nccl.NcclError = NcclError
         self.nccl.available = has_nccl
         self.answers["NcclCommunicator"] = self.comm = _Calls(self.calls, self.answers)
@@ -81,6 +81,10 @@ class CupyDouble(types.ModuleType):
     def _external_stream(self, handle: int, device: int) -> Iterator[None]:
         self.calls.append(("ExternalStream", handle, device))
         yield
+
+
+def _calls(calls: list[tuple[Any, ...]], answers: dict[str, object]) -> Any:
+    return _Calls(calls, answers)
 
 
 class _Kernel(_Calls):

@@ -1,0 +1,201 @@
+"""Streams and events: work in order, done when somebody looks.
+
+All of it is called under the lock of the GPUs that it belongs to.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, Protocol
+
+import numpy
+
+from asynckv.errors import GPUFailed
+from asynckv.tensors.cuda import Event, Stream
+from asynckv.testing.fake_gpus.memory import AddressSpace, Allocation, Bytes
+
+if TYPE_CHECKING:
+    from asynckv.testing.fake_gpus.fabric import FakeGpus, FakeProcess
+
+__all__ = ("Copy", "Delay", "FakeEvent", "FakeStream", "Work")
+
+
+class Work(Protocol):
+    """One piece of work of a stream, which is at its head when it is asked."""
+
+    def run(self) -> bool:
+        """Get on; whether it has ended.
+
+        :raises GPUFailed: it never will, and nothing behind it
+        """
+
+
+class FakeStream:
+    """Work that runs in order."""
+
+    def __init__(self, process: FakeProcess, device: int, handle: int) -> None:
+        self._process = process
+        self.device = device
+        self.handle = handle
+        self.work: collections.deque[Work] = collections.deque()
+        self.error: GPUFailed | None = None
+
+    @property
+    def gpus(self) -> FakeGpus:
+        """Those that it is of."""
+        return self._process.gpus
+
+    def add(self, work: Work) -> None:
+        """Queue work behind a delay of the GPUs' own choice.
+
+        :raises GPUFailed: this stream's work has failed before
+        """
+        with self.gpus.lock:
+            if self.error is not None:
+                raise GPUFailed(f"this stream has failed: {self.error}", code=700)
+            if ticks := self.gpus.delay():
+                self.work.append(Delay(ticks))
+            self.work.append(work)
+
+    def get_on(self) -> None:
+        """Do what can be done now."""
+        try:
+            while self.work and self.work[0].run():
+                self.work.popleft()
+        except GPUFailed as exc:
+            self.error = exc
+            self.work.clear()
+
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, FakeEvent):
+            raise TypeError(f"not an event of these GPUs: {event!r}")
+        self.add(_Wait(event, event.recorded))
+
+    def synchronize(self) -> None:
+        self.gpus.block(lambda: not self.work, "a stream to end")
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        with self.gpus.lock:
+            self._process.streams.pop(self.handle, None)
+
+
+class FakeEvent:
+    """A mark. ``counts`` are how often it was set and how far it has fired."""
+
+    def __init__(self, gpus: FakeGpus, counts: Bytes, key: int = 0) -> None:
+        self._gpus = gpus
+        self._allocation = Allocation(counts, 0)
+        self._key = key
+        self._streams: list[FakeStream] = []
+
+    @property
+    def _counts(self) -> numpy.typing.NDArray[numpy.int64]:
+        return self._allocation.array.view(numpy.int64)
+
+    @property
+    def recorded(self) -> int:
+        """How often it was set."""
+        return int(self._counts[0])
+
+    def has_fired(self, recorded: int) -> bool:
+        """Whether all that was set until then has ended."""
+        return int(self._counts[1]) >= recorded
+
+    def record(self, stream: Stream) -> None:
+        if not isinstance(stream, FakeStream):
+            raise TypeError(f"not a stream of these GPUs: {stream!r}")
+        with self._gpus.lock:
+            self._streams = [stream]
+            stream.add(_Fire(self, self.recorded + 1))
+            self._counts[0] += 1
+
+    def fire(self, recorded: int) -> None:
+        """All before the mark has ended."""
+        self._counts[1] = max(int(self._counts[1]), recorded)
+
+    def query(self) -> bool:
+        with self._gpus.lock:
+            self._gpus.progress()
+            for stream in self._streams:
+                if stream.error is not None:
+                    raise GPUFailed(str(stream.error), code=stream.error.code)
+            return self.has_fired(self.recorded)
+
+    def synchronize(self) -> None:
+        self._gpus.block(self.query, "an event to fire")
+
+    def export(self) -> bytes:
+        if not self._key:
+            raise GPUFailed("not an interprocess event", code=1)
+        with self._gpus.lock:
+            return self._gpus.handle_of(self._allocation, self._key)
+
+    def close(self) -> None:
+        self._streams = []
+
+
+class _Fire:
+    def __init__(self, event: FakeEvent, recorded: int) -> None:
+        self._event = event
+        self._recorded = recorded
+
+    def run(self) -> bool:
+        self._event.fire(self._recorded)
+        return True
+
+
+class _Wait:
+    def __init__(self, event: FakeEvent, recorded: int) -> None:
+        self._event = event
+        self._recorded = recorded
+
+    def run(self) -> bool:
+        return self._event.has_fired(self._recorded)
+
+
+class Delay:
+    """Takes so many looks, and does nothing."""
+
+    def __init__(self, ticks: int) -> None:
+        self._ticks = ticks
+
+    def run(self) -> bool:
+        self._ticks -= 1
+        return self._ticks < 0
+
+
+class Copy:
+    """One half of the bytes at first, the other when it is looked at again.
+
+    So whoever lets go of either end in between is seen to.
+    """
+
+    def __init__(
+        self, space: AddressSpace, target: int, source: int, nbytes: int, ticks: int
+    ) -> None:
+        self._space = space
+        self._places = target, source
+        self._nbytes = nbytes
+        self._ticks = ticks
+        self._ends: list[tuple[Allocation, int]] = []
+
+    def run(self) -> bool:
+        if not self._ends:
+            self._ends = [self._space.find(at, self._nbytes) for at in self._places]
+            for allocation, _ in self._ends:
+                allocation.users += 1
+            self._move(0, self._nbytes // 2)
+        self._ticks -= 1
+        if self._ticks >= 0:
+            return False
+        self._move(self._nbytes // 2, self._nbytes)
+        for allocation, _ in self._ends:
+            allocation.users -= 1
+        return True
+
+    def _move(self, start: int, stop: int) -> None:
+        (target, to), (source, at) = self._ends
+        moved = source.array[at + start : at + stop]
+        target.array[to + start : to + stop] = moved
