@@ -52,7 +52,7 @@ class Declared:
             raise ValueError(f"{name!r} was not declared; declared: {declared}")
         if name in self._begun:
             raise ValueError(f"{name!r} was put before")
-        found, spec = spec_in(tensor), self._specs[name]
+        found, spec = spec_in(tensor, on_gpu=True), self._specs[name]
         if found != spec:
             raise ValueError(
                 f"{name!r} is {found.dtype} {found.shape}, declared was "

@@ -52,14 +52,18 @@ class Draft:
         return sum(self.sizes) + sum(self.charges)
 
 
-async def specs_in(tensors: Mapping[str, KVMemory]) -> dict[str, TensorSpec]:
+async def specs_in(
+    tensors: Mapping[str, KVMemory], *, on_gpu: bool = False
+) -> dict[str, TensorSpec]:
     """Return shape and dtype of each tensor, so many in a step of the loop.
+
+    With ``on_gpu`` they may be there too.
 
     :raises ValueError: one cannot be sent
     """
     specs = dict[str, TensorSpec]()
     for index, (name, tensor) in enumerate(tensors.items(), 1):
-        specs[name] = spec_in(tensor)
+        specs[name] = spec_in(tensor, on_gpu=on_gpu)
         if not index % _AT_A_TIME:
             await asyncio.sleep(0)
     return specs

@@ -18,6 +18,7 @@ from asynckv.observability.lines import as_line
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, check_landing, landing_of, tensor_at
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Runs
 from asynckv.types import TensorSpec
 
@@ -37,17 +38,17 @@ _Held: TypeAlias = tuple[Part, Region]
 
 
 def check_targets(
-    into: Mapping[str, KVMemory] | None,
+    into: Mapping[str, KVMemory] | None, *, on_gpu: bool = False
 ) -> Mapping[str, KVMemory]:
     """Refuse memory that nothing can land in, before anything is waited for.
 
     :raises ValueError: a name that no entry has, or memory that is not plain CPU
-        memory, contiguous or in contiguous rows
+        memory (with ``on_gpu``: or a GPU's), contiguous or in contiguous rows
     """
     if not into:
         return {}
     check_names(into)
-    return {name: landing_of(memory) for name, memory in into.items()}
+    return {name: landing_of(memory, on_gpu=on_gpu) for name, memory in into.items()}
 
 
 def match_targets(
@@ -113,7 +114,7 @@ async def tensors_of(
 async def _copied(
     held: Sequence[_Held], pool: CopyPool, targets: Mapping[str, KVMemory]
 ) -> list[torch.Tensor]:
-    sources, places = list[torch.Tensor | Runs](), list[KVMemory]()
+    sources, places = list[torch.Tensor | Runs | DeviceMemory](), list[KVMemory]()
     for index, (part, region) in enumerate(held):
         if index and not index % _AT_A_TIME:
             await asyncio.sleep(0)

@@ -84,7 +84,7 @@ class KVBlocks:
     @property
     def spec(self) -> TensorSpec:
         """Shape and dtype as of one tensor."""
-        pool = spec_of(self.pool)
+        pool = spec_of(self.pool, on_gpu=True)
         return TensorSpec(tuple(self.shape), pool.dtype)
 
     @property
@@ -114,12 +114,15 @@ def rows_of(tensor: torch.Tensor) -> KVBlocks | None:
     return KVBlocks(tensor, range(len(tensor)))
 
 
-def landing_of(memory: KVMemory) -> KVMemory:
-    """Return what a tensor can land in as it lies.
+def landing_of(memory: KVMemory, *, on_gpu: bool = False) -> KVMemory:
+    """Return what a tensor can land in as it lies; with ``on_gpu`` also there.
 
     :raises ValueError: nothing can: no plain CPU memory, not contiguous and not
         in rows that are, or a block is there twice
     """
+    if on_gpu and isinstance(memory, torch.Tensor) and memory.device.type == "cuda":
+        check_sendable(memory, on_gpu=True)
+        return memory
     found = memory if isinstance(memory, KVBlocks) else rows_of(memory) or memory
     if not isinstance(found, KVBlocks):
         bytes_of(found)
@@ -153,12 +156,14 @@ def memory_of(memory: KVMemory | Runs) -> Memory:
     return memory.memory() if isinstance(memory, KVBlocks) else bytes_of(memory)
 
 
-def spec_in(memory: KVMemory) -> TensorSpec:
-    """Return shape and dtype.
+def spec_in(memory: KVMemory, *, on_gpu: bool = False) -> TensorSpec:
+    """Return shape and dtype; with ``on_gpu`` it may be there too.
 
     :raises ValueError: it cannot be sent
     """
-    return memory.spec if isinstance(memory, KVBlocks) else spec_of(memory)
+    if isinstance(memory, KVBlocks):
+        return memory.spec
+    return spec_of(memory, on_gpu=on_gpu)
 
 
 def tensor_at(memory: KVMemory) -> torch.Tensor:

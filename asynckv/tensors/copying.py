@@ -21,6 +21,7 @@ from asynckv.processes import ProcessBound
 from asynckv.protocol.digests import Digester
 from asynckv.shielding import wait_or_stop
 from asynckv.tensors.blocks import KVMemory, memory_of
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.runs import Runs, copied, landed, pieces_of
 from asynckv.tensors.views import bytes_of, check_sendable, empty_tensor
@@ -39,7 +40,8 @@ _AT_ONCE_TENSORS: Final = 16
 
 _names = itertools.count(1)
 
-_Place: TypeAlias = KVMemory | Runs
+_HostPlace: TypeAlias = KVMemory | Runs
+_Place: TypeAlias = _HostPlace | DeviceMemory
 
 
 class _Stopped(Exception):
@@ -119,6 +121,8 @@ class _Call:
                 if self.stopped:
                     raise _Stopped
             return b""
+        if isinstance(source, DeviceMemory) or isinstance(target, DeviceMemory):
+            raise TypeError("memory of a GPU is a DeviceCopyPool's to copy")
         digester = Digester()
         for piece in _pieces(source, target):
             if self._digest:
@@ -323,14 +327,16 @@ def _is_small(tensors: Sequence[_Place] | Sequence[CopyJob]) -> bool:
     return sum(tensor.nbytes for tensor in tensors) <= _AT_ONCE_NBYTES
 
 
-def _pieces(source: _Place, target: _Place | None) -> Iterator[memoryview]:
+def _pieces(source: _HostPlace, target: _HostPlace | None) -> Iterator[memoryview]:
     """Copy piece by piece, and yield each piece's bytes while they are hot."""
     if isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor | None):
         return _tensor_pieces(source, target)
     return _block_pieces(source, target)
 
 
-def _block_pieces(source: _Place, target: _Place | None) -> Iterator[memoryview]:
+def _block_pieces(
+    source: _HostPlace, target: _HostPlace | None
+) -> Iterator[memoryview]:
     if target is None:
         origin = memory_of(source)
         for start in range(0, origin.nbytes, _PIECE_NBYTES):
@@ -347,7 +353,7 @@ def _block_pieces(source: _Place, target: _Place | None) -> Iterator[memoryview]
         yield from copied(memory_of(source), memory_of(target), _PIECE_NBYTES)
 
 
-def _check_equal(source: _Place, target: _Place) -> None:
+def _check_equal(source: _HostPlace, target: _HostPlace) -> None:
     if isinstance(source, Runs) or isinstance(target, Runs):
         if source.nbytes != target.nbytes:
             raise ValueError(f"{source.nbytes} bytes are not {target.nbytes}")

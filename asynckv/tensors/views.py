@@ -18,6 +18,7 @@ __all__ = (
     "MISSING_DTYPES",
     "bytes_of",
     "check_into",
+    "check_landing_place",
     "check_sendable",
     "dtype_of",
     "empty_tensor",
@@ -69,12 +70,12 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Return shape and dtype of ``tensor``.
+def spec_of(tensor: torch.Tensor, *, on_gpu: bool = False) -> TensorSpec:
+    """Return shape and dtype of ``tensor``; with ``on_gpu`` it may be there too.
 
     :raises ValueError: if it cannot be sent (see :func:`check_sendable`)
     """
-    check_sendable(tensor)
+    check_sendable(tensor, on_gpu=on_gpu)
     name = _NAMES.get(tensor.dtype)
     return TensorSpec(tuple(tensor.shape), name or str(tensor.dtype))
 
@@ -88,17 +89,22 @@ def spec_like(shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
     return TensorSpec(tuple(shape), name)
 
 
-def check_sendable(tensor: torch.Tensor) -> None:
+def check_sendable(tensor: torch.Tensor, *, on_gpu: bool = False) -> None:
     """Refuse what has no plain bytes in CPU memory; any strides will do.
 
+    With ``on_gpu`` also contiguous memory of a GPU has.
+
     :raises ValueError: for sparse, quantised and nested tensors, and for
-        tensors on any device but the CPU
+        tensors on any other device
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ValueError(f"a {tensor.layout} tensor cannot be sent: make it dense")
     if tensor.is_quantized:
         raise ValueError("a quantised tensor cannot be sent: send its int_repr()")
-    if tensor.device.type != "cpu":
+    if on_gpu and tensor.device.type == "cuda":
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise ValueError("a tensor on a GPU is not contiguous: use .contiguous()")
+    elif tensor.device.type != "cpu":
         raise ValueError(f"a tensor on {tensor.device} cannot be sent: use .cpu()")
 
 
@@ -178,13 +184,24 @@ def empty_tensor(spec: TensorSpec) -> torch.Tensor:
     return flat.view(dtype_of(spec.dtype)).view(spec.shape)
 
 
+def check_landing_place(into: torch.Tensor, *, on_gpu: bool = False) -> None:
+    """Refuse memory that no tensor can land in; with ``on_gpu`` a GPU's is welcome.
+
+    :raises ValueError: it is not plain memory, or not contiguous
+    """
+    if on_gpu and into.device.type == "cuda":
+        check_sendable(into, on_gpu=True)
+    else:
+        bytes_of(into)
+
+
 def check_into(into: torch.Tensor, spec: TensorSpec, name: str) -> None:
     """Refuse memory that cannot take the tensor ``name`` as it is.
 
     :raises ValueError: if shape or dtype differ, or the memory is not plain
         contiguous CPU memory
     """
-    found = spec_of(into)
+    found = spec_of(into, on_gpu=True)
     if found != spec:
         raise ValueError(
             f"into[{name!r}] is {found.dtype} {found.shape}, "
