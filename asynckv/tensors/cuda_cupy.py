@@ -94,10 +94,14 @@ def _mapped(runtime: Any, doing: str) -> Iterator[None]:
 
 
 class CupyEvent:
-    """An event, closed by hand: who closes it decides on which thread."""
+    """An event, closed by hand: who closes it decides on which thread.
 
-    def __init__(self, runtime: Any, handle: int) -> None:
+    One with an ``owner`` is the owner's: closing it only lets that go.
+    """
+
+    def __init__(self, runtime: Any, handle: int, owner: object = None) -> None:
         self._runtime = runtime
+        self._owner = owner
         self.handle = handle
 
     def record(self, stream: Stream) -> None:
@@ -121,7 +125,8 @@ class CupyEvent:
 
     def close(self) -> None:
         handle, self.handle = self.handle, 0
-        if handle:
+        owner, self._owner = self._owner, None
+        if handle and owner is None:
             with _mapped(self._runtime, "destroy an event"):
                 self._runtime.eventDestroy(handle)
 
@@ -211,6 +216,14 @@ class CupyCuda:
         with _mapped(self._runtime, "make an event"):
             handle = int(self._runtime.eventCreateWithFlags(flags))
         return CupyEvent(self._runtime, handle)
+
+    def adopt_event(self, handle: int, owner: object) -> CupyEvent:
+        """Return ``owner``'s event of that handle, which stays the owner's."""
+        return CupyEvent(self._runtime, handle, owner)
+
+    def adopt_stream(self, handle: int, device: int) -> CupyStream:
+        """Return a stream that is another's: it must not be closed here."""
+        return CupyStream(self._runtime, handle, device)
 
     def open_event(self, handle: bytes) -> CupyEvent:
         with _mapped(self._runtime, "open another process's event"):

@@ -1,0 +1,141 @@
+"""Tensors of a GPU as plain bytes of it, and the streams of whoever uses them.
+
+A seam: :class:`TorchTensors` is it over torch and CuPy,
+:mod:`asynckv.testing.fake_gpus` without a GPU. Below it nobody knows torch, above it
+nobody knows addresses. What is called on a caller's own thread (an event loop's too)
+never waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, Stream
+from asynckv.tensors.cuda_cupy import CupyCuda, open_cuda
+from asynckv.tensors.views import dtype_of
+from asynckv.types import TensorSpec
+
+__all__ = ("DeviceTensors", "Gpus", "TorchTensors", "gpu_of", "open_gpus")
+
+
+class DeviceTensors(Protocol):
+    """Tensors of GPUs: where their bytes lie, and when they may be touched."""
+
+    def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
+        """Return the bytes of a contiguous tensor of a GPU, which it owns. Never waits.
+
+        They are ready when all has ended that this thread's current stream of the
+        GPU was given until now: reads as well, so that they may be written then.
+        Whoever moves them closes ``ready`` after that.
+
+        :raises ValueError: it is not on a GPU, or its memory is not its elements
+            in order
+        :raises GPUFailed: CUDA refused
+        """
+
+    def tensor_over(self, memory: DeviceMemory, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor whose memory is the first bytes of ``memory``, not copied.
+
+        It keeps the owner of ``memory`` alive, as its views do. On no event loop:
+        the first one makes torch start CUDA.
+
+        :raises ValueError: there are too few bytes, or this torch lacks the dtype
+        """
+
+    def follow(self, event: Event, device: int) -> None:
+        """Let this thread's current stream wait for ``event`` before what comes next.
+
+        The thread does not wait.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpus:
+    """The GPUs of this process: CUDA, and tensors on it."""
+
+    cuda: CudaApi
+    tensors: DeviceTensors
+
+
+def gpu_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of the GPU that ``tensor`` is on; ``None`` for any other place.
+
+    CUDA is not asked.
+    """
+    device = tensor.device
+    return device.index if device.type == "cuda" else None
+
+
+def open_gpus() -> Gpus:
+    """Return the real ones. Imports CuPy, so not on an event loop.
+
+    :raises GPUUnavailable: CuPy, a driver or a GPU is missing
+    """
+    cuda = open_cuda()
+    if not isinstance(cuda, CupyCuda):
+        raise TypeError(f"{cuda!r} cannot adopt torch's streams")
+    return Gpus(cuda, TorchTensors(cuda))
+
+
+class _Adopting(Protocol):
+    """CUDA that takes what torch has made: closing it leaves torch's alone."""
+
+    def adopt_event(self, handle: int, owner: object) -> Event: ...
+
+    def adopt_stream(self, handle: int, device: int) -> Stream: ...
+
+
+class TorchTensors:
+    """:class:`DeviceTensors` of torch, whose streams and events CUDA adopts."""
+
+    def __init__(self, cuda: _Adopting) -> None:
+        self._cuda = cuda
+
+    def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
+        device = gpu_of(tensor)
+        if device is None:
+            raise ValueError(f"a tensor on {tensor.device} is on no GPU")
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise ValueError("the memory of the tensor is not its elements in order")
+        # Recorded by torch: it switches to the stream's GPU, whose default stream has
+        # the same handle as those of all others.
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(device))
+        ready = self._cuda.adopt_event(int(mark.cuda_event), mark)
+        nbytes = tensor.numel() * tensor.element_size()
+        return DeviceMemory(tensor.data_ptr(), nbytes, device, tensor, ready)
+
+    def tensor_over(self, memory: DeviceMemory, spec: TensorSpec) -> torch.Tensor:
+        dtype = dtype_of(spec.dtype)
+        if memory.nbytes < spec.nbytes:
+            raise ValueError(f"{memory.nbytes} bytes cannot hold {spec.nbytes}")
+        device = torch.device("cuda", memory.device)
+        if not spec.nbytes:
+            return torch.empty(spec.shape, dtype=dtype, device=device)
+        lent = torch.as_tensor(_Lent(memory, spec.nbytes), device=device)
+        return lent.view(dtype).view(spec.shape)
+
+    def follow(self, event: Event, device: int) -> None:
+        stream = torch.cuda.current_stream(device)
+        with torch.cuda.device(device):  # the default streams of all have one handle
+            self._cuda.adopt_stream(int(stream.cuda_stream), device).wait(event)
+
+
+class _Lent:
+    """Bytes of a GPU as torch takes them: as uint8, which every dtype can be seen as.
+
+    Torch's tensor refers to this object, and so to the memory's owner.
+    """
+
+    def __init__(self, memory: DeviceMemory, nbytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "strides": None,
+            "version": 3,
+        }

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from asynckv.errors import GPUUnavailable
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.cuda_cupy import CupyCuda
+from asynckv.tensors.device_tensors import TorchTensors, gpu_of, open_gpus
+from asynckv.testing.cupy_double import CupyDouble
+from asynckv.types import TensorSpec
+
+
+def tensors_of_torch() -> TorchTensors:
+    return TorchTensors(CupyCuda(CupyDouble()))
+
+
+def test_a_tensor_of_the_host_is_on_no_gpu() -> None:
+    tensor = torch.zeros(4)
+    assert gpu_of(tensor) is None
+    with pytest.raises(ValueError, match="on no GPU"):
+        tensors_of_torch().memory_of(tensor)
+
+
+def test_a_tensor_does_not_fit_over_less_memory_than_it_has() -> None:
+    with pytest.raises(ValueError, match="15 bytes cannot hold 16"):
+        tensors_of_torch().tensor_over(
+            DeviceMemory(4096, 15, 0), TensorSpec((4,), "float32")
+        )
+
+
+def test_without_cupy_no_gpus_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(GPUUnavailable):
+        open_gpus()
+
+
+def test_the_gpus_are_cupys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", CupyDouble())
+    assert isinstance(open_gpus().tensors, TorchTensors)
