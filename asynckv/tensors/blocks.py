@@ -13,7 +13,13 @@ import numpy.typing
 import torch
 
 from asynckv.tensors.runs import Memory, Runs, runs_in
-from asynckv.tensors.views import bytes_of, check_into, check_sendable, spec_of
+from asynckv.tensors.views import (
+    bytes_of,
+    check_into,
+    check_landing_place,
+    check_sendable,
+    spec_of,
+)
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -121,7 +127,7 @@ def landing_of(memory: KVMemory, *, on_gpu: bool = False) -> KVMemory:
         in rows that are, or a block is there twice
     """
     if on_gpu and isinstance(memory, torch.Tensor) and memory.device.type == "cuda":
-        check_sendable(memory, on_gpu=True)
+        check_landing_place(memory, on_gpu=True)
         return memory
     found = memory if isinstance(memory, KVBlocks) else rows_of(memory) or memory
     if not isinstance(found, KVBlocks):

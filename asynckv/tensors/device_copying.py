@@ -1,8 +1,8 @@
-"""Copies between memory of a GPU and any other, and their digests, off the event loop.
+"""Copies between memory of a GPU and any other, and digests, off the event loop.
 
-Between two places of a GPU the bytes never leave it, but to be digested. To and from the
-host they go through pinned memory, piece by piece, so that one piece is digested while
-the next is on its way.
+Between two places of a GPU the bytes never leave it, but to be digested. To and from
+the host they go through pinned memory, piece by piece, so that one piece is digested
+while the next is on its way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from asynckv.tensors.device_regions import region_behind
 from asynckv.tensors.device_tensors import Gpus, gpu_of
 from asynckv.tensors.devices import Device
 from asynckv.tensors.jobs import CopyJob
-from asynckv.tensors.runs import Memory, Runs, landed, pieces_of
+from asynckv.tensors.runs import Memory, Runs, copied, landed, pieces_of
+from asynckv.tensors.views import spec_of
 from asynckv.types import TensorSpec
 
 __all__ = ("EDGE_NBYTES", "DeviceCopyPool")
@@ -97,13 +98,21 @@ class DeviceCopyPool(CopyPool):
         ends = self._end(source), None if target is None else self._end(target)
         return _DeviceCopy(self.lanes, self._device.index, *ends, digest=digest)
 
+    def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Let the GPU put a tensor's elements in order, on the caller's own stream."""
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return tensor
+        dense = self._device.empty(spec_of(tensor, on_gpu=True))
+        with torch.inference_mode():
+            return dense.copy_(tensor)
+
     def _end(self, place: _Place) -> _End:
         if isinstance(place, DeviceMemory):
             return (place,)
         if isinstance(place, KVBlocks) and gpu_of(place.pool) is not None:
             return _blocks_of(place, self._opened().tensors.memory_of(place.pool))
         if isinstance(place, torch.Tensor) and gpu_of(place) is not None:
-            return (self._opened().tensors.memory_of(place),)
+            return (self._opened().tensors.memory_of(self._dense(place)),)
         return place
 
 
@@ -180,9 +189,17 @@ class _DeviceCopy(CopyJob):
             for _ in pieces if host is None else landed(pieces, host):
                 yield
             self._note(reading, source)
-        elif isinstance(target, tuple):
-            yield from _to_gpu(lane, memory_of(_dense(_host(source))), target, reading)
+            return
+        origin = memory_of(_dense(_host(source)))
+        if isinstance(target, tuple):
+            yield from _to_gpu(lane, origin, target, reading)
             self._note(reading, target)
+            return
+        # Beside others of the same call that are on the GPU.
+        for piece in _on_host(origin, target):
+            reading.add(piece)
+            yield
+        self.digest = reading.digest() if self._is_digested else b""
 
     def _note(self, reading: _Reading, place: tuple[DeviceMemory, ...]) -> None:
         self.digest = reading.digest() if self._is_digested else b""
@@ -246,6 +263,14 @@ def _host(end: _End | None) -> KVMemory | Runs:
     return end
 
 
+def _on_host(origin: Memory, target: KVMemory | Runs | None) -> Iterator[memoryview]:
+    if target is not None:
+        yield from copied(origin, memory_of(target), SLOT_NBYTES)
+        return
+    for start in range(0, origin.nbytes, SLOT_NBYTES):
+        yield from pieces_of(origin, start, min(start + SLOT_NBYTES, origin.nbytes))
+
+
 def _dense(memory: KVMemory | Runs) -> KVMemory | Runs:
     if isinstance(memory, torch.Tensor):
         return memory.detach().resolve_conj().resolve_neg().contiguous()
@@ -290,7 +315,7 @@ def _overlaps(
 def _from_gpu(
     lane: DeviceLane, source: tuple[DeviceMemory, ...]
 ) -> Iterator[memoryview]:
-    """Yield the bytes, piece by piece; each is there until the next one is asked for."""
+    """Yield the bytes, piece by piece; each is there until the next is asked for."""
     waiting: tuple[memoryview, Callable[[], None]] | None = None
     for part in source:
         for start in range(0, part.nbytes, SLOT_NBYTES):

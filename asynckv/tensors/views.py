@@ -92,7 +92,7 @@ def spec_like(shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
 def check_sendable(tensor: torch.Tensor, *, on_gpu: bool = False) -> None:
     """Refuse what has no plain bytes in CPU memory; any strides will do.
 
-    With ``on_gpu`` also contiguous memory of a GPU has.
+    With ``on_gpu`` memory of a GPU will do too.
 
     :raises ValueError: for sparse, quantised and nested tensors, and for
         tensors on any other device
@@ -101,10 +101,7 @@ def check_sendable(tensor: torch.Tensor, *, on_gpu: bool = False) -> None:
         raise ValueError(f"a {tensor.layout} tensor cannot be sent: make it dense")
     if tensor.is_quantized:
         raise ValueError("a quantised tensor cannot be sent: send its int_repr()")
-    if on_gpu and tensor.device.type == "cuda":
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            raise ValueError("a tensor on a GPU is not contiguous: use .contiguous()")
-    elif tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" and not (on_gpu and tensor.device.type == "cuda"):
         raise ValueError(f"a tensor on {tensor.device} cannot be sent: use .cpu()")
 
 
@@ -191,6 +188,8 @@ def check_landing_place(into: torch.Tensor, *, on_gpu: bool = False) -> None:
     """
     if on_gpu and into.device.type == "cuda":
         check_sendable(into, on_gpu=True)
+        if not into.is_contiguous() or into.is_conj() or into.is_neg():
+            raise ValueError("the tensor is not contiguous")
     else:
         bytes_of(into)
 
