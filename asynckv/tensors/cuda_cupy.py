@@ -94,14 +94,10 @@ def _mapped(runtime: Any, doing: str) -> Iterator[None]:
 
 
 class CupyEvent:
-    """An event, closed by hand: who closes it decides on which thread.
+    """An event, closed by hand: who closes it decides on which thread."""
 
-    One with an ``owner`` is the owner's: closing it only lets that go.
-    """
-
-    def __init__(self, runtime: Any, handle: int, owner: object = None) -> None:
+    def __init__(self, runtime: Any, handle: int) -> None:
         self._runtime = runtime
-        self._owner = owner
         self.handle = handle
 
     def record(self, stream: Stream) -> None:
@@ -125,10 +121,17 @@ class CupyEvent:
 
     def close(self) -> None:
         handle, self.handle = self.handle, 0
-        owner, self._owner = self._owner, None
-        if handle and owner is None:
+        if handle:
             with _mapped(self._runtime, "destroy an event"):
                 self._runtime.eventDestroy(handle)
+
+    def hold_back(self, stream: int) -> None:
+        """As :meth:`CupyStream.wait` of the stream that CUDA calls so, whosever it is.
+
+        The default stream is that of this thread's device.
+        """
+        with _mapped(self._runtime, "let a stream wait"):
+            self._runtime.streamWaitEvent(stream, self.handle)
 
 
 class CupyStream:
@@ -216,14 +219,6 @@ class CupyCuda:
         with _mapped(self._runtime, "make an event"):
             handle = int(self._runtime.eventCreateWithFlags(flags))
         return CupyEvent(self._runtime, handle)
-
-    def adopt_event(self, handle: int, owner: object) -> CupyEvent:
-        """Return ``owner``'s event of that handle, which stays the owner's."""
-        return CupyEvent(self._runtime, handle, owner)
-
-    def adopt_stream(self, handle: int, device: int) -> CupyStream:
-        """Return a stream that is another's: it must not be closed here."""
-        return CupyStream(self._runtime, handle, device)
 
     def open_event(self, handle: bytes) -> CupyEvent:
         with _mapped(self._runtime, "open another process's event"):

@@ -13,12 +13,13 @@ from typing import Protocol
 
 import torch
 
+from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, Stream
-from asynckv.tensors.cuda_cupy import CupyCuda, open_cuda
+from asynckv.tensors.cuda_cupy import CupyEvent, open_cuda
 from asynckv.tensors.views import dtype_of
 from asynckv.types import TensorSpec
 
-__all__ = ("DeviceTensors", "Gpus", "TorchTensors", "gpu_of", "open_gpus")
+__all__ = ("DeviceTensors", "Gpus", "TorchEvent", "TorchTensors", "gpu_of", "open_gpus")
 
 
 class DeviceTensors(Protocol):
@@ -29,7 +30,8 @@ class DeviceTensors(Protocol):
 
         They are ready when all has ended that this thread's current stream of the
         GPU was given until now: reads as well, so that they may be written then.
-        Whoever moves them closes ``ready`` after that.
+        Whoever moves them asks ``ready`` for that and closes it; CUDA's own streams
+        cannot wait for it.
 
         :raises ValueError: it is not on a GPU, or its memory is not its elements
             in order
@@ -74,25 +76,40 @@ def open_gpus() -> Gpus:
 
     :raises GPUUnavailable: CuPy, a driver or a GPU is missing
     """
-    cuda = open_cuda()
-    if not isinstance(cuda, CupyCuda):
-        raise TypeError(f"{cuda!r} cannot adopt torch's streams")
-    return Gpus(cuda, TorchTensors(cuda))
+    return Gpus(open_cuda(), TorchTensors())
 
 
-class _Adopting(Protocol):
-    """CUDA that takes what torch has made: closing it leaves torch's alone."""
+class TorchEvent:
+    """A mark in one of torch's own streams; CUDA's other streams do not wait for it."""
 
-    def adopt_event(self, handle: int, owner: object) -> Event: ...
+    def __init__(self, mark: torch.cuda.Event) -> None:
+        self._mark: torch.cuda.Event | None = mark
 
-    def adopt_stream(self, handle: int, device: int) -> Stream: ...
+    def record(self, stream: Stream) -> None:
+        raise TypeError("an event of torch's is recorded by torch")
+
+    def query(self) -> bool:
+        try:
+            return self._mark is None or bool(self._mark.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as exc:  # what torch raises for errors of CUDA
+            raise GPUFailed(f"work on the GPU failed: {exc}") from exc
+
+    def synchronize(self) -> None:
+        if self._mark is not None:
+            try:
+                self._mark.synchronize()
+            except RuntimeError as exc:
+                raise GPUFailed(f"work on the GPU failed: {exc}") from exc
+
+    def export(self) -> bytes:
+        raise TypeError("an event of torch's stays in its process")
+
+    def close(self) -> None:
+        self._mark = None
 
 
 class TorchTensors:
-    """:class:`DeviceTensors` of torch, whose streams and events CUDA adopts."""
-
-    def __init__(self, cuda: _Adopting) -> None:
-        self._cuda = cuda
+    """:class:`DeviceTensors` of torch. CuPy is not needed for them."""
 
     def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
         device = gpu_of(tensor)
@@ -104,8 +121,8 @@ class TorchTensors:
         # the same handle as those of all others.
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
         mark.record(torch.cuda.current_stream(device))
-        ready = self._cuda.adopt_event(int(mark.cuda_event), mark)
         nbytes = tensor.numel() * tensor.element_size()
+        ready = TorchEvent(mark)
         return DeviceMemory(tensor.data_ptr(), nbytes, device, tensor, ready)
 
     def tensor_over(self, memory: DeviceMemory, spec: TensorSpec) -> torch.Tensor:
@@ -119,9 +136,11 @@ class TorchTensors:
         return lent.view(dtype).view(spec.shape)
 
     def follow(self, event: Event, device: int) -> None:
+        if not isinstance(event, CupyEvent):
+            raise TypeError(f"not an event of CuPy's: {event!r}")
         stream = torch.cuda.current_stream(device)
         with torch.cuda.device(device):  # the default streams of all have one handle
-            self._cuda.adopt_stream(int(stream.cuda_stream), device).wait(event)
+            event.hold_back(int(stream.cuda_stream))
 
 
 class _Lent:

@@ -113,17 +113,7 @@ def test_it_fits_the_seam() -> None:
     assert cuda.device_count() == 0
 
 
-def test_an_adopted_event_stays_its_owners(cupy: CupyDouble) -> None:
-    owner = object()
-    left = sys.getrefcount(owner)
-    event = CupyCuda(cupy).adopt_event(7, owner)
-    event.close()
-    assert sys.getrefcount(owner) == left
-    assert ("eventDestroy", 7) not in cupy.calls
-
-
-def test_an_adopted_stream_waits_for_our_event(cupy: CupyDouble) -> None:
+def test_an_event_holds_a_stream_back_that_is_not_ours(cupy: CupyDouble) -> None:
     cupy.answers["eventCreateWithFlags"] = 9
-    cuda = CupyCuda(cupy)
-    cuda.adopt_stream(5, 0).wait(cuda.event())
+    CupyCuda(cupy).event().hold_back(5)
     assert ("streamWaitEvent", 5, 9) in cupy.calls

@@ -7,14 +7,13 @@ import torch
 
 from asynckv.errors import GPUUnavailable
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.cuda_cupy import CupyCuda
 from asynckv.tensors.device_tensors import TorchTensors, gpu_of, open_gpus
 from asynckv.testing.cupy_double import CupyDouble
 from asynckv.types import TensorSpec
 
 
 def tensors_of_torch() -> TorchTensors:
-    return TorchTensors(CupyCuda(CupyDouble()))
+    return TorchTensors()
 
 
 def test_a_tensor_of_the_host_is_on_no_gpu() -> None:

@@ -1,0 +1,128 @@
+"""Tensors of GPUs that are not there.
+
+They say that they are on a GPU, and lie in the memory of a fake process: what reads
+them as if they were the host's is refused as torch refuses it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from asynckv.errors import GPUFailed
+from asynckv.tensors.cuda import DeviceMemory, Event
+from asynckv.tensors.device_tensors import Gpus, gpu_of
+from asynckv.tensors.views import tensor_over
+from asynckv.testing.fake_gpus.fabric import FakeProcess
+from asynckv.testing.fake_gpus.streams import FakeStream
+from asynckv.types import TensorSpec
+
+__all__ = ("FakeTensor", "FakeTensors", "fake_gpus_of")
+
+
+class FakeTensor(torch.Tensor):
+    """A tensor that says it is on a GPU. What is made of it says so too."""
+
+    gpu: int = 0
+    memory: DeviceMemory | None = None
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", self.gpu)
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def cpu(self, *args: object, **options: object) -> torch.Tensor:
+        """Copy it to the host at once, as torch does."""
+        return self.as_subclass(torch.Tensor).clone()
+
+
+class FakeTensors:
+    """Fits :class:`~asynckv.tensors.device_tensors.DeviceTensors`.
+
+    Each GPU has one current stream, as if nobody ever changed it: :meth:`stream`.
+    """
+
+    def __init__(self, process: FakeProcess) -> None:
+        self._process = process
+        self._streams: dict[int, FakeStream] = {}
+        self._lock = threading.Lock()
+
+    def stream(self, device: int) -> FakeStream:
+        """Return the stream that a caller uses."""
+        cuda = self._process.cuda
+        with self._lock:
+            if device not in self._streams:
+                before = cuda.device
+                cuda.use_device(device)
+                self._streams[device] = cuda.stream()
+                cuda.use_device(before)
+            return self._streams[device]
+
+    def empty(self, spec: TensorSpec, device: int = 0) -> torch.Tensor:
+        """Allocate a tensor; it stays until its process ends."""
+        cuda = self._process.cuda
+        before = cuda.device
+        cuda.use_device(device)
+        memory = cuda.malloc(max(spec.nbytes, 1))
+        cuda.use_device(before)
+        return self.tensor_over(memory, spec)
+
+    def on_gpu(self, tensor: torch.Tensor, device: int = 0) -> torch.Tensor:
+        """Return a copy on a GPU."""
+        name = str(tensor.dtype).removeprefix("torch.")
+        made = self.empty(TensorSpec(tuple(tensor.shape), name), device)
+        made.as_subclass(torch.Tensor).copy_(tensor)
+        return made
+
+    def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
+        device = gpu_of(tensor)
+        if device is None:
+            raise ValueError(f"a tensor on {tensor.device} is on no GPU")
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise ValueError("the memory of the tensor is not its elements in order")
+        nbytes = tensor.numel() * tensor.element_size()
+        ready = self._process.cuda.event()
+        ready.record(self.stream(device))
+        address = self._address(tensor.data_ptr(), nbytes)
+        return DeviceMemory(address, nbytes, device, tensor, ready)
+
+    def tensor_over(self, memory: DeviceMemory, spec: TensorSpec) -> torch.Tensor:
+        if memory.nbytes < spec.nbytes:
+            raise ValueError(f"{memory.nbytes} bytes cannot hold {spec.nbytes}")
+        flat = tensor_over(self._process.cuda.view(memory), spec)
+        made = flat.as_subclass(FakeTensor)
+        made.gpu = memory.device
+        made.memory = memory
+        return made
+
+    def follow(self, event: Event, device: int) -> None:
+        self.stream(device).wait(event)
+
+    def _address(self, place: int, nbytes: int) -> int:
+        """Return what the GPU calls memory that lies at ``place`` here."""
+        space = self._process.space
+        for allocation in space.allocations():
+            start = place - int(allocation.array.ctypes.data)
+            is_within = 0 <= start <= allocation.array.nbytes - nbytes
+            if allocation.device >= 0 and is_within:
+                return space.bases_of(allocation)[0] + start
+        if not nbytes:
+            return 0
+        raise GPUFailed("a tensor that lies in no memory of this process's GPUs")
+
+
+def fake_gpus_of(process: FakeProcess) -> Gpus:
+    """Return what a process has in place of real GPUs."""
+    return Gpus(process.cuda, FakeTensors(process))
