@@ -99,7 +99,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             waiting=self.room.entries,
         )
         self.admission = Admission(self.ledger, self.room)
-        self.sharing = Sharing(self._arena, self.room.change)
+        self.sharing = Sharing(self._arena, self.room.change, self._growth.drop_soon)
         self._consumer = LocalConsumer(
             self.ledger.leases, self.pool, self.fingerprint, self._check_loop
         )

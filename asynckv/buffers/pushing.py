@@ -29,8 +29,9 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
-from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of
+from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.runs import Memory, joined
 from asynckv.tensors.views import spec_of
 
@@ -44,7 +45,7 @@ async def dense(tensor: torch.Tensor, pool: CopyPool) -> torch.Tensor:
     """Return ``tensor`` if its memory is its elements in order, else a copy."""
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor.detach()
-    copy = pool.empty(spec_of(tensor))
+    copy = pool.host_empty(spec_of(tensor))
     await pool.copy([tensor], [copy], digest=False)
     return copy
 
@@ -53,6 +54,10 @@ async def lendable(memory: KVMemory, pool: CopyPool) -> KVMemory:
     """Return what lanes can read as it lies: ``memory`` itself, if it is blocks or
     dense, or a tensor of contiguous rows; else a copy.
     """
+    if gpu_of(memory.pool if isinstance(memory, KVBlocks) else memory) is not None:
+        copy = pool.host_empty(spec_in(memory, on_gpu=True))
+        await pool.copy([memory], [copy], digest=False)
+        return copy
     if isinstance(memory, KVBlocks):
         return memory
     return rows_of(memory) or await dense(memory, pool)

@@ -81,7 +81,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         draft = make_draft(
             input_tokens,
             roi,
-            await specs_in(named),
+            await specs_in(named, on_gpu=self._is_on_gpu),
             entry_id=entry_id,
             fingerprint=None,
             ttl_s=ttl_s,
@@ -115,7 +115,8 @@ class RemoteLookupBuffer(KVLookupBuffer):
             min_matched_tokens=min_matched_tokens,
         )
         consumer = self._consumer
-        return PendingSelect(consumer.take, consumer.borrow, query, check_targets(into))
+        targets = check_targets(into, on_gpu=self._is_on_gpu)
+        return PendingSelect(consumer.take, consumer.borrow, query, targets)
 
     async def peek(
         self, input_tokens: TokenIds | None = None, roi: TokenIds | None = None
@@ -193,7 +194,8 @@ class RemoteLookupBuffer(KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        async with self._consumer.stream(query, check_targets(into)) as stream:
+        targets = check_targets(into, on_gpu=self._is_on_gpu)
+        async with self._consumer.stream(query, targets) as stream:
             yield stream
 
     def statistics(self) -> RemoteStatistics:
@@ -212,6 +214,10 @@ class RemoteLookupBuffer(KVLookupBuffer):
     def abort(self) -> None:
         """Abort the peer."""
         self._peer.abort()
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._peer.on_gpu is not None
 
     async def _insert(
         self,

@@ -146,6 +146,7 @@ class Server(LoopBound):
         buffers = [b for b in (self._lookup, self._store) if b is not None]
         for buffer in buffers:
             buffer._check_loop()
+            await buffer.open()
         fingerprints = {b.fingerprint for b in buffers if b.fingerprint is not None}
         if len(fingerprints) > 1:
             raise ConfigError("lookup and store have different fingerprints")

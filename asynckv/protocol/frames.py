@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.pin_frames import Pin, Pinned
@@ -441,6 +442,7 @@ OpeningFrame: TypeAlias = (
     | Pin
     | JoinGroup
     | OpenMap
+    | OpenIpc
     | OpenPipe
 )
 
@@ -458,6 +460,8 @@ Frame: TypeAlias = (
     | OpeningFrame
     | Mappable
     | Mapped
+    | Exported
+    | Imported
     | Grant
     | Done
     | Riders

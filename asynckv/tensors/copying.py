@@ -136,7 +136,7 @@ class CopyPool(ProcessBound):
     """A few threads that copy tensors and digest them.
 
     They are started when there is work for them, and end soon after there is none.
-    ``empty`` makes tensors to copy into.
+    ``empty`` makes tensors to copy into, ``host_empty`` those that lanes can read.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class CopyPool(ProcessBound):
         empty: Callable[[TensorSpec], torch.Tensor] = empty_tensor,
     ) -> None:
         self._own()
-        self.empty = empty
+        self.empty = self.host_empty = empty
         self._max_threads = threads
         self._threads = 0
         self._closed = False

@@ -23,7 +23,7 @@ from asynckv.tensors.device_tensors import Gpus, gpu_of
 from asynckv.tensors.devices import Device
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.runs import Memory, Runs, copied, landed, pieces_of
-from asynckv.tensors.views import spec_of
+from asynckv.tensors.views import empty_tensor, spec_of
 from asynckv.types import TensorSpec
 
 __all__ = ("EDGE_NBYTES", "DeviceCopyPool")
@@ -55,6 +55,7 @@ class DeviceCopyPool(CopyPool):
         empty: Callable[[TensorSpec], torch.Tensor],
     ) -> None:
         super().__init__(threads, empty=empty)
+        self.host_empty = empty_tensor
         self._device = device
         self._opened = opened
         self.lanes = DeviceLanes(opened)
@@ -82,6 +83,19 @@ class DeviceCopyPool(CopyPool):
         jobs = [self._job(tensor, None, True) for tensor in tensors]
         del tensors
         return await self._do(jobs)
+
+    async def edges(self, places: Sequence[DeviceMemory]) -> list[bytes]:
+        """Return the digest of the first and last bytes of each place, read back.
+
+        A cancelled call ends when the GPU is done with it.
+        """
+        job = _EdgesRead(self.lanes, self._device.index, list(places))
+        del places
+        try:
+            await self.make_and_run(lambda: [job])
+        finally:
+            job.places = []
+        return job.edges
 
     async def _do(self, jobs: list[_DeviceCopy]) -> list[bytes]:
         # Never on the loop, however few bytes there are: a GPU may keep one waiting.
@@ -206,6 +220,47 @@ class _DeviceCopy(CopyJob):
         region = region_behind(place[0]) if len(place) == 1 else None
         if region is not None:
             region.edges = reading.edges()
+
+
+class _EdgesRead(CopyJob):
+    """The first and last bytes of many places, brought to the host together."""
+
+    def __init__(
+        self, lanes: DeviceLanes, device: int, places: list[DeviceMemory]
+    ) -> None:
+        self.places = places
+        self.edges: list[bytes] = []
+        self._lanes = lanes
+        self._device = device
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * EDGE_NBYTES * len(self.places)
+
+    def steps(self) -> Iterator[None]:
+        most = SLOT_NBYTES // (2 * EDGE_NBYTES)
+        with self._lanes.lane(self._device) as lane:
+            for first in range(0, len(self.places), most):
+                self.edges += _read_edges(lane, self.places[first : first + most])
+                yield
+
+
+def _read_edges(lane: DeviceLane, places: list[DeviceMemory]) -> list[bytes]:
+    slot, _ = lane.slot()
+    for number, place in enumerate(places):
+        edge = min(place.nbytes, EDGE_NBYTES)
+        landing = slot.address + 2 * EDGE_NBYTES * number
+        for begin in (place.address, place.address + place.nbytes - edge):
+            if edge:
+                lane.cuda.copy(landing, begin, edge, lane.stream)
+            landing += edge
+    lane.stream.synchronize()
+    found: list[bytes] = []
+    for number, place in enumerate(places):
+        start = 2 * EDGE_NBYTES * number
+        edges = 2 * min(place.nbytes, EDGE_NBYTES)
+        found.append(digest_of(bytes(slot.view[start : start + edges])))
+    return found
 
 
 class _Reading:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.allocator import PageAllocator
 from asynckv.tensors.arena import Pages
-from asynckv.tensors.cuda import DeviceMemory, Event
+from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.tensors.packing import pack, pages_of
@@ -22,13 +23,21 @@ from asynckv.tensors.slab_pages import Place
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.types import TensorSpec
 
-__all__ = ("DeviceAllocation", "DevicePages", "IdleDevice")
+__all__ = (
+    "MARK_NBYTES",
+    "NONCE_NBYTES",
+    "DeviceAllocation",
+    "DevicePages",
+    "IdleDevice",
+)
 
 _LEAST_NBYTES: Final = 2**20
 """Where the whole cannot be had, halves of it are tried down to this."""
 
-_MARK_NBYTES: Final = 512
-"""At the end of it: what is no buffer's, for marks in streams and for nonces."""
+MARK_NBYTES: Final = 512
+"""At the end of it: what is no buffer's, a nonce among it."""
+
+NONCE_NBYTES: Final = 16
 
 
 class DeviceAllocation:
@@ -41,13 +50,16 @@ class DeviceAllocation:
     def __init__(self, gpus: Gpus, memory: DeviceMemory) -> None:
         self.gpus = gpus
         self.memory = memory
-        self.nbytes = memory.nbytes - _MARK_NBYTES
+        self.uuid = gpus.cuda.uuid(memory.device)
+        self.nonce = secrets.token_bytes(NONCE_NBYTES)
+        self.nbytes = memory.nbytes - MARK_NBYTES
         self.mark = memory.part(self.nbytes, memory.nbytes)
         try:
             # Once and first: slow, and a fake moves the bytes to share them.
             self.handle = gpus.cuda.export(memory)
         except GPUFailed:  # no system where memory of a GPU can be shared
             self.handle = b""
+        _write(gpus.cuda, self.mark, self.nonce)
         # As a user's tensor, for what is asked of these: it keeps nothing alive.
         self._sentinel = gpus.tensors.tensor_over(self.mark, TensorSpec((1,), "uint8"))
 
@@ -204,7 +216,7 @@ class DevicePages:
         nbytes = self._max_pages * PAGE_NBYTES
         while True:
             try:
-                memory = gpus.cuda.malloc(nbytes + _MARK_NBYTES)
+                memory = gpus.cuda.malloc(nbytes + MARK_NBYTES)
             except GPUFailed:
                 nbytes = nbytes // 2 // PAGE_NBYTES * PAGE_NBYTES
                 if nbytes < _LEAST_NBYTES:
@@ -212,3 +224,15 @@ class DevicePages:
             else:
                 self._allocation = DeviceAllocation(gpus, memory)
                 return nbytes
+
+
+def _write(cuda: CudaApi, target: DeviceMemory, data: bytes) -> None:
+    """Write a few bytes, and wait until they are there."""
+    stream, pinned = cuda.stream(), cuda.host_alloc(len(data))
+    try:
+        pinned.view[:] = data
+        cuda.copy(target.address, pinned.address, len(data), stream)
+        stream.synchronize()
+    finally:
+        stream.close()
+        cuda.host_free(pinned)

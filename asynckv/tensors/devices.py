@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Final, TypeAlias
@@ -19,6 +20,12 @@ __all__ = ("Device", "DeviceName", "device_named")
 _NAME: Final = re.compile(r"cuda(?::([0-9]{1,4}))?\Z")
 
 
+@functools.cache
+def _gpus_of_this_process() -> Gpus:
+    """Open them once: what was imported is counted by whom it was imported."""
+    return open_gpus()
+
+
 @dataclasses.dataclass(frozen=True)
 class Device:
     """One GPU, not opened yet: ``index`` is its number in this process.
@@ -28,7 +35,7 @@ class Device:
     """
 
     index: int
-    open: Callable[[], Gpus] = open_gpus
+    open: Callable[[], Gpus] = _gpus_of_this_process
     ordinary: Callable[[TensorSpec], torch.Tensor] | None = None
 
     @property

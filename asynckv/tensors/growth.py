@@ -64,7 +64,7 @@ class Growth:
             "wanted": _weakly(self._grow_soon),
             "freed": _weakly(self._look_soon),
             "pinned": _weakly(self._late.watch),
-            "unmapped": _weakly(self._drop_soon),
+            "unmapped": _weakly(self.drop_soon),
         }
         if device is not None:
             self._slabs = on_device = DeviceArena(max_bytes, device, **told)
@@ -168,8 +168,8 @@ class Growth:
             self._slabs.add_slab(slab.result())
             self._changed()
 
-    def _drop_soon(self, idle: IdlePages) -> None:
-        """Unmap slabs in a thread: the system takes its time to clear them."""
+    def drop_soon(self, idle: IdlePages) -> None:
+        """Let memory go in a thread: the system takes its time to clear it."""
         loop = self._loop
         if loop is None or loop.is_closed():
             idle.drop()

@@ -11,6 +11,7 @@ import torch
 
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
+from asynckv.testing.expectations import expect
 from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
 from asynckv.testing.fake_gpus.tensors import FakeTensors
 
@@ -46,7 +47,7 @@ def fake_device(*, seed: int = 0, max_delay: int = 0) -> Iterator[FakeDevice]:
     gpus = FakeGpus(seed=seed, max_delay=max_delay)
     try:
         yield fake_device_of(gpus.process())
-        assert not gpus.faults, gpus.faults
+        expect(not gpus.faults, gpus.faults)
     finally:
         gc.collect()  # tensors in cycles are its process's too
         gpus.close()

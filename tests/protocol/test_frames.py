@@ -5,7 +5,13 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from asynckv.protocol import frames, map_frames, payload_frames, pin_frames
+from asynckv.protocol import (
+    frames,
+    ipc_frames,
+    map_frames,
+    payload_frames,
+    pin_frames,
+)
 from asynckv.protocol.frames import (
     Frame,
     Hello,
@@ -34,6 +40,8 @@ VALUES: dict[str, Any] = {
     "payload_path": "inline",
     "address": "asynckv-0",
     "ticket": b"t" * 16,
+    "uuid": "0123456789abcdef" * 2,
+    "handle": b"h" * 64,
     "found": b"n" * 16,
     "token": b"t" * 16,
     "link_token": b"l" * 32,
@@ -68,7 +76,7 @@ def test_no_two_frames_have_the_same_tag() -> None:
 def test_every_frame_of_the_page_belongs_to_the_union() -> None:
     tagged = [
         value
-        for page in (frames, map_frames, payload_frames, pin_frames)
+        for page in (frames, ipc_frames, map_frames, payload_frames, pin_frames)
         for name in page.__all__
         if isinstance(value := getattr(page, name), type)
         if issubclass(value, msgspec.Struct) and value.__struct_config__.tag

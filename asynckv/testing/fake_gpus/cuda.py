@@ -62,6 +62,8 @@ class FakeCuda:
         with self._gpus.lock:
             self._note_wait_for_gpu("freed")
             allocation = self._space.unmap(memory.address)
+            if allocation not in self._process.owned:
+                raise GPUFailed("the process has ended, and its memory with it", code=4)
             if allocation.users:
                 self._gpus.note("memory was freed while a copy was under way")
             self._process.owned.remove(allocation)
