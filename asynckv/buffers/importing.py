@@ -27,6 +27,7 @@ from asynckv.protocol.handshake import strictest
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.tensors.cuda import Event
 from asynckv.tensors.device_pages import DeviceAllocation
+from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.imports import ImportedAllocation, import_allocation
 from asynckv.tensors.slabs import PAGE_NBYTES
@@ -44,8 +45,9 @@ _LOOK_AGAIN_S: Final = 1e-3
 class ImportedFile:
     """An imported allocation, with the face of a mapped file."""
 
-    def __init__(self, allocation: ImportedAllocation) -> None:
+    def __init__(self, allocation: ImportedAllocation, gpus: Gpus) -> None:
         self.allocation = allocation
+        self.gpus = gpus
         self.nbytes = allocation.nbytes + PAGE_NBYTES
         """As of a file, whose last page is no tensor's."""
 
@@ -56,6 +58,11 @@ class ImportedMemory(MappedMemory):
     ``own`` is memory of this side's own there: the GPU's work on views is marked by it.
     """
 
+    @property
+    def gpus(self) -> Gpus:
+        """What the memory is opened by."""
+        return self.imported.gpus
+
     def __init__(
         self,
         sock: socket.socket,
@@ -63,12 +70,14 @@ class ImportedMemory(MappedMemory):
         digest: MapDigest,
         own: DeviceAllocation,
     ) -> None:
-        self.imported = ImportedFile(allocation)
+        self.imported = ImportedFile(allocation, own.gpus)
         # No file: whoever reads parts of it overrides what reads a file's.
         super().__init__(sock, self.imported, digest)  # type: ignore[arg-type]
-        self.own = own
+        self._own: DeviceAllocation | None = own
         self._is_hung_up = False
         self._lock = threading.Lock()
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+        """Done when the memory is closed here, and the peer told."""
 
     def let_go(self, number: int) -> None:
         """The last view of it is gone. Called by finalizers: in any thread.
@@ -78,7 +87,7 @@ class ImportedMemory(MappedMemory):
         if self._is_copy:
             return
         try:
-            fence = self.own.fence()
+            fence = None if self._own is None else self._own.fence()
         except GPUFailed:
             return  # nobody can know when the GPU leaves it: it stays the peer's loss
         if fence is None or fence.query():
@@ -117,8 +126,16 @@ class ImportedMemory(MappedMemory):
             self._close_now()
 
     def _close_now(self) -> None:
+        self._own = None  # whoever keeps this object keeps no memory
         self.imported.allocation.release()
         self._sock.close()  # which the peer has waited for
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(_set_done, self.closed)
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _close(fence: Event | None) -> None:
@@ -174,6 +191,12 @@ class GpuImports:
 
     def close(self) -> None:
         """Nothing is kept but by links and views."""
+
+    async def aclose(self) -> None:
+        """Wait until what nobody has views of is closed, at most 2 s."""
+        over = [m.closed for m in self._of_link.values() if not m.pins]
+        if over:
+            await asyncio.wait(over, timeout=MAP_S)
 
     async def open(self, link: Link) -> None:
         """Open the memory at the other end of ``link``, if that is the same GPU's.

@@ -98,7 +98,7 @@ class IpcReader(MapReader):
         for record, source in zip(manifest.records, sources, strict=True):
             target = targets.get(record.name)
             if source is not None and target is None and self.views:
-                over = self._imported.own.gpus.tensors.tensor_over
+                over = self._imported.gpus.tensors.tensor_over
                 tensors[record.name] = over(source, record.spec)
                 shown.append(source)
                 continue

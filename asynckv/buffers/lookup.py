@@ -321,4 +321,5 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             finally:  # also if the task is cancelled: nobody is left waiting
                 self.abort()
             await self.room.aclose()
+            await self.sharing.aclose()
             await self._growth.aclose()

@@ -213,6 +213,10 @@ class Mappings:
         if file is not None:
             file.close()
 
+    async def aclose(self) -> None:
+        """As :meth:`close`: the kernel unmaps."""
+        self.close()
+
     async def open(self, link: Link) -> None:
         """Map the memory at the other end of ``link``, if that can be.
 

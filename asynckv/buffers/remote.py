@@ -212,6 +212,7 @@ class Peer(LoopBound):
         finally:  # also if the task is cancelled: nothing stays open
             self.abort()
             with anyio.CancelScope(shield=True):
+                await self._mappings.aclose()
                 await self.memory.aclose()
                 if self.on_gpu is not None:
                     await self.on_gpu.aclose()

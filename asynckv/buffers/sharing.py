@@ -7,6 +7,7 @@ what becomes of the entry, or of the link, is nothing to it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import struct
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PINS: Final = 1024
 """A peer that keeps so many deliveries gets the next ones by its lanes."""
+
+_LEAVE_S: Final = 2.0
 
 _NUMBER: Final = struct.Struct("!Q")
 
@@ -200,6 +203,7 @@ class Sharing:
         drop: Callable[[ShownMemory], None] = lambda memory: None,
     ) -> None:
         self._drop = drop
+        self._left: asyncio.Future[None] | None = None
         self._arena = arena if isinstance(arena, PagedArena) else None
         self.changed = changed
         self._door: FdDoor | None = None
@@ -274,6 +278,8 @@ class Sharing:
         if not self._holders:
             self._close_door()
             self._close_file()
+            if self._left is not None and not self._left.done():
+                self._left.set_result(None)
 
     def close(self) -> None:
         """The memory is not used again: nobody needs to say what he has of it."""
@@ -283,6 +289,15 @@ class Sharing:
         self._close_door()
         if not self._holders:
             self._close_file()
+
+    async def aclose(self) -> None:
+        """Wait, at most 2 s, for peers that have to close memory before it is freed.
+
+        One that keeps views of it, or stands still, keeps the memory.
+        """
+        if self._holders:
+            self._left = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._left}, timeout=_LEAVE_S)
 
     def _close_door(self) -> None:
         door, self._door = self._door, None
