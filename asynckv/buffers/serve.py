@@ -270,6 +270,11 @@ def serve(
     """
     if lookup is None and store is None:
         raise ValueError("nothing to serve: pass lookup=, store= or both")
+    if store is not None and store.is_on_gpu:
+        raise ConfigError(
+            "a store in the memory of a GPU is its own process's alone, so far",
+            hint="leave device out of the StoreBuffer that is served",
+        )
     return Server(
         url,
         lookup,

@@ -57,7 +57,7 @@ class DeviceArena(PagedArena):
     ) -> DeviceRegion:
         return DeviceRegion(
             *(nbytes, self.pins, pages, offset, generation),
-            allocation=self.pages.allocation,
+            device_pages=self.pages,
         )
 
     def _on_heap(self, nbytes: int) -> Region:

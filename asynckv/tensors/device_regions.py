@@ -14,7 +14,7 @@ import torch
 from asynckv.errors import GPUFailed
 from asynckv.tensors.arena import Pages, Region
 from asynckv.tensors.cuda import DeviceMemory, Event
-from asynckv.tensors.device_pages import DeviceAllocation
+from asynckv.tensors.device_pages import DeviceAllocation, DevicePages
 from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.slab_regions import SlabRegion, SlabRegionOwner
 from asynckv.tensors.slabs import PAGE_NBYTES
@@ -68,7 +68,7 @@ class DeviceRegion(SlabRegion):
     ``edges`` is the digest of its first and last bytes, once it was read back.
     """
 
-    __slots__ = ("_allocation", "edges", "fences")
+    __slots__ = ("_device_pages", "edges", "fences")
 
     is_on_device: ClassVar[bool] = True
 
@@ -80,12 +80,13 @@ class DeviceRegion(SlabRegion):
         offset: int,
         generation: int,
         *,
-        allocation: DeviceAllocation,
+        device_pages: DevicePages,
     ) -> None:
         super().__init__(nbytes, owner, pages, offset, generation)
         self.fences: list[Event] = []
         self.edges = b""
-        self._allocation = allocation
+        self._device_pages = device_pages
+        # Not the allocation: whoever still counts a region keeps no memory of a GPU.
 
     @property
     def start(self) -> int:
@@ -117,7 +118,7 @@ class DeviceRegion(SlabRegion):
         :raises RuntimeError: the region was released
         """
         lent = self._lend(is_marked=True)
-        return self._allocation.gpus.tensors.tensor_over(lent, spec)
+        return self._device_pages.allocation.gpus.tensors.tensor_over(lent, spec)
 
     def constant(self, spec: TensorSpec) -> torch.Tensor:
         """As :meth:`tensor`: a GPU has no memory that cannot be written."""
@@ -127,7 +128,7 @@ class DeviceRegion(SlabRegion):
         return self._lend(is_marked=False)
 
     def _lend(self, *, is_marked: bool) -> DeviceMemory:
-        allocation, owner = self._allocation, self._owner
+        allocation, owner = self._device_pages.allocation, self._owner
         if self._is_released or owner is None:
             raise RuntimeError("the region was released")
         keeper = ViewKeeper(self, owner, allocation, is_marked=is_marked)

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _P = ParamSpec("_P")
 _LOOK_AGAIN_S: Final = 1e-3
+_SETTLE_LOOKS: Final = 1000
 
 
 class _Told(TypedDict):
@@ -137,12 +138,26 @@ class Growth:
         self.arena.close()
 
     async def aclose(self) -> None:
-        """Wait until no thread is at a slab. The memory of views stays theirs."""
+        """Wait until no thread is at a slab. The memory of views stays theirs.
+
+        Waits at most 1 s for a GPU to be done with views that have ended.
+        """
         self.close()
+        await self._settle()
         if self._growing is not None:
             await asyncio.wait({self._growing})
         if self._dropping is not None:
             await asyncio.wait({self._dropping})
+
+    async def _settle(self) -> None:
+        if self._slabs is None or self.device_pages is None:
+            return
+        self._slabs.collect()
+        for _ in range(_SETTLE_LOOKS):
+            if not self._slabs.pins.is_waiting:
+                return
+            await asyncio.sleep(_LOOK_AGAIN_S)  # nobody is told when a GPU is done
+            self._slabs.collect()
 
     def _grow_soon(self) -> None:
         if self._growing is not None:

@@ -14,6 +14,7 @@ from asynckv.tensors.devices import Device
 from asynckv.testing.expectations import expect
 from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
 from asynckv.testing.fake_gpus.tensors import FakeTensors
+from asynckv.types import TensorSpec
 
 __all__ = ("FakeDevice", "fake_device", "fake_device_of")
 
@@ -31,11 +32,15 @@ class FakeDevice:
         return self.tensors.on_gpu(tensor)
 
 
-def fake_device_of(process: FakeProcess) -> FakeDevice:
-    """Return the first GPU of a fake process."""
+def fake_device_of(process: FakeProcess, index: int = 0) -> FakeDevice:
+    """Return a GPU of a fake process."""
     tensors = FakeTensors(process)
     gpus = Gpus(process.cuda, tensors)
-    return FakeDevice(process, tensors, Device(0, lambda: gpus, tensors.empty))
+
+    def empty(spec: TensorSpec) -> torch.Tensor:
+        return tensors.empty(spec, index)
+
+    return FakeDevice(process, tensors, Device(index, lambda: gpus, empty))
 
 
 @contextlib.contextmanager

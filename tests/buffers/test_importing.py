@@ -174,3 +174,34 @@ async def test_a_cancelled_select_gives_the_entry_back(pair: Pair) -> None:
     select = pair.peer.lookup.drop_select
     await sweep_cancellation(lambda: select([1]), check, before=fill)
     await until(lambda: not pair.buffer.statistics().used_bytes)
+
+
+async def test_who_has_no_gpu_gets_entries_through_host_memory(pair: Pair) -> None:
+    async with connect(pair.peer.url, max_bytes="16MiB") as plain:
+        assert plain.transport != "cuda_ipc"
+        for nbytes in (64, MIB):
+            await pair.buffer.insert([1], None, noise(nbytes), None, None)
+            entry = await plain.lookup.drop_select([1])
+            assert isinstance(entry.key, torch.Tensor) and not entry.key.is_cuda
+            assert is_same(entry.key, noise(nbytes))
+
+
+async def test_what_is_on_another_gpu_comes_through_host_memory(pair: Pair) -> None:
+    others = FakeGpus(2)
+    theirs = fake_device_of(others.process(), 1)
+    async with connect(pair.peer.url, device=theirs.device) as other:
+        await pair.buffer.insert([1], None, noise(MIB), None, None)
+        entry = await other.lookup.drop_select([1])
+        assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
+        assert is_same(entry.key, noise(MIB)) and other.transport != "cuda_ipc"
+        del entry
+    others.close()
+
+
+@pytest.mark.parametrize("nbytes", [64, MIB])
+async def test_a_peer_inserts_into_memory_of_a_gpu(pair: Pair, nbytes: int) -> None:
+    key = pair.theirs.tensor(noise(nbytes))
+    await pair.peer.lookup.insert([1], None, key, None, None)
+    entry = await pair.buffer.drop_select([1])
+    assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
+    assert is_same(entry.key, noise(nbytes))
