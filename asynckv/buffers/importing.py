@@ -73,11 +73,17 @@ class ImportedMemory(MappedMemory):
         self.imported = ImportedFile(allocation, own.gpus)
         # No file: whoever reads parts of it overrides what reads a file's.
         super().__init__(sock, self.imported, digest)  # type: ignore[arg-type]
-        self._own: DeviceAllocation | None = own
+        self._ours: DeviceAllocation | None = own
+        self._going: set[int] = set()
         self._is_hung_up = False
         self._lock = threading.Lock()
         self.closed: asyncio.Future[None] = self._loop.create_future()
         """Done when the memory is closed here, and the peer told."""
+
+    @property
+    def has_views(self) -> bool:
+        """Has anybody here any? Those that the GPU is not done with do not count."""
+        return len(self._live) > len(self._going)
 
     def let_go(self, number: int) -> None:
         """The last view of it is gone. Called by finalizers: in any thread.
@@ -87,13 +93,14 @@ class ImportedMemory(MappedMemory):
         if self._is_copy:
             return
         try:
-            fence = None if self._own is None else self._own.fence()
+            fence = None if self._ours is None else self._ours.fence()
         except GPUFailed:
             return  # nobody can know when the GPU leaves it: it stays the peer's loss
-        if fence is None or fence.query():
-            _close(fence)
+        if fence is None:
             super().let_go(number)
             return
+        # Not asked here: a finalizer may have come in the middle of another call.
+        self._going.add(number)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._let_go_later, number, fence)
 
@@ -104,6 +111,7 @@ class ImportedMemory(MappedMemory):
             return
         if is_over:
             fence.close()
+            self._going.discard(number)
             super().let_go(number)
         else:
             self._loop.call_later(_LOOK_AGAIN_S, self._let_go_later, number, fence)
@@ -126,7 +134,7 @@ class ImportedMemory(MappedMemory):
             self._close_now()
 
     def _close_now(self) -> None:
-        self._own = None  # whoever keeps this object keeps no memory
+        self._ours = None  # whoever keeps this object keeps no memory
         self.imported.allocation.release()
         self._sock.close()  # which the peer has waited for
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -136,11 +144,6 @@ class ImportedMemory(MappedMemory):
 def _set_done(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _close(fence: Event | None) -> None:
-    if fence is not None:
-        fence.close()
 
 
 class _Asking:
@@ -194,7 +197,7 @@ class GpuImports:
 
     async def aclose(self) -> None:
         """Wait until what nobody has views of is closed, at most 2 s."""
-        over = [m.closed for m in self._of_link.values() if not m.pins]
+        over = [m.closed for m in self._of_link.values() if not m.has_views]
         if over:
             await asyncio.wait(over, timeout=MAP_S)
 

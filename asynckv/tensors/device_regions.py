@@ -100,8 +100,10 @@ class DeviceRegion(SlabRegion):
     def is_quiet(self) -> bool:
         """Has the GPU done all it was given before the views of it ended?"""
         try:
-            while self.fences and self.fences[-1].query():
-                self.fences.pop().close()
+            for fence in tuple(self.fences):  # a finalizer may add one meanwhile
+                if fence.query():
+                    self.fences.remove(fence)
+                    fence.close()
         except GPUFailed:
             return False
         return not self.fences

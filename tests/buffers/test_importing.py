@@ -17,7 +17,7 @@ from asynckv.buffers.serve import serve
 from asynckv.errors import ChecksumError
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.views import MISSING_DTYPES, tensor_from
+from asynckv.tensors.views import MISSING_DTYPES, bytes_of, tensor_from
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
@@ -85,7 +85,7 @@ async def test_an_entry_is_copied_from_one_process_to_the_other_on_the_gpu(
 async def test_a_copy_of_every_dtype_has_the_same_bytes(pair: Pair) -> None:
     for name in DTYPES:
         spec = TensorSpec((MIB // DTYPE_NBYTES[name],), name)
-        value = tensor_from(memoryview(noise(MIB).numpy()), spec)
+        value = tensor_from(bytes_of(noise(MIB)), spec)
         await pair.buffer.insert([1], None, pair.ours.tensor(value), None, None)
         entry = await pair.peer.lookup.drop_select([1])
         assert isinstance(entry.key, torch.Tensor)
@@ -165,6 +165,7 @@ async def test_a_cancelled_select_gives_the_entry_back(pair: Pair) -> None:
     async def check(k: int, mode: CancelMode, outcome: Outcome[KVEntry]) -> None:
         if outcome.cancelled:
             entry = await pair.peer.lookup.drop_select([1])
+            assert isinstance(entry.key, torch.Tensor)
             assert is_same(entry.key, noise(MIB))
 
     async def fill() -> None:

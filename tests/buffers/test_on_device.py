@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError, GPUUnavailable
@@ -28,6 +29,11 @@ from asynckv.testing.store_conformance import STORE_CHECKS
 
 def has_cupy() -> bool:
     return importlib.util.find_spec("cupy") is not None
+
+
+def only(entry: KVEntry) -> torch.Tensor:
+    assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
+    return entry.key
 
 
 @pytest.fixture
@@ -113,7 +119,7 @@ async def test_what_is_inserted_is_read_when_it_is_ready(gpu: FakeDevice) -> Non
         to, source = gpu.tensors.memory_of(key), gpu.tensors.memory_of(made)
         gpu.process.cuda.copy(to.address, source.address, MIB, stream)
         await buffer.insert([1], None, key, None, None)
-        assert is_same((await buffer.drop_select([1])).key, noise(MIB))
+        assert is_same(only(await buffer.drop_select([1])), noise(MIB))
 
 
 async def test_tensors_of_the_buffers_own_memory_are_inserted_where_they_are(
@@ -124,4 +130,4 @@ async def test_tensors_of_the_buffers_own_memory_are_inserted_where_they_are(
         key.copy_(noise(MIB + 8))
         await buffer.insert([1], None, key, None, None)  # a copy has no room
         del key
-        assert is_same((await buffer.drop_select([1])).key, noise(MIB + 8))
+        assert is_same(only(await buffer.drop_select([1])), noise(MIB + 8))
