@@ -77,7 +77,9 @@ class IpcReader(MapReader):
         if self.memory.digest != "edges" or not parts.edges:
             return
         there = [source for source in sources if source is not None]
-        found = iter(await self._device_pool.edges(there))
+        reading = self._device_pool.edges(there)
+        del there  # an error's traceback would keep the peer's memory in use
+        found = iter(await reading)
         edges = [b"" if place is None else next(found) for place in parts.places]
         if edges_in(parts.places, edges) != parts.edges:
             raise ChecksumError(
@@ -114,13 +116,20 @@ class IpcReader(MapReader):
             tensors[record.name] = tensor_at(place)
         is_full = self.memory.digest == "full"
         copying = self._device_pool.copy(origins, places, digest=is_full)
-        origins = []  # an error's traceback would keep the peer's memory in use
-        copied = iter(await copying)
-        if is_full:
-            found = iter(await self._device_pool.digest(shown))
-            for record in manifest.records:
-                is_view = record.name not in copies
-                verify(record, next(found) if is_view else next(copied))
+        # An error's traceback would keep the peer's memory in use.
+        source, origins = None, []
+        try:
+            copied = iter(await copying)
+            if is_full:
+                found = iter(await self._device_pool.digest(shown))
+                for record in manifest.records:
+                    is_view = record.name not in copies
+                    verify(record, next(found) if is_view else next(copied))
+        except BaseException:
+            tensors.clear()
+            raise
+        finally:
+            shown.clear()
         return tensors
 
 

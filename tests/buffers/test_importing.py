@@ -190,7 +190,7 @@ async def test_who_has_no_gpu_gets_entries_through_host_memory(pair: Pair) -> No
 async def test_what_is_on_another_gpu_comes_through_host_memory(pair: Pair) -> None:
     others = FakeGpus(2)
     theirs = fake_device_of(others.process(), 1)
-    async with connect(pair.peer.url, device=theirs.device) as other:
+    async with connect(pair.peer.url, device=theirs.device, max_bytes="16MiB") as other:
         await pair.buffer.insert([1], None, noise(MIB), None, None)
         entry = await other.lookup.drop_select([1])
         assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
