@@ -25,7 +25,7 @@ from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
-from asynckv.tensors.cuda import Event
+from asynckv.tensors.cuda import IPC_HANDLE_NBYTES, Event
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.growth import Growth
@@ -264,6 +264,8 @@ class GpuImports:
         """Open it in a thread; a cancelled call closes it there again."""
 
         def work() -> tuple[ImportedAllocation, bytes]:
+            if len(exported.handle) != IPC_HANDLE_NBYTES:
+                raise GPUFailed(f"a handle of {len(exported.handle)} bytes is none")
             allocation = import_allocation(
                 *(own.gpus.cuda, own.memory.device),
                 *(exported.handle, exported.nbytes),

@@ -14,7 +14,7 @@ from asynckv.protocol.values import Count, Id, Token
 
 __all__ = ("Exported", "Imported", "OpenIpc")
 
-_Uuid = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_Uuid = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class Exported(_Base, frozen=True, tag="exported"):
 
     address: Id
     ticket: Token
-    handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    handle: Annotated[bytes, msgspec.Meta(max_length=64)]
     nbytes: Count
     digest: Literal["full", "edges", "off"] = "edges"
 

@@ -18,12 +18,9 @@ def test_what_can_be_survives_the_wire() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        OpenIpc(UUID[1:]),
-        OpenIpc(UUID.upper()),
-        OpenIpc(f"{UUID}\n"),
+        OpenIpc("0" * 65),
         Exported("a" * 257, b"", b"h" * 64, 1),
         Exported("a", b"t" * 17, b"h" * 64, 1),
-        Exported("a", b"", b"h" * 63, 1),
         Exported("a", b"", b"h" * 65, 1),
         Exported("a", b"", b"h" * 64, -1),
         Imported(b"n" * 65),
