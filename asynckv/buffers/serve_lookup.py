@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asynckv.buffers.entries import EntryState
+import torch
+
+from asynckv.buffers.entries import EntryState, Part
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import TOKEN_NBYTES
 from asynckv.buffers.serve_insert import ServedInsert
+from asynckv.buffers.serve_ipc import ServedIpc
 from asynckv.buffers.serve_map import ServedMap
 from asynckv.buffers.serve_select import ServedSelect, query_of
 from asynckv.buffers.serve_writer import ServedWriter
 from asynckv.buffers.sharing import MapDigest, MapHolder
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
-from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
+from asynckv.errors import (
+    AsyncKVError,
+    BufferClosed,
+    PeerLost,
+    RemoteProtocolError,
+)
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.failures import to_failure
@@ -32,9 +41,12 @@ from asynckv.protocol.frames import (
     Taken,
     Withdraw,
 )
+from asynckv.protocol.ipc_frames import OpenIpc
 from asynckv.protocol.map_frames import OpenMap
 
 __all__ = ("Answered", "LookupService")
+
+logger = logging.getLogger(__name__)
 
 
 class Answered:
@@ -108,6 +120,7 @@ class LookupService:
         self.predecessors: tuple[LookupService, ...] = ()
         self.is_leaving = False
         self._charged_bytes = 0
+        self._hoisting = asyncio.Lock()
         self._inserts: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended_callback: Callable[[], None] | None = None
@@ -157,8 +170,8 @@ class LookupService:
             case Settle(entry_id=entry_id, token=token):
                 book = self.buffer.ledger.book
                 return self._answer(stream, book.was_acknowledged(entry_id, token))
-            case OpenMap():
-                return self._open_map(stream)
+            case OpenMap() | OpenIpc():
+                return self._show_memory(stream, frame)
             case Taken(entry_id=entry_id):
                 return _ServedTaken(self, stream, entry_id)
             case _:
@@ -187,6 +200,26 @@ class LookupService:
         task = self.run(run(), f"insert of {entry_id}")
         self._inserts[task] = entry_id, nbytes
         return task
+
+    def hoist(
+        self, part: Part, copied: Callable[[torch.Tensor], None]
+    ) -> asyncio.Task[None]:
+        """Copy a part that is on a GPU to host memory: one of each peer at a time."""
+        return self.run(self._hoist(part, copied), f"copy of {part.name}")
+
+    async def _hoist(self, part: Part, copied: Callable[[torch.Tensor], None]) -> None:
+        async with self._hoisting:
+            if part.region is None:
+                return
+            pool = self.buffer.pool
+            copy = pool.host_empty(part.spec)
+            try:
+                await pool.copy([part.region.place(part.spec)], [copy], digest=False)
+            except (AsyncKVError, RuntimeError) as exc:
+                logger.error("an entry cannot be read from its GPU", exc_info=exc)
+                self.link.abort()
+                return
+            copied(copy)
 
     async def after_predecessors(self) -> None:
         """Wait until nothing of the peer's link before this one is left.
@@ -247,10 +280,14 @@ class LookupService:
         stream.close()
         return Answered()
 
-    def _open_map(self, stream: LinkStream) -> StreamHandler:
+    def _show_memory(
+        self, stream: LinkStream, frame: OpenMap | OpenIpc
+    ) -> StreamHandler:
         if self._asked_to_map:
             raise RemoteProtocolError("a link maps memory once")
         self._asked_to_map = True
+        if isinstance(frame, OpenIpc):
+            return ServedIpc(self, stream, frame)
         return ServedMap(self, stream)
 
     def _peek(self, key: bytes) -> int:

@@ -184,7 +184,8 @@ class ServedSelect(msgspec.Struct, eq=False):
             link.call_when_drained(self._offer_if_due)
             return
         try:
-            self._offering = make_offer(link, self._stream, lease, holder)
+            hoist = self.payer.hoist
+            self._offering = make_offer(link, self._stream, lease, holder, hoist=hoist)
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.
             self.payer.loop.call_soon(self._fail, exc)

@@ -116,9 +116,7 @@ class Scenario:
             lambda: self._is_empty() or self._is_too_much(), self.world.now + longest_s
         )
         if self._is_empty():
-            self.world.run(
-                lambda: not self.watch.charges(), self.world.now + _HEARD_S
-            )
+            self.world.run(lambda: not self.watch.charges(), self.world.now + _HEARD_S)
             self.watch.look_at_rest()
         else:
             self.watch.complain(f"left: {self._statistics()}")
