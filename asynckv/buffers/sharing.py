@@ -27,7 +27,7 @@ from asynckv.tensors.shared_file import SharedFile
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 
-__all__ = ("MAX_PINS", "MapDigest", "MapHolder", "Pin", "Sharing")
+__all__ = ("MAX_PINS", "MapDigest", "MapHolder", "Pin", "Sharing", "ShownMemory")
 
 logger = logging.getLogger(__name__)
 

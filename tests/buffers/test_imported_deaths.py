@@ -112,6 +112,7 @@ async def test_two_processes_hand_an_entry_over_on_one_gpu(
         assert await line_of(consumer) == "1.0"
 
 
+@pytest.mark.trust
 async def test_a_consumer_that_is_killed_with_its_views_leaves_them(
     kind: GpuKind, producer: asyncio.subprocess.Process
 ) -> None:
@@ -129,6 +130,7 @@ async def test_a_consumer_that_is_killed_with_its_views_leaves_them(
         assert await line_of(consumer) == "1.0"  # it came back
 
 
+@pytest.mark.trust
 async def test_views_outlive_an_exporter_that_is_killed(
     kind: GpuKind, producer: asyncio.subprocess.Process
 ) -> None:

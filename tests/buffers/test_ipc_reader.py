@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import torch
+
+from asynckv.buffers.ipc_reader import IpcReader
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.serve import serve
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_devices import fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.lookup_checks.values import MIB, noise
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+
+@pytest.fixture
+def gpus() -> Iterator[FakeGpus]:
+    gpus = FakeGpus()
+    yield gpus
+    for _ in range(2):  # the first lets views go, the second what they were of
+        gc.collect()
+    gpus.close()
+    assert not gpus.faults
+
+
+@pytest.fixture
+async def buffer(gpus: FakeGpus) -> AsyncIterator[LookupBuffer]:
+    device = fake_device_of(gpus.process()).device
+    async with LookupBuffer("16MiB", device=device, drain_s=0) as buffer:
+        yield buffer
+
+
+@pytest.fixture
+async def peer(gpus: FakeGpus, buffer: LookupBuffer) -> AsyncIterator[Peer]:
+    device = fake_device_of(gpus.process()).device
+    async with (
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+        connect(server.url, device=device, max_bytes="16MiB") as peer,
+    ):
+        yield peer
+
+
+async def test_a_part_lands_in_host_memory_where_the_caller_wants_it_there(
+    buffer: LookupBuffer, peer: Peer
+) -> None:
+    await buffer.insert([1], None, noise(MIB), None, None)
+    into = {"key": torch.zeros(MIB, dtype=torch.uint8)}
+    entry = await peer.lookup.drop_select([1], into=into)
+    assert entry.key is into["key"] and is_same(into["key"], noise(MIB))
+
+
+async def test_what_rode_along_is_on_the_gpu_beside_what_lies_there(
+    buffer: LookupBuffer, peer: Peer
+) -> None:
+    await buffer.insert([1], None, noise(MIB), None, noise(0))
+    async with peer.lookup.drop_select([1]) as entry:
+        assert entry.hidden is not None and entry.hidden.is_cuda
+        assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+
+
+def test_nothing_of_it_is_in_memory_of_the_host() -> None:
+    assert not IpcReader.is_in_host
