@@ -175,7 +175,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         return seconds
 
     def check_device(self) -> None:
-        """Refuse a ``kv_buffer_device`` that there is no buffer on.
+        """Refuse a ``kv_buffer_device`` that connectors have no buffer on.
 
         :raises ConfigError: it is not the CPU
         """
