@@ -10,7 +10,7 @@ from asynckv.buffers.lifting import lift, lift_all, on_host
 from asynckv.buffers.manifest import Manifest
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import TensorRecord
-from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.views import spec_of
@@ -74,5 +74,9 @@ async def test_a_place_that_does_not_fit_is_refused(
 
 def test_only_places_of_the_host_take_bytes_from_a_socket(gpu: FakeDevice) -> None:
     there, here = gpu.tensor(noise(64).view(4, 16)), noise(8)
-    places = {"key": there, "value": KVBlocks(there, [1]), "hidden": here}
+    places: dict[str, KVMemory] = {
+        "key": there,
+        "value": KVBlocks(there, [1]),
+        "hidden": here,
+    }
     assert on_host(places) == {"hidden": here}

@@ -32,7 +32,9 @@ def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
 
 
 def region_in(arena: DeviceArena) -> DeviceRegion:
-    (region,) = arena.allocate([MIB]) or [None]
+    regions = arena.allocate([MIB])
+    assert regions is not None
+    (region,) = regions
     assert isinstance(region, DeviceRegion)
     return region
 
