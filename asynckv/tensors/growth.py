@@ -23,7 +23,6 @@ from asynckv.tensors.paged_arena import IdlePages, PagedArena
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import has_slabs
-from asynckv.tensors.views import empty_tensor
 
 __all__ = ("Growth",)
 
@@ -74,8 +73,7 @@ class Growth:
             self._slabs = SlabArena(max_bytes, **told)
             watch_forks(self._slabs.pins)
         self.arena = self._slabs or HeapArena(max_bytes)
-        ordinary = empty_tensor if device is None else device.empty
-        self.lending = Lending(self.arena, ordinary)
+        self.lending = Lending(self.arena, None if device is None else device.empty)
         self._changed = changed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._growing: _Slab | None = None

@@ -21,15 +21,15 @@ __all__ = ("Lending", "allocate_but")
 class Lending:
     """Lends memory of ``arena``, and knows again what was lent.
 
-    ``ordinary`` makes the tensors that are not there.
+    ``ordinary`` makes the tensors that are not there, on the host by default.
     """
 
     def __init__(
         self,
         arena: PagedArena | HeapArena,
-        ordinary: Callable[[TensorSpec], torch.Tensor] = empty_tensor,
+        ordinary: Callable[[TensorSpec], torch.Tensor] | None = None,
     ) -> None:
-        self._ordinary = ordinary
+        self._make_ordinary = ordinary
         self._slabs = arena if isinstance(arena, PagedArena) else None
         self._lent: weakref.WeakValueDictionary[int, SlabRegion] = (
             weakref.WeakValueDictionary()
@@ -71,6 +71,10 @@ class Lending:
         region.hand_out()
         region.release()
         return tensor
+
+    def _ordinary(self, spec: TensorSpec) -> torch.Tensor:
+        make = self._make_ordinary
+        return empty_tensor(spec) if make is None else make(spec)
 
     def regions_of(
         self, tensors: Iterable[KVMemory | KVOnGpu]

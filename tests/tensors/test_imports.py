@@ -29,23 +29,25 @@ def theirs(gpus: FakeGpus) -> FakeDevice:
     return fake_device_of(gpus.process())
 
 
-@pytest.fixture
-def shown(gpus: FakeGpus) -> DeviceAllocation:
+def show(gpus: FakeGpus) -> DeviceAllocation:
+    """Return memory of another process. No fixture: it has to go before the GPUs do."""
     opened = fake_device_of(gpus.process()).device.opened()
     return DeviceAllocation(opened, opened.cuda.malloc(NBYTES))
 
 
 def test_what_is_open_holds_what_its_owner_wrote(
-    theirs: FakeDevice, shown: DeviceAllocation
+    gpus: FakeGpus, theirs: FakeDevice
 ) -> None:
+    shown = show(gpus)
     found = import_allocation(theirs.process.cuda, 0, shown.handle, NBYTES)
     assert found.nonce() == shown.nonce and found.nbytes == shown.nbytes
     found.release()
 
 
 def test_it_is_open_once_and_closed_with_the_last_user(
-    theirs: FakeDevice, shown: DeviceAllocation
+    gpus: FakeGpus, theirs: FakeDevice
 ) -> None:
+    shown = show(gpus)
     cuda = theirs.process.cuda
     first = import_allocation(cuda, 0, shown.handle, NBYTES)
     second = import_allocation(cuda, 0, shown.handle, NBYTES)
@@ -56,7 +58,8 @@ def test_it_is_open_once_and_closed_with_the_last_user(
     assert not cuda._opened
 
 
-def test_another_size_is_refused(theirs: FakeDevice, shown: DeviceAllocation) -> None:
+def test_another_size_is_refused(gpus: FakeGpus, theirs: FakeDevice) -> None:
+    shown = show(gpus)
     first = import_allocation(theirs.process.cuda, 0, shown.handle, NBYTES)
     with pytest.raises(GPUFailed, match="8192"):
         import_allocation(theirs.process.cuda, 0, shown.handle, 8192)
