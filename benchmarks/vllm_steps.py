@@ -58,7 +58,7 @@ _LIMITS: Final = {"nothing pending": 0.05, f"{_IN_FLIGHT} in flight": 0.15}
 class _Request(types.SimpleNamespace):
     """vLLM's request, as far as it is looked at."""
 
-    cache_salt = lora_request = None
+    cache_salt = lora_request = prompt_embeds = None
     mm_features = ()
 
 
@@ -77,7 +77,7 @@ class _Runner:
                 "layerwise": False,
             },
         )
-        engine = KVEngine(engine_id="runner", block_size=32)
+        engine = KVEngine(engine_id="runner", block_size=32, holds_saved_blocks=True)
         self.scheduler: Any = SchedulerRole(
             P2PScheduler(config, engine), sees_all=False
         )
@@ -99,7 +99,7 @@ class _Runner:
         results = self.worker.results()
         self.worker.take_counts()
         if results:
-            self.scheduler.believe(results)
+            self.scheduler.believe(results, results)
         return results
 
     def prefill(self, name: str) -> tuple[_Request, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -16,7 +16,6 @@ from asynckv.abc import (
     KVConnectorWorker,
     KVTransferResults,
     SupportsHandshake,
-    SupportsHeldBlocks,
     SupportsLayerwise,
 )
 from asynckv.connectors.multi_scheduler import MultiMetadata
@@ -24,9 +23,7 @@ from asynckv.connectors.multi_scheduler import MultiMetadata
 __all__ = ("MultiWorker",)
 
 
-class MultiWorker(
-    KVConnectorWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLayerwise
-):
+class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
     """Does what each of its connectors does.
 
     What they finished comes out in ``parts``, each one's apart. In the whole a request
@@ -105,11 +102,6 @@ class MultiWorker(
     async def wait_for_save(self) -> None:
         for child in self.children:
             await child.wait_for_save()
-
-    def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
-        for child in self.children:
-            if isinstance(child, SupportsHeldBlocks):
-                child.let_go_of_blocks(request_ids)
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -11,9 +12,12 @@ from asynckv.connectors.p2p_orders import SaveOrder
 from asynckv.connectors.p2p_saves import P2PSave
 from asynckv.connectors.staging import Staging
 from asynckv.connectors.transfers import Transfers
+from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 
 __all__ = ("P2PLeaving",)
+
+logger = logging.getLogger(__name__)
 
 _FROM_BLOCKS_S: Final = 0.05
 _STEP_S: Final = 0.2
@@ -68,7 +72,7 @@ class P2PLeaving:
         for pause_s in (_FROM_BLOCKS_S, _STEP_S - _FROM_BLOCKS_S):
             await _wait_quiet(saves, pause_s)
             for save in _busy(saves).values():
-                await save.stage(self._staging, self._pool)
+                await self._stage(save)
         await _wait_quiet(_busy(saves), _FROM_BLOCKS_S)
         late = _busy(saves)
         for life in late:
@@ -78,6 +82,14 @@ class P2PLeaving:
         for save in _busy(late).values():
             hang_up(save.order)  # whoever reads blocks for it shall let go of them
         await _wait_quiet(saves, None)
+
+    async def _stage(self, save: P2PSave) -> None:
+        """Copy it, if that can be done: else its blocks are read on, and it fails."""
+        try:
+            await save.stage(self._staging, self._pool)
+        except Exception:
+            request = as_line(save.order.request_id)
+            logger.exception("the save of %s could not be staged", request)
 
 
 def _busy(saves: Mapping[Life, P2PSave]) -> dict[Life, P2PSave]:

@@ -58,6 +58,8 @@ def _multi_scheduler(config: KVTransferConfig, engine: KVEngine) -> MultiSchedul
 
 
 def _multi_worker(config: KVTransferConfig, engine: KVEngine) -> MultiWorker:
+    # Its children take their turns: each is waited for no longer than a step can bear.
+    engine = msgspec.structs.replace(engine, holds_saved_blocks=False)
     return MultiWorker([make_worker(one, engine) for one in children_of(config)])
 
 

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 import torch
 
 from asynckv.buffers.drafts import make_draft
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.pushing import RemoteWriter, dense
+from asynckv.buffers.pushing import RemoteWriter, dense, lendable
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
@@ -18,8 +18,11 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Grant
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.fake_gpus.tensors import FakeTensors
 from asynckv.testing.link_pairs import linked
 from asynckv.testing.pairs import Peers
 from asynckv.types import TensorSpec
@@ -38,6 +41,22 @@ async def test_dense_copies_only_what_is_not_dense() -> None:
     complex_ = torch.ones(2, dtype=torch.complex64) * 1j
     assert torch.equal(await dense(complex_.conj(), pool), complex_.conj())
     pool.close()
+
+
+@pytest.mark.parametrize("read", [dense, lendable])
+async def test_what_is_on_a_gpu_is_read_from_a_copy_in_host_memory(
+    read: Callable[[torch.Tensor, CopyPool], Awaitable[object]],
+) -> None:
+    gpus = FakeGpus(1, seed=1, max_delay=3)
+    process = gpus.process()
+    tensors = FakeTensors(process)
+    pool = CopyPool(stagings=Stagings(lambda: process.cuda, tensors, slots=2))
+    source = torch.arange(3000).reshape(3, 1000)
+    found = await read(tensors.on_gpu(source), pool)
+    assert isinstance(found, torch.Tensor) and not found.is_cuda
+    assert torch.equal(found, source)
+    pool.close()
+    gpus.close()
 
 
 async def test_a_cancelled_put_may_be_made_again_with_other_bytes(

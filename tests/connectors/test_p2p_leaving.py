@@ -144,6 +144,24 @@ async def test_without_room_for_a_copy_a_save_fails_and_who_loads_is_told(
             await ground.end_load(order)
 
 
+async def test_a_copy_that_cannot_be_made_lets_no_block_be_read_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(spec: TensorSpec) -> torch.Tensor:
+        raise RuntimeError(f"no memory for {spec}")
+
+    monkeypatch.setattr("asynckv.connectors.staging.empty_tensor", fail)
+    async with open_p2p("mem", "pull") as ground:
+        buffer, filler = await fill(ground)
+        worker, saving = held(ground, name := ground.new_name())
+        await until_blocked(saving)
+        worker.let_go_of_blocks({f"p {name}"})
+        await saving
+        assert not worker.statistics().saving
+        await buffer.withdraw(filler)
+        assert worker.get_finished().failed_sending == {f"p {name}"}
+
+
 async def test_no_step_waits_for_a_peer_that_does_not_answer_its_dialler() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         async with open_p2p("mem", "push") as ground:

@@ -271,7 +271,12 @@ class _Driver:
         self._parts.put_nowait(reached)
         await done
         if isinstance(self._worker, SupportsHeldBlocks):
-            self._worker.let_go_of_blocks(request_ids)
+            # And of those saved in the same steps, which are waited for too.
+            wanted = request_ids
+            for saved in self._saving.values():
+                if wanted is not None and request_ids and saved & request_ids:
+                    wanted = wanted | saved
+            self._worker.let_go_of_blocks(wanted)
         try:
             while saving := [
                 task

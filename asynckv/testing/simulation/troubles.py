@@ -24,6 +24,11 @@ _KINDS: Final = {
     "crash": 2.0,
     "flip": 2.0,
 }
+_BAD_MEMORY_SHARE: Final = 0.3
+"""In so many runs bits flip more often than all else happens together."""
+_BAD_MEMORY: Final = 25.0
+_FLIPS_FROM: Final = (48, 2048, 2048)
+"""A heartbeat is seldom the only victim: it would take each flip of a quiet link."""
 _LONGEST_S: Final = 20.0
 _AFTERMATH_S: Final = 12.0
 """So long after a fault a link may still be found dead."""
@@ -66,12 +71,15 @@ class Troubles:
         self._restart = restart
         self._chance = machines.world.chance("faults")
         self._server_crashes = self._chance.random() < 0.3
+        self._has_bad_memory = self._chance.random() < _BAD_MEMORY_SHARE
         self._ahead: list[Appointment] = []
         self._ends: list[Callable[[], None]] = []
 
     def schedule(self, begin: float, end: float, count: int) -> None:
         """Let ``count`` faults begin between two times."""
-        kinds, weights = list(_KINDS), list(_KINDS.values())
+        weights = dict(_KINDS)
+        if self._has_bad_memory:
+            weights["flip"] = _BAD_MEMORY
         does: dict[str, Callable[[Node, random.Random], None]] = {
             "cut": self._cut,
             "cut one side": self._cut_one_side,
@@ -83,7 +91,7 @@ class Troubles:
             "flip": self._flip,
         }
         for number in range(count):
-            (kind,) = self._chance.choices(kinds, weights)
+            (kind,) = self._chance.choices([*weights], [*weights.values()])
             at = begin + (end - begin) * self._chance.random()
             chance = self._world.chance(f"fault {number}")
             client = self._chance.choice(self._clients)
@@ -198,11 +206,17 @@ class Troubles:
         self._end_later(node, "starts again", seconds, lambda: self._restart(node))
 
     def _flip(self, client: Node, chance: random.Random) -> None:
-        connection = self._draw_connection(client, chance)
-        if connection is not None:
-            wire = chance.choice((connection.there, connection.back))
-            wire.flips += 1
-            self._note("flip", client, f"{wire.name} will flip a bit", _LONGEST_S)
+        """Let a bit flip: of the most that is carried, as bit errors do, or of any."""
+        found = self._network.between(client.host, self._server.host)
+        wires = [wire for c in found for wire in (c.there, c.back)]
+        if not wires:
+            return
+        (wire,) = chance.choices(wires, [1 + wire.carried_bytes for wire in wires])
+        wire.flips_from = chance.choice(_FLIPS_FROM)
+        wire.flips += 1
+        self._world.call_later(_LONGEST_S, wire.flip_no_more)
+        what = f"a bit of {wire.flips_from} bytes or more"
+        self._note("flip", client, f"{wire.name} will flip {what}", _LONGEST_S)
 
     def _end_later(
         self, node: Node, text: str, seconds: float, end: Callable[[], None]

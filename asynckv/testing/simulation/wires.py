@@ -99,7 +99,9 @@ class Wire:
         self.unread_bytes = 0
         self.slowness = 1.0
         self.flips = 0
-        """How many of the next large slices lose a bit on their way."""
+        """How many of the next slices lose a bit on their way."""
+        self.flips_from = 2 * _TINY
+        """Slices of fewer bytes are spared."""
         self.cut_after: int | None = None
         self.on_cut: Callable[[], None] | None = None
         self.is_dead = False
@@ -108,6 +110,8 @@ class Wire:
         """How long the sender's kernel sends again what nobody acknowledges."""
         self.on_given_up: Callable[[], None] | None = None
         self.on_room: Callable[[], None] | None = None
+        self.carried_bytes = 0
+        """How many bytes have arrived in all."""
         self._delivered = 0
         self._world = world
         self._conditions = conditions
@@ -149,6 +153,10 @@ class Wire:
         self.unread_bytes -= nbytes
         if self.on_room is not None:
             self.on_room()
+
+    def flip_no_more(self) -> None:
+        """Let pass what has not lost a bit by now."""
+        self.flips = 0
 
     def unblock(self) -> None:
         """What was held back arrives."""
@@ -202,6 +210,7 @@ class Wire:
             else:
                 receiver.receive_reset()
             return
+        self.carried_bytes += len(item)
         data = self._flipped(item) if self.flips else item
         text = f"{self.name}: {len(data)} bytes {zlib.crc32(data):08x}"
         self._world.tell("bytes", "", text)
@@ -217,7 +226,7 @@ class Wire:
             self.on_cut()
 
     def _flipped(self, data: bytes) -> bytes:
-        if len(data) < 2 * _TINY:
+        if len(data) < self.flips_from:
             return data
         self.flips -= 1
         place = self._chance.randrange(len(data) * 8)

@@ -260,8 +260,7 @@ class NcclTransport(PayloadTransport):
             self._ending.lose(PeerLost("the peer closed its side"))
         else:
             self._finish()
-            if self._connector is not None:
-                self._connector.close()
+            self._end_pipes(PeerLost("the peer closed its side"))
 
     def _finish(self) -> None:
         """Say that nothing more is offered, once."""
@@ -288,6 +287,8 @@ class NcclTransport(PayloadTransport):
     def _check(self) -> None:
         """Look now and then whether the worker is stuck, until nothing is left."""
         self._worker.check()
+        if self._worker.error is not None:
+            self._lose(self._worker.error)
         if self._ending.error is None or self._is_touching():
             self._watch = self._loop.call_later(_WATCH_S, self._check)
         self._settle()
@@ -301,8 +302,7 @@ class NcclTransport(PayloadTransport):
     def _is_touching(self) -> bool:
         if self._worker.error is not None or self._connector is None:
             return False
-        is_busy = self.sender.is_busy or self.receiver.is_busy
-        return is_busy or not self._connector.is_quiet
+        return self._is_busy() or not self._connector.is_quiet
 
     async def _wait(
         self, is_over: Callable[[], bool], *, timeout_s: float | None = _CLOSE_S
@@ -328,15 +328,26 @@ class NcclTransport(PayloadTransport):
         if self._connector is None:
             self._staging.free()
             return
-        is_busy = self.sender.is_busy or self.receiver.is_busy
-        if self._peer_has_finished and not is_busy:
-            self._connector.close()
-        else:
-            self._connector.abort(PeerLost("the payload transport has ended"))
+        self._end_pipes(PeerLost("the payload transport has ended"))
         self._finish()
         if self._channel is not None:
             self._channel.detach()
         self._loop.call_soon(self._settle)
+
+    def _end_pipes(self, error: Exception) -> None:
+        """End them cleanly, if both sides have done all that was granted.
+
+        What was stopped may still be under way, and the peer may never post it.
+        """
+        if self._connector is None:
+            return
+        if self._peer_has_finished and not self._is_busy():
+            self._connector.close()
+        else:
+            self._connector.abort(error)
+
+    def _is_busy(self) -> bool:
+        return self.sender.is_busy or self.receiver.is_busy
 
     def _take_left(self) -> list[DevicePart]:
         late, self._late = self._late, []

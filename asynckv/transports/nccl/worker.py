@@ -160,14 +160,15 @@ class DeviceWorker:
 
     def open(self, pipe: WorkerPipe, unique_id: bytes) -> None:
         """Open ``pipe``; blocks the thread until the peer opens it too."""
-        self.run(lambda: self._open(pipe, unique_id))
+        if not self.run(lambda: self._open(pipe, unique_id)):
+            pipe.lost(self._error or GPUFailed("the GPU's worker has stopped"))
 
     def abort(self, pipe: WorkerPipe, error: Exception) -> None:
         """End ``pipe`` now; its jobs settle with ``error`` when they are quiet."""
         self.run(lambda: self._fail(pipe, error))
 
     def close(self, pipe: WorkerPipe) -> None:
-        """End ``pipe`` cleanly; it has no operation left that was not done."""
+        """End ``pipe`` cleanly; one with an operation under way is aborted instead."""
         self.run(lambda: self._close(pipe))
 
     def check(self) -> None:
@@ -208,6 +209,14 @@ class DeviceWorker:
     # On the thread.
 
     def _main(self) -> None:
+        try:
+            self._work()
+        except Exception as exc:  # noqa: BLE001 - nothing is polled any more
+            error = GPUFailed(f"its thread has failed: {exc!r}")
+            error.__cause__ = exc
+            self.give_up(error)
+
+    def _work(self) -> None:
         self._busy_since = time.monotonic()
         self.cuda.use_device(self.device)
         idle_s = _LEAST_IDLE_S
@@ -216,8 +225,8 @@ class DeviceWorker:
             self._busy_since = time.monotonic()
             if command is not None:
                 command()
-            elif self._is_stopping and not self._flights:
-                break
+            elif self._is_stopping and not self._commands and not self._flights:
+                break  # in this order: no command comes once it is stopping
             progressed = self._poll() or command is not None
             idle_s = _LEAST_IDLE_S if progressed else min(idle_s * 2, _MOST_IDLE_S)
         self._busy_since = None
@@ -311,23 +320,27 @@ class DeviceWorker:
         self._tell_if_quiet(pipe)
 
     def _close(self, pipe: WorkerPipe) -> None:
-        if pipe.error is None:
-            pipe.error = GPUFailed("the pipe was closed")
+        error = GPUFailed("the pipe was closed")
+        if self._has_flights(pipe):
+            # To destroy waits for what the peer may never post.
+            self._fail(pipe, error)
+        elif pipe.error is None:
+            pipe.error = error
             pipe.destroy()
             if pipe.failed_comm is not None:
                 self.kept.append(pipe.failed_comm)
             self._tell_if_quiet(pipe)
 
+    def _has_flights(self, pipe: WorkerPipe) -> bool:
+        return any(one.pipe is pipe for one in self._flights)
+
     def _tell_if_quiet(self, pipe: WorkerPipe) -> None:
-        if pipe.error is None or any(one.pipe is pipe for one in self._flights):
+        if pipe.error is None or self._has_flights(pipe) or self._error is not None:
             return
         pipe.quiet_by = None
-        with self._lock:
-            with contextlib.suppress(ValueError):
-                self._pipes.remove(pipe)
-            if self._error is not None:
-                return
-        pipe.release()
+        pipe.release()  # where it fails, the worker is given up, and the pipe told so
+        with self._lock, contextlib.suppress(ValueError):
+            self._pipes.remove(pipe)
         pipe.lost(pipe.error)
 
     def _settle(self, flight: _Flight, error: Exception | None) -> None:
@@ -340,4 +353,8 @@ class DeviceWorker:
             if job not in self._jobs:
                 return  # given up meanwhile: somebody was told already
             del self._jobs[job]
-        job.settle(error)
+        try:
+            job.settle(error)
+        except Exception as exc:
+            job.abandon(exc)
+            raise

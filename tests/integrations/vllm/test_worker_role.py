@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from asynckv.abc import (
     KVConnectorWorker,
     KVTransferResults,
     SupportsHandshake,
+    SupportsHeldBlocks,
     SupportsLayerwise,
 )
 from asynckv.integrations.vllm.worker_role import WorkerRole
@@ -127,6 +128,16 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
     def _end(self, ended: KVTransferResults) -> None:
         self.done.append(ended)
         self.callback()
+
+
+class HoldingWorker(Worker, SupportsHeldBlocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: list[Set[str] | None] = []
+
+    def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
+        self.wanted.append(request_ids)
+        self.may_save.set()
 
 
 @pytest.fixture
@@ -244,6 +255,17 @@ def test_nobody_waits_for_the_saves_of_others(role: WorkerRole, worker: Worker) 
     role.wait_quiet({"b"})
     role.wait_quiet(frozenset())
     assert not worker.may_save.is_set()
+
+
+def test_what_was_saved_in_the_same_step_is_let_go_of_too() -> None:
+    worker = HoldingWorker()
+    role = WorkerRole("test", lambda: worker)
+    role.register({}, {})
+    step(role, Orders(saves=(Order("a"), Order("b"))))
+    step(role, Orders(saves=(Order("c"),)))
+    role.wait_quiet({"a"})
+    assert worker.wanted == [{"a", "b"}]
+    role.shutdown()
 
 
 @pytest.mark.parametrize("tells_of_saves", [False, True])

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
+import socket
 
 import pytest
 
@@ -47,3 +50,41 @@ def test_after_healing_everything_works(machines: Machines, troubles: Troubles) 
     assert sum(troubles.kinds.values()) == begun
     assert all(node.process is not None for node in machines.nodes.values())
     assert machines.network._blocked == {}
+
+
+def connect(machines: Machines, count: int) -> None:
+    """Let the client have so many connections to the server."""
+    server, client = machines.nodes["server"], machines.nodes["client1"]
+    with server.inside():
+        listener = socket.socket()
+        listener.bind((server.host, 7000))
+        listener.listen()
+    for _ in range(count):
+        with client.inside(), contextlib.suppress(BlockingIOError):
+            socket.socket().connect((server.host, 7000))
+    machines.world.run(lambda: False, machines.world.now + 1)
+    with server.inside():
+        for _ in range(count):
+            listener.accept()
+
+
+def test_bits_flip_where_bytes_are_carried(
+    machines: Machines, troubles: Troubles
+) -> None:
+    connect(machines, 3)
+    busy = machines.network.connections[1].back
+    busy.carried_bytes = 10**9
+    client = machines.nodes["client1"]
+    for seed in range(20):
+        troubles._flip(client, random.Random(seed))
+    assert busy.flips == 20
+
+
+def test_a_flip_that_nothing_large_was_there_for_is_called_off(
+    machines: Machines, troubles: Troubles
+) -> None:
+    connect(machines, 1)
+    troubles._flip(machines.nodes["client1"], random.Random(1))
+    machines.world.run(lambda: False, machines.world.now + 21)
+    (connection,) = machines.network.connections
+    assert connection.there.flips == connection.back.flips == 0

@@ -90,6 +90,25 @@ def test_a_flip_changes_one_bit() -> None:
     assert [bin(change).count("1") for change in changed] == [1]
 
 
+def test_small_slices_are_spared_a_flip() -> None:
+    stretch = Stretch()
+    stretch.wire.flips, stretch.wire.flips_from = 1, 1001
+    stretch.wire.send(memoryview(PAYLOAD))
+    stretch.run()
+    assert bytes(stretch.sink.data) == PAYLOAD
+    assert stretch.wire.flips == 1
+    assert stretch.wire.carried_bytes == len(PAYLOAD)
+
+
+def test_a_flip_can_be_called_off() -> None:
+    stretch = Stretch()
+    stretch.wire.flips = 1
+    stretch.wire.flip_no_more()
+    stretch.wire.send(memoryview(PAYLOAD))
+    stretch.run()
+    assert bytes(stretch.sink.data) == PAYLOAD
+
+
 def test_a_dead_wire_swallows_everything() -> None:
     stretch = Stretch()
     stretch.wire.send(memoryview(PAYLOAD))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -28,11 +29,26 @@ async def pair(gpus: FakeGpus) -> AsyncIterator[NcclPair]:
         yield made
 
 
+@pytest.fixture
+async def patient_pair(gpus: FakeGpus) -> AsyncIterator[NcclPair]:
+    """Return one whose operations may take as long as they like."""
+    settings = dataclasses.replace(QUICK, patience_s=1000.0)
+    async with opened(gpus, settings) as made:
+        yield made
+
+
 @contextlib.asynccontextmanager
-async def opened(gpus: FakeGpus) -> AsyncIterator[NcclPair]:
+async def opened(
+    gpus: FakeGpus, settings: NcclSettings = QUICK
+) -> AsyncIterator[NcclPair]:
     lost: list[Exception] = []
     made = NcclPair(
-        gpus, lost.append, lost.append, settings=QUICK, stuck_s=0.3, abort_grace_s=0.1
+        gpus,
+        lost.append,
+        lost.append,
+        settings=settings,
+        stuck_s=0.3,
+        abort_grace_s=0.1,
     )
     try:
         await made.open()
@@ -44,7 +60,7 @@ async def opened(gpus: FakeGpus) -> AsyncIterator[NcclPair]:
 @pytest.fixture
 def worker(gpus: FakeGpus) -> Iterator[DeviceWorker]:
     process = gpus.process()
-    made = DeviceWorker(process.cuda, process.nccl, 0, stuck_s=0.05, abort_grace_s=0.05)
+    made = DeviceWorker(process.cuda, process.nccl, 0, stuck_s=0.3, abort_grace_s=0.5)
     yield made
     made.stop()
     gpus.close()

@@ -123,6 +123,35 @@ async def test_a_destroy_that_blocks_does_not_block_the_loop(pair: NcclPair) -> 
     pair.processes[0].nccl.destroy_blocks = False
 
 
+async def test_what_was_stopped_and_is_never_posted_ends_with_the_peer(
+    patient_pair: NcclPair,
+) -> None:
+    pair, part = patient_pair, Part(patient_pair, 1)
+    pair.processes[0].nccl.is_silent = True
+    part.start()
+    await until(lambda: bool(pair.far.receiver.nbytes))
+    for side in (pair.far, pair.near):
+        side.stop(1)
+    await pair.near.aclose()
+    await pair.far.quiesce(1)
+    pair.processes[1].cuda.drop(part.ends[1])
+    assert [worker.health for worker in pair.workers] == ["ok", "ok"]
+    assert not part.told and not pair.gpus.faults
+
+
+async def test_who_has_no_pipe_hears_all_the_same_that_the_worker_was_given_up(
+    pair: NcclPair,
+) -> None:
+    near, worker, pair.channels[0].holds = pair.near, pair.workers[0], True
+    assert near._connector is not None
+    for sending in (True, False):
+        near._connector.break_off(PeerLost("no more"), sending=sending)
+    await until(lambda: near._connector is not None and near._connector.is_quiet)
+    worker.give_up(GPUFailed("stuck"))
+    await until(lambda: near._ending.error is not None)
+    assert near._ending.error is worker.error
+
+
 async def test_a_stopped_peer_is_told_of_by_its_end(pair: NcclPair) -> None:
     part = Part(pair, 1)
     pair.far.receive(1, 0, part.ends[1], lambda _, error: part._tell("far", error))

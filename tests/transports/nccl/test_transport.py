@@ -22,6 +22,33 @@ async def open_pair(
         yield pair
 
 
-@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
+LONG = {
+    "a_cancelled_close_has_closed",
+    "a_quiet_source_may_be_overwritten",
+    "a_quiet_target_is_not_written_to",
+    "an_abort_ends_everything_once_and_soon",
+    "both_directions_move_at_once",
+    "both_sides_may_stop_at_once",
+    "bytes_of_any_size_land",
+    "many_transfers_move_at_once",
+    "memory_is_quiet_when_an_error_is_told",
+    "nothing_is_left_behind",
+    "parts_land_in_their_own_memory_in_any_order",
+}
+CHECKS = [
+    pytest.param(
+        check,
+        id=check.__name__,
+        marks=[pytest.mark.trust] if check.__name__ in LONG else [],
+    )
+    for check in TRANSPORT_CHECKS
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 async def test_it_keeps_the_contract_of_transports(check: TransportCheck) -> None:
     await check(open_pair)
+
+
+def test_what_is_put_off_as_long_is_there() -> None:
+    assert {check.__name__ for check in TRANSPORT_CHECKS} >= LONG

@@ -4,6 +4,7 @@ import contextlib
 import math
 import queue
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -193,3 +194,80 @@ def test_a_stopped_worker_abandons_what_comes(
     told = job.told.get(timeout=5)
     assert isinstance(told, tuple) and told[0] == "abandoned"
     assert not worker.run(lambda: None)
+
+
+def test_a_pipe_that_is_closed_with_an_operation_under_way_is_aborted(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe, job = Pipe(gpus, worker), Moving(worker)
+    worker.issue(pipe, job)
+    worker.close(pipe)
+    assert pipe.calls.get(timeout=5) == "aborted"
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert job in worker.kept
+
+
+def test_a_pipe_that_is_closed_with_none_is_destroyed(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe = Pipe(gpus, worker)
+    worker.close(pipe)
+    assert isinstance(pipe.calls.get(timeout=5), GPUFailed)
+
+
+def test_a_worker_whose_command_fails_is_given_up_and_says_so(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    job, error = Moving(worker), KeyError(7)
+
+    def fail() -> None:
+        raise error
+
+    worker.issue(Pipe(gpus, worker), job)
+    worker.run(fail)
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and told[0] == "abandoned"
+    assert worker.error is not None and worker.error.__cause__ is error
+    assert job in worker.kept
+
+
+def test_who_cannot_settle_a_job_tells_of_it(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    class Unsettled(Moving):
+        def settle(self, error: Exception | None) -> None:
+            raise BufferError("its memory is not there")
+
+    job = Unsettled(worker)
+    job.event.has_fired = True
+    worker.issue(Pipe(gpus, worker), job)
+    told = job.told.get(timeout=5)
+    assert isinstance(told, tuple) and isinstance(told[1], BufferError)
+
+
+def test_a_stopped_worker_opens_nothing_and_says_so(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe = Pipe(gpus, worker)
+    worker.stop()
+    worker.open(pipe, b"")
+    assert isinstance(pipe.calls.get(timeout=5), GPUFailed)
+
+
+def test_what_was_told_right_before_the_stop_is_done(gpus: FakeGpus) -> None:
+    done = threading.Event()
+
+    class Racing(DeviceWorker):
+        """Is told something, and stopped, right after it found nothing to do."""
+
+        def _next(self, idle_s: float) -> Callable[[], None] | None:
+            if self.run(done.set):
+                self.stop()
+                return None
+            return super()._next(idle_s)
+
+    process = gpus.process()
+    worker = Racing(process.cuda, process.nccl, 0)
+    worker.run(lambda: None)
+    assert worker.join(5) and done.is_set()

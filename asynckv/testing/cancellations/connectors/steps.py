@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 import msgspec
@@ -54,30 +55,19 @@ async def a_layer_wait(ground: P2PGround, sweeper: Sweeper) -> None:
 
 async def a_save_wait(ground: P2PGround, sweeper: Sweeper) -> None:
     """Leaves the saves as they are: after another one, blocks may be overwritten."""
-    name = ""
-
-    async def before() -> None:
-        nonlocal name
-        name = ground.new_name()
-        ground.begin_save(name)
-        await sweeper.pause()
-
-    async def wait() -> None:
-        for worker in ground.prefill.workers:
-            await worker.wait_for_save()
-
-    async def check(outcome: Outcome[None]) -> None:
-        await ground.end_save(name)
-        await ground.load(name)
-        await ground.check_quiet()
-
-    await sweeper.sweep("a wait for a save", wait, check, before)
+    await _wait_for_saves(ground, sweeper, "a wait for a save", holds=False)
 
 
 async def a_save_wait_of_an_engine_that_holds_blocks(
     ground: P2PGround, sweeper: Sweeper
 ) -> None:
-    """The same, however long it may take; what is wanted back is let go of."""
+    """The same where the blocks are wanted back while it waits."""
+    await _wait_for_saves(ground, sweeper, "a wait for held blocks", holds=True)
+
+
+async def _wait_for_saves(
+    ground: P2PGround, sweeper: Sweeper, what: str, *, holds: bool
+) -> None:
     name = ""
 
     def hold(is_so: bool) -> None:
@@ -89,23 +79,23 @@ async def a_save_wait_of_an_engine_that_holds_blocks(
     async def before() -> None:
         nonlocal name
         name = ground.new_name()
-        hold(True)
+        hold(holds)
         ground.begin_save(name)
         await sweeper.pause()
 
     async def wait() -> None:
         for worker in ground.prefill.workers:
+            if holds:
+                asyncio.get_running_loop().call_soon(worker.let_go_of_blocks, None)
             await worker.wait_for_save()
 
     async def check(outcome: Outcome[None]) -> None:
-        for worker in ground.prefill.workers:
-            worker.let_go_of_blocks(None)
         hold(False)
         await ground.end_save(name)
         await ground.load(name)
         await ground.check_quiet()
 
-    await sweeper.sweep("a wait for a save from held blocks", wait, check, before)
+    await sweeper.sweep(what, wait, check, before)
 
 
 async def a_save_that_is_staged(ground: P2PGround, sweeper: Sweeper) -> None:
