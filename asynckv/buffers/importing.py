@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
-import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from asynckv.buffers.answers import Answer, fail_by
@@ -25,11 +24,11 @@ from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
-from asynckv.tensors.cuda import IPC_HANDLE_NBYTES, Event
+from asynckv.tensors.cuda import Event
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.imports import ImportedAllocation, import_allocation
+from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation
 from asynckv.tensors.slabs import PAGE_NBYTES
 
 if TYPE_CHECKING:
@@ -76,7 +75,6 @@ class ImportedMemory(MappedMemory):
         self._ours: DeviceAllocation | None = own
         self._going: set[int] = set()
         self._is_hung_up = False
-        self._lock = threading.Lock()
         self.closed: asyncio.Future[None] = self._loop.create_future()
         """Done when the memory is closed here, and the peer told."""
 
@@ -90,19 +88,20 @@ class ImportedMemory(MappedMemory):
 
         The GPU may still read there: the peer is told when it does not any more.
         """
-        if self._is_copy:
+        if self._is_copy or self._ours is None:
             return
         try:
-            fence = None if self._ours is None else self._ours.fence()
+            fence = self._ours.fence()
         except GPUFailed:
             return  # nobody can know when the GPU leaves it: it stays the peer's loss
-        if fence is None:
-            super().let_go(number)
-            return
-        # Not asked here: a finalizer may have come in the middle of another call.
         self._going.add(number)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        try:
+            # Not asked here: a finalizer may have come in the middle of another call.
             self._loop.call_soon_threadsafe(self._let_go_later, number, fence)
+        except RuntimeError:  # the loop is closed, and looks at nothing any more
+            with contextlib.suppress(GPUFailed):
+                fence.synchronize()
+                self._let_go_now(number, fence)
 
     def _let_go_later(self, number: int, fence: Event) -> None:
         try:
@@ -110,33 +109,28 @@ class ImportedMemory(MappedMemory):
         except GPUFailed:
             return
         if is_over:
-            fence.close()
-            self._going.discard(number)
-            super().let_go(number)
+            self._let_go_now(number, fence)
         else:
             self._loop.call_later(_LOOK_AGAIN_S, self._let_go_later, number, fence)
 
-    def _hang_up(self) -> None:
-        with self._lock:
-            if self._is_hung_up:
-                return
-            self._is_hung_up = True
-        try:
-            self._loop.call_soon_threadsafe(self._close_in_thread)
-        except RuntimeError:  # the loop is closed
-            self._close_now()
+    def _let_go_now(self, number: int, fence: Event) -> None:
+        fence.close()
+        self._going.discard(number)
+        super().let_go(number)
 
-    def _close_in_thread(self) -> None:
-        thread = threading.Thread(target=self._close_now, name="asynckv-ipc-close")
-        try:
-            thread.start()
-        except RuntimeError:  # the process has as many threads as it may
+    def _hang_up(self) -> None:
+        """On the loop, or without one."""
+        if self._is_hung_up:
+            return
+        self._is_hung_up = True
+        if self._loop.is_closed():
             self._close_now()
+        else:
+            in_thread(self._close_now)
 
     def _close_now(self) -> None:
         self._ours = None  # whoever keeps this object keeps no memory
-        self.imported.allocation.release()
-        self._sock.close()  # which the peer has waited for
+        _close_both(self._sock, self.imported.allocation)  # as the peer waits for
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(_set_done, self.closed)
 
@@ -226,7 +220,7 @@ class GpuImports:
                 "payload of the link to %s goes through host memory: its memory of a "
                 "GPU cannot be opened: %s",
                 link.peer.id,
-                exc or "no answer",
+                str(exc) or "no answer",  # whoever keeps the error keeps the memory
             )
             return
         self._of_link[link] = memory
@@ -247,7 +241,10 @@ class GpuImports:
                 exported = await asking.exported
                 sock, fd = await fetch_file(exported.address, exported.ticket)
                 os.close(fd)
-                allocation, nonce = await self._import(exported, own)
+                allocation, nonce = await open_allocation(
+                    *(own.gpus.cuda, own.memory.device),
+                    *(exported.handle, exported.nbytes),
+                )
             asking.prove(nonce)
             # From here on the peer may offer what only this memory can show.
             await asking.accepted
@@ -258,77 +255,15 @@ class GpuImports:
         digest = strictest(self._digest, exported.digest)
         return ImportedMemory(sock, allocation, digest, own)
 
-    async def _import(
-        self, exported: Exported, own: DeviceAllocation
-    ) -> tuple[ImportedAllocation, bytes]:
-        """Open it in a thread; a cancelled call closes it there again."""
-
-        def work() -> tuple[ImportedAllocation, bytes]:
-            if len(exported.handle) != IPC_HANDLE_NBYTES:
-                raise GPUFailed(f"a handle of {len(exported.handle)} bytes is none")
-            allocation = import_allocation(
-                *(own.gpus.cuda, own.memory.device),
-                *(exported.handle, exported.nbytes),
-            )
-            try:
-                return allocation, allocation.nonce()
-            except BaseException:
-                allocation.release()
-                raise
-
-        return await _in_thread(work, lambda opened: opened[0].release())
-
 
 def _leave(sock: socket.socket | None, allocation: ImportedAllocation | None) -> None:
     """Close what was begun, in the order that the peer counts on."""
-
-    def work() -> None:
-        if allocation is not None:
-            allocation.release()
-        if sock is not None:
-            sock.close()
-
-    if allocation is None:
-        work()
-    else:
-        threading.Thread(target=work, name="asynckv-ipc-close").start()
+    if sock is not None and allocation is None:
+        sock.close()
+    elif sock is not None and allocation is not None:
+        in_thread(functools.partial(_close_both, sock, allocation))
 
 
-async def _in_thread(
-    work: Callable[[], tuple[ImportedAllocation, bytes]],
-    undo: Callable[[tuple[ImportedAllocation, bytes]], None],
-) -> tuple[ImportedAllocation, bytes]:
-    """Return what ``work`` does, in a thread of its own; undo it if nobody wants it."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[ImportedAllocation, bytes]] = loop.create_future()
-
-    def settle(
-        found: tuple[ImportedAllocation, bytes] | None, error: Exception | None
-    ) -> None:
-        if done.cancelled():
-            if found is not None:
-                threading.Thread(target=undo, args=(found,)).start()
-        elif found is not None:
-            done.set_result(found)
-        elif error is not None:
-            done.set_exception(error)
-
-    def run() -> None:
-        found, error = None, None
-        try:
-            found = work()
-        except Exception as exc:  # noqa: BLE001 - raised on the loop
-            error = exc
-        try:
-            loop.call_soon_threadsafe(settle, found, error)
-        except RuntimeError:  # the loop is closed
-            if found is not None:
-                undo(found)
-
-    threading.Thread(target=run, name="asynckv-ipc-open").start()
-    try:
-        return await done
-    except BaseException:
-        if done.done() and not done.cancelled() and done.exception() is None:
-            threading.Thread(target=undo, args=(done.result(),)).start()
-        raise
+def _close_both(sock: socket.socket, allocation: ImportedAllocation) -> None:
+    allocation.release()
+    sock.close()

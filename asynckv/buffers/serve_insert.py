@@ -15,7 +15,6 @@ from asynckv.buffers.queries import check_mask, check_tokens
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import (
     AsyncKVError,
-    LeaseLost,
     PeerLost,
     RemoteProtocolError,
 )
@@ -32,7 +31,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.tensors.arena import Region
 from asynckv.tensors.runs import fill
-from asynckv.tensors.views import bytes_of
+from asynckv.tensors.views import bytes_of, spec_of
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService
@@ -152,7 +151,7 @@ class _Coming:
         regions = [part.region for part in entry.parts if part.region is not None]
         # What is to be on a GPU comes by host memory, and is told of when it is there.
         self._lifted = {
-            index: (self._pool.host_empty(part.spec), part)
+            index: (self._pool.host_empty(part.spec), part.region)
             for index, part in enumerate(entry.parts)
             if part.region is not None and part.region.is_on_device
         }
@@ -170,16 +169,12 @@ class _Coming:
 
     async def lift(self) -> None:
         """Bring what has come to the GPU that it is to be on."""
-        indices = sorted(self._lifted)
-        held = [(self._lifted[i], self._lifted[i][1].region) for i in indices]
-        sources = [copy for (copy, _), region in held if region is not None]
-        if not sources:
+        if not self._lifted:
             return
-        targets = [r.place(part.spec) for (_, part), r in held if r is not None]
-        if len(sources) < len(indices):
-            raise LeaseLost("the entry has left already")
-        await self._pool.copy(sources, targets)
-        for index in indices:
+        copies = [copy for copy, _ in self._lifted.values()]
+        places = [region.place(spec_of(copy)) for copy, region in self._lifted.values()]
+        await self._pool.copy(copies, places)
+        for index in self._lifted:
             self._landed(index, self._digests[index])
 
     def part_verified(self, index: int, digest: bytes) -> None:

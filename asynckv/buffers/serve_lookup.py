@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from asynckv.buffers.entries import EntryState, Part
+from asynckv.buffers.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import TOKEN_NBYTES
 from asynckv.buffers.serve_insert import ServedInsert
@@ -19,12 +19,7 @@ from asynckv.buffers.serve_select import ServedSelect, query_of
 from asynckv.buffers.serve_writer import ServedWriter
 from asynckv.buffers.sharing import MapDigest, MapHolder
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
-from asynckv.errors import (
-    AsyncKVError,
-    BufferClosed,
-    PeerLost,
-    RemoteProtocolError,
-)
+from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.failures import to_failure
@@ -43,6 +38,8 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.ipc_frames import OpenIpc
 from asynckv.protocol.map_frames import OpenMap
+from asynckv.tensors.arena import Region
+from asynckv.types import TensorSpec
 
 __all__ = ("Answered", "LookupService")
 
@@ -202,24 +199,32 @@ class LookupService:
         return task
 
     def hoist(
-        self, part: Part, copied: Callable[[torch.Tensor], None]
+        self,
+        region: Region,
+        spec: TensorSpec,
+        copied: Callable[[torch.Tensor], None],
+        failed: Callable[[Exception], None],
     ) -> asyncio.Task[None]:
-        """Copy a part that is on a GPU to host memory: one of each peer at a time."""
-        return self.run(self._hoist(part, copied), f"copy of {part.name}")
+        """Copy what is on a GPU to host memory: one tensor of each peer at a time."""
+        return self.run(self._hoist(region, spec, copied, failed), "copy from a GPU")
 
-    async def _hoist(self, part: Part, copied: Callable[[torch.Tensor], None]) -> None:
+    async def _hoist(
+        self,
+        region: Region,
+        spec: TensorSpec,
+        copied: Callable[[torch.Tensor], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        pool = self.buffer.pool
         async with self._hoisting:
-            if part.region is None:
-                return
-            pool = self.buffer.pool
-            copy = pool.host_empty(part.spec)
             try:
-                await pool.copy([part.region.place(part.spec)], [copy], digest=False)
-            except (AsyncKVError, RuntimeError) as exc:
-                logger.error("an entry cannot be read from its GPU", exc_info=exc)
-                self.link.abort()
-                return
-            copied(copy)
+                copy = pool.host_empty(spec)
+                await pool.copy([region.place(spec)], [copy], digest=False)
+            except Exception as exc:
+                logger.exception("an entry cannot be read from its GPU")
+                failed(exc)
+            else:
+                copied(copy)
 
     async def after_predecessors(self) -> None:
         """Wait until nothing of the peer's link before this one is left.

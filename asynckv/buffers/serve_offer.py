@@ -13,7 +13,7 @@ from typing import TypeAlias
 import msgspec
 import torch
 
-from asynckv.buffers.entries import Lease, Part, StoredEntry
+from asynckv.buffers.entries import Lease, StoredEntry
 from asynckv.buffers.manifest import check_body
 from asynckv.buffers.serve_mapped import can_be_mapped, map_entry
 from asynckv.buffers.sharing import MapHolder, Pin
@@ -28,15 +28,19 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done
 from asynckv.tensors.arena import Region
-from asynckv.tensors.runs import joined
+from asynckv.tensors.runs import Memory, joined
 from asynckv.tensors.views import bytes_of
+from asynckv.types import TensorSpec
 
 __all__ = ("Hoist", "Offering", "make_offer", "may_begin")
 
 Hoist: TypeAlias = Callable[
-    [Part, Callable[[torch.Tensor], None]], "asyncio.Task[None]"
+    [Region, TensorSpec, Callable[[torch.Tensor], None]], "asyncio.Task[None]"
 ]
-"""Copies one part to host memory, off the loop, then calls back with the copy."""
+"""Copies one part to host memory, off the loop, then calls back with the copy.
+
+Cancelled, it does not call back.
+"""
 
 
 def may_begin(
@@ -148,38 +152,42 @@ class Offering(msgspec.Struct, eq=False):
             task.cancel()
 
     def _send(self, index: int) -> None:
-        part, transfer, stream = self.entry.parts[index], self.transfer, self.stream
-        if part.region is None:
+        part = self.entry.parts[index]
+        region = part.region
+        if region is None:
             return
-        if part.region.is_on_device and self.hoist is not None:
-            self._hoisted.append(self.hoist(part, partial(self._send_copy, index)))
-            return
-        nbytes, digest = part.region.nbytes, part.digest or None
-        if rides(nbytes):
-            if self._riding is None:
-                self._riding = RidingParts(self.link, stream, transfer)
-            self._riding.add(index, nbytes, partial(_read, part.region), digest)
-            return
-
-        def sent(digest: bytes, error: BaseException | None) -> None:
-            if error is None:
-                stream.send(Done(transfer, index, digest))
-
-        memory = part.region.memory()
-        self.link.payload.send(transfer, index, memory, sent, digest=digest)
+        if region.is_on_device and self.hoist is not None:
+            copied = partial(self._send_copy, index)
+            self._hoisted.append(self.hoist(region, part.spec, copied))
+        else:
+            read = partial(_read, region)
+            self._send_bytes(index, region.nbytes, read, region.memory)
 
     def _send_copy(self, index: int, copy: torch.Tensor) -> None:
         """A copy in host memory is there; it is let go when it was sent."""
-        if not self.is_granted:
+        read = partial(bytes_of, copy)
+        self._send_bytes(index, copy.nbytes, read, read)
+
+    def _send_bytes(
+        self,
+        index: int,
+        nbytes: int,
+        read: Callable[[], memoryview],
+        memory: Callable[[], Memory],
+    ) -> None:
+        transfer, stream = self.transfer, self.stream
+        digest = self.entry.parts[index].digest or None
+        if rides(nbytes):
+            if self._riding is None:
+                self._riding = RidingParts(self.link, stream, transfer)
+            self._riding.add(index, nbytes, read, digest)
             return
-        part, transfer, stream = self.entry.parts[index], self.transfer, self.stream
 
         def sent(digest: bytes, error: BaseException | None) -> None:
             if error is None:
                 stream.send(Done(transfer, index, digest))
 
-        memory, digest = bytes_of(copy), part.digest or None
-        self.link.payload.send(transfer, index, memory, sent, digest=digest)
+        self.link.payload.send(transfer, index, memory(), sent, digest=digest)
 
 
 def _read(region: Region) -> memoryview:

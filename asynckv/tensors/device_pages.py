@@ -72,14 +72,17 @@ class DeviceAllocation:
         memory = self.memory.part(offset, offset + nbytes)
         return dataclasses.replace(memory, owner=owner)
 
-    def fence(self) -> Event | None:
+    def fence(self) -> Event:
         """Mark what this thread's current stream of the GPU was given until now.
 
         Never waits; called in any thread. Who gets it closes it.
 
         :raises GPUFailed: the GPU does not answer any more
         """
-        return self.gpus.tensors.memory_of(self._sentinel).ready
+        mark = self.gpus.tensors.memory_of(self._sentinel).ready
+        if mark is None:
+            raise GPUFailed("memory of a GPU that nothing says the state of")
+        return mark
 
 
 class IdleDevice:

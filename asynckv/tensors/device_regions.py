@@ -54,11 +54,9 @@ class ViewKeeper:
     def __del__(self) -> None:
         if self._is_marked:
             try:
-                fence = self._allocation.fence()
+                self.region.fences.append(self._allocation.fence())
             except GPUFailed:
                 return  # nobody can know when the GPU leaves it: it stays held
-            if fence is not None:
-                self.region.fences.append(fence)
         self._owner.let_go(self.region)
 
 

@@ -1,21 +1,33 @@
 """Memory of a GPU that another process has allocated, open in this one.
 
 CUDA opens an allocation once for each process: so it is open once, whoever wants it,
-and is closed with the last of them. Rule of this file: everything blocks, in a thread.
+and is closed with the last of them. Rule of this file: everything blocks, in a thread,
+but :func:`open_allocation`, which waits for one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import logging
 import threading
 import weakref
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import CudaApi, DeviceMemory
+from asynckv.tensors.cuda import IPC_HANDLE_NBYTES, CudaApi, DeviceMemory
 from asynckv.tensors.device_pages import MARK_NBYTES, NONCE_NBYTES
 
-__all__ = ("ImportedAllocation", "import_allocation")
+__all__ = (
+    "ImportedAllocation",
+    "import_allocation",
+    "in_thread",
+    "open_allocation",
+)
+
+logger = logging.getLogger(__name__)
 
 
 class ImportedAllocation:
@@ -94,8 +106,11 @@ def import_allocation(
 ) -> ImportedAllocation:
     """Open what another process has exported, or return what is open here already.
 
-    :raises GPUFailed: it is gone, is not so large, or is this process's own
+    :raises GPUFailed: it is gone, is not so large, or is this process's own; or that
+        is no handle
     """
+    if len(handle) != IPC_HANDLE_NBYTES:
+        raise GPUFailed(f"a handle of {len(handle)} bytes is none")
     cuda.use_device(device)
     found = _opened_by(cuda).take(cuda, handle, nbytes)
     if found.memory.nbytes != nbytes:
@@ -109,3 +124,72 @@ def _opened_by(cuda: CudaApi) -> _Opened:
         if cuda not in _of_cuda:
             _of_cuda[cuda] = _Opened()
         return _of_cuda[cuda]
+
+
+_Found: TypeAlias = tuple[ImportedAllocation, bytes]
+
+
+async def open_allocation(
+    cuda: CudaApi, device: int, handle: bytes, nbytes: int
+) -> _Found:
+    """Do :func:`import_allocation` in a thread; return what its owner has written too.
+
+    A cancelled call does not wait for the thread: what it opens is closed again.
+
+    :raises GPUFailed: as there, or what is written cannot be read
+    """
+    loop = asyncio.get_running_loop()
+    opening: asyncio.Future[_Found] = loop.create_future()
+
+    def work() -> None:
+        found = _open(cuda, device, handle, nbytes)
+        try:
+            loop.call_soon_threadsafe(_settle, opening, found)
+        except RuntimeError:  # the loop is closed
+            _close(found)
+
+    in_thread(work)
+    try:
+        return await opening
+    except BaseException:
+        # Cancelled in the very tick in which it was there.
+        is_there = opening.done() and not opening.cancelled()
+        if is_there and opening.exception() is None:
+            in_thread(functools.partial(_close, opening.result()))
+        raise
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Let a thread of its own do ``work``; this one, where there are no more."""
+    thread = threading.Thread(target=work, name="asynckv-ipc")
+    try:
+        thread.start()
+    except RuntimeError:
+        logger.exception("no thread for memory of a GPU: others wait for it")
+        work()
+
+
+def _open(cuda: CudaApi, device: int, handle: bytes, nbytes: int) -> _Found | Exception:
+    try:
+        allocation = import_allocation(cuda, device, handle, nbytes)
+    except Exception as exc:  # noqa: BLE001 - raised on the loop
+        return exc
+    try:
+        return allocation, allocation.nonce()
+    except Exception as exc:  # noqa: BLE001 - raised on the loop
+        allocation.release()
+        return exc
+
+
+def _settle(opening: asyncio.Future[_Found], found: _Found | Exception) -> None:
+    if opening.cancelled():
+        in_thread(functools.partial(_close, found))
+    elif isinstance(found, Exception):
+        opening.set_exception(found)
+    else:
+        opening.set_result(found)
+
+
+def _close(found: _Found | Exception) -> None:
+    if not isinstance(found, Exception):
+        found[0].release()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from typing import NamedTuple
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
 
 from asynckv.abc import KVEntry
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
-from asynckv.buffers.serve import serve
+from asynckv.buffers.remote import connect
 from asynckv.errors import ChecksumError
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.tensors.cuda import DeviceMemory
@@ -21,9 +16,10 @@ from asynckv.tensors.views import MISSING_DTYPES, bytes_of, tensor_from
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice, fake_device_of
+from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.fake_gpus.streams import Delay
+from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import DTYPE_NBYTES, TensorSpec
 
@@ -32,46 +28,14 @@ DTYPES = sorted(DTYPE_NBYTES.keys() - MISSING_DTYPES)
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
 
-class Pair(NamedTuple):
-    """A buffer on a GPU, and a peer of another process on the same one."""
-
-    buffer: LookupBuffer
-    peer: Peer
-    ours: FakeDevice
-    theirs: FakeDevice
-
-
 @pytest.fixture
-def gpus() -> Iterator[FakeGpus]:
-    gpus = FakeGpus()
-    yield gpus
-    for _ in range(2):  # the first lets views go, the second what they were of
-        gc.collect()
-    gpus.close()
-    assert not gpus.faults
-
-
-@asynccontextmanager
-async def open_pair(
-    gpus: FakeGpus, url: str = "tcp://127.0.0.1:0"
-) -> AsyncIterator[Pair]:
-    ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process())
-    async with (
-        LookupBuffer("16MiB", device=ours.device, drain_s=0) as buffer,
-        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
-        connect(server.url, device=theirs.device, max_bytes="16MiB") as peer,
-    ):
-        yield Pair(buffer, peer, ours, theirs)
-
-
-@pytest.fixture
-async def pair(gpus: FakeGpus) -> AsyncIterator[Pair]:
-    async with open_pair(gpus) as pair:
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    async with open_gpu_pair(gpus) as pair:
         yield pair
 
 
 async def test_an_entry_is_copied_from_one_process_to_the_other_on_the_gpu(
-    pair: Pair,
+    pair: GpuPair,
 ) -> None:
     assert pair.peer.transport == "cuda_ipc"
     await pair.buffer.insert([1], None, pair.ours.tensor(noise(MIB)), None, None)
@@ -82,7 +46,7 @@ async def test_an_entry_is_copied_from_one_process_to_the_other_on_the_gpu(
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-async def test_a_copy_of_every_dtype_has_the_same_bytes(pair: Pair) -> None:
+async def test_a_copy_of_every_dtype_has_the_same_bytes(pair: GpuPair) -> None:
     for name in DTYPES:
         spec = TensorSpec((MIB // DTYPE_NBYTES[name],), name)
         value = tensor_from(bytes_of(noise(MIB)), spec)
@@ -92,7 +56,7 @@ async def test_a_copy_of_every_dtype_has_the_same_bytes(pair: Pair) -> None:
         assert is_same(entry.key, value), name
 
 
-async def test_inside_async_with_there_are_views_and_no_copy(pair: Pair) -> None:
+async def test_inside_async_with_there_are_views_and_no_copy(pair: GpuPair) -> None:
     await pair.buffer.insert([1], None, pair.ours.tensor(noise(MIB)), None, None)
     async with pair.peer.lookup.drop_select([1]) as entry:
         assert isinstance(entry.key, torch.Tensor) and is_same(entry.key, noise(MIB))
@@ -101,7 +65,7 @@ async def test_inside_async_with_there_are_views_and_no_copy(pair: Pair) -> None
         assert any(0 <= lent - opened < 2**25 for opened in handle.values())
 
 
-async def test_a_view_keeps_its_memory_when_its_entry_has_left(pair: Pair) -> None:
+async def test_a_view_keeps_its_memory_when_its_entry_has_left(pair: GpuPair) -> None:
     await pair.buffer.insert([1], None, pair.ours.tensor(noise(MIB)), None, None)
     async with pair.peer.lookup.drop_select([1]) as entry:
         key = entry.key
@@ -112,7 +76,9 @@ async def test_a_view_keeps_its_memory_when_its_entry_has_left(pair: Pair) -> No
     await until(lambda: not pair.buffer.statistics().pinned_bytes)
 
 
-async def test_memory_is_not_reused_before_the_gpu_has_left_a_view(pair: Pair) -> None:
+async def test_memory_is_not_reused_before_the_gpu_has_left_a_view(
+    pair: GpuPair,
+) -> None:
     await pair.buffer.insert([1], None, pair.ours.tensor(noise(MIB)), None, None)
     stream = pair.theirs.tensors.stream(0)
     async with pair.peer.lookup.drop_select([1]) as entry:
@@ -124,7 +90,7 @@ async def test_memory_is_not_reused_before_the_gpu_has_left_a_view(pair: Pair) -
 
 
 @pytest.mark.parametrize("nbytes", [8, 64 * 1024, MIB])
-async def test_what_is_small_comes_to_the_gpu_too(pair: Pair, nbytes: int) -> None:
+async def test_what_is_small_comes_to_the_gpu_too(pair: GpuPair, nbytes: int) -> None:
     await pair.buffer.insert([1], None, noise(nbytes), None, noise(8))
     async with pair.peer.lookup.drop_select([1]) as entry:
         assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
@@ -132,7 +98,7 @@ async def test_what_is_small_comes_to_the_gpu_too(pair: Pair, nbytes: int) -> No
 
 
 async def test_tensors_land_in_memory_of_the_gpu_that_the_caller_has(
-    pair: Pair,
+    pair: GpuPair,
 ) -> None:
     for nbytes in (64, MIB):
         await pair.buffer.insert([1], None, noise(nbytes), None, None)
@@ -141,7 +107,7 @@ async def test_tensors_land_in_memory_of_the_gpu_that_the_caller_has(
         assert entry.key is into["key"] and is_same(entry.key, noise(nbytes))
 
 
-async def test_bytes_that_changed_at_an_edge_are_refused(pair: Pair) -> None:
+async def test_bytes_that_changed_at_an_edge_are_refused(pair: GpuPair) -> None:
     await pair.buffer.insert([1], None, pair.ours.tensor(noise(MIB)), None, None)
     (stored,) = pair.buffer.ledger.book.entries.values()
     place = stored.regions[0].place(stored.parts[0].spec)
@@ -152,7 +118,7 @@ async def test_bytes_that_changed_at_an_edge_are_refused(pair: Pair) -> None:
 
 
 async def test_an_allocation_is_open_once_however_many_peers_want_it(
-    pair: Pair,
+    pair: GpuPair,
 ) -> None:
     (url,) = {pair.peer.url}
     async with connect(url, device=pair.theirs.device, max_bytes="1MiB") as second:
@@ -161,7 +127,7 @@ async def test_an_allocation_is_open_once_however_many_peers_want_it(
     assert len(pair.theirs.process.cuda._opened) == 1
 
 
-async def test_a_cancelled_select_gives_the_entry_back(pair: Pair) -> None:
+async def test_a_cancelled_select_gives_the_entry_back(pair: GpuPair) -> None:
     async def check(k: int, mode: CancelMode, outcome: Outcome[KVEntry]) -> None:
         if outcome.cancelled:
             entry = await pair.peer.lookup.drop_select([1])
@@ -177,7 +143,7 @@ async def test_a_cancelled_select_gives_the_entry_back(pair: Pair) -> None:
     await until(lambda: not pair.buffer.statistics().used_bytes)
 
 
-async def test_who_has_no_gpu_gets_entries_through_host_memory(pair: Pair) -> None:
+async def test_who_has_no_gpu_gets_entries_through_host_memory(pair: GpuPair) -> None:
     async with connect(pair.peer.url, max_bytes="16MiB") as plain:
         assert plain.transport != "cuda_ipc"
         for nbytes in (64, MIB):
@@ -187,7 +153,7 @@ async def test_who_has_no_gpu_gets_entries_through_host_memory(pair: Pair) -> No
             assert is_same(entry.key, noise(nbytes))
 
 
-async def test_what_is_on_another_gpu_comes_through_host_memory(pair: Pair) -> None:
+async def test_what_is_on_another_gpu_comes_through_host_memory(pair: GpuPair) -> None:
     others = FakeGpus(2)
     theirs = fake_device_of(others.process(), 1)
     async with connect(pair.peer.url, device=theirs.device, max_bytes="16MiB") as other:
@@ -200,7 +166,7 @@ async def test_what_is_on_another_gpu_comes_through_host_memory(pair: Pair) -> N
 
 
 @pytest.mark.parametrize("nbytes", [64, MIB])
-async def test_a_peer_inserts_into_memory_of_a_gpu(pair: Pair, nbytes: int) -> None:
+async def test_a_peer_inserts_into_memory_of_a_gpu(pair: GpuPair, nbytes: int) -> None:
     key = pair.theirs.tensor(noise(nbytes))
     await pair.peer.lookup.insert([1], None, key, None, None)
     entry = await pair.buffer.drop_select([1])

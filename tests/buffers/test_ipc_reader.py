@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -17,16 +16,6 @@ from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.lookup_checks.values import MIB, noise
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
-
-
-@pytest.fixture
-def gpus() -> Iterator[FakeGpus]:
-    gpus = FakeGpus()
-    yield gpus
-    for _ in range(2):  # the first lets views go, the second what they were of
-        gc.collect()
-    gpus.close()
-    assert not gpus.faults
 
 
 @pytest.fixture
