@@ -45,6 +45,7 @@ class IpcReader(MapReader):
     ) -> tuple[Manifest, MappedParts]:
         manifest, parts = super().unpack(offer, mapped, body)
         if any(place is not None and len(place.runs) > 1 for place in parts.places):
+            parts.let_go()  # the error would keep it, as long as somebody keeps that
             raise RemoteProtocolError("a tensor of a GPU in several places")
         return manifest, parts
 

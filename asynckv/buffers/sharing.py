@@ -259,7 +259,8 @@ class Sharing:
             self._file = self._file or show()
             self._door = self._door or FdDoor()
         except OSError as exc:
-            logger.warning("peers cannot map this buffer's memory: %s", exc)
+            # Not the error: whoever keeps the record would keep the memory.
+            logger.warning("peers cannot map this buffer's memory: %s", str(exc))
             return None
         holder = MapHolder(self, self._file, link.peer.id)
         holder.ticket = self._door.admit(holder)

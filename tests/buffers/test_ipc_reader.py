@@ -5,11 +5,15 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from asynckv.buffers import serve_mapped
 from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
+from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.protocol.values import Place
+from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
@@ -51,6 +55,17 @@ async def test_what_rode_along_is_on_the_gpu_beside_what_lies_there(
     async with peer.lookup.drop_select([1]) as entry:
         assert entry.hidden is not None and entry.hidden.is_cuda
         assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+
+
+async def test_a_tensor_in_several_places_breaks_the_link(
+    monkeypatch: pytest.MonkeyPatch, buffer: LookupBuffer, peer: Peer
+) -> None:
+    apart = Place(((0, MIB // 2), (MIB, MIB // 2)), 0, 1)
+    monkeypatch.setattr(serve_mapped, "place_of", lambda region: apart)
+    await buffer.insert([1], None, noise(MIB), None, None)
+    with pytest.raises(PeerLost, match="several places"):
+        await peer.lookup.drop_select([1])
+    await until(lambda: not buffer.statistics().mapped_by)
 
 
 def test_nothing_of_it_is_in_memory_of_the_host() -> None:

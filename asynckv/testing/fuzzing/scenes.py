@@ -45,6 +45,7 @@ from asynckv.protocol.frames import (
     Select,
     Settle,
 )
+from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
@@ -294,12 +295,15 @@ async def _record_made_up() -> Recording:
     insert = near.open("insert", Insert("e", 1, False, streaming=True))
     near.send(insert, Commit())
     mapping = near.open("map", OpenMap())
+    sharing = near.open("sharing", OpenIpc("0" * 32))
     gpus = near.open("gpus", OpenDevices(b"one"))
     pass_on(near, far)
     far.send(select, Retract(2))
     far.send(mapping, Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
+    far.send(sharing, Exported(f"asynckv-{1:032}", b"t" * 16, b"h" * 64, 2**20))
     pass_on(far, near)
     near.send(mapping, Mapped(b"n" * 16))
+    near.send(sharing, Imported(b"n" * 16))
     near.send(gpus, PrepareDevice((1, None)))
     near.send(gpus, MeetDevice(0, 1, b"u" * 128))
     near.send(gpus, DeviceOffer(1, 0, 3, 0, 0, 70))
