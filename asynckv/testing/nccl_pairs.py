@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from asynckv.protocol.device_frames import DeviceFrame
+from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until
 from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
 from asynckv.transports.nccl.settings import NcclSettings
@@ -99,24 +100,34 @@ class NcclPair:
         self.far = NcclTransport(self.workers[1], digest, loop, far_lost, settings)
 
     async def open(self) -> None:
-        """Open both ends."""
+        """Open both ends, the near one in the calling task."""
         near, far = self.near, self.far
         async with asyncio.TaskGroup() as group:
-            group.create_task(near.open(far.describe(), self.channels[0]))
             group.create_task(far.open(near.describe(), self.channels[1]))
+            await near.open(far.describe(), self.channels[0])
 
     async def aclose(self) -> None:
-        """Close both ends, end both workers, and let go of threads that are stuck."""
+        """Close both ends, end both workers, and let go of threads that are stuck.
+
+        Cancelled, it does all of that too.
+        """
         try:
             await self.near.aclose()
-            await self.far.aclose()
         finally:
-            for worker in self.workers:
-                worker.stop()
-            with contextlib.suppress(TimeoutError):
-                await until(lambda: not self._alive(), timeout_s=1)
-            self.gpus.close()
-            await until(lambda: not self._alive())
+            try:
+                await self.far.aclose()
+            finally:
+                ending = asyncio.create_task(self._end_workers())
+                await wait_shielded(ending)
+                ending.result()
+
+    async def _end_workers(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+        with contextlib.suppress(TimeoutError):
+            await until(lambda: not self._alive(), timeout_s=1)
+        self.gpus.close()
+        await until(lambda: not self._alive())
 
     def _alive(self) -> bool:
         return any(worker.is_alive for worker in self.workers)
@@ -141,6 +152,8 @@ async def open_nccl_pair(
         await pair.open()
         yield pair.near, pair.far
     finally:
-        await pair.aclose()
-    if gpus.faults:
-        raise AssertionError(f"faults: {gpus.faults}")
+        try:
+            await pair.aclose()
+        finally:
+            if gpus.faults:
+                raise AssertionError(f"faults: {gpus.faults}")

@@ -231,6 +231,14 @@ def test_the_longest_match_wins_and_then_the_first_in() -> None:
     assert index.oldest(key_of((1, 2))) == ("short", 1)
 
 
+def test_where_the_longest_match_is_refused_a_shorter_one_is_found() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.add(key_of((1,)), 2, "short")
+    index.add(key_of((1, 2)), 1, "long")
+    found = index.best(key_of((1, 2, 3)), accept=lambda item: item == "short")
+    assert found == ("short", 1)
+
+
 def test_an_item_given_back_is_found_before_those_that_came_after_it() -> None:
     index: PrefixIndex[str] = PrefixIndex()
     place = index.add(key_of((1, 2)), 1, "given back")

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+from typing import Any, Final
+
 import msgspec
 import pytest
 
 from asynckv.protocol.device_frames import (
     DeviceBroken,
+    DeviceDone,
+    DeviceGrant,
+    DeviceMet,
     DeviceOffer,
+    Devices,
+    DeviceSkip,
+    DeviceWithdraw,
     MeetDevice,
     OpenDevices,
     PrepareDevice,
@@ -13,22 +21,51 @@ from asynckv.protocol.device_frames import (
 from asynckv.protocol.frames import Frame
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        OpenDevices(b"d" * 4097),
-        MeetDevice(0, 1, b"u" * 129),
-        DeviceBroken(2, 1),
-        DeviceBroken(-1, 1),
-        DeviceOffer(1, 0, 0, 0, 0, -1),
-        PrepareDevice((1, 2, 3)),  # type: ignore[arg-type]
-    ],
+FRAMES: Final[tuple[msgspec.Struct, ...]] = (
+    OpenDevices(b""),
+    Devices(b""),
+    PrepareDevice((None, None)),
+    MeetDevice(0, 0, b""),
+    DeviceMet(0, 0),
+    DeviceOffer(0, 0, 0, 0, 0, 0),
+    DeviceGrant(0, 0),
+    DeviceSkip(0, 0),
+    DeviceWithdraw(0, 0),
+    DeviceDone(0, 0),
+    DeviceBroken(0, 0),
 )
-def test_what_cannot_be_is_refused(frame: Frame) -> None:
+COUNT = ((0, -1), (2**62, 2**62 + 1))
+BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
+    "description": ((b"d" * 4096, b"d" * 4097),),
+    "unique_id": ((b"u" * 128, b"u" * 129),),
+    "pipe": ((0, -1), (1, 2)),
+    "generations": (
+        *(((value, None), (beyond, None)) for value, beyond in COUNT),
+        *(((None, value), (None, beyond)) for value, beyond in COUNT),
+        ((None, None), (None,)),
+        ((None, None), (None, None, None)),
+    ),
+    **dict.fromkeys(
+        ("generation", "number", "transfer", "part", "offset", "nbytes"), COUNT
+    ),
+}
+CASES = [
+    pytest.param(frame, field, *bound, id=f"{type(frame).__name__}.{field}-{number}")
+    for frame in FRAMES
+    for field in frame.__struct_fields__
+    for number, bound in enumerate(BOUNDS[field])
+]
+
+
+@pytest.mark.parametrize(("frame", "field", "last", "beyond"), CASES)
+def test_a_field_may_reach_its_bound_and_no_further(
+    frame: msgspec.Struct, field: str, last: object, beyond: object
+) -> None:
+    value = msgspec.structs.replace(frame, **{field: last})
+    assert DECODER.decode(msgspec.msgpack.encode(value)) == value
+    value = msgspec.structs.replace(frame, **{field: beyond})
     with pytest.raises(msgspec.ValidationError):
-        DECODER.decode(msgspec.msgpack.encode(frame))
+        DECODER.decode(msgspec.msgpack.encode(value))
 
 
 def test_a_unique_id_is_shown_to_nobody() -> None:

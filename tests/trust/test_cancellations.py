@@ -24,7 +24,10 @@ pytestmark = [
 SHARES: dict[Kind, int] = {"local": 5, "mem": 6, "tcp": 4, "unix": 4, "tls": 3}
 """Of the cancellations: a passage through all scenarios takes longest over TLS."""
 
-HERE = ("Local", "LookupBuffer.", "StoreBuffer.", "MemTransport.", "InlineTransport.")
+HERE = (
+    *("Local", "LookupBuffer.", "StoreBuffer."),
+    *("MemTransport.", "InlineTransport.", "NcclTransport."),
+)
 BY_TCP = ("join_group:", "open:", "Group.", "LookupByRole.")
 BY_TLS = ("Server.__aenter__", "PipeListener.__aenter__")  # elsewhere they never wait
 ELSEWHERE: dict[Kind, tuple[str, ...]] = {

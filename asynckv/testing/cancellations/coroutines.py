@@ -44,7 +44,8 @@ ONE_STEP: Final = frozenset(
         "StoreBuffer.contains",
         "StoreBuffer.delete",
         "StoreBuffer.pin",
-        "PayloadTransport.open",
+        "InlineTransport.open",
+        "MemTransport.open",
     }
 )
 """Coroutines that never wait: they can only be cancelled before they begin."""

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+import contextlib
+import threading
+from typing import Final
 
 import torch
 
+from asynckv.abc import PayloadTransport
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import OVERWRITE
-from asynckv.testing.cancellations.grounds import Ground
+from asynckv.testing.cancellations.grounds import Ground, Kind
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper
 from asynckv.testing.expectations import expect
-from asynckv.testing.transport_pairs import open_transport_pair
+from asynckv.testing.nccl_pairs import open_nccl_pair
+from asynckv.testing.transport_pairs import TransportKind, open_transport_pair
 
 __all__ = ("MOVING", "a_quiesce", "a_transports_end")
 
 _CHUNKS: Final = 14 * 2**20
+_KINDS: Final[tuple[Kind, ...]] = ("local", "mem", "tcp", "unix")
 
 
 def _memory(value: int, nbytes: int) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
 
 
-def _kind(ground: Ground) -> Literal["tcp", "unix", "mem"]:
-    if ground.kind in ("local", "tls"):
-        raise RuntimeError("no transport of its own")
-    kinds: dict[str, Literal["tcp", "unix", "mem"]]
-    kinds = {"tcp": "tcp", "unix": "unix", "mem": "mem"}
-    return kinds[ground.kind]
+def _open_pair(
+    ground: Ground,
+) -> contextlib.AbstractAsyncContextManager[tuple[PayloadTransport, PayloadTransport]]:
+    """Open what moves payload on that ground; where no link is, that between GPUs."""
+    if ground.is_local:
+        return open_nccl_pair(_no_loss, _no_loss)
+    kinds: dict[str, TransportKind] = {"tcp": "tcp", "unix": "unix", "mem": "mem"}
+    return open_transport_pair(kinds[ground.kind], _no_loss, _no_loss)
+
+
+def _workers_left() -> list[str]:
+    threads = [thread.name for thread in threading.enumerate()]
+    return [name for name in threads if name.startswith("asynckv-gpu")]
 
 
 def _ignore(digest: bytes, error: BaseException | None) -> None:
@@ -46,8 +58,7 @@ async def a_quiesce(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     source, target = _memory(1, nbytes), _memory(0, nbytes)
     number, has_begun = 1, False
 
-    async with open_transport_pair(_kind(ground), _no_loss, _no_loss) as pair:
-        near, far = pair
+    async with _open_pair(ground) as (near, far):
 
         async def before() -> None:
             nonlocal number, has_begun
@@ -98,8 +109,7 @@ async def a_transports_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
 
     async def use() -> None:
         nonlocal expected
-        opened = open_transport_pair(_kind(ground), _no_loss, _no_loss)
-        async with opened as (near, far):
+        async with _open_pair(ground) as (near, far):
             far.announce(1)
             far.receive(1, 0, bytes_of(_memory(0, nbytes)), note)
             near.send(1, 0, bytes_of(_memory(1, nbytes)), note)
@@ -110,13 +120,14 @@ async def a_transports_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
 
     async def check(outcome: Outcome[None]) -> None:
         await until(lambda: len(told) == expected)
+        expect(not _workers_left(), f"left behind: {_workers_left()}")
         await ground.check_quiet()
 
     await sweeper.sweep("a transport's end", use, check, before)
 
 
 MOVING: Final = tuple(
-    Scenario(run, covers, ("mem", "tcp", "unix"), sizes=(_CHUNKS,), is_costly=True)
+    Scenario(run, covers, _KINDS, sizes=(_CHUNKS,), is_costly=True)
     for run, covers in (
         (a_quiesce, ("PayloadTransport.quiesce",)),
         (a_transports_end, ("PayloadTransport.open", "PayloadTransport.aclose")),

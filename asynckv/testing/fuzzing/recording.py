@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,13 @@ from asynckv.protocol.codec import FrameDecoder
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.header import TYPE_CHUNK
 from asynckv.testing.faults.fault import Fault
+from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.fuzzing.wire_frames import WireFrame, split
 
 if TYPE_CHECKING:
     from asynckv.testing.faults.flows import Flow
 
-__all__ = ("Connection", "Recording", "Segment", "Tap")
+__all__ = ("Connection", "Recording", "Segment", "Tap", "heard")
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
@@ -130,3 +131,12 @@ class Tap(Fault):
         self._segments.append(segment)
         self.note(flow, acts=1, nbytes=len(data))
         return data
+
+
+async def heard(url: str, play: Callable[[str, Tap], Awaitable[None]]) -> Recording:
+    """Listen in while ``play`` uses the way to ``url`` that it is given."""
+    async with Proxy(url) as proxy:
+        tap = proxy.add(Tap())
+        tap.begin()
+        await play(proxy.url, tap)
+    return tap.recording

@@ -88,6 +88,9 @@ def _maker(kind: Any) -> Maker:
             return lambda rng: rng.choice(values)
         case inspect.VarTupleType(item_type=item, max_length=longest):
             return _tuple_maker(_maker(item), longest)
+        case inspect.TupleType(item_types=types):
+            items = [_maker(item) for item in types]
+            return lambda rng: tuple(item(rng) for item in items)
         case _:
             return _plain_maker(kind)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -21,30 +21,7 @@ from asynckv.pipes.group import join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.device_frames import (
-    DeviceBroken,
-    DeviceDone,
-    DeviceGrant,
-    DeviceMet,
-    DeviceOffer,
-    DeviceReady,
-    Devices,
-    DevicesFinish,
-    DeviceSkip,
-    DeviceWithdraw,
-    MeetDevice,
-    OpenDevices,
-    PrepareDevice,
-)
-from asynckv.protocol.frames import (
-    Attach,
-    Commit,
-    Frame,
-    Insert,
-    Retract,
-    Select,
-    Settle,
-)
+from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.session import Session
@@ -52,9 +29,9 @@ from asynckv.protocol.values import Limits
 from asynckv.security.keyring import Keyring
 from asynckv.security.shared_secret import Secret
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.faults.raw import RawConnection
-from asynckv.testing.fuzzing.recording import Recording, Segment, Tap
+from asynckv.testing.fuzzing.gpu_scene import record_gpus
+from asynckv.testing.fuzzing.recording import Recording, Segment, Tap, heard
 from asynckv.testing.link_pairs import ScriptedService, name_of
 from asynckv.testing.pipe_pairs import free_port
 from asynckv.types import TensorSpec
@@ -76,14 +53,6 @@ async def record() -> Recording:
     return Recording.joined([await scene() for scene in SCENES])
 
 
-async def _heard(url: str, play: Callable[[str, Tap], Awaitable[None]]) -> Recording:
-    async with Proxy(url) as proxy:
-        tap = proxy.add(Tap())
-        tap.begin()
-        await play(proxy.url, tap)
-    return tap.recording
-
-
 # Buffers.
 
 
@@ -94,7 +63,7 @@ async def _record_buffers() -> Recording:
         StoreBuffer(2**20) as store,
         serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
     ):
-        return await _heard(server.url, _use_buffers)
+        return await heard(server.url, _use_buffers)
 
 
 async def _use_buffers(url: str, tap: Tap) -> None:
@@ -197,7 +166,7 @@ async def _record_pipe() -> Recording:
                 for one, other in ((near, far), (far, near)):
                     await _carry(one, other)
 
-        return await _heard(listener.url, play)
+        return await heard(listener.url, play)
 
 
 async def _carry(one: Pipe, other: Pipe) -> None:
@@ -223,7 +192,7 @@ async def _record_group() -> Recording:
         await until(lambda: b"missing" in _said(tap))
         await asyncio.gather(*first, rank(2, seen))
 
-    return await _heard(f"tcp://127.0.0.1:{port}", play)
+    return await heard(f"tcp://127.0.0.1:{port}", play)
 
 
 def _said(tap: Tap) -> bytes:
@@ -248,7 +217,7 @@ async def _record_refusals() -> Recording:
                 await lane.send(encode_frame(0, Attach(b"no such link", 0))[0])
                 await lane.receive(2**16)
 
-        return await _heard(server.url, play)
+        return await heard(server.url, play)
 
 
 async def _record_heartbeats() -> Recording:
@@ -271,7 +240,7 @@ async def _record_heartbeats() -> Recording:
         await link.aclose()
 
     try:
-        return await _heard(listener.url, play)
+        return await heard(listener.url, play)
     finally:
         await listener.aclose()
 
@@ -295,8 +264,7 @@ async def _record_made_up() -> Recording:
     insert = near.open("insert", Insert("e", 1, False, streaming=True))
     near.send(insert, Commit())
     mapping = near.open("map", OpenMap())
-    sharing = near.open("sharing", OpenIpc("0" * 32))
-    gpus = near.open("gpus", OpenDevices(b"one"))
+    sharing = near.open("share", OpenIpc("0" * 32))
     pass_on(near, far)
     far.send(select, Retract(2))
     far.send(mapping, Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
@@ -304,19 +272,7 @@ async def _record_made_up() -> Recording:
     pass_on(far, near)
     near.send(mapping, Mapped(b"n" * 16))
     near.send(sharing, Imported(b"n" * 16))
-    near.send(gpus, PrepareDevice((1, None)))
-    near.send(gpus, MeetDevice(0, 1, b"u" * 128))
-    near.send(gpus, DeviceOffer(1, 0, 3, 0, 0, 70))
-    near.send(gpus, DeviceWithdraw(1, 0))
     pass_on(near, far)
-    answers: tuple[Frame, ...] = (
-        *(Devices(b"other"), DeviceReady(), DeviceMet(0, 1)),
-        *(DeviceGrant(1, 0), DeviceSkip(1, 1), DeviceDone(1, 0)),
-        *(DeviceBroken(0, 1), DevicesFinish()),
-    )
-    for answer in answers:
-        far.send(gpus, answer)
-    pass_on(far, near)
     return Recording(tuple(segments))
 
 
@@ -326,5 +282,6 @@ SCENES: Final = (
     _record_group,
     _record_refusals,
     _record_heartbeats,
+    record_gpus,
     _record_made_up,
 )

@@ -8,7 +8,7 @@ from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper
 
 
-@pytest.mark.parametrize("kind", ["mem", "tcp"])
+@pytest.mark.parametrize("kind", ["local", "mem", "tcp"])
 @pytest.mark.parametrize("scenario", MOVING, ids=lambda scenario: scenario.name)
 async def test_memory_is_quiet_and_everybody_told(
     scenario: Scenario, kind: Kind

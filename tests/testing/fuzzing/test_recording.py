@@ -10,7 +10,7 @@ from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Attach, Get, Ping
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.faults.raw import RawConnection, RawListener
-from asynckv.testing.fuzzing.recording import Recording, Segment, Tap
+from asynckv.testing.fuzzing.recording import Recording, Segment, Tap, heard
 
 CONTROL = [encode_frame(0, Ping(1))[0], encode_frame(1, Get("k"))[0]]
 LANE = encode_frame(0, Attach(b"token", 0))[0] + encode_chunk_header(1, 0, 0, 2) + b"ab"
@@ -61,3 +61,16 @@ async def test_a_tap_keeps_what_passes_and_changes_nothing() -> None:
     (connection,) = tap.recording.connections
     assert connection.said(to_listener=True) == b"there"
     assert connection.said(to_listener=False) == b"and back"
+
+
+async def test_what_is_heard_is_what_passes_meanwhile() -> None:
+    with RawListener() as listener:
+
+        async def play(url: str, tap: Tap) -> None:
+            with await RawConnection.dial(url) as near:
+                far = await listener.accept()
+                await near.send(b"there")
+                await far.receive(5)
+
+        (connection,) = (await heard(listener.url, play)).connections
+    assert connection.said(to_listener=True) == b"there"

@@ -46,6 +46,13 @@ def test_samples_reach_the_bounds_of_their_fields() -> None:
     assert {len(name) for name in names} >= {0, 512}
 
 
+def test_tuples_of_fixed_types_have_one_value_of_each() -> None:
+    make, rng = maker_of(tuple[int, bool | None]), random.Random(1)
+    made = [make(rng) for _ in range(50)]
+    assert {type(first) for first, _ in made} == {int}
+    assert {last for _, last in made} == {True, False, None}
+
+
 def test_contents_make_a_manifest() -> None:
     rng = random.Random(1)
     for _ in range(50):
