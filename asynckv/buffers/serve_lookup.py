@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import torch
-
 from asynckv.buffers.entries import EntryState
+from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import TOKEN_NBYTES
 from asynckv.buffers.serve_insert import ServedInsert
@@ -38,12 +36,8 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.ipc_frames import OpenIpc
 from asynckv.protocol.map_frames import OpenMap
-from asynckv.tensors.arena import Region
-from asynckv.types import TensorSpec
 
 __all__ = ("Answered", "LookupService")
-
-logger = logging.getLogger(__name__)
 
 
 class Answered:
@@ -117,7 +111,7 @@ class LookupService:
         self.predecessors: tuple[LookupService, ...] = ()
         self.is_leaving = False
         self._charged_bytes = 0
-        self._hoisting = asyncio.Lock()
+        self.hoisting = Hoisting(buffer.pool)
         self._inserts: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended_callback: Callable[[], None] | None = None
@@ -197,34 +191,6 @@ class LookupService:
         task = self.run(run(), f"insert of {entry_id}")
         self._inserts[task] = entry_id, nbytes
         return task
-
-    def hoist(
-        self,
-        region: Region,
-        spec: TensorSpec,
-        copied: Callable[[torch.Tensor], None],
-        failed: Callable[[Exception], None],
-    ) -> asyncio.Task[None]:
-        """Copy what is on a GPU to host memory: one tensor of each peer at a time."""
-        return self.run(self._hoist(region, spec, copied, failed), "copy from a GPU")
-
-    async def _hoist(
-        self,
-        region: Region,
-        spec: TensorSpec,
-        copied: Callable[[torch.Tensor], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        pool = self.buffer.pool
-        async with self._hoisting:
-            try:
-                copy = pool.host_empty(spec)
-                await pool.copy([region.place(spec)], [copy], digest=False)
-            except Exception as exc:
-                logger.exception("an entry cannot be read from its GPU")
-                failed(exc)
-            else:
-                copied(copy)
 
     async def after_predecessors(self) -> None:
         """Wait until nothing of the peer's link before this one is left.

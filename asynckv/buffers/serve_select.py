@@ -197,7 +197,8 @@ class ServedSelect(msgspec.Struct, eq=False):
     def _hoist(
         self, region: Region, spec: TensorSpec, copied: Callable[[torch.Tensor], None]
     ) -> asyncio.Task[None]:
-        return self.payer.hoist(region, spec, copied, self._fail)
+        hoisting = self.payer.hoisting.hoist(region, spec, copied, self._fail)
+        return self.payer.run(hoisting, "copy from a GPU")
 
     def _end_delivery(self) -> None:
         if self._offering is not None:
