@@ -33,7 +33,8 @@ class ServedIpc:
         self._stream = stream
         link, sharing = service.link, service.buffer.sharing
         invitation = None
-        if link.may_map:
+        # A handle is all that a process of this host needs, to write there too.
+        if link.may_map and link.own_host == link.peer_host:
             invitation = sharing.export(link, asked.uuid, service.map_digest)
         if invitation is None:
             raise ConfigError("this side has no memory of that GPU to show")

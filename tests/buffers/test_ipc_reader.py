@@ -51,9 +51,13 @@ async def test_a_part_lands_in_host_memory_where_the_caller_wants_it_there(
 async def test_what_rode_along_is_on_the_gpu_beside_what_lies_there(
     buffer: LookupBuffer, peer: Peer
 ) -> None:
-    await buffer.insert([1], None, noise(MIB), None, noise(0))
+    key = buffer.empty((MIB,), torch.uint8)
+    key.copy_(noise(MIB))
+    await buffer.insert([1], None, key, None, noise(8))
+    del key
     async with peer.lookup.drop_select([1]) as entry:
         assert entry.hidden is not None and entry.hidden.is_cuda
+        assert is_same(entry.hidden, noise(8))
         assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
 
 
