@@ -77,7 +77,7 @@ class Growth:
         self._changed = changed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._growing: _Slab | None = None
-        self._dropping: asyncio.Future[None] | None = None
+        self._dropping: set[asyncio.Future[None]] = set()
         self._is_looking = False
 
     @property
@@ -144,8 +144,8 @@ class Growth:
         await self._settle()
         if self._growing is not None:
             await asyncio.wait({self._growing})
-        if self._dropping is not None:
-            await asyncio.wait({self._dropping})
+        if self._dropping:
+            await asyncio.wait(self._dropping)
 
     async def _settle(self) -> None:
         if self._slabs is None or self.device_pages is None:
@@ -187,7 +187,9 @@ class Growth:
         if loop is None or loop.is_closed():
             idle.drop()
             return
-        self._dropping = dropped = loop.create_future()
+        dropped: asyncio.Future[None] = loop.create_future()
+        self._dropping.add(dropped)
+        dropped.add_done_callback(self._dropping.discard)
         if not _start(_drop, idle, loop, dropped):
             idle.drop()
             dropped.set_result(None)
