@@ -46,7 +46,9 @@ def refuse(told: object) -> None:
 
 
 async def filled(arena: DeviceArena, pool: DeviceCopyPool, seed: int) -> Region:
-    (region,) = arena.allocate([MIB]) or ()
+    regions = arena.allocate([MIB])
+    assert regions is not None
+    (region,) = regions
     await pool.copy([noise(MIB, seed)], [region.place(SPEC)])
     return region
 
