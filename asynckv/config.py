@@ -175,14 +175,14 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         return seconds
 
     def check_device(self) -> None:
-        """Refuse a ``kv_buffer_device`` that there is no buffer on.
+        """Refuse a ``kv_buffer_device`` that connectors have no buffer on.
 
         :raises ConfigError: it is not the CPU
         """
         if self.kv_buffer_device != "cpu":
             raise ConfigError(
-                f"kv_buffer_device is {self.kv_buffer_device!r}: only CPU memory is "
-                "here yet",
+                f"kv_buffer_device is {self.kv_buffer_device!r}: connectors keep KV in "
+                "CPU memory only, so far",
                 hint='write "cpu" and move tensors with .cpu()',
             )
 

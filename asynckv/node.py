@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import (
     AbstractAsyncContextManager,
@@ -21,6 +22,7 @@ from asynckv.config import KVRole, KVTransferConfig
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.options import Role
 from asynckv.observability.waits import LoggedWait
+from asynckv.tensors.devices import Device, DeviceName, device_named
 
 __all__ = ("Node", "open")
 
@@ -53,7 +55,10 @@ class Node:
 
 
 def open(
-    config: KVTransferConfig, *, drain_s: float = 30.0
+    config: KVTransferConfig,
+    *,
+    drain_s: float = 30.0,
+    device: DeviceName | None = None,
 ) -> AbstractAsyncContextManager[Node]:
     """Open this process's node: ``async with asynckv.open(config) as node``.
 
@@ -64,6 +69,9 @@ def open(
     ``store_timeout`` seconds for that peer to be there; a cancelled entering
     leaves nothing behind.
 
+    ``device`` overrides ``kv_buffer_device``; ``"cuda"`` means the GPU of
+    ``kv_connector_extra_config.local_rank``, or of ``LOCAL_RANK`` of the environment.
+
     Leaving lets consumers take what is left for at most ``drain_s`` (not at all
     when left by an error), then says goodbye to everybody.
 
@@ -71,17 +79,23 @@ def open(
         cannot be listened on
     :raises PeerLost: the peer was not there in time
     """
-    return _opened(config, drain_s)
+    return _opened(config, drain_s, device)
 
 
 @asynccontextmanager
-async def _opened(config: KVTransferConfig, drain_s: float) -> AsyncIterator[Node]:
+async def _opened(
+    config: KVTransferConfig, drain_s: float, asked: DeviceName | None
+) -> AsyncIterator[Node]:
     role = _role_of(config)
+    device = _device_of(config, asked)
     async with AsyncExitStack() as stack:
         own = server = peer = None
         if config.is_kv_producer:
             own = LookupBuffer(
-                config.max_bytes, fingerprint=config.fingerprint, drain_s=drain_s
+                config.max_bytes,
+                fingerprint=config.fingerprint,
+                drain_s=drain_s,
+                device=device,
             )
             # Entered before the buffer: what is left in it is served while it drains.
             server = await stack.enter_async_context(
@@ -98,7 +112,8 @@ async def _opened(config: KVTransferConfig, drain_s: float) -> AsyncIterator[Nod
             )
             await stack.enter_async_context(own)
         if config.peer_url is not None:
-            peer = await _connected(config, config.peer_url, role, stack)
+            url = config.peer_url
+            peer = await _connected(config, url, role, device, stack)
         lookup = LookupByRole(own, None if peer is None else peer.lookup)
         yield Node(config, lookup, server, peer)
 
@@ -109,7 +124,6 @@ def _role_of(config: KVTransferConfig) -> Role:
             "kv_role is not set",
             hint='set it to "kv_producer", "kv_consumer" or "kv_both"',
         )
-    config.check_device()
     if config.is_kv_consumer and config.peer_url is None:
         raise ConfigError(
             "a kv_both also selects, and has nobody to ask",
@@ -118,8 +132,23 @@ def _role_of(config: KVTransferConfig) -> Role:
     return _ROLES[config.kv_role]
 
 
+def _device_of(config: KVTransferConfig, asked: DeviceName | None) -> Device | None:
+    """Return where memory is to be; ``"cuda"`` is the GPU of this process's rank."""
+    name = config.kv_buffer_device if asked is None else asked
+    local_rank = config.kv_connector_extra_config.get(
+        "local_rank", os.environ.get("LOCAL_RANK", "0")
+    )
+    if not str(local_rank).isdecimal():
+        raise ConfigError(f"local_rank is {local_rank!r}, not the number of a rank")
+    return device_named(name, local_rank=int(str(local_rank)))
+
+
 async def _connected(
-    config: KVTransferConfig, url: str, role: Role, stack: AsyncExitStack
+    config: KVTransferConfig,
+    url: str,
+    role: Role,
+    device: Device | None,
+    stack: AsyncExitStack,
 ) -> Peer:
     """Connect to the peer, again and again until it is there."""
     timeout_s = config.store_timeout_s
@@ -138,6 +167,7 @@ async def _connected(
                             secret_file=config.secret_file,
                             tls=config.tls,
                             allow_plaintext=config.allow_plaintext,
+                            device=device,
                         )
                     ),
                     lost,

@@ -156,10 +156,11 @@ async def test_an_opening_that_is_cancelled_leaves_nothing_behind() -> None:
         (KVTransferConfig(), "kv_role is not set"),
         (config_of("kv_both"), "nobody to ask.*peer_url"),
         (
-            KVTransferConfig(kv_role="kv_producer", kv_buffer_device="cuda"),
-            "kv_buffer_device is 'cuda'.*cpu",
+            KVTransferConfig(kv_role="kv_producer", kv_buffer_device="tpu"),
+            "device 'tpu'",
         ),
         (config_of("kv_producer", port_offset="x"), "port_offset"),
+        (config_of("kv_producer", local_rank="x"), "local_rank"),
     ],
 )
 async def test_what_cannot_be_opened_is_named(

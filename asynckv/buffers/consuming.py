@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from asynckv.abc import KVEntry, SelectStream
 from asynckv.buffers.asking import ask
 from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.lifting import lift_all
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.remote_stream import RemoteStream
 from asynckv.buffers.selecting import Selecting
@@ -68,7 +69,8 @@ class RemoteConsumer:
     ) -> AsyncIterator[SelectStream]:
         """Do what entering an ``open_drop_select`` does."""
         selecting, delivery = await self._select(query, targets, streams=True)
-        stream = RemoteStream(selecting, delivery)
+        pool = None if self._peer.on_gpu is None else self._peer.pool
+        stream = RemoteStream(selecting, delivery, targets, pool)
         try:
             selecting.reach(delivery)
             yield stream
@@ -96,7 +98,10 @@ class RemoteConsumer:
             )
             self._waits.begin(selecting)
             try:
-                return selecting, await selecting.delivered()
+                delivery = await selecting.delivered()
+                if peer.on_gpu is not None and not streams:
+                    await lift_all(delivery, targets, peer.pool)
+                return selecting, delivery
             except PeerLost:
                 selecting.close()
                 await selecting.quiesce()

@@ -18,6 +18,7 @@ from asynckv.observability.lines import as_line
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, check_landing, landing_of, tensor_at
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Runs
 from asynckv.types import TensorSpec
 
@@ -42,7 +43,7 @@ def check_targets(
     """Refuse memory that nothing can land in, before anything is waited for.
 
     :raises ValueError: a name that no entry has, or memory that is not plain CPU
-        memory, contiguous or in contiguous rows
+        memory (with ``may_be_on_gpu``: or a GPU's), contiguous or in contiguous rows
     """
     if not into:
         return {}
@@ -116,7 +117,7 @@ async def tensors_of(
 async def _copied(
     held: Sequence[_Held], pool: CopyPool, targets: Mapping[str, KVMemory]
 ) -> list[torch.Tensor]:
-    sources, places = list[torch.Tensor | Runs](), list[KVMemory]()
+    sources, places = list[torch.Tensor | Runs | DeviceMemory](), list[KVMemory]()
     for index, (part, region) in enumerate(held):
         if index and not index % _AT_A_TIME:
             await asyncio.sleep(0)

@@ -16,6 +16,7 @@ from asynckv.errors import LeaseLost
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Runs
 
@@ -71,7 +72,9 @@ class LocalSource:
             for index in some:
                 landed(index, self._digests[index])
 
-    async def _move(self, some: range, targets: dict[int, torch.Tensor | Runs]) -> None:
+    async def _move(
+        self, some: range, targets: dict[int, torch.Tensor | Runs | DeviceMemory]
+    ) -> None:
         """Copy and digest some tensors; those without a target are there already."""
         there = [index for index in some if index not in targets]
         others = list(targets)

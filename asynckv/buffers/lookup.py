@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
+from typing import Self
 
 import anyio
 import torch
@@ -37,7 +38,7 @@ from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
 from asynckv.loops import LoopBound
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.devices import DeviceName, device_named
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import spec_like
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
@@ -55,6 +56,10 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
     ``fingerprint`` says what model the entries belong to: only consumers with
     an equal one find them.
 
+    With ``device="cuda:0"`` the bytes are in memory of that GPU, allocated at once
+    when the buffer is entered, and so is what it hands out; what is inserted may be
+    there or in host memory. Entries of up to 64 KiB stay in host memory meanwhile.
+
     Closing it refuses inserts, lets consumers take what is left for at most
     ``drain_s`` (not at all when left by an error), then ends every wait with
     ``BufferClosed``.
@@ -68,15 +73,16 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         max_deliver: int = 5,
         max_hold_s: float | None = None,
         drain_s: float = 30.0,
-        device: str | None = None,
+        device: DeviceName | None = None,
     ) -> None:
-        if device not in (None, "cpu"):
-            raise ValueError(f"device {device!r}: only 'cpu' memory is here yet")
         if max_deliver < 1:
             raise ValueError("max_deliver is at least 1")
         self.fingerprint = KVFingerprint.of(fingerprint)
-        self._growth = Growth(parse_bytes(max_bytes), lambda: self.room.change())
-        self.pool = CopyPool(empty=self._growth.lending.spare)
+        self._device = device_named(device)
+        self._growth = Growth(
+            parse_bytes(max_bytes), lambda: self.room.change(), self._device
+        )
+        self.pool = self._growth.make_pool()
         self._arena = self._growth.arena
         self._drain_s = drain_s
         self.room = Room(
@@ -93,7 +99,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             waiting=self.room.entries,
         )
         self.admission = Admission(self.ledger, self.room)
-        self.sharing = Sharing(self._arena, self.room.change)
+        self.sharing = Sharing(self._arena, self.room.change, self._growth.drop_soon)
         self._consumer = LocalConsumer(
             self.ledger.leases, self.pool, self.fingerprint, self._check_loop
         )
@@ -102,6 +108,27 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
     def is_closed(self) -> bool:
         """Whether every wait has ended for good."""
         return self.ledger.leases.is_closed
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Is what it holds, and hands out, in memory of a GPU?"""
+        return self._device is not None
+
+    async def open(self) -> None:
+        """Get the memory of the GPU that it is to be on, if any. Again is nothing.
+
+        Entering the buffer does that, or its first insert. A cancelled call leaves no
+        trace.
+
+        :raises GPUUnavailable: CuPy, a driver or the GPU is missing
+        :raises GPUFailed: the GPU has no memory left
+        """
+        self._check_loop()
+        await self._growth.open()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As the contract says; it counts as ``pinned_bytes`` of the statistics."""
@@ -122,9 +149,9 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         deliveries: int = 1,
     ) -> str:
         self._check_loop()
-        catch = self.pool.stagings.catch
         named = flatten(key, value, hidden, extras)
-        tensors = {name: catch(tensor) for name, tensor in named.items()}
+        await self.open()
+        tensors = {name: self.pool.catch(tensor) for name, tensor in named.items()}
         draft = make_draft(
             input_tokens,
             roi,
@@ -162,12 +189,8 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             min_matched_tokens=min_matched_tokens,
         )
         consumer = self._consumer
-        return PendingSelect(
-            consumer.take,
-            consumer.borrow,
-            query,
-            check_targets(into, may_be_on_gpu=True),
-        )
+        targets = check_targets(into, may_be_on_gpu=True)
+        return PendingSelect(consumer.take, consumer.borrow, query, targets)
 
     async def peek(
         self, input_tokens: TokenIds | None = None, roi: TokenIds | None = None
@@ -198,6 +221,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
     ) -> AsyncIterator[InsertWriter]:
         self._check_loop()
         check_names(specs)
+        await self.open()
         draft = make_draft(
             input_tokens,
             roi,
@@ -298,4 +322,5 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             finally:  # also if the task is cancelled: nobody is left waiting
                 self.abort()
             await self.room.aclose()
+            await self.sharing.aclose()
             await self._growth.aclose()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import msgspec
 import numpy
@@ -55,6 +55,9 @@ class MapReader:
     With ``views`` nothing is copied but what lands in memory of the caller.
     """
 
+    is_in_host: ClassVar[bool] = True
+    """Is what is copied copied to memory of the host?"""
+
     def __init__(self, memory: MappedMemory, pool: CopyPool, *, views: bool) -> None:
         self.views = views
         self.memory = memory
@@ -102,7 +105,7 @@ class MapReader:
         if targets or not self.views:
             nbytes = delivery.own_nbytes(targets)
             if not self.views:
-                await budget.reserve(nbytes)
+                await budget.reserve(nbytes, in_host=self.is_in_host)
                 delivery.charged_bytes = nbytes
         tensors = None
         if parts is not None and stands(delivery):

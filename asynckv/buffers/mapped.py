@@ -143,12 +143,16 @@ class MappedMemory(ProcessBound):
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._close)
             else:
-                self._sock.close()
+                self._hang_up()
 
     def _close(self) -> None:
         if self._sock.fileno() >= 0:  # two threads may have let the last two go
             self._loop.remove_writer(self._sock)
-            self._sock.close()
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """The peer hears that nothing of its memory is used here. In any thread."""
+        self._sock.close()
 
 
 class _Asking:
@@ -208,6 +212,10 @@ class Mappings:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+    async def aclose(self) -> None:
+        """As :meth:`close`: the kernel unmaps."""
+        self.close()
 
     async def open(self, link: Link) -> None:
         """Map the memory at the other end of ``link``, if that can be.

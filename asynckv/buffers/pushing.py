@@ -31,6 +31,7 @@ from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Memory, joined
 
@@ -52,9 +53,9 @@ async def dense(tensor: torch.Tensor | KVOnGpu, pool: CopyPool) -> torch.Tensor:
     return await _copy_of(tensor, pool)
 
 
-async def _copy_of(tensor: torch.Tensor | KVOnGpu, pool: CopyPool) -> torch.Tensor:
-    copy = pool.empty(spec_in(tensor))
-    await pool.copy([tensor], [copy], digest=False)
+async def _copy_of(memory: KVMemory | KVOnGpu, pool: CopyPool) -> torch.Tensor:
+    copy = pool.host_empty(spec_in(memory))
+    await pool.copy([memory], [copy], digest=False)
     return copy
 
 
@@ -63,7 +64,8 @@ async def lendable(memory: KVMemory | KVOnGpu, pool: CopyPool) -> KVMemory:
     dense, or a tensor of contiguous rows; else a copy.
     """
     if isinstance(memory, KVBlocks):
-        return memory
+        is_on_gpu = gpu_of(memory.pool) is not None
+        return await _copy_of(memory, pool) if is_on_gpu else memory
     if isinstance(memory, KVOnGpu) or memory.is_cuda:
         return await dense(memory, pool)
     return rows_of(memory) or await dense(memory, pool)

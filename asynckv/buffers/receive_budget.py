@@ -32,10 +32,11 @@ class ReceiveBudget:
         """Return a tensor for some of the bytes that were reserved."""
         return self._memory.lending.spare(spec)
 
-    async def reserve(self, nbytes: int) -> None:
+    async def reserve(self, nbytes: int, *, in_host: bool = True) -> None:
         """Take ``nbytes``, waiting behind those who asked before.
 
-        Also waits for slabs that are under way, if they are needed for so much.
+        Also waits for slabs that are under way, if they are needed for so much
+        ``in_host`` memory.
 
         A cancelled call leaves no trace.
 
@@ -48,6 +49,8 @@ class ReceiveBudget:
                 hint="raise connect(max_bytes=...) or pass into=",
             )
         await self._wait_for(nbytes)
+        if not in_host:
+            return
         try:
             await self._memory.reach(nbytes)
         except BaseException:

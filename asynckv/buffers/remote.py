@@ -13,8 +13,10 @@ from typing import Final, Literal, Self
 import anyio
 
 from asynckv.buffers.backoff import Backoff
+from asynckv.buffers.importing import GpuImports, ImportedMemory
+from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.map_reader import MapReader
-from asynckv.buffers.mapped import Mappings
+from asynckv.buffers.mapped import MappedMemory, Mappings
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.buffers.remote_store import RemoteStoreBuffer
@@ -34,7 +36,8 @@ from asynckv.loops import LoopBound
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.devices import Device, DeviceName, device_named
 from asynckv.tensors.growth import Growth
 from asynckv.types import KVFingerprint, parse_bytes
 
@@ -66,16 +69,24 @@ class Peer(LoopBound):
         reconnect_s: float,
         max_bytes: int,
         keyring: Keyring = NO_KEYS,
+        device: Device | None = None,
     ) -> None:
         self.url = url
         self.own_identity = own_identity
         self.memory = Growth(max_bytes)
         self.budget = ReceiveBudget(max_bytes, self.memory)
-        self.pool = CopyPool(empty=self.memory.lending.spare)
+        self.on_gpu = None if device is None else Growth(max_bytes, device=device)
+        """Memory of the GPU that deliveries land in, if they are to."""
+        self.pool = (self.on_gpu or self.memory).make_pool()
         self._readers: dict[bool, MapReader] = {}
-        self._mappings = Mappings(
-            map_digest, own_identity.boot_id, is_forced="payload=map" in url
-        )
+        self._mappings: Mappings | GpuImports
+        if self.on_gpu is not None:
+            boot_id = own_identity.boot_id
+            self._mappings = GpuImports(self.on_gpu, map_digest, boot_id)
+        else:
+            self._mappings = Mappings(
+                map_digest, own_identity.boot_id, is_forced="payload=map" in url
+            )
         self.lookup = RemoteLookupBuffer(self)
         self.store = RemoteStoreBuffer(self)
         self._fingerprint = fingerprint
@@ -107,7 +118,7 @@ class Peer(LoopBound):
 
     @property
     def transport(self) -> str:
-        """How payload moves: ``"map"``, ``"inline"`` or ``"mem"``.
+        """How payload moves: ``"map"``, ``"cuda_ipc"``, ``"inline"`` or ``"mem"``.
 
         By ``"map"`` entries are read in the peer's own memory, on the same host;
         what goes there moves by lanes.
@@ -126,8 +137,13 @@ class Peer(LoopBound):
             return None
         reader = self._readers.get(views)
         if reader is None or reader.memory is not memory:
-            reader = self._readers[views] = MapReader(memory, self.pool, views=views)
+            reader = self._readers[views] = self._new_reader(memory, views=views)
         return reader
+
+    def _new_reader(self, memory: MappedMemory, *, views: bool) -> MapReader:
+        if isinstance(memory, ImportedMemory) and isinstance(self.pool, DeviceCopyPool):
+            return IpcReader(memory, self.pool, views=views)
+        return MapReader(memory, self.pool, views=views)
 
     def check(self) -> asyncio.AbstractEventLoop:
         """Return the loop this peer belongs to.
@@ -196,7 +212,10 @@ class Peer(LoopBound):
         finally:  # also if the task is cancelled: nothing stays open
             self.abort()
             with anyio.CancelScope(shield=True):
+                await self._mappings.aclose()
                 await self.memory.aclose()
+                if self.on_gpu is not None:
+                    await self.on_gpu.aclose()
 
     def abort(self) -> None:
         """Hang up now. Never waits."""
@@ -209,6 +228,8 @@ class Peer(LoopBound):
         self._mappings.close()
         self._readers.clear()
         self.memory.close()
+        if self.on_gpu is not None:
+            self.on_gpu.close()
 
     async def _dial(self, timeout_s: float) -> Link:
         link = await dial(
@@ -296,12 +317,16 @@ def connect(
     allow_plaintext: bool = False,
     identity: str | None = None,
     role: Role = "both",
+    device: DeviceName | None = None,
 ) -> Peer:
     """Connect to a server of buffers while the returned object is entered.
 
     ``max_bytes`` bounds what has been received and not been handed over.
     ``secret_file``, ``tls`` and ``allow_plaintext`` are as in
     :func:`asynckv.serve`: the server has to prove itself too.
+
+    With ``device="cuda:0"`` what is received is in memory of that GPU; entries of a
+    buffer on the same GPU, of a process of this host, are read there.
 
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
@@ -316,4 +341,5 @@ def connect(
         reconnect_s=reconnect_s,
         max_bytes=parse_bytes(max_bytes),
         keyring=make_keyring(secret_file, tls, allow_plaintext),
+        device=device_named(device),
     )

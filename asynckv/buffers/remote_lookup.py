@@ -79,7 +79,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         self._peer.check()
         pool = self._peer.pool
         given = flatten(key, value, hidden, extras)
-        named = {name: pool.stagings.catch(t) for name, t in given.items()}
+        named = {name: pool.catch(t) for name, t in given.items()}
         draft = make_draft(
             input_tokens,
             roi,
@@ -116,7 +116,8 @@ class RemoteLookupBuffer(KVLookupBuffer):
             min_matched_tokens=min_matched_tokens,
         )
         consumer = self._consumer
-        return PendingSelect(consumer.take, consumer.borrow, query, check_targets(into))
+        targets = check_targets(into, may_be_on_gpu=self._is_on_gpu)
+        return PendingSelect(consumer.take, consumer.borrow, query, targets)
 
     async def peek(
         self, input_tokens: TokenIds | None = None, roi: TokenIds | None = None
@@ -194,7 +195,8 @@ class RemoteLookupBuffer(KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        async with self._consumer.stream(query, check_targets(into)) as stream:
+        targets = check_targets(into, may_be_on_gpu=self._is_on_gpu)
+        async with self._consumer.stream(query, targets) as stream:
             yield stream
 
     def statistics(self) -> RemoteStatistics:
@@ -213,6 +215,10 @@ class RemoteLookupBuffer(KVLookupBuffer):
     def abort(self) -> None:
         """Abort the peer."""
         self._peer.abort()
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._peer.on_gpu is not None
 
     async def _insert(
         self,

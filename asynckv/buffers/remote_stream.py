@@ -8,17 +8,26 @@ import torch
 
 from asynckv.abc import SelectStream
 from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.lifting import lift
 from asynckv.buffers.queries import tensor_of
 from asynckv.buffers.selecting import Selecting
+from asynckv.tensors.blocks import KVMemory
+from asynckv.tensors.copying import CopyPool
 from asynckv.types import TensorSpec
 
 __all__ = ("RemoteStream",)
 
 
 class RemoteStream(SelectStream):
-    """Hands out each tensor once it is verified."""
+    """Hands out each tensor once it is verified: on a GPU, if there is a ``pool``."""
 
-    def __init__(self, selecting: Selecting, delivery: Delivery) -> None:
+    def __init__(
+        self,
+        selecting: Selecting,
+        delivery: Delivery,
+        targets: Mapping[str, KVMemory] | None = None,
+        pool: CopyPool | None = None,
+    ) -> None:
         offer, manifest = delivery.offer, delivery.manifest
         self.entry_id = offer.entry_id
         self.attempt = offer.attempt
@@ -28,6 +37,9 @@ class RemoteStream(SelectStream):
         self.specs: Mapping[str, TensorSpec] = manifest.specs
         self._selecting = selecting
         self._delivery = delivery
+        self._targets = targets or {}
+        self._pool = pool
+        self._lifted: dict[str, torch.Tensor] = {}
         self._next = 0
         self._is_closed = False
 
@@ -42,7 +54,7 @@ class RemoteStream(SelectStream):
             await self._selecting.changed()
         name = landed[self._next]
         self._next += 1
-        return name, self._delivery.tensors[name]
+        return name, await self._tensor(name)
 
     async def wait_for(self, name: str) -> torch.Tensor:
         self._check_open()
@@ -50,7 +62,15 @@ class RemoteStream(SelectStream):
             raise KeyError(name)
         while name not in self._delivery.landed:
             await self._selecting.changed()
-        return self._delivery.tensors[name]
+        return await self._tensor(name)
+
+    async def _tensor(self, name: str) -> torch.Tensor:
+        if self._pool is None:
+            return self._delivery.tensors[name]
+        if name not in self._lifted:
+            lifting = lift(self._delivery, name, self._targets, self._pool)
+            self._lifted[name] = await lifting
+        return self._lifted[name]
 
     def close(self) -> None:
         """No more tensors."""

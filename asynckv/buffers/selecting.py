@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.lifting import on_host
 from asynckv.buffers.manifest import unpack
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
@@ -70,6 +71,7 @@ class Selecting:
         self.query = query
         self._link = link
         self._targets = targets
+        self._host_targets = on_host(targets)
         self._budget = budget
         self._streams = streams
         self._lent: tuple[Reception, ...] = ()
@@ -101,7 +103,7 @@ class Selecting:
             while (delivery := self.delivery) is None:
                 await self.changed()
             if delivery.offer.inline:
-                delivery.read_inline(self._targets)
+                delivery.read_inline(self._host_targets)
             elif delivery.mapped is not None and self._reader is not None:
                 await self._reader.take(
                     delivery, self._targets, self._budget, self._stands
@@ -281,10 +283,10 @@ class Selecting:
 
     async def _accept(self, delivery: Delivery) -> None:
         """Make room for an offer, and grant it."""
-        nbytes = delivery.own_nbytes(self._targets)
+        nbytes = delivery.own_nbytes(self._host_targets)
         await self._budget.reserve(nbytes)
         delivery.charged_bytes = nbytes
-        views = await delivery.allocate(self._targets, self._budget)
+        views = await delivery.allocate(self._host_targets, self._budget)
         await self.quiesce()  # what was lent to an offer that was retracted
         if not self._stands(delivery):
             delivery.uncharge(self._budget)
@@ -293,7 +295,7 @@ class Selecting:
         reception = Reception(self._link, transfer, views, self, has_riders=True)
         delivery.reception = reception
         self._names, self._landed = [*delivery.tensors], delivery.landed
-        if self._targets:
+        if self._host_targets:
             self._lent += (reception,)
         reception.begin(whole=delivery.is_complete)
         self._stream.send(Grant(transfer))

@@ -146,6 +146,7 @@ class Server(LoopBound):
         buffers = [b for b in (self._lookup, self._store) if b is not None]
         for buffer in buffers:
             buffer._check_loop()
+            await buffer.open()
         fingerprints = {b.fingerprint for b in buffers if b.fingerprint is not None}
         if len(fingerprints) > 1:
             raise ConfigError("lookup and store have different fingerprints")
@@ -269,6 +270,11 @@ def serve(
     """
     if lookup is None and store is None:
         raise ValueError("nothing to serve: pass lookup=, store= or both")
+    if store is not None and store.is_on_gpu:
+        raise ConfigError(
+            "a store in the memory of a GPU is its own process's alone, so far",
+            hint="leave device out of the StoreBuffer that is served",
+        )
     return Server(
         url,
         lookup,

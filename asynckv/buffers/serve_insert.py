@@ -18,7 +18,6 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.failures import to_failure
@@ -32,6 +31,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.tensors.arena import Region
 from asynckv.tensors.runs import fill
+from asynckv.tensors.views import bytes_of, spec_of
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService
@@ -101,12 +101,13 @@ class ServedInsert:
             return
         if not regions:
             return
-        link, transfer = self._service.link, self._frame.transfer
-        self._coming = _Coming(link, transfer, regions, landed)
+        transfer = self._frame.transfer
+        self._coming = _Coming(self._service, transfer, entry, landed)
         self._coming.reception.begin()
         self._stream.send(Grant(transfer))
         try:
             await self._coming.whole
+            await self._coming.lift()
         finally:
             await self._coming.reception.quiesce()
 
@@ -144,16 +145,43 @@ class _Coming:
     """The parts of an entry on their way into their regions by payload."""
 
     def __init__(
-        self, link: Link, transfer: int, regions: list[Region], landed: Landed
+        self, service: LookupService, transfer: int, entry: StoredEntry, landed: Landed
     ) -> None:
-        targets = [region.memory() for region in regions]
+        link, self._pool = service.link, service.buffer.pool
+        regions = [part.region for part in entry.parts if part.region is not None]
+        # What is to be on a GPU comes by host memory, and is told of when it is there.
+        self._lifted = {
+            index: (self._pool.host_empty(part.spec), part.region)
+            for index, part in enumerate(entry.parts)
+            if part.region is not None and part.region.is_on_device
+        }
+        self._digests: dict[int, bytes] = {}
+        targets = [
+            bytes_of(self._lifted[index][0])
+            if index in self._lifted
+            else region.memory()
+            for index, region in enumerate(regions)
+        ]
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.reception = Reception(link, transfer, targets, self, has_riders=True)
         self._landed = landed
         self._left = len(regions)
 
+    async def lift(self) -> None:
+        """Bring what has come to the GPU that it is to be on."""
+        if not self._lifted:
+            return
+        copies = [copy for copy, _ in self._lifted.values()]
+        places = [region.place(spec_of(copy)) for copy, region in self._lifted.values()]
+        await self._pool.copy(copies, places)
+        for index in self._lifted:
+            self._landed(index, self._digests[index])
+
     def part_verified(self, index: int, digest: bytes) -> None:
-        self._landed(index, digest)
+        if index in self._lifted:
+            self._digests[index] = digest
+        else:
+            self._landed(index, digest)
         self._left -= 1
         if not self._left and not self.whole.done():
             self.whole.set_result(None)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asynckv.buffers.entries import EntryState
+from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import TOKEN_NBYTES
 from asynckv.buffers.serve_insert import ServedInsert
+from asynckv.buffers.serve_ipc import ServedIpc
 from asynckv.buffers.serve_map import ServedMap
 from asynckv.buffers.serve_select import ServedSelect, query_of
 from asynckv.buffers.serve_writer import ServedWriter
@@ -32,6 +34,7 @@ from asynckv.protocol.frames import (
     Taken,
     Withdraw,
 )
+from asynckv.protocol.ipc_frames import OpenIpc
 from asynckv.protocol.map_frames import OpenMap
 
 __all__ = ("Answered", "LookupService")
@@ -108,6 +111,7 @@ class LookupService:
         self.predecessors: tuple[LookupService, ...] = ()
         self.is_leaving = False
         self._charged_bytes = 0
+        self.hoisting = Hoisting(buffer.pool)
         self._inserts: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended_callback: Callable[[], None] | None = None
@@ -157,8 +161,8 @@ class LookupService:
             case Settle(entry_id=entry_id, token=token):
                 book = self.buffer.ledger.book
                 return self._answer(stream, book.was_acknowledged(entry_id, token))
-            case OpenMap():
-                return self._open_map(stream)
+            case OpenMap() | OpenIpc():
+                return self._show_memory(stream, frame)
             case Taken(entry_id=entry_id):
                 return _ServedTaken(self, stream, entry_id)
             case _:
@@ -247,10 +251,14 @@ class LookupService:
         stream.close()
         return Answered()
 
-    def _open_map(self, stream: LinkStream) -> StreamHandler:
+    def _show_memory(
+        self, stream: LinkStream, frame: OpenMap | OpenIpc
+    ) -> StreamHandler:
         if self._asked_to_map:
             raise RemoteProtocolError("a link maps memory once")
         self._asked_to_map = True
+        if isinstance(frame, OpenIpc):
+            return ServedIpc(self, stream, frame)
         return ServedMap(self, stream)
 
     def _peek(self, key: bytes) -> int:

@@ -15,7 +15,6 @@ from asynckv.buffers.manifest import INLINE_NBYTES
 from asynckv.buffers.sharing import MapHolder, Pin
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.tensors.arena import Region
-from asynckv.tensors.shared_file import edges_of
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import PAGE_NBYTES
 
@@ -60,8 +59,7 @@ def _show(entry: StoredEntry, holder: MapHolder) -> Shown:
     regions = entry.regions[: len(entry.parts)]
     places = [place_of(region) for region in regions]
     shared = [region for region in regions if isinstance(region, SlabRegion)]
-    sizes = [region.nbytes for region in regions]
-    edges = edges_of(holder.memory_file.memory, places, sizes)
+    edges = holder.memory_file.edges(regions, places)
     return Shown(shared, _encoder.encode(places), edges)
 
 

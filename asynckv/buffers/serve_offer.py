@@ -5,9 +5,13 @@ Plain functions; nothing here waits or knows how a delivery ends.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
+import torch
 
 from asynckv.buffers.entries import Lease, StoredEntry
 from asynckv.buffers.manifest import check_body
@@ -24,9 +28,19 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done
 from asynckv.tensors.arena import Region
-from asynckv.tensors.runs import joined
+from asynckv.tensors.runs import Memory, joined
+from asynckv.tensors.views import bytes_of
+from asynckv.types import TensorSpec
 
-__all__ = ("Offering", "make_offer", "may_begin")
+__all__ = ("Hoist", "Offering", "make_offer", "may_begin")
+
+Hoist: TypeAlias = Callable[
+    [Region, TensorSpec, Callable[[torch.Tensor], None]], "asyncio.Task[None]"
+]
+"""Copies one part to host memory, off the loop, then calls back with the copy.
+
+Cancelled, it does not call back.
+"""
 
 
 def may_begin(
@@ -44,11 +58,17 @@ def may_begin(
 
 
 def make_offer(
-    link: Link, stream: LinkStream, lease: Lease, holder: MapHolder | None = None
+    link: Link,
+    stream: LinkStream,
+    lease: Lease,
+    holder: MapHolder | None = None,
+    *,
+    hoist: Hoist | None = None,
 ) -> Offering:
     """Offer what was leased, with its bytes if they are small and all there.
 
-    With a ``holder`` who has mapped them, it is told where they lie.
+    With a ``holder`` who has mapped them, it is told where they lie. ``hoist`` brings
+    what is on a GPU to the host, for lanes.
 
     :raises EntryTooLarge: its tokens, roi and names do not fit in a frame
     """
@@ -68,7 +88,7 @@ def make_offer(
         if holder is not None and pin is not None:
             holder.unpin(pin.number)
         raise
-    offering = Offering(link, stream, entry, link.new_transfer(), pin=pin)
+    offering = Offering(link, stream, entry, link.new_transfer(), pin=pin, hoist=hoist)
     offer = Offer(
         transfer=offering.transfer,
         inline=inline,
@@ -95,7 +115,9 @@ class Offering(msgspec.Struct, eq=False):
     transfer: int
     is_granted: bool = False
     pin: Pin | None = None
+    hoist: Hoist | None = None
     _riding: RidingParts | None = None
+    _hoisted: list[asyncio.Task[None]] = msgspec.field(default_factory=list)
 
     def grant(self, transfer: int) -> None:
         """The peer's memory is ready: send what has landed."""
@@ -126,24 +148,46 @@ class Offering(msgspec.Struct, eq=False):
             self.link.payload.stop(self.transfer)
             if self._riding is not None:
                 self._riding.stop()
+        for task in self._hoisted:
+            task.cancel()
 
     def _send(self, index: int) -> None:
-        part, transfer, stream = self.entry.parts[index], self.transfer, self.stream
-        if part.region is None:
+        part = self.entry.parts[index]
+        region = part.region
+        if region is None:
             return
-        nbytes, digest = part.region.nbytes, part.digest or None
+        if region.is_on_device and self.hoist is not None:
+            copied = partial(self._send_copy, index)
+            self._hoisted.append(self.hoist(region, part.spec, copied))
+        else:
+            read = partial(_read, region)
+            self._send_bytes(index, region.nbytes, read, region.memory)
+
+    def _send_copy(self, index: int, copy: torch.Tensor) -> None:
+        """A copy in host memory is there; it is let go when it was sent."""
+        read = partial(bytes_of, copy)
+        self._send_bytes(index, copy.nbytes, read, read)
+
+    def _send_bytes(
+        self,
+        index: int,
+        nbytes: int,
+        read: Callable[[], memoryview],
+        memory: Callable[[], Memory],
+    ) -> None:
+        transfer, stream = self.transfer, self.stream
+        digest = self.entry.parts[index].digest or None
         if rides(nbytes):
             if self._riding is None:
                 self._riding = RidingParts(self.link, stream, transfer)
-            self._riding.add(index, nbytes, partial(_read, part.region), digest)
+            self._riding.add(index, nbytes, read, digest)
             return
 
         def sent(digest: bytes, error: BaseException | None) -> None:
             if error is None:
                 stream.send(Done(transfer, index, digest))
 
-        memory = part.region.memory()
-        self.link.payload.send(transfer, index, memory, sent, digest=digest)
+        self.link.payload.send(transfer, index, memory(), sent, digest=digest)
 
 
 def _read(region: Region) -> memoryview:

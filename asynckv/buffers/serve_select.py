@@ -5,16 +5,18 @@ No task: a waiting query is an entry in the ledger and this object.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from asynckv.buffers.entries import Lease, Waiter
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.serve_offer import Offering, make_offer, may_begin
 from asynckv.errors import (
-    AsyncKVError,
     BufferClosed,
     EntryAborted,
     EntryTooLarge,
@@ -37,6 +39,8 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.payload_frames import Grant
+from asynckv.tensors.arena import Region
+from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService
@@ -184,10 +188,17 @@ class ServedSelect(msgspec.Struct, eq=False):
             link.call_when_drained(self._offer_if_due)
             return
         try:
-            self._offering = make_offer(link, self._stream, lease, holder)
+            stream, hoist = self._stream, self._hoist
+            self._offering = make_offer(link, stream, lease, holder, hoist=hoist)
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.
             self.payer.loop.call_soon(self._fail, exc)
+
+    def _hoist(
+        self, region: Region, spec: TensorSpec, copied: Callable[[torch.Tensor], None]
+    ) -> asyncio.Task[None]:
+        hoisting = self.payer.hoisting.hoist(region, spec, copied, self._fail)
+        return self.payer.run(hoisting, "copy from a GPU")
 
     def _end_delivery(self) -> None:
         if self._offering is not None:
@@ -197,7 +208,7 @@ class ServedSelect(msgspec.Struct, eq=False):
         if self.payer.is_leaving:
             self.payer.tell_idle()
 
-    def _fail(self, error: AsyncKVError) -> None:
+    def _fail(self, error: Exception) -> None:
         self._finish(to_failure(error))
 
     def _finish(self, last: Frame | None) -> None:

@@ -7,26 +7,34 @@ what becomes of the entry, or of the link, is nothing to it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import struct
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 
+from asynckv.buffers.exporting import ExportedMemory
 from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
 from asynckv.links.link import Link
+from asynckv.protocol.ipc_frames import Exported
 from asynckv.protocol.map_frames import Mappable
-from asynckv.tensors.arena import Hold
+from asynckv.protocol.values import Place
+from asynckv.tensors.arena import Hold, Region
+from asynckv.tensors.device_arena import DeviceArena
+from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.shared_file import SharedFile
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion
 
-__all__ = ("MAX_PINS", "MapDigest", "MapHolder", "Pin", "Sharing")
+__all__ = ("MAX_PINS", "MapDigest", "MapHolder", "Pin", "Sharing", "ShownMemory")
 
 logger = logging.getLogger(__name__)
 
 MAX_PINS: Final = 1024
 """A peer that keeps so many deliveries gets the next ones by its lanes."""
+
+_LEAVE_S: Final = 2.0
 
 _NUMBER: Final = struct.Struct("!Q")
 
@@ -49,13 +57,33 @@ class Pin:
             self._holds.pop().release()
 
 
+class ShownMemory(Protocol):
+    """What peers are shown: a memory file, or an allocation on a GPU."""
+
+    nonce: bytes
+    must_be_closed_there: ClassVar[bool]
+    """Must the memory outlive what a peer has open of it?"""
+
+    def fileno(self) -> int:
+        """Return the descriptor that is sent for a ticket."""
+
+    def edges(self, regions: Sequence[Region], places: Sequence[Place | None]) -> bytes:
+        """Return the digest of the first and last bytes of what lies there."""
+
+    def close(self) -> None:
+        """Show it to nobody any more."""
+
+    def drop(self) -> None:
+        """Let the memory go too. Blocks: in a thread."""
+
+
 class MapHolder:
     """One peer's mapping, made on one link, which it outlives.
 
     It ends with its connection: by then nothing there has the memory any more.
     """
 
-    def __init__(self, sharing: Sharing, file: SharedFile, peer_id: str) -> None:
+    def __init__(self, sharing: Sharing, file: ShownMemory, peer_id: str) -> None:
         self.peer_id = peer_id
         self.ticket = b""
         self.is_verified = False
@@ -78,7 +106,7 @@ class MapHolder:
         return sum(pin.regions for pin in self._pins.values())
 
     @property
-    def memory_file(self) -> SharedFile:
+    def memory_file(self) -> ShownMemory:
         """What it has mapped."""
         return self._file
 
@@ -104,8 +132,7 @@ class MapHolder:
         """Its link is lost: nothing more is offered. What it has it keeps."""
         self._is_link_over = True
         self._sharing.expel(self)
-        if not self._pins:
-            self.close()
+        self._close_if_over()
 
     def close(self) -> None:
         """Hang up: what the peer may have is let go."""
@@ -115,8 +142,21 @@ class MapHolder:
         else:
             self._sharing.forget(self)
 
+    def _close_if_over(self) -> None:
+        is_there = self._connection is not None
+        if is_there and self._file.must_be_closed_there:
+            return  # it says that it has closed what it has by hanging up
+        if self._is_link_over and not self._pins:
+            self.close()
+
     def leave(self) -> None:
-        """Hang up; what the peer may have stays its own for good."""
+        """Hang up; what the peer may have stays its own for good.
+
+        But where the peer has to close it first, that is waited for.
+        """
+        if self._connection is not None and self._file.must_be_closed_there:
+            self._is_link_over = True
+            return
         self._pins.clear()  # whose holds do not end
         self.close()
 
@@ -137,8 +177,7 @@ class MapHolder:
                 self.close()
                 return
             self.unpin(number)
-        if self._is_link_over and not self._pins:
-            self.close()
+        self._close_if_over()
         self._sharing.changed()
 
     def on_end(self) -> None:
@@ -152,15 +191,23 @@ class MapHolder:
 class Sharing:
     """Shows the memory of ``arena`` to peers of this host.
 
-    ``changed`` is called when memory may have become free. Where there is no
+    ``changed`` is called when memory may have become free, ``drop`` with what nobody
+    has open any more, to be dropped in a thread. Where there is no
     memory that can be shared, :meth:`invite` returns nothing.
     """
 
-    def __init__(self, arena: object, changed: Callable[[], None]) -> None:
-        self._arena = arena if isinstance(arena, SlabArena) else None
+    def __init__(
+        self,
+        arena: object,
+        changed: Callable[[], None],
+        drop: Callable[[ShownMemory], None] = lambda memory: None,
+    ) -> None:
+        self._drop = drop
+        self._left: asyncio.Future[None] | None = None
+        self._arena = arena if isinstance(arena, PagedArena) else None
         self.changed = changed
         self._door: FdDoor | None = None
-        self._file: SharedFile | None = None
+        self._file: ShownMemory | None = None
         self._holders: set[MapHolder] = set()
 
     @property
@@ -176,24 +223,50 @@ class Sharing:
         self, link: Link, digest: MapDigest
     ) -> tuple[MapHolder, Mappable] | None:
         """Make a place for one more peer; ``None`` if there is nothing to share."""
-        if self._arena is None or not has_fd_sockets():
+        if not isinstance(self._arena, SlabArena) or not has_fd_sockets():
             return None
         slabs = self._arena.pages.open_slabs()
         if slabs is None:
             return None
+        admitted = self._admit(link, lambda: SharedFile(slabs))
+        if admitted is None:
+            return None
+        holder, address = admitted
+        nbytes = slabs.file_nbytes
+        return holder, Mappable(address, holder.ticket, nbytes, digest)
+
+    def export(
+        self, link: Link, uuid: str, digest: MapDigest
+    ) -> tuple[MapHolder, Exported] | None:
+        """As :meth:`invite`, for memory of the GPU of that name."""
+        arena = self._arena
+        if not isinstance(arena, DeviceArena) or not has_fd_sockets():
+            return None
+        allocation = arena.pages.allocation if arena.pages.is_open else None
+        if allocation is None or not allocation.handle or allocation.uuid != uuid:
+            return None
+        admitted = self._admit(link, lambda: ExportedMemory(allocation))
+        if admitted is None:
+            return None
+        holder, address = admitted
+        nbytes, handle = allocation.memory.nbytes, allocation.handle
+        return holder, Exported(address, holder.ticket, handle, nbytes, digest)
+
+    def _admit(
+        self, link: Link, show: Callable[[], ShownMemory]
+    ) -> tuple[MapHolder, str] | None:
         try:
-            self._file = self._file or SharedFile(slabs)
+            self._file = self._file or show()
             self._door = self._door or FdDoor()
         except OSError as exc:
-            logger.warning("peers cannot map this buffer's memory: %s", exc)
+            # Not the error: whoever keeps the record would keep the memory.
+            logger.warning("peers cannot map this buffer's memory: %s", str(exc))
             return None
         holder = MapHolder(self, self._file, link.peer.id)
         holder.ticket = self._door.admit(holder)
         self._holders.add(holder)
         link.call_when_lost(lambda _: holder.link_over())
-        return holder, Mappable(
-            self._door.address, holder.ticket, self._file.nbytes, digest
-        )
+        return holder, self._door.address
 
     def expel(self, holder: MapHolder) -> None:
         """It gets no file any more."""
@@ -205,6 +278,9 @@ class Sharing:
         self._holders.discard(holder)
         if not self._holders:
             self._close_door()
+            self._close_file()
+            if self._left is not None and not self._left.done():
+                self._left.set_result(None)
 
     def close(self) -> None:
         """The memory is not used again: nobody needs to say what he has of it."""
@@ -212,11 +288,26 @@ class Sharing:
         for holder in list(self._holders):
             holder.leave()
         self._close_door()
+        if not self._holders:
+            self._close_file()
+
+    async def aclose(self) -> None:
+        """Wait, at most 2 s, for peers that have to close memory before it is freed.
+
+        One that keeps views of it, or stands still, keeps the memory.
+        """
+        if self._holders:
+            self._left = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._left}, timeout=_LEAVE_S)
 
     def _close_door(self) -> None:
         door, self._door = self._door, None
         if door is not None:
             door.close()
+
+    def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+            if file.must_be_closed_there:
+                self._drop(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, Self
 
 import anyio
 import torch
@@ -16,9 +16,9 @@ from asynckv.buffers.store_ledger import PendingPut, PinnedValue, StoreLedger
 from asynckv.buffers.store_room import StoreRoom
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.loops import LoopBound
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.devices import DeviceName, device_named
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.views import bytes_of, check_into, spec_of
+from asynckv.tensors.views import check_into, check_landing_place, spec_of
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
 
 __all__ = ("StoreBuffer", "check_key")
@@ -39,6 +39,9 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
     ``fingerprint`` says what model the values belong to: only those with an
     equal one are found.
 
+    With ``device="cuda:0"`` the bytes are in memory of that GPU, allocated at once
+    when the buffer is entered, and so is what it hands out.
+
     Closing it drops everything; every further call raises ``BufferClosed``.
     """
 
@@ -47,16 +50,38 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         max_bytes: int | float | str = "2GiB",
         *,
         fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
-        device: str | None = None,
+        device: DeviceName | None = None,
     ) -> None:
-        if device not in (None, "cpu"):
-            raise ValueError(f"device {device!r}: only 'cpu' memory is here yet")
         self.fingerprint = KVFingerprint.of(fingerprint)
-        self._growth = Growth(parse_bytes(max_bytes), lambda: self._room.advance())
-        self.pool = CopyPool(empty=self._growth.lending.spare)
+        self._device = device_named(device)
+        self._growth = Growth(
+            parse_bytes(max_bytes), lambda: self._room.advance(), self._device
+        )
+        self.pool = self._growth.make_pool()
         self._arena = self._growth.arena
         self._ledger = StoreLedger(self._arena, lambda: self._room.advance())
         self._room = StoreRoom(self._ledger)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Is what it holds, and hands out, in memory of a GPU?"""
+        return self._device is not None
+
+    async def open(self) -> None:
+        """Get the memory of the GPU that it is to be on, if any. Again is nothing.
+
+        Entering the buffer does that, or its first put. A cancelled call leaves no
+        trace.
+
+        :raises GPUUnavailable: CuPy, a driver or the GPU is missing
+        :raises GPUFailed: the GPU has no memory left
+        """
+        self._check_loop()
+        await self._growth.open()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
 
     async def put(self, key: str, value: torch.Tensor | None) -> None:
         if value is None:
@@ -65,7 +90,9 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         self._check_usable(key)
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"a value is a tensor, not {type(value).__name__}")
-        pending = await self.reserve(key, spec_of(value), self.fingerprint)
+        await self.open()
+        spec = spec_of(value)
+        pending = await self.reserve(key, spec, self.fingerprint)
         try:
             # No variable: an error's traceback would keep the memory in use.
             [digest] = await self.pool.copy(
@@ -80,7 +107,8 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
     ) -> torch.Tensor | None:
         self._check_usable(key)
         if into is not None:
-            bytes_of(into)  # refuses what nothing can land in, also on a miss
+            # Refuses what nothing can land in, also on a miss.
+            check_landing_place(into, may_be_on_gpu=self.is_on_gpu)
         pinned = self.lookup(key, self.fingerprint)
         if pinned is None:
             return None

@@ -139,6 +139,10 @@ class Link:
         """It was proved that memory is shared: payload is read where it lies."""
         self.transport_name = "map"
 
+    def use_ipc(self) -> None:
+        """It was proved that memory of a GPU is shared: payload is read there."""
+        self.transport_name = "cuda_ipc"
+
     def new_transfer(self) -> int:
         """Return a number for the next transfer that this side sends."""
         self._last_transfer += 2

@@ -100,7 +100,7 @@ class Pipe(KVPipe, LoopBound):
         if not isinstance(tensor, torch.Tensor | None):
             raise TypeError(f"a pipe sends tensors and None, not {tensor!r:.80}")
         parcel = Parcel(None if tensor is None else spec_of(tensor))
-        source = self._pool.stagings.catch(tensor)
+        source = self._pool.catch(tensor)
         try:
             await self._let_others_run()
             await self._outbound.reserve(parcel)

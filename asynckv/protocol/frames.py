@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 
 from asynckv.protocol.device_frames import DeviceFrame, OpenDevices
+from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.pin_frames import Pin, Pinned
@@ -443,6 +444,7 @@ OpeningFrame: TypeAlias = (
     | JoinGroup
     | OpenDevices
     | OpenMap
+    | OpenIpc
     | OpenPipe
 )
 
@@ -461,6 +463,8 @@ Frame: TypeAlias = (
     | DeviceFrame
     | Mappable
     | Mapped
+    | Exported
+    | Imported
     | Grant
     | Done
     | Riders

@@ -17,6 +17,7 @@ import numpy.typing
 import torch
 
 from asynckv.tensors.allocator import Run
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.views import bytes_of, tensor_over
 from asynckv.types import TensorSpec
@@ -50,6 +51,9 @@ class Region:
     is_shared: ClassVar[bool] = False
     """Is it memory that will be somebody else's, once it is given back?"""
 
+    is_on_device: ClassVar[bool] = False
+    """Is it a GPU's? Then it has no :meth:`view` and no :meth:`memory`."""
+
     def __init__(self, nbytes: int, arena: Arena | None) -> None:
         self.nbytes = nbytes
         self.pages: Pages | None = None
@@ -77,7 +81,7 @@ class Region:
         """
         return self.view()
 
-    def place(self, spec: TensorSpec) -> torch.Tensor | Runs:
+    def place(self, spec: TensorSpec) -> torch.Tensor | Runs | DeviceMemory:
         """Return what a tensor is copied to or from: one, or the places of its bytes.
 
         As :meth:`memory` for :class:`~asynckv.tensors.copying.CopyPool`.

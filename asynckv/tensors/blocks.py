@@ -14,7 +14,13 @@ import torch
 
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Memory, Runs, runs_in
-from asynckv.tensors.views import bytes_of, check_into, check_sendable, spec_of
+from asynckv.tensors.views import (
+    bytes_of,
+    check_into,
+    check_landing_place,
+    check_sendable,
+    spec_of,
+)
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -122,8 +128,7 @@ def landing_of(memory: KVMemory, *, may_be_on_gpu: bool = False) -> KVMemory:
         in rows that are, or a block is there twice
     """
     if may_be_on_gpu and isinstance(memory, torch.Tensor) and memory.is_cuda:
-        if not memory.is_contiguous():
-            raise ValueError("memory of a GPU must be contiguous to land in")
+        check_landing_place(memory, may_be_on_gpu=True)
         return memory
     found = memory if isinstance(memory, KVBlocks) else rows_of(memory) or memory
     if not isinstance(found, KVBlocks):

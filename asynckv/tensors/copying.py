@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy
 import torch
@@ -21,6 +21,7 @@ from asynckv.processes import ProcessBound
 from asynckv.protocol.digests import Digester
 from asynckv.shielding import wait_or_stop
 from asynckv.tensors.blocks import KVMemory, memory_of
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import AnyMemory, Runs, copied, landed, pieces_of
@@ -41,7 +42,11 @@ _AT_ONCE_TENSORS: Final = 16
 
 _names = itertools.count(1)
 
-_Place: TypeAlias = KVMemory | Runs | KVOnGpu
+_HostPlace: TypeAlias = KVMemory | Runs
+_CaughtPlace: TypeAlias = _HostPlace | KVOnGpu
+_Place: TypeAlias = _CaughtPlace | DeviceMemory
+
+_T = TypeVar("_T")
 
 
 class _Stopped(Exception):
@@ -123,6 +128,8 @@ class _Call:
                 if self.stopped:
                     raise _Stopped
             return b""
+        if isinstance(source, DeviceMemory) or isinstance(target, DeviceMemory):
+            raise TypeError("memory of a GPU is a DeviceCopyPool's to copy")
         digester = Digester()
         # Closed by hand: an error that somebody keeps would keep it open, and a GPU
         # at its memory.
@@ -139,8 +146,8 @@ class CopyPool(ProcessBound):
     """A few threads that copy tensors and digest them.
 
     They are started when there is work for them, and end soon after there is none.
-    ``empty`` makes tensors to copy into. Tensors of GPUs go through ``stagings``, which
-    the pool closes.
+    ``empty`` makes tensors to copy into, ``host_empty`` those that lanes can read.
+    Tensors of GPUs go through ``stagings``, which the pool closes.
     """
 
     def __init__(
@@ -151,7 +158,7 @@ class CopyPool(ProcessBound):
         stagings: Stagings | None = None,
     ) -> None:
         self._own()
-        self.empty = empty
+        self.empty = self.host_empty = empty
         self.stagings = stagings or Stagings()
         self._max_threads = threads
         self._threads = 0
@@ -160,6 +167,10 @@ class CopyPool(ProcessBound):
         self._waiting: collections.deque[tuple[_Call, Callable[[], None]]] = (
             collections.deque()
         )
+
+    def catch(self, memory: _T, *, is_written: bool = False) -> _T | KVOnGpu:
+        """Return what stands for a tensor of a GPU; see :meth:`Stagings.catch`."""
+        return self.stagings.catch(memory, is_written=is_written)
 
     async def copy(
         self,
@@ -189,7 +200,7 @@ class CopyPool(ProcessBound):
         """
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
-        catch = self.stagings.catch
+        catch = self.catch
         sources = [catch(source) for source in sources]
         targets = [catch(target, is_written=True) for target in targets]
         is_small = _is_small(sources) and not _are_on_gpus(targets)
@@ -207,7 +218,7 @@ class CopyPool(ProcessBound):
         :raises GPUFailed: as :meth:`copy` does
         :raises RuntimeError: the pool is closed, or the process can have no thread
         """
-        tensors = [self.stagings.catch(tensor) for tensor in tensors]
+        tensors = [self.catch(tensor) for tensor in tensors]
         is_small = _is_small(tensors)
         call = _Call(tensors, None, True, self.stagings)
         del tensors
@@ -375,7 +386,7 @@ def _are_on_gpus(places: Sequence[object]) -> bool:
 
 
 def _pieces(
-    source: _Place, target: _Place | None, stagings: Stagings
+    source: _CaughtPlace, target: _CaughtPlace | None, stagings: Stagings
 ) -> Generator[memoryview, None, None]:
     """Copy piece by piece, and yield each piece's bytes while they are hot."""
     if isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor | None):
@@ -390,18 +401,18 @@ def _pieces(
         yield from _block_pieces(source, target)
 
 
-def _bytes_at(place: _Place) -> AnyMemory | KVOnGpu:
+def _bytes_at(place: _CaughtPlace) -> AnyMemory | KVOnGpu:
     return place if isinstance(place, KVOnGpu) else memory_of(place)
 
 
-def _dense(source: _Place) -> _Place:
+def _dense(source: _CaughtPlace) -> _CaughtPlace:
     if isinstance(source, torch.Tensor):
         return source.resolve_conj().resolve_neg().contiguous()
     return source
 
 
 def _block_pieces(
-    source: KVMemory | Runs, target: KVMemory | Runs | None
+    source: _HostPlace, target: _HostPlace | None
 ) -> Iterator[memoryview]:
     if target is None:
         origin = memory_of(source)
@@ -419,7 +430,7 @@ def _block_pieces(
         yield from copied(memory_of(source), memory_of(target), _PIECE_NBYTES)
 
 
-def _check_equal(source: _Place, target: _Place) -> None:
+def _check_equal(source: _CaughtPlace, target: _CaughtPlace) -> None:
     if isinstance(source, Runs) or isinstance(target, Runs):
         if source.nbytes != target.nbytes:
             raise ValueError(f"{source.nbytes} bytes are not {target.nbytes}")

@@ -8,20 +8,38 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import ParamSpec, TypeAlias
+from typing import Final, ParamSpec, TypeAlias, TypedDict
 
 from asynckv.tensors.arena import HeapArena
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_arena import DeviceArena
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_pages import DevicePages
+from asynckv.tensors.devices import Device
 from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.late_views import LateViews
 from asynckv.tensors.lending import Lending
+from asynckv.tensors.paged_arena import IdlePages, PagedArena
 from asynckv.tensors.slab_arena import SlabArena
-from asynckv.tensors.slabs import IdleSlabs, has_slabs
+from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.slabs import has_slabs
 
 __all__ = ("Growth",)
 
 logger = logging.getLogger(__name__)
 
 _P = ParamSpec("_P")
+_LOOK_AGAIN_S: Final = 1e-3
+_SETTLE_LOOKS: Final = 1000
+
+
+class _Told(TypedDict):
+    wanted: Callable[[], None]
+    freed: Callable[[], None]
+    pinned: Callable[[SlabRegion], None]
+    unmapped: Callable[[IdlePages], None]
+
+
 _Slab: TypeAlias = asyncio.Future[int | None]
 
 
@@ -33,25 +51,33 @@ class Growth:
     """
 
     def __init__(
-        self, max_bytes: int, changed: Callable[[], None] = lambda: None
+        self,
+        max_bytes: int,
+        changed: Callable[[], None] = lambda: None,
+        device: Device | None = None,
     ) -> None:
-        self._slabs: SlabArena | None = None
+        self._slabs: PagedArena | None = None
         self._late = LateViews()
-        if has_slabs():
-            self._slabs = SlabArena(
-                max_bytes,
-                wanted=_weakly(self._grow_soon),
-                freed=_weakly(self._look_soon),
-                pinned=_weakly(self._late.watch),
-                unmapped=_weakly(self._drop_soon),
-            )
+        self.device_pages: DevicePages | None = None
+        """Of an arena on a GPU."""
+        told: _Told = {
+            "wanted": _weakly(self._grow_soon),
+            "freed": _weakly(self._look_soon),
+            "pinned": _weakly(self._late.watch),
+            "unmapped": _weakly(self.drop_soon),
+        }
+        if device is not None:
+            self._slabs = on_device = DeviceArena(max_bytes, device, **told)
+            self.device_pages = on_device.pages
+        elif has_slabs():
+            self._slabs = SlabArena(max_bytes, **told)
             watch_forks(self._slabs.pins)
         self.arena = self._slabs or HeapArena(max_bytes)
-        self.lending = Lending(self.arena)
+        self.lending = Lending(self.arena, None if device is None else device.empty)
         self._changed = changed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._growing: _Slab | None = None
-        self._dropping: asyncio.Future[None] | None = None
+        self._dropping: set[asyncio.Future[None]] = set()
         self._is_looking = False
 
     @property
@@ -78,18 +104,58 @@ class Growth:
         while self.awaits(nbytes) and self._growing is not None:
             await asyncio.wait({self._growing})
 
+    def make_pool(self) -> CopyPool:
+        """Make what copies into this memory and out of it."""
+        pages, empty = self.device_pages, self.lending.spare
+        if pages is None:
+            return CopyPool(empty=empty)
+        pool = DeviceCopyPool(pages.device, lambda: pages.allocation.gpus, empty=empty)
+        pages.call_when_dropped(pool.lanes.close)
+        return pool
+
+    async def open(self) -> None:
+        """Wait until the memory of a GPU is allocated, if it is to be one's.
+
+        A cancelled call leaves no trace: the next one waits for the same.
+
+        :raises GPUUnavailable: CuPy, a driver or the GPU is missing
+        :raises GPUFailed: it has no memory left
+        """
+        pages = self.device_pages
+        if pages is None or pages.is_open:
+            return
+        pages.want()
+        if self._growing is not None:
+            await asyncio.wait({self._growing})
+        if pages.error is not None:
+            raise pages.error
+
     def close(self) -> None:
         """Get no more slabs; one under way ends soon. Never waits."""
         self._late.stop()
         self.arena.close()
 
     async def aclose(self) -> None:
-        """Wait until no thread is at a slab. The memory of views stays theirs."""
+        """Wait until no thread is at a slab. The memory of views stays theirs.
+
+        Waits at most 1 s for a GPU to be done with views that have ended.
+        """
         self.close()
+        await self._settle()
         if self._growing is not None:
             await asyncio.wait({self._growing})
-        if self._dropping is not None:
-            await asyncio.wait({self._dropping})
+        if self._dropping:
+            await asyncio.wait(self._dropping)
+
+    async def _settle(self) -> None:
+        if self._slabs is None or self.device_pages is None:
+            return
+        self._slabs.collect()
+        for _ in range(_SETTLE_LOOKS):
+            if not self._slabs.pins.is_waiting:
+                return
+            await asyncio.sleep(_LOOK_AGAIN_S)  # nobody is told when a GPU is done
+            self._slabs.collect()
 
     def _grow_soon(self) -> None:
         if self._growing is not None:
@@ -115,13 +181,15 @@ class Growth:
             self._slabs.add_slab(slab.result())
             self._changed()
 
-    def _drop_soon(self, idle: IdleSlabs) -> None:
-        """Unmap slabs in a thread: the system takes its time to clear them."""
+    def drop_soon(self, idle: IdlePages) -> None:
+        """Let memory go in a thread: the system takes its time to clear it."""
         loop = self._loop
         if loop is None or loop.is_closed():
             idle.drop()
             return
-        self._dropping = dropped = loop.create_future()
+        dropped: asyncio.Future[None] = loop.create_future()
+        self._dropping.add(dropped)
+        dropped.add_done_callback(self._dropping.discard)
         if not _start(_drop, idle, loop, dropped):
             idle.drop()
             dropped.set_result(None)
@@ -141,6 +209,10 @@ class Growth:
         self._is_looking = False  # what comes from here on is looked at again
         if self._slabs is not None:
             self._slabs.collect()
+            if self._slabs.pins.is_waiting and self._loop is not None:
+                # A GPU says to nobody when it is done: it has to be asked.
+                self._is_looking = True
+                self._loop.call_later(_LOOK_AGAIN_S, self._look)
         self._changed()
 
 
@@ -177,7 +249,7 @@ def _start(work: Callable[..., None], *args: object) -> bool:
 
 
 def _drop(
-    idle: IdleSlabs, loop: asyncio.AbstractEventLoop, dropped: asyncio.Future[None]
+    idle: IdlePages, loop: asyncio.AbstractEventLoop, dropped: asyncio.Future[None]
 ) -> None:
     try:
         idle.drop()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from asynckv.tensors.arena import Arena, HeapArena, Region
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.views import empty_tensor
 from asynckv.types import TensorSpec
@@ -19,10 +19,18 @@ __all__ = ("Lending", "allocate_but")
 
 
 class Lending:
-    """Lends memory of ``arena``, and knows again what was lent."""
+    """Lends memory of ``arena``, and knows again what was lent.
 
-    def __init__(self, arena: SlabArena | HeapArena) -> None:
-        self._slabs = arena if isinstance(arena, SlabArena) else None
+    ``ordinary`` makes the tensors that are not there, on the host by default.
+    """
+
+    def __init__(
+        self,
+        arena: PagedArena | HeapArena,
+        ordinary: Callable[[TensorSpec], torch.Tensor] | None = None,
+    ) -> None:
+        self._make_ordinary = ordinary
+        self._slabs = arena if isinstance(arena, PagedArena) else None
         self._lent: weakref.WeakValueDictionary[int, SlabRegion] = (
             weakref.WeakValueDictionary()
         )
@@ -35,14 +43,14 @@ class Lending:
         """
         slabs = self._slabs
         if slabs is None or slabs.is_closed:
-            return empty_tensor(spec)
+            return self._ordinary(spec)
         (region,) = slabs.allocate([spec.nbytes]) or (None,)
         tensor = None
         if isinstance(region, SlabRegion):
             tensor = _tensor_in(region, spec)
         if tensor is None or not isinstance(region, SlabRegion):
             slabs.free([] if region is None else [region])
-            return empty_tensor(spec)
+            return self._ordinary(spec)
         self._lent[tensor.data_ptr()] = region
         region.is_lent = True
         region.release()
@@ -55,14 +63,18 @@ class Lending:
         """
         region = None if self._slabs is None else self._slabs.take_spare(spec.nbytes)
         if region is None:
-            return empty_tensor(spec)
+            return self._ordinary(spec)
         tensor = _tensor_in(region, spec)
         if tensor is None:
             region.release()
-            return empty_tensor(spec)
+            return self._ordinary(spec)
         region.hand_out()
         region.release()
         return tensor
+
+    def _ordinary(self, spec: TensorSpec) -> torch.Tensor:
+        make = self._make_ordinary
+        return empty_tensor(spec) if make is None else make(spec)
 
     def regions_of(
         self, tensors: Iterable[KVMemory | KVOnGpu]
@@ -75,6 +87,8 @@ class Lending:
         return tuple(map(self._region_of, tensors)) if self._lent else ()
 
     def _region_of(self, tensor: KVMemory | KVOnGpu) -> SlabRegion | None:
+        if isinstance(tensor, KVOnGpu):
+            tensor = tensor.tensor
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return None
         region = self._lent.get(tensor.data_ptr())

@@ -34,7 +34,7 @@ class Pins:
 
     def __init__(
         self,
-        pages: SlabPages,
+        pages: SlabPages | None,
         *,
         freed: Callable[[], None],
         pinned: Callable[[SlabRegion], None],
@@ -52,11 +52,11 @@ class Pins:
         self.handed_out_bytes = 0
 
     def memory_of(self, region: SlabRegion, *, writable: bool) -> _Bytes:
-        memory = self._pages.memory_of(region.pages, writable=writable)
+        memory = self._slabs.memory_of(region.pages, writable=writable)
         return memory[region.offset : region.offset + region.nbytes]
 
     def spans_of(self, region: SlabRegion) -> tuple[_Bytes, Sequence[tuple[int, int]]]:
-        return self._pages.spans_of(region.pages, region.offset, region.nbytes)
+        return self._slabs.spans_of(region.pages, region.offset, region.nbytes)
 
     def let_go(self, region: SlabRegion) -> None:
         self._gone.append(region)
@@ -64,8 +64,17 @@ class Pins:
             self._freed()
 
     def collect(self) -> None:
-        while self._gone:
-            self._gone.popleft().end_hold()
+        for _ in range(len(self._gone)):
+            region = self._gone.popleft()
+            if region.is_quiet:
+                region.end_hold()
+            else:
+                self._gone.append(region)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Is there memory that something is still at work with? Then look again."""
+        return bool(self._gone)
 
     def pin(self, region: SlabRegion) -> None:
         self._pinned.add(region)
@@ -97,6 +106,12 @@ class Pins:
         for region in self._pinned:
             if region.pages is not None:
                 region.pages.memory = None
+
+    @property
+    def _slabs(self) -> SlabPages:
+        if self._pages is None:
+            raise TypeError("the memory of a GPU is not mapped here")
+        return self._pages
 
     def _count(self, region: SlabRegion, nbytes: int) -> None:
         if region.is_handed_out:

@@ -13,7 +13,7 @@ import os
 import secrets
 import struct
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy
 import numpy.typing
@@ -21,6 +21,7 @@ import torch
 
 from asynckv.protocol.digests import Digester
 from asynckv.protocol.values import Place
+from asynckv.tensors.arena import Region
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs
 from asynckv.tensors.stitching import stitch
 from asynckv.tensors.views import dtype_of, empty_tensor, tensor_over
@@ -53,6 +54,8 @@ class SharedFile:
     :raises OSError: the process may have no more files
     """
 
+    must_be_closed_there: ClassVar[bool] = False  # a mapping keeps its file
+
     def __init__(self, slabs: Slabs) -> None:
         self._fd = -1
         self.nbytes = slabs.file_nbytes
@@ -69,6 +72,13 @@ class SharedFile:
     def fileno(self) -> int:
         """Return a descriptor that can be sent. It is open until :meth:`close`."""
         return self._fd
+
+    def drop(self) -> None:
+        """The kernel does, with the last mapping."""
+
+    def edges(self, regions: Sequence[Region], places: Sequence[Place | None]) -> bytes:
+        """Return the digest of the first and last bytes of what lies there."""
+        return edges_of(self.memory, places, [region.nbytes for region in regions])
 
     def close(self) -> None:
         """Send it to nobody any more. What others have mapped stays."""

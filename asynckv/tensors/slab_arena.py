@@ -1,50 +1,25 @@
-"""Regions in shared memory that grows, beside few small ones on the heap.
-
-Rule of this file: everything runs on one thread, and nothing waits.
-"""
+"""Regions in shared memory that grows slab by slab."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable
 
-from asynckv.tensors.arena import Arena, Region
-from asynckv.tensors.pinning import Pins
+from asynckv.tensors.arena import Pages
+from asynckv.tensors.paged_arena import IdlePages, PagedArena
 from asynckv.tensors.slab_pages import SlabPages
 from asynckv.tensors.slab_regions import SlabRegion
-from asynckv.tensors.slabs import IdleSlabs
 
 __all__ = ("SlabArena",)
 
-logger = logging.getLogger(__name__)
 
-_HEAP_NBYTES: Final = 64 * 1024
-"""Entries of as few bytes ride with their frames on every path: nobody maps them."""
-
-_HEAP_SHARE: Final = 16
-_HEAP_LEAST_NBYTES: Final = 4 * 2**20
-"""They stay on the heap up to a 16th of the bound, or 4 MiB: it comes on top."""
-
-
-class SlabArena(Arena):
+class SlabArena(PagedArena):
     """Regions in slabs that are allocated as they are needed, up to ``max_bytes``.
 
     ``wanted`` is called when a slab is needed: :meth:`SlabPages.make_slab`, in a
-    thread, then :meth:`add_slab` are to follow. ``freed`` is called, in any thread,
-    when memory may have become free otherwise than by a call here: :meth:`collect`
-    is to follow. ``pinned`` is told of a region that somebody has a view of when its
-    entry leaves; ``unmapped`` gets the slabs of a closed arena when nothing is in
-    them any more but such views.
-
-    A slab that cannot be had lowers ``max_bytes``; where there is no shared memory
-    at all, regions are on the heap.
-
-    Memory that was handed out is the application's: it counts no more, but its pages
-    are nobody else's while a view lives. What has no place because of it is on the
-    heap, so that nothing waits for the application to forget what it took.
+    thread, then :meth:`add_slab` are to follow.
     """
+
+    pages: SlabPages
 
     def __init__(
         self,
@@ -53,178 +28,14 @@ class SlabArena(Arena):
         wanted: Callable[[], None],
         freed: Callable[[], None],
         pinned: Callable[[SlabRegion], None] = lambda region: None,
-        unmapped: Callable[[IdleSlabs], None] = lambda idle: None,
+        unmapped: Callable[[IdlePages], None] = lambda idle: None,
     ) -> None:
-        super().__init__(max_bytes)
-        self._max_heap_bytes = max(max_bytes // _HEAP_SHARE, _HEAP_LEAST_NBYTES)
-        self._heap_bytes = 0
-        self._generations = itertools.count(1)
-        self._unmapped = unmapped
-        self.pages = SlabPages(max_bytes, wanted)
-        self.pins = Pins(
-            self.pages,
-            freed=freed,
-            pinned=pinned,
-            charge=self._charge_pinned,
-            give_back=self.give_back,
+        pages = SlabPages(max_bytes, wanted)
+        super().__init__(
+            max_bytes, pages, freed=freed, pinned=pinned, unmapped=unmapped
         )
 
-    @property
-    def pinned_bytes(self) -> int:
-        return self.pins.pinned_bytes
-
-    @property
-    def handed_out_bytes(self) -> int:
-        return self.pins.handed_out_bytes
-
-    @property
-    def is_growing(self) -> bool:
-        return self.pages.is_growing
-
-    def could_ever_fit(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
-        total = sum(sizes)
-        if total + sum(charges) > self.max_bytes:
-            return False
-        if not self.pages.is_usable or total <= _HEAP_NBYTES:
-            return True
-        return self.pages.could_ever_fit(sizes)
-
-    def fits(self, sizes: Sequence[int], charges: Sequence[int] = ()) -> bool:
-        self.collect()
-        total = sum(sizes)
-        if not self._may_charge(total + sum(charges)):
-            return False
-        return self.pages.fits(sizes) or self._is_for_heap(total) or self._may_spill
-
-    def allocate(
-        self, sizes: Sequence[int], charges: Sequence[int] = ()
-    ) -> list[Region] | None:
-        self.collect()
-        total, charged = sum(sizes), sum(charges)
-        if not self._may_charge(total + charged):
-            return None
-        taken = None if self._is_for_heap(total) else self._take(sizes)
-        if taken is not None:
-            regions: list[Region] = [*taken]
-        elif self._is_for_heap(total) or self._may_spill:
-            regions = [Region(nbytes, self) for nbytes in sizes]
-            self._heap_bytes += total
-        else:
-            self.pages.want()
-            return None
-        regions += [Region(nbytes, self) for nbytes in charges]
-        self._heap_bytes += charged
-        self._charge(total + charged)
-        return regions
-
-    def has_spare(self, nbytes: int) -> bool:
-        """Is there no need to wait for slabs with so much for the application?"""
-        if nbytes <= _HEAP_NBYTES or not self.pages.could_ever_fit([nbytes]):
-            return True
-        self.collect()
-        return self.pages.free_bytes >= nbytes
-
-    def take_spare(self, nbytes: int) -> SlabRegion | None:
-        """Take a region for the application, if so much lies idle.
-
-        If not, a slab is asked for, so that it does next time. The region may exceed
-        the bound until it is handed out and released.
-        """
-        self.collect()
-        if self.is_closed or nbytes <= _HEAP_NBYTES:
-            return None
-        regions = self._take([nbytes])
-        if regions is None:
-            self.pages.want()
-            return None
-        self.used_bytes += nbytes  # not at its peak: it will be no one's soon
-        return regions[0]
-
-    def adopt(self, regions: Sequence[Region], charges: int = 0) -> bool:
-        self.collect()
-        sizes = [region.nbytes for region in regions]
-        total = sum(sizes)
-        if not self._may_charge(total):
-            return False
-        sizes = sizes[: len(sizes) - charges]
-        if not self._is_for_heap(sum(sizes)):
-            # Their memory stays where it is; as many pages are kept for them.
-            placed = self.pages.take(sizes)
-            if placed is None and not self._may_spill:
-                self.pages.want()
-                return False
-            for region, (pages, _) in zip(regions, placed or (), strict=False):
-                region.pages = pages
-                pages.left += 1
-        self._heap_bytes += sum(r.nbytes for r in regions if r.pages is None)
-        for region in regions:
-            region.charge_to(self)
-        self._charge(total)
-        return True
-
-    def collect(self) -> None:
-        """Take memory back whose last view is gone."""
-        self.pins.collect()
-
-    def give_back(self, region: Region) -> None:
-        pages = region.pages
-        self.used_bytes -= region.nbytes
-        if pages is None:
-            self._heap_bytes -= region.nbytes
-        else:
-            pages.left -= 1
-            if not pages.left:
-                self.pages.free(pages)
-        self._unmap_if_over()
-
-    def add_slab(self, nbytes: int | None) -> None:
-        """Use what :meth:`SlabPages.make_slab` has returned, be it too little."""
-        if self.is_closed:
-            self._unmap_if_over()
-            return
-        if self.pages.add_slab(nbytes):
-            return
-        self.refused_slabs += 1
-        if nbytes is None:
-            logger.warning("this process cannot have shared memory: it uses the heap")
-            return
-        self.max_bytes = max(self.pages.nbytes, self._max_heap_bytes)
-        logger.warning("no more memory: the bound is %d bytes now", self.max_bytes)
-
-    def close(self) -> None:
-        super().close()
-        self.pages.close()
-        self._unmap_if_over()
-
-    def _take(self, sizes: Sequence[int]) -> list[SlabRegion] | None:
-        placed = self.pages.take(sizes)
-        if placed is None:
-            return None
-        return [
-            SlabRegion(n, self.pins, pages, offset, next(self._generations))
-            for n, (pages, offset) in zip(sizes, placed, strict=True)
-        ]
-
-    def _charge_pinned(self, nbytes: int) -> None:
-        self.used_bytes += nbytes
-        self._unmap_if_over()
-
-    def _may_charge(self, nbytes: int) -> bool:
-        return self.used_bytes + self.pinned_bytes + nbytes <= self.max_bytes
-
-    def _unmap_if_over(self) -> None:
-        if self.is_closed and not self.used_bytes:
-            idle = self.pages.unmap()
-            self.pins.forget_mappings()
-            if idle is not None:
-                self._unmapped(idle)
-
-    def _is_for_heap(self, nbytes: int) -> bool:
-        if not self.pages.is_usable:
-            return True
-        left = self._max_heap_bytes - self._heap_bytes
-        return nbytes <= _HEAP_NBYTES and nbytes <= left
-
-    @property
-    def _may_spill(self) -> bool:
-        return bool(self.handed_out_bytes) and not self.is_growing
+    def _region(
+        self, nbytes: int, pages: Pages, offset: int, generation: int
+    ) -> SlabRegion:
+        return SlabRegion(nbytes, self.pins, pages, offset, generation)

@@ -167,6 +167,11 @@ class SlabRegion(Region):
         return self._is_released and self._owner is not None and not self.is_handed_out
 
     @property
+    def is_quiet(self) -> bool:
+        """Is nothing at work with it any more that outlives a view?"""
+        return True
+
+    @property
     def has_views(self) -> bool:
         """May somebody in this process have one?"""
         return self._holds > self._peers

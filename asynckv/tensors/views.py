@@ -18,6 +18,7 @@ __all__ = (
     "MISSING_DTYPES",
     "bytes_of",
     "check_into",
+    "check_landing_place",
     "check_sendable",
     "dtype_of",
     "empty_tensor",
@@ -183,6 +184,19 @@ def empty_tensor(spec: TensorSpec) -> torch.Tensor:
     # By way of bytes: torch.empty() warns about complex32.
     flat = torch.empty(spec.nbytes, dtype=torch.uint8)
     return flat.view(dtype_of(spec.dtype)).view(spec.shape)
+
+
+def check_landing_place(into: torch.Tensor, *, may_be_on_gpu: bool = False) -> None:
+    """Refuse memory that no tensor can land in; ``may_be_on_gpu``: or a GPU's.
+
+    :raises ValueError: it is not plain memory, or not contiguous
+    """
+    if may_be_on_gpu and into.device.type == "cuda":
+        _check_plain(into)
+        if not into.is_contiguous() or into.is_conj() or into.is_neg():
+            raise ValueError("the tensor is not contiguous")
+    else:
+        bytes_of(into)
 
 
 def check_into(into: torch.Tensor, spec: TensorSpec, name: str) -> None:

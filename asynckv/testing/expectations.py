@@ -40,10 +40,10 @@ def _pattern(nbytes: int, seed: int) -> torch.Tensor:
 
 def is_same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
     """Whether dtype, shape and every byte are those expected."""
-    dense = expected.resolve_conj().resolve_neg().contiguous()
+    dense = expected.cpu().resolve_conj().resolve_neg().contiguous()
     if found is None or (found.dtype, found.shape) != (dense.dtype, dense.shape):
         return False
-    return numpy.array_equal(bytes_of(found), bytes_of(dense))
+    return numpy.array_equal(bytes_of(found.cpu()), bytes_of(dense))
 
 
 def expect(is_so: bool, otherwise: object) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
@@ -15,6 +16,7 @@ from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
+from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.link_pairs import name_of
 from asynckv.testing.pairs import Peers, open_peers
 from asynckv.testing.raw_maps import RawMapper
@@ -66,6 +68,17 @@ def cut_when(monkeypatch: pytest.MonkeyPatch) -> CutWhen:
         monkeypatch.setattr(LinkStream, "send", send_or_cut)
 
     return cut
+
+
+@pytest.fixture
+def gpus() -> Iterator[FakeGpus]:
+    """GPUs of several processes; nothing is done to them that hardware punishes."""
+    gpus = FakeGpus()
+    yield gpus
+    for _ in range(2):  # the first lets views go, the second what they were of
+        gc.collect()
+    gpus.close()
+    assert not gpus.faults
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from asynckv.buffers.serve import Server
 from asynckv.errors import ChecksumError, PeerLost
 from asynckv.protocol.values import Place
 from asynckv.tensors import shared_file
+from asynckv.tensors.shared_file import edges_of
 from asynckv.testing.blocked import until, until_blocked
 
 MIB = 2**20
@@ -55,7 +56,7 @@ async def test_what_lies_elsewhere_than_in_the_file_breaks_the_link(
     monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, peer: Peer, place: Place
 ) -> None:
     monkeypatch.setattr(serve_mapped, "place_of", lambda region: place)
-    monkeypatch.setattr(serve_mapped, "edges_of", lambda *args: b"")
+    monkeypatch.setattr(shared_file, "edges_of", lambda *args: b"")
     await insert(local)
     with pytest.raises(PeerLost, match="an offer of"):
         await peer.lookup.drop_select()
@@ -123,11 +124,11 @@ async def test_edges_that_were_changed_after_the_offer_are_refused(
     def edges_before(
         memory: Any, places: Sequence[Place], sizes: Sequence[int]
     ) -> bytes:
-        edges = shared_file.edges_of(memory, places, sizes)
+        edges = edges_of(memory, places, sizes)
         spoil(local, offset)
         return edges
 
-    monkeypatch.setattr(serve_mapped, "edges_of", edges_before)
+    monkeypatch.setattr(shared_file, "edges_of", edges_before)
     await insert(local)
     with pytest.raises(ChecksumError):
         if how == "await":

@@ -258,11 +258,6 @@ async def test_it_may_be_closed_twice(store: StoreBuffer) -> None:
     store.abort()
 
 
-def test_only_cpu_memory_is_here_yet() -> None:
-    with pytest.raises(ValueError, match="cuda"):
-        StoreBuffer(device="cuda")
-
-
 def test_it_belongs_to_the_loop_that_used_it_first() -> None:
     store = StoreBuffer("1MiB")
     asyncio.run(store.put("a", value_of(1, 8)))

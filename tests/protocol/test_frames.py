@@ -8,6 +8,7 @@ import pytest
 from asynckv.protocol import (
     device_frames,
     frames,
+    ipc_frames,
     map_frames,
     payload_frames,
     pin_frames,
@@ -40,6 +41,8 @@ VALUES: dict[str, Any] = {
     "payload_path": "inline",
     "address": "asynckv-0",
     "ticket": b"t" * 16,
+    "uuid": "0123456789abcdef" * 2,
+    "handle": b"h" * 64,
     "found": b"n" * 16,
     "description": b"d" * 16,
     "generations": (1, None),
@@ -78,7 +81,14 @@ def test_no_two_frames_have_the_same_tag() -> None:
 def test_every_frame_of_the_page_belongs_to_the_union() -> None:
     tagged = [
         value
-        for page in (device_frames, frames, map_frames, payload_frames, pin_frames)
+        for page in (
+            device_frames,
+            frames,
+            ipc_frames,
+            map_frames,
+            payload_frames,
+            pin_frames,
+        )
         for name in page.__all__
         if isinstance(value := getattr(page, name), type)
         if issubclass(value, msgspec.Struct) and value.__struct_config__.tag

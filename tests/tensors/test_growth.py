@@ -16,6 +16,7 @@ from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, has_slabs
+from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
@@ -185,3 +186,29 @@ def test_who_holds_a_view_and_its_memory_is_no_cycle_that_stays() -> None:
     for _ in range(2):  # the arena is what the view referred to
         gc.collect()
     assert _mappings() == mappings
+
+
+class Idle:
+    """Memory whose end takes as long as a test likes."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+        self.is_gone = False
+
+    def drop(self) -> None:
+        self.may_go.wait()
+        self.is_gone = True
+
+
+async def test_its_end_waits_for_all_that_is_dropped(growth: Growth) -> None:
+    await growth.reach(_MIB)
+    first, second = Idle(), Idle()
+    for idle in (first, second):
+        growth.drop_soon(idle)
+    second.may_go.set()
+    closing = asyncio.create_task(growth.aclose())
+    await until(lambda: second.is_gone)
+    assert not closing.done() and not first.is_gone
+    first.may_go.set()
+    await closing
+    assert first.is_gone

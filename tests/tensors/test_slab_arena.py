@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from asynckv.tensors import slab_arena as slab_arena_module
+from asynckv.tensors import paged_arena as paged_arena_module
 from asynckv.tensors.arena import Region
 from asynckv.tensors.runs import pieces_of
 from asynckv.tensors.slab_arena import SlabArena
@@ -300,7 +300,7 @@ def test_spare_memory_is_what_lies_idle(bench: Bench) -> None:
 
 
 def test_the_heaps_share_is_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slab_arena_module, "_HEAP_LEAST_NBYTES", 0)
+    monkeypatch.setattr(paged_arena_module, "_HEAP_LEAST_NBYTES", 0)
     bench = Bench(16 * 128 * 1024)
     taken = [bench.arena.allocate([64 * 1024]) for _ in range(3)]
     assert [regions is None for regions in taken] == [False, False, True]

@@ -34,8 +34,6 @@ _NOT_THE_CORE: Final = (
 
 ONE_STEP: Final = frozenset(
     {
-        "KVLookupBuffer.__aenter__",
-        "KVStoreBuffer.__aenter__",
         "KVPipe.__aenter__",
         "Group.__aenter__",
         "LookupBuffer.peek",

@@ -15,6 +15,7 @@ from asynckv.testing.cancellations.inserting import INSERTING
 from asynckv.testing.cancellations.leaving import LEAVING
 from asynckv.testing.cancellations.moving import MOVING
 from asynckv.testing.cancellations.nodes import NODES
+from asynckv.testing.cancellations.on_gpus import ON_GPUS
 from asynckv.testing.cancellations.opening import OPENING
 from asynckv.testing.cancellations.pipe_ends import PIPE_ENDS
 from asynckv.testing.cancellations.piping import PIPING
@@ -39,6 +40,7 @@ SCENARIOS: Final[tuple[Scenario, ...]] = (
     *PIPE_ENDS,
     *GROUPING,
     *MOVING,
+    *ON_GPUS,
 )
 
 _LARGE_EVERY: Final = 3

@@ -67,6 +67,8 @@ class FakeCuda:
         """Free memory as a pool does: no work of the GPU is waited for."""
         with self._gpus.lock:
             allocation = self._space.unmap(memory.address)
+            if allocation not in self._process.owned:
+                raise GPUFailed("the process has ended, and its memory with it", code=4)
             if allocation.users:
                 self._gpus.note("memory was freed while a copy was under way")
             if allocation in self._process.owned:  # else its process has died

@@ -39,6 +39,7 @@ class FakeStream:
         self.handle = handle
         self.work: collections.deque[Work] = collections.deque()
         self.error: GPUFailed | None = None
+        self._is_getting_on = False
 
     @property
     def gpus(self) -> FakeGpus:
@@ -58,13 +59,18 @@ class FakeStream:
             self.work.append(work)
 
     def get_on(self) -> None:
-        """Do what can be done now."""
+        """Do what can be done now. A finalizer that asks meanwhile is no hindrance."""
+        if self._is_getting_on:
+            return
+        self._is_getting_on = True
         try:
             while self.work and self.work[0].run():
                 self.work.popleft()
         except GPUFailed as exc:
             self.error = exc
             self.work.clear()
+        finally:
+            self._is_getting_on = False
 
     def wait(self, event: Event) -> None:
         if not isinstance(event, FakeEvent):

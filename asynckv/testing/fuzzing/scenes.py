@@ -22,6 +22,7 @@ from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
+from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
@@ -263,11 +264,14 @@ async def _record_made_up() -> Recording:
     insert = near.open("insert", Insert("e", 1, False, streaming=True))
     near.send(insert, Commit())
     mapping = near.open("map", OpenMap())
+    sharing = near.open("share", OpenIpc("0" * 32))
     pass_on(near, far)
     far.send(select, Retract(2))
     far.send(mapping, Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
+    far.send(sharing, Exported(f"asynckv-{1:032}", b"t" * 16, b"h" * 64, 2**20))
     pass_on(far, near)
     near.send(mapping, Mapped(b"n" * 16))
+    near.send(sharing, Imported(b"n" * 16))
     pass_on(near, far)
     return Recording(tuple(segments))
 

@@ -65,3 +65,22 @@ def test_work_that_fails_fails_all_behind_it(near: FakeProcess) -> None:
 class _Failing:
     def run(self) -> bool:
         raise GPUFailed("broken", code=719)
+
+
+def test_who_asks_while_work_is_done_is_no_hindrance() -> None:
+    gpus = FakeGpus()
+    stream = gpus.process().cuda.stream()
+
+    class Asking:
+        runs = 0
+
+        def run(self) -> bool:
+            self.runs += 1
+            gpus.progress()  # as a finalizer that the collector calls in between
+            return True
+
+    asking = [Asking(), Asking()]
+    for work in asking:
+        stream.add(work)
+    stream.synchronize()
+    assert [work.runs for work in asking] == [1, 1]

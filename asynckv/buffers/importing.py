@@ -1,0 +1,269 @@
+"""A peer's memory of a GPU that this process reads where it lies, by CUDA IPC.
+
+As :mod:`asynckv.buffers.mapped`, with two more rules: an allocation is open once in a
+process, and the peer may free it only when we have closed it. So the connection that
+carries what was let go ends after that, and its end is what the peer waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from asynckv.buffers.answers import Answer, fail_by
+from asynckv.buffers.mapped import MAP_S, MappedMemory
+from asynckv.errors import AsyncKVError, GPUFailed, PeerLost
+from asynckv.links.fd_socket import fetch_file
+from asynckv.links.link import Link
+from asynckv.protocol.frames import Accepted, Cancel, Frame
+from asynckv.protocol.handshake import strictest
+from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
+from asynckv.tensors.cuda import Event
+from asynckv.tensors.device_pages import DeviceAllocation
+from asynckv.tensors.device_tensors import Gpus
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation
+from asynckv.tensors.slabs import PAGE_NBYTES
+
+if TYPE_CHECKING:
+    from asynckv.buffers.sharing import MapDigest
+
+__all__ = ("GpuImports", "ImportedFile", "ImportedMemory")
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S: Final = 1e-3
+
+
+class ImportedFile:
+    """An imported allocation, with the face of a mapped file."""
+
+    def __init__(self, allocation: ImportedAllocation, gpus: Gpus) -> None:
+        self.allocation = allocation
+        self.gpus = gpus
+        self.nbytes = allocation.nbytes + PAGE_NBYTES
+        """As of a file, whose last page is no tensor's."""
+
+
+class ImportedMemory(MappedMemory):
+    """What one link shows of its peer's memory of a GPU. It outlives the link.
+
+    ``own`` is memory of this side's own there: the GPU's work on views is marked by it.
+    """
+
+    @property
+    def gpus(self) -> Gpus:
+        """What the memory is opened by."""
+        return self.imported.gpus
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        allocation: ImportedAllocation,
+        digest: MapDigest,
+        own: DeviceAllocation,
+    ) -> None:
+        self.imported = ImportedFile(allocation, own.gpus)
+        # No file: whoever reads parts of it overrides what reads a file's.
+        super().__init__(sock, self.imported, digest)  # type: ignore[arg-type]
+        self._ours: DeviceAllocation | None = own
+        self._going: set[int] = set()
+        self._is_hung_up = False
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+        """Done when the memory is closed here, and the peer told."""
+
+    @property
+    def has_views(self) -> bool:
+        """Has anybody here any? Those that the GPU is not done with do not count."""
+        return len(self._live) > len(self._going)
+
+    def let_go(self, number: int) -> None:
+        """The last view of it is gone. Called by finalizers: in any thread.
+
+        The GPU may still read there: the peer is told when it does not any more.
+        """
+        if self._is_copy or self._ours is None:
+            return
+        try:
+            fence = self._ours.fence()
+        except GPUFailed:
+            return  # nobody can know when the GPU leaves it: it stays the peer's loss
+        self._going.add(number)
+        try:
+            # Not asked here: a finalizer may have come in the middle of another call.
+            self._loop.call_soon_threadsafe(self._let_go_later, number, fence)
+        except RuntimeError:  # the loop is closed, and looks at nothing any more
+            with contextlib.suppress(GPUFailed):
+                fence.synchronize()
+                self._let_go_now(number, fence)
+
+    def _let_go_later(self, number: int, fence: Event) -> None:
+        try:
+            is_over = fence.query()
+        except GPUFailed:
+            return
+        if is_over:
+            self._let_go_now(number, fence)
+        else:
+            self._loop.call_later(_LOOK_AGAIN_S, self._let_go_later, number, fence)
+
+    def _let_go_now(self, number: int, fence: Event) -> None:
+        fence.close()
+        self._going.discard(number)
+        super().let_go(number)
+
+    def _hang_up(self) -> None:
+        """On the loop, or without one."""
+        if self._is_hung_up:
+            return
+        self._is_hung_up = True
+        if self._loop.is_closed():
+            self._close_now()
+        else:
+            in_thread(self._close_now)
+
+    def _close_now(self) -> None:
+        self._ours = None  # whoever keeps this object keeps no memory
+        _close_both(self._sock, self.imported.allocation)  # as the peer waits for
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(_set_done, self.closed)
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class _Asking:
+    """The stream on which a handle is handed over."""
+
+    def __init__(self, link: Link, uuid: str) -> None:
+        self.exported: Answer[Exported] = Answer()
+        self.accepted: Answer[None] = Answer()
+        self._stream = link.open_stream(self, OpenIpc(uuid))
+
+    def prove(self, nonce: bytes) -> None:
+        self._stream.send(Imported(nonce))
+
+    def cancel(self) -> None:
+        self._stream.send(Cancel())
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        match frame:
+            case Exported() if not self.exported.is_in:
+                self.exported.give(frame)
+            case Accepted():
+                self.accepted.give(None)
+            case _:
+                fail_by(frame, "sharing a GPU's memory", self._fail)
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.exported.fail(error)
+        self.accepted.fail(error)
+
+
+class GpuImports:
+    """Opens the memory of one peer on each link. ``growth`` is this side's own."""
+
+    def __init__(self, growth: Growth, digest: MapDigest, boot_id: str) -> None:
+        self._growth = growth
+        self._digest: MapDigest = digest
+        self._boot_id = boot_id
+        self._of_link: weakref.WeakKeyDictionary[Link, ImportedMemory] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(self, link: Link) -> ImportedMemory | None:
+        """Return what ``link`` shows of the peer's memory, if it does."""
+        return self._of_link.get(link) if link.may_map else None
+
+    def close(self) -> None:
+        """Nothing is kept but by links and views."""
+
+    async def aclose(self) -> None:
+        """Wait until what nobody has views of is closed, at most 2 s."""
+        over = [m.closed for m in self._of_link.values() if not m.has_views]
+        if over:
+            await asyncio.wait(over, timeout=MAP_S)
+
+    async def open(self, link: Link) -> None:
+        """Open the memory at the other end of ``link``, if that is the same GPU's.
+
+        If not, one line of the log says why, and payload moves as from a buffer in
+        host memory. Waits at most 2 s for a live peer; a cancelled call leaves nothing
+        behind.
+
+        :raises PeerLost: the link was lost meanwhile
+        :raises GPUUnavailable: this side has no GPU
+        """
+        await self._growth.open()
+        pages = self._growth.device_pages
+        if not link.may_map or pages is None:
+            return
+        own = pages.allocation
+        try:
+            self._check_here(link)
+            memory = await self._agree(link, own)
+        except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
+            if isinstance(exc, PeerLost) and not link.is_open:
+                raise
+            logger.info(
+                "payload of the link to %s goes through host memory: its memory of a "
+                "GPU cannot be opened: %s",
+                link.peer.id,
+                str(exc) or "no answer",  # whoever keeps the error keeps the memory
+            )
+            return
+        self._of_link[link] = memory
+        link.call_when_lost(lambda _: memory.link_over())
+        link.use_ipc()
+        logger.info("entries at %s are read in its memory of a GPU", link.peer.id)
+
+    def _check_here(self, link: Link) -> None:
+        is_same_boot = bool(self._boot_id) and link.peer.boot_id == self._boot_id
+        if not is_same_boot or link.own_host != link.peer_host:
+            raise ValueError("it is on another host")
+
+    async def _agree(self, link: Link, own: DeviceAllocation) -> ImportedMemory:
+        asking = _Asking(link, own.uuid)
+        sock = allocation = None
+        try:
+            async with asyncio.timeout(MAP_S):
+                exported = await asking.exported
+                sock, fd = await fetch_file(exported.address, exported.ticket)
+                os.close(fd)
+                allocation, nonce = await open_allocation(
+                    *(own.gpus.cuda, own.memory.device),
+                    *(exported.handle, exported.nbytes),
+                )
+            asking.prove(nonce)
+            # From here on the peer may offer what only this memory can show.
+            await asking.accepted
+        except BaseException:
+            asking.cancel()
+            _leave(sock, allocation)
+            raise
+        digest = strictest(self._digest, exported.digest)
+        return ImportedMemory(sock, allocation, digest, own)
+
+
+def _leave(sock: socket.socket | None, allocation: ImportedAllocation | None) -> None:
+    """Close what was begun, in the order that the peer counts on."""
+    if sock is not None and allocation is None:
+        sock.close()
+    elif sock is not None and allocation is not None:
+        in_thread(functools.partial(_close_both, sock, allocation))
+
+
+def _close_both(sock: socket.socket, allocation: ImportedAllocation) -> None:
+    allocation.release()
+    sock.close()

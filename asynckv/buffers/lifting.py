@@ -1,0 +1,69 @@
+"""What came through host memory, brought to the GPU where it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.handover import match_targets
+from asynckv.tensors.blocks import KVBlocks, KVMemory, tensor_at
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_tensors import gpu_of
+
+__all__ = ("lift", "lift_all", "on_host")
+
+
+def on_host(targets: Mapping[str, KVMemory]) -> dict[str, KVMemory]:
+    """Return those in which bytes can land that come over a socket."""
+    return {name: target for name, target in targets.items() if not _is_on_gpu(target)}
+
+
+async def lift_all(
+    delivery: Delivery, targets: Mapping[str, KVMemory], pool: CopyPool
+) -> None:
+    """Let all of a whole delivery be on the GPU, or in ``targets`` that are not.
+
+    A cancelled call ends when no target is written any more.
+
+    :raises ValueError: ``targets`` do not fit the entry
+    """
+    match_targets(delivery.manifest.specs, targets)
+    names = [
+        name
+        for name, tensor in delivery.tensors.items()
+        if gpu_of(tensor) is None and (name not in targets or _is_on_gpu(targets[name]))
+    ]
+    places = await _lifted(delivery, names, targets, pool)
+    delivery.tensors |= dict(zip(names, places, strict=True))
+
+
+async def lift(
+    delivery: Delivery, name: str, targets: Mapping[str, KVMemory], pool: CopyPool
+) -> torch.Tensor:
+    """As :func:`lift_all`, of one tensor that has landed."""
+    target = targets.get(name)
+    if target is not None and not _is_on_gpu(target):
+        return delivery.tensors[name]
+    (tensor,) = await _lifted(delivery, [name], targets, pool)
+    return tensor
+
+
+async def _lifted(
+    delivery: Delivery,
+    names: list[str],
+    targets: Mapping[str, KVMemory],
+    pool: CopyPool,
+) -> list[torch.Tensor]:
+    specs = delivery.manifest.specs
+    places = [
+        targets[name] if name in targets else pool.empty(specs[name]) for name in names
+    ]
+    sources = [delivery.tensors[name] for name in names]
+    await pool.copy(sources, places, digest=False)
+    return [tensor_at(place) for place in places]
+
+
+def _is_on_gpu(target: KVMemory) -> bool:
+    return gpu_of(target.pool if isinstance(target, KVBlocks) else target) is not None

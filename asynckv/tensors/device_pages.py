@@ -1,0 +1,241 @@
+"""The memory of one GPU that a buffer has: one allocation, and who has its pages.
+
+As :class:`~asynckv.tensors.slab_pages.SlabPages`, but all there is comes at once, by
+plain ``cudaMalloc``, and nothing lies in two places: a tensor of a GPU cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from asynckv.errors import GPUFailed, GPUUnavailable
+from asynckv.tensors.allocator import PageAllocator
+from asynckv.tensors.arena import Pages
+from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event
+from asynckv.tensors.device_tensors import Gpus
+from asynckv.tensors.devices import Device
+from asynckv.tensors.packing import pack, pages_of
+from asynckv.tensors.slab_pages import Place
+from asynckv.tensors.slabs import PAGE_NBYTES
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "MARK_NBYTES",
+    "NONCE_NBYTES",
+    "DeviceAllocation",
+    "DevicePages",
+    "IdleDevice",
+)
+
+_LEAST_NBYTES: Final = 2**20
+"""Where the whole cannot be had, halves of it are tried down to this."""
+
+MARK_NBYTES: Final = 512
+"""At the end of it: what is no buffer's, a nonce among it."""
+
+NONCE_NBYTES: Final = 16
+
+
+class DeviceAllocation:
+    """Memory of a GPU that is freed with the last reference to it.
+
+    The arena, every view and every importer have one. Whoever knows that it may be the
+    last drops it off the event loop: freeing waits for the GPU.
+    """
+
+    def __init__(self, gpus: Gpus, memory: DeviceMemory) -> None:
+        self.gpus = gpus
+        self.memory = memory
+        self.uuid = gpus.cuda.uuid(memory.device)
+        self.nonce = secrets.token_bytes(NONCE_NBYTES)
+        self.nbytes = memory.nbytes - MARK_NBYTES
+        self.mark = memory.part(self.nbytes, memory.nbytes)
+        try:
+            # Once and first: slow, and a fake moves the bytes to share them.
+            self.handle = gpus.cuda.export(memory)
+        except GPUFailed:  # no system where memory of a GPU can be shared
+            self.handle = b""
+        _write(gpus.cuda, self.mark, self.nonce)
+        # As a user's tensor, for what is asked of these: it keeps nothing alive.
+        self._sentinel = gpus.tensors.tensor_over(self.mark, TensorSpec((1,), "uint8"))
+
+    def __del__(self) -> None:
+        with contextlib.suppress(GPUFailed):  # its context is gone, and this with it
+            self.gpus.cuda.free(self.memory)
+
+    def part(self, offset: int, nbytes: int, owner: object) -> DeviceMemory:
+        """Return some of the bytes, which keep ``owner`` alive."""
+        memory = self.memory.part(offset, offset + nbytes)
+        return dataclasses.replace(memory, owner=owner)
+
+    def fence(self) -> Event:
+        """Mark what this thread's current stream of the GPU was given until now.
+
+        Never waits; called in any thread. Who gets it closes it.
+
+        :raises GPUFailed: the GPU does not answer any more
+        """
+        mark = self.gpus.tensors.memory_of(self._sentinel).ready
+        if mark is None:
+            raise GPUFailed("memory of a GPU that nothing says the state of")
+        return mark
+
+
+class IdleDevice:
+    """An allocation that the arena needs no more."""
+
+    def __init__(
+        self, allocation: DeviceAllocation, closers: Sequence[Callable[[], None]]
+    ) -> None:
+        self._allocation: DeviceAllocation | None = allocation
+        self._closers = closers
+
+    def drop(self) -> None:
+        """Let it go: freed now, or with its last view. In a thread."""
+        for close in self._closers:
+            close()
+        self._allocation = None
+
+
+class DevicePages:
+    """The pages of up to ``max_bytes`` of ``device``.
+
+    ``wanted`` is called when they are needed: :meth:`make_slab`, in a thread, then
+    :meth:`add_slab` are to follow, once.
+    """
+
+    def __init__(
+        self, max_bytes: int, device: Device, wanted: Callable[[], None]
+    ) -> None:
+        self.device = device
+        self.error: GPUUnavailable | GPUFailed | None = None
+        """Why there is no memory of the GPU, if that is known."""
+        self.is_usable = max_bytes > 0
+        self._max_pages = pages_of(max_bytes)
+        self._wanted = wanted
+        self._allocator = PageAllocator()
+        self._allocation: DeviceAllocation | None = None
+        self._is_closed = False
+        self._closers: list[Callable[[], None]] = []
+
+    def call_when_dropped(self, close: Callable[[], None]) -> None:
+        """Call back, in a thread, when the memory is not used any more."""
+        self._closers.append(close)
+
+    @property
+    def allocation(self) -> DeviceAllocation:
+        """What there is.
+
+        :raises RuntimeError: it was not allocated yet, or is dropped
+        """
+        if self._allocation is None:
+            raise RuntimeError("there is no memory of the GPU yet, or any more")
+        return self._allocation
+
+    @property
+    def is_open(self) -> bool:
+        """Is it allocated?"""
+        return self._allocation is not None
+
+    @property
+    def nbytes(self) -> int:
+        """What was allocated for regions."""
+        return self._allocator.pages * PAGE_NBYTES
+
+    @property
+    def free_bytes(self) -> int:
+        """What no region has of that."""
+        return self._allocator.free_pages * PAGE_NBYTES
+
+    @property
+    def is_growing(self) -> bool:
+        """Was it not allocated yet?"""
+        return self.is_usable and self._allocator.pages < self._max_pages
+
+    def could_ever_fit(self, sizes: Sequence[int]) -> bool:
+        """Is there room for tensors of these sizes in an empty arena?"""
+        return sum(pack(sizes)[0]) <= self._max_pages
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Would :meth:`take` have pages for tensors of these sizes now?"""
+        return self._allocator.fits(pack(sizes)[0])
+
+    def take(self, sizes: Sequence[int]) -> list[Place] | None:
+        """Take pages for tensors of these sizes, all or none."""
+        blocks, places = pack(sizes)
+        taken = self._allocator.allocate(blocks)
+        if taken is None:
+            return None
+        pages = [Pages(runs) for runs in taken]
+        return [(pages[block], offset) for block, offset in places]
+
+    def free(self, pages: Pages) -> None:
+        """Give pages back that no region has any more."""
+        for run in pages.runs:
+            self._allocator.free(*run)
+
+    def want(self) -> None:
+        """Ask for the allocation, if there is none yet."""
+        if self.is_growing and not self._is_closed:
+            self._wanted()
+
+    def make_slab(self) -> int | None:
+        """Open CUDA and allocate, or as much as can be had; return the bytes.
+
+        Blocks: to be called in a thread, once. ``None``, and an :attr:`error`, if
+        there is no such GPU.
+        """
+        try:
+            gpus = self.device.opened()
+            return self._allocate(gpus)
+        except (GPUUnavailable, GPUFailed) as exc:
+            self.error = exc
+            return None
+
+    def add_slab(self, nbytes: int | None) -> bool:
+        """Use what :meth:`make_slab` has returned; ``False`` if it is too little."""
+        asked = self._max_pages
+        self._max_pages = (nbytes or 0) // PAGE_NBYTES
+        if nbytes is None:
+            self.is_usable = False
+            return False
+        self._allocator.extend(self._max_pages)
+        return self._max_pages >= asked
+
+    def close(self) -> None:
+        """Allocate nothing any more."""
+        self._is_closed = True
+
+    def unmap(self) -> IdleDevice | None:
+        """Let the allocation go, but for those who have views; return it once."""
+        allocation, self._allocation = self._allocation, None
+        return None if allocation is None else IdleDevice(allocation, self._closers)
+
+    def _allocate(self, gpus: Gpus) -> int:
+        nbytes = self._max_pages * PAGE_NBYTES
+        while True:
+            try:
+                memory = gpus.cuda.malloc(nbytes + MARK_NBYTES)
+            except GPUFailed:
+                nbytes = nbytes // 2 // PAGE_NBYTES * PAGE_NBYTES
+                if nbytes < _LEAST_NBYTES:
+                    raise
+            else:
+                self._allocation = DeviceAllocation(gpus, memory)
+                return nbytes
+
+
+def _write(cuda: CudaApi, target: DeviceMemory, data: bytes) -> None:
+    """Write a few bytes, and wait until they are there."""
+    stream, pinned = cuda.stream(), cuda.host_alloc(len(data))
+    try:
+        pinned.view[:] = data
+        cuda.copy(target.address, pinned.address, len(data), stream)
+        stream.synchronize()
+    finally:
+        stream.close()
+        cuda.host_free(pinned)

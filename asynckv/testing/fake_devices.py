@@ -1,0 +1,59 @@
+"""A GPU that is not there, as buffers take it in ``device=``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+
+import torch
+
+from asynckv.tensors.device_tensors import Gpus
+from asynckv.tensors.devices import Device
+from asynckv.testing.expectations import expect
+from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
+from asynckv.testing.fake_gpus.tensors import FakeTensors
+from asynckv.types import TensorSpec
+
+__all__ = ("FakeDevice", "fake_device", "fake_device_of")
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """One process's first GPU: ``device`` is what buffers and peers take."""
+
+    process: FakeProcess
+    tensors: FakeTensors
+    device: Device
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the GPU, of the application's own."""
+        return self.tensors.on_gpu(tensor)
+
+
+def fake_device_of(process: FakeProcess, index: int = 0) -> FakeDevice:
+    """Return a GPU of a fake process."""
+    tensors = FakeTensors(process)
+    gpus = Gpus(process.cuda, tensors)
+
+    def empty(spec: TensorSpec) -> torch.Tensor:
+        return tensors.empty(spec, index)
+
+    return FakeDevice(process, tensors, Device(index, lambda: gpus, empty))
+
+
+@contextlib.contextmanager
+def fake_device(*, seed: int = 0, max_delay: int = 0) -> Iterator[FakeDevice]:
+    """Return a GPU of its own; nothing may have been done to it that hardware punishes.
+
+    :raises AssertionError: something was
+    """
+    gpus = FakeGpus(seed=seed, max_delay=max_delay)
+    try:
+        yield fake_device_of(gpus.process())
+        expect(not gpus.faults, gpus.faults)
+    finally:
+        for _ in range(2):  # the first lets views go, the second what they were of
+            gc.collect()
+        gpus.close()

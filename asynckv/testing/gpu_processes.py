@@ -1,0 +1,42 @@
+"""How a process of a test gets its GPU: the real one, or one that is not there."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, TypeAlias
+
+import pytest
+
+from asynckv.errors import GPUUnavailable
+from asynckv.tensors.cuda_cupy import open_cuda
+
+__all__ = ("BEGIN", "GPU_KINDS", "GpuKind", "why_not")
+
+GpuKind: TypeAlias = Literal["fake", "real"]
+
+GPU_KINDS: Final[tuple[Any, ...]] = (
+    "fake",
+    pytest.param("real", marks=pytest.mark.gpu),
+)
+"""What a test is parametrised by that runs on both."""
+
+BEGIN: Final = """
+import asyncio, asynckv, sys, torch
+def open_device():
+    if sys.argv[1] == "real":
+        return "cuda:0"
+    from asynckv.testing.fake_devices import fake_device_of
+    from asynckv.testing.fake_gpus import FakeGpus
+    return fake_device_of(FakeGpus().process()).device
+"""
+"""How the code of such a process begins: ``sys.argv[1]`` is the kind."""
+
+
+def why_not(kind: GpuKind) -> str:
+    """Say why a test cannot run on that kind; empty if it can."""
+    if kind == "fake":
+        return ""
+    try:
+        open_cuda()
+    except GPUUnavailable as exc:
+        return str(exc)
+    return ""

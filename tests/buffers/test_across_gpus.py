@@ -1,0 +1,162 @@
+"""Entries on a GPU for peers that have none; and what peers on a GPU get by sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from asynckv.abc import KVEntry
+from asynckv.buffers.entries import EntryState
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.serve import serve
+from asynckv.errors import ConfigError, GPUFailed
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
+from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.types import TensorSpec
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    """A buffer on a GPU, and a peer that has none."""
+    async with open_gpu_pair(gpus, device=None) as pair:
+        yield pair
+
+
+@pytest.fixture
+async def on_gpu(local: LookupBuffer) -> AsyncIterator[tuple[FakeDevice, Peer]]:
+    """A peer on a GPU of a buffer in host memory."""
+    with fake_device() as gpu:
+        async with (
+            serve("tcp://127.0.0.1:0", lookup=local) as server,
+            connect(server.url, device=gpu.device, max_bytes="16MiB") as peer,
+        ):
+            yield gpu, peer
+
+
+async def fill(buffer: LookupBuffer) -> None:
+    """Insert a large tensor and a small one."""
+    await buffer.insert([1], None, noise(MIB), None, noise(8))
+
+
+async def test_large_and_small_parts_of_a_gpu_come_through_host_memory(
+    pair: GpuPair,
+) -> None:
+    await fill(pair.buffer)
+    entry = await pair.peer.lookup.drop_select([1])
+    assert isinstance(entry.key, torch.Tensor) and not entry.key.is_cuda
+    assert is_same(entry.key, noise(MIB)) and is_same(entry.hidden, noise(8))
+
+
+async def test_large_and_small_parts_get_to_a_gpu_through_host_memory(
+    pair: GpuPair,
+) -> None:
+    await pair.peer.lookup.insert([1], None, noise(MIB), None, noise(8))
+    entry = await pair.buffer.drop_select([1])
+    assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
+    assert is_same(entry.key, noise(MIB)) and is_same(entry.hidden, noise(8))
+
+
+async def test_a_stream_from_a_gpu_comes_through_host_memory(pair: GpuPair) -> None:
+    await fill(pair.buffer)
+    async with pair.peer.lookup.open_drop_select([1]) as stream:
+        assert is_same(await stream.wait_for("hidden"), noise(8))
+        assert is_same(await stream.wait_for("key"), noise(MIB))
+
+
+async def test_a_cancelled_select_reads_nothing_more_from_the_gpu(
+    pair: GpuPair,
+) -> None:
+    async def check(k: int, mode: CancelMode, outcome: Outcome[KVEntry]) -> None:
+        if outcome.cancelled:
+            entry = await pair.peer.lookup.drop_select([1])
+            assert is_same(entry.hidden, noise(8))
+
+    select, buffer = pair.peer.lookup.drop_select, pair.buffer
+    await sweep_cancellation(lambda: select([1]), check, before=lambda: fill(buffer))
+    await until(lambda: not buffer.statistics().used_bytes)
+
+
+async def test_a_cancelled_insert_leaves_no_trace_on_the_gpu(pair: GpuPair) -> None:
+    entries = pair.buffer.ledger.book.entries
+
+    async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
+        await pair.peer.lookup.peek([1])  # all that was said before is heard
+        await until(lambda: all(e.state is EntryState.READY for e in entries.values()))
+        assert entries or outcome.cancelled
+        if entries:
+            entry = await pair.buffer.drop_select([1])
+            assert is_same(entry.hidden, noise(8))
+            del entry
+        await until(lambda: not pair.buffer.statistics().used_bytes)
+
+    insert = pair.peer.lookup.insert
+    key, hidden = noise(MIB), noise(8)
+    await sweep_cancellation(lambda: insert([1], None, key, None, hidden), check)
+
+
+async def test_who_waits_for_an_entry_that_its_gpu_has_lost_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    pair: GpuPair,
+) -> None:
+    def fail(*anything: object) -> None:
+        raise GPUFailed("it has fallen off the bus")
+
+    await fill(pair.buffer)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.ours.process.cuda, "copy", fail)
+        with pytest.raises(GPUFailed, match="off the bus"):
+            await pair.peer.lookup.drop_select([1])
+    assert "cannot be read from its GPU" in caplog.text
+    caplog.clear()
+    assert is_same((await pair.peer.lookup.drop_select([1])).hidden, noise(8))
+
+
+async def test_layers_come_to_a_gpu_from_its_own_process_alone(pair: GpuPair) -> None:
+    specs = {"key": TensorSpec((8,), "uint8")}
+    with pytest.raises(ConfigError, match="from its own process"):
+        async with pair.peer.lookup.open_insert([1], None, specs):
+            raise AssertionError
+
+
+async def test_a_stream_by_lanes_is_lifted_to_the_gpu_once(
+    local: LookupBuffer, on_gpu: tuple[FakeDevice, Peer]
+) -> None:
+    await fill(local)
+    async with on_gpu[1].lookup.open_drop_select([1]) as stream:
+        found = {name: tensor async for name, tensor in stream}
+        assert all(tensor.is_cuda for tensor in found.values())
+        assert is_same(found["key"], noise(MIB)) and is_same(found["hidden"], noise(8))
+        assert await stream.wait_for("key") is found["key"]
+
+
+async def test_a_stream_lands_where_the_caller_wants_it(
+    local: LookupBuffer, on_gpu: tuple[FakeDevice, Peer]
+) -> None:
+    gpu, peer = on_gpu
+    await fill(local)
+    there = gpu.tensor(torch.zeros(MIB, dtype=torch.uint8))
+    into = {"key": there, "hidden": torch.zeros(8, dtype=torch.uint8)}
+    async with peer.lookup.open_drop_select([1], into=into) as stream:
+        found = {name: tensor async for name, tensor in stream}
+    assert found["key"] is there and is_same(there, noise(MIB))
+    assert is_same(into["hidden"], noise(8)) and not found["hidden"].is_cuda
+
+
+async def test_a_place_on_the_gpu_that_does_not_fit_gives_the_entry_back(
+    local: LookupBuffer, on_gpu: tuple[FakeDevice, Peer]
+) -> None:
+    gpu, peer = on_gpu
+    await fill(local)
+    with pytest.raises(ValueError, match="key"):
+        await peer.lookup.drop_select([1], into={"key": gpu.tensor(noise(8))})
+    await until(lambda: not local.statistics().leased)
+    assert is_same((await peer.lookup.drop_select([1])).hidden, noise(8))

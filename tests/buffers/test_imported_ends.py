@@ -1,0 +1,333 @@
+"""Memory of a GPU that is not opened, not proved, not answered for, or let go late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+from asynckv.buffers import importing, sharing
+from asynckv.buffers.importing import GpuImports, ImportedMemory
+from asynckv.buffers.mapped import MappedPin
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.sharing import MapHolder
+from asynckv.errors import ChecksumError, GPUFailed, PeerLost
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
+from asynckv.protocol.ipc_frames import Exported
+from asynckv.protocol.payload_frames import Grant
+from asynckv.tensors.cuda import DeviceMemory, Event
+from asynckv.tensors.device_pages import DeviceAllocation
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.imports import import_allocation
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_devices import fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.fake_gpus.streams import Delay, FakeEvent
+from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
+from asynckv.testing.link_pairs import linked
+from asynckv.testing.lookup_checks.values import MIB, noise
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    async with open_gpu_pair(gpus) as pair:
+        yield pair
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long for memory that never comes back."""
+    monkeypatch.setattr(importing, "MAP_S", 0.01)
+    monkeypatch.setattr(sharing, "_LEAVE_S", 0.01)
+
+
+def memory_of(peer: Peer) -> ImportedMemory:
+    link = peer.link_nowait()
+    assert link is not None
+    memory = peer._mappings.of(link)
+    assert isinstance(memory, ImportedMemory)
+    return memory
+
+
+async def insert(pair: GpuPair) -> None:
+    await pair.buffer.insert([1], None, noise(MIB), None, None)
+
+
+async def view_of(pair: GpuPair) -> torch.Tensor:
+    """Return a view of an entry that has left the buffer."""
+    await insert(pair)
+    async with pair.peer.lookup.drop_select([1]) as entry:
+        key = entry.key
+    assert isinstance(key, torch.Tensor)
+    return key
+
+
+def change(pair: GpuPair, offset: int) -> None:
+    """Change a byte of what was inserted, in the memory of the GPU."""
+    (stored,) = pair.buffer.ledger.book.entries.values()
+    place = stored.regions[0].place(stored.parts[0].spec)
+    assert isinstance(place, DeviceMemory)
+    pair.ours.process.cuda.view(place)[offset] ^= 1
+
+
+@pytest.mark.parametrize("digest", ["full", "edges", "off"])
+async def test_every_way_to_compare_finds_the_same_bytes(
+    pair: GpuPair, digest: str
+) -> None:
+    options: dict[str, Any] = {"digest": digest, "max_bytes": "16MiB"}
+    device = pair.theirs.device
+    async with connect(pair.server.url, device=device, **options) as peer:
+        await insert(pair)
+        assert is_same((await peer.lookup.drop_select([1])).key, noise(MIB))  # type: ignore[arg-type]
+        await insert(pair)
+        async with peer.lookup.drop_select([1]) as entry:
+            assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+            del entry
+
+
+async def test_full_digests_see_every_byte(gpus: FakeGpus) -> None:
+    async with open_gpu_pair(gpus, digest="full") as pair:
+        await insert(pair)
+        change(pair, MIB // 2)
+        with pytest.raises(ChecksumError):
+            await pair.peer.lookup.drop_select([1])
+        with pytest.raises(ChecksumError):
+            async with pair.peer.lookup.drop_select([1]):
+                raise AssertionError
+
+
+async def test_memory_that_was_not_proved_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpus: FakeGpus
+) -> None:
+    monkeypatch.setattr(MapHolder, "verify", lambda self, nonce: False)
+    caplog.set_level(logging.INFO, importing.__name__)
+    async with open_gpu_pair(gpus) as pair:
+        assert pair.peer.transport == "inline"
+        await insert(pair)
+        assert is_same((await pair.peer.lookup.drop_select([1])).key, noise(MIB))  # type: ignore[arg-type]
+        await until(lambda: not pair.opened)
+    assert caplog.text.count("goes through host memory") == 1
+
+
+@pytest.mark.parametrize("handle", [b"", b"no handle"])
+async def test_without_a_handle_bytes_go_through_host_memory(
+    pair: GpuPair, handle: bytes
+) -> None:
+    pages = pair.buffer._growth.device_pages
+    assert pages is not None
+    pages.allocation.handle = handle
+    async with connect(
+        pair.server.url, device=pair.theirs.device, max_bytes=MIB
+    ) as peer:
+        assert peer.transport == "inline"
+    assert pair.opened == 1
+
+
+async def test_another_host_is_not_asked(pair: GpuPair) -> None:
+    peer = connect(pair.server.url, device=pair.theirs.device, max_bytes=MIB)
+    peer._mappings._boot_id = "another"
+    async with peer:
+        assert peer.transport == "inline"
+
+
+async def test_a_server_that_does_not_answer_costs_a_moment(
+    monkeypatch: pytest.MonkeyPatch, impatient: None, gpus: FakeGpus
+) -> None:
+    async def never(address: str, ticket: bytes) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(importing, "fetch_file", never)
+    async with open_gpu_pair(gpus) as pair:
+        assert pair.peer.transport == "inline"
+
+
+async def test_a_link_that_is_lost_meanwhile_is_lost(
+    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
+) -> None:
+    def cut(holder: MapHolder, nonce: bytes) -> bool:
+        for services in pair.server._services:
+            services.link.abort()
+        return False
+
+    monkeypatch.setattr(MapHolder, "verify", cut)
+    with pytest.raises(PeerLost):
+        async with connect(pair.server.url, device=pair.theirs.device, max_bytes=MIB):
+            raise AssertionError
+
+
+async def test_a_cancelled_connect_leaves_nothing_behind(gpus: FakeGpus) -> None:
+    async with open_gpu_pair(gpus, device=None) as pair:
+
+        async def visit() -> str:
+            device = pair.theirs.device
+            peer = connect(pair.server.url, device=device, max_bytes="1MiB")
+            async with peer:
+                return peer.transport
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
+            assert outcome.cancelled or outcome.value == "cuda_ipc"
+            await until(lambda: not pair.opened)
+            await until(lambda: not pair.buffer.sharing._holders)
+
+        counts = await sweep_cancellation(visit, check)
+        assert counts.suspensions >= 5
+
+
+@pytest.mark.parametrize("answer", [Cancelled(), Grant(1), "Exported twice"])
+async def test_what_is_no_invitation_opens_nothing(
+    monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus, answer: Frame | str
+) -> None:
+    def say(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
+        exported = Exported(f"asynckv-{0:032}", b"t" * 16, b"h" * 64, MIB)
+        frames = [answer] if not isinstance(answer, str) else [exported, exported]
+        for one in frames:
+            stream.send(one)
+
+    monkeypatch.setattr(GpuImports, "_check_here", lambda self, link: None)
+    growth = Growth(MIB, device=fake_device_of(gpus.process()).device)
+    async with linked("tcp://127.0.0.1:0", say) as links:
+        imports = GpuImports(growth, "edges", "")
+        with contextlib.suppress(PeerLost):
+            await imports.open(links.near)
+        assert links.service.asked and imports.of(links.near) is None
+        assert links.near.is_open is (answer == Cancelled())
+    await growth.aclose()
+
+
+async def test_a_mem_link_has_no_memory_to_open(gpus: FakeGpus) -> None:
+    growth = Growth(MIB, device=fake_device_of(gpus.process()).device)
+    async with linked("mem://") as links:
+        imports = GpuImports(growth, "edges", "")
+        await imports.open(links.near)
+        assert imports.of(links.near) is None and not links.service.asked
+    await growth.aclose()
+
+
+async def test_it_is_closed_once_however_often_the_end_is_told(pair: GpuPair) -> None:
+    memory = memory_of(pair.peer)
+    memory.link_over()
+    memory.link_over()
+    await memory.closed
+    assert not pair.opened
+    memory._close_now()  # as if nobody had been there to hear of it
+    await until(memory.closed.done)
+
+
+async def test_a_view_outlives_the_link_and_the_peer(gpus: FakeGpus) -> None:
+    async with open_gpu_pair(gpus) as pair:
+        key = await view_of(pair)
+        closing = asyncio.create_task(pair.peer.aclose())
+        await closing
+        assert pair.opened == 1 and is_same(key, noise(MIB))
+        del key
+        await until(lambda: not pair.opened)
+
+
+async def test_a_copy_of_a_view_in_a_child_tells_nobody_of_its_end(
+    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
+) -> None:
+    key = await view_of(pair)
+    memory = memory_of(pair.peer)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_pid", os.getpid() + 1)
+        del key
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert pair.pinned_bytes == MIB
+    memory.let_go(1)
+    await until(lambda: not pair.pinned_bytes)
+
+
+async def test_memory_stays_the_peers_loss_where_the_gpu_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
+) -> None:
+    def fail(tensor: torch.Tensor) -> DeviceMemory:
+        raise GPUFailed("it has fallen off the bus")
+
+    key = await view_of(pair)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.theirs.tensors, "memory_of", fail)
+        del key
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert pair.pinned_bytes == MIB
+    memory_of(pair.peer).let_go(1)
+    await until(lambda: not pair.pinned_bytes)
+
+
+async def test_memory_stays_the_peers_loss_where_the_gpu_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
+) -> None:
+    asked = list[Event]()
+
+    def fail(event: FakeEvent) -> bool:
+        asked.append(event)
+        raise GPUFailed("it has fallen off the bus")
+
+    key = await view_of(pair)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEvent, "query", fail)
+        del key
+        await until(lambda: bool(asked))
+    assert pair.pinned_bytes == MIB and not memory_of(pair.peer).has_views
+    memory_of(pair.peer).let_go(1)
+    await until(lambda: not pair.pinned_bytes)
+
+
+async def test_a_closed_buffer_waits_for_who_has_its_memory_open(
+    pair: GpuPair,
+) -> None:
+    pair.buffer.abort()
+    closing = asyncio.create_task(pair.buffer.aclose())
+    await until_blocked(closing)
+    assert pair.ours.process.owned  # or the peer would read what is not there
+    await pair.peer.aclose()
+    await closing
+    assert not pair.ours.process.owned
+
+
+async def test_who_keeps_views_keeps_the_memory_of_a_closed_buffer(
+    impatient: None, pair: GpuPair
+) -> None:
+    key = await view_of(pair)
+    await pair.buffer.aclose()
+    assert is_same(key, noise(MIB)) and pair.ours.process.owned
+    del key
+    await pair.peer.aclose()
+    await until(lambda: not pair.ours.process.owned)
+
+
+def test_views_may_go_when_the_loop_is_closed(gpus: FakeGpus) -> None:
+    cuda, theirs = gpus.process().cuda, fake_device_of(gpus.process())
+    shown = cuda.export(cuda.malloc(MIB))
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    async def take() -> MappedPin:
+        opened = theirs.device.opened()
+        own = DeviceAllocation(opened, opened.cuda.malloc(MIB))
+        allocation = import_allocation(opened.cuda, 0, shown, MIB)
+        memory = ImportedMemory(near, allocation, "edges", own)
+        pin = memory.take(1)
+        memory.link_over()
+        return pin
+
+    pin = asyncio.run(take())
+    theirs.tensors.stream(0).add(Delay(5))
+    del pin
+    assert far.recv(8) == struct.pack("!Q", 1) and far.recv(8) == b""
+    assert not theirs.process.cuda._opened and not theirs.tensors.stream(0).work
+    far.close()

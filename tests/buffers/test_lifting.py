@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import torch
+
+from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.lifting import lift, lift_all, on_host
+from asynckv.buffers.manifest import Manifest
+from asynckv.protocol.frames import Offer
+from asynckv.protocol.values import TensorRecord
+from asynckv.tensors.blocks import KVBlocks, KVMemory
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.views import spec_of
+from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.lookup_checks.values import noise
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+async def pool(gpu: FakeDevice) -> AsyncIterator[CopyPool]:
+    device = gpu.device
+    pool = DeviceCopyPool(device, device.opened, empty=device.empty)
+    yield pool
+    pool.close()
+    pool.lanes.close()
+
+
+def delivered(**tensors: torch.Tensor) -> Delivery:
+    records = tuple(TensorRecord(n, spec_of(t)) for n, t in tensors.items())
+    manifest = Manifest(records, None, None, ())
+    delivery = Delivery(Offer(transfer=2, inline=False), manifest)
+    delivery.tensors = dict(tensors)
+    return delivery
+
+
+async def test_what_came_to_the_host_is_lifted_to_the_gpu(pool: CopyPool) -> None:
+    delivery = delivered(key=noise(64), hidden=noise(8))
+    await lift_all(delivery, {}, pool)
+    assert all(tensor.is_cuda for tensor in delivery.tensors.values())
+    assert is_same(delivery.tensors["key"], noise(64))
+
+
+async def test_what_has_its_place_on_the_host_stays_there(
+    gpu: FakeDevice, pool: CopyPool
+) -> None:
+    key, hidden = noise(64), noise(8)
+    delivery, into = delivered(key=key, hidden=hidden), gpu.tensor(noise(8) * 0)
+    await lift_all(delivery, {"key": key, "hidden": into}, pool)
+    assert delivery.tensors["key"] is key and delivery.tensors["hidden"] is into
+    assert is_same(into, hidden)
+
+
+async def test_one_tensor_is_lifted_alone(gpu: FakeDevice, pool: CopyPool) -> None:
+    delivery = delivered(key=noise(64), hidden=noise(8))
+    assert is_same(await lift(delivery, "key", {}, pool), noise(64))
+    assert not delivery.tensors["hidden"].is_cuda
+
+
+async def test_a_place_that_does_not_fit_is_refused(
+    gpu: FakeDevice, pool: CopyPool
+) -> None:
+    with pytest.raises(ValueError, match="key"):
+        await lift_all(delivered(key=noise(64)), {"key": gpu.tensor(noise(8))}, pool)
+
+
+def test_only_places_of_the_host_take_bytes_from_a_socket(gpu: FakeDevice) -> None:
+    there, here = gpu.tensor(noise(64).view(4, 16)), noise(8)
+    places: dict[str, KVMemory] = {
+        "key": there,
+        "value": KVBlocks(there, [1]),
+        "hidden": here,
+    }
+    assert on_host(places) == {"hidden": here}

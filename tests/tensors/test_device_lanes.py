@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from asynckv.tensors.device_lanes import DeviceLane, DeviceLanes
+from asynckv.testing.fake_devices import FakeDevice, fake_device
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device(max_delay=3) as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def lanes(gpu: FakeDevice) -> Iterator[DeviceLanes]:
+    lanes = DeviceLanes(gpu.device.opened)
+    yield lanes
+    lanes.close()
+
+
+def queue(lane: DeviceLane, target: int) -> None:
+    slot, event = lane.slot()
+    slot.view[:8] = b"12345678"
+    lane.cuda.copy(target, slot.address, 8, lane.stream)
+    event.record(lane.stream)
+
+
+def test_a_lane_that_is_given_back_has_nothing_under_way(
+    gpu: FakeDevice, lanes: DeviceLanes
+) -> None:
+    memory = gpu.process.cuda.malloc(8)
+    with lanes.lane(0) as lane:
+        queue(lane, memory.address)
+    assert bytes(gpu.process.cuda.view(memory)) == b"12345678"
+
+
+def test_after_an_error_too(gpu: FakeDevice, lanes: DeviceLanes) -> None:
+    memory = gpu.process.cuda.malloc(8)
+    with pytest.raises(KeyError), lanes.lane(0) as lane:
+        queue(lane, memory.address)
+        raise KeyError
+    assert bytes(gpu.process.cuda.view(memory)) == b"12345678"
+
+
+def test_a_lane_is_used_again(lanes: DeviceLanes) -> None:
+    with lanes.lane(0) as first, lanes.lane(0) as second:
+        assert first is not second
+    with lanes.lane(0) as again:
+        assert again in (first, second)
+
+
+def test_a_slot_is_given_again_when_its_copy_has_ended(
+    gpu: FakeDevice, lanes: DeviceLanes
+) -> None:
+    memory = gpu.process.cuda.malloc(8)
+    with lanes.lane(0) as lane:
+        for _ in range(3):
+            queue(lane, memory.address)
+        assert len({lane.slot()[0].address for _ in range(4)}) == 2
+
+
+def test_a_lane_in_use_goes_with_its_end(gpu: FakeDevice, lanes: DeviceLanes) -> None:
+    with lanes.lane(0) as lane:
+        lane.slot()
+        lanes.close()
+        assert gpu.process.streams
+    assert not gpu.process.streams

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from asynckv.errors import GPUFailed, GPUUnavailable
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_pages import MARK_NBYTES, DevicePages
+from asynckv.tensors.devices import Device
+from asynckv.testing.fake_devices import FakeDevice, fake_device
+
+MIB = 2**20
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device() as gpu:
+        yield gpu
+
+
+def pages_on(device: Device, max_bytes: int = 4 * MIB) -> DevicePages:
+    return DevicePages(max_bytes, device, lambda: None)
+
+
+def limit(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch, max_nbytes: int) -> None:
+    """Let the GPU have no more memory than that."""
+    cuda = gpu.process.cuda
+    malloc = cuda.malloc
+
+    def refuse(nbytes: int) -> DeviceMemory:
+        if nbytes > max_nbytes:
+            raise GPUFailed("out of memory", code=2)
+        return malloc(nbytes)
+
+    monkeypatch.setattr(cuda, "malloc", refuse)
+
+
+def test_all_of_it_is_allocated_at_once_beside_a_mark(gpu: FakeDevice) -> None:
+    pages = pages_on(gpu.device)
+    assert pages.add_slab(pages.make_slab()) and pages.free_bytes == 4 * MIB
+    allocation = pages.allocation
+    mark = bytes(gpu.process.cuda.view(allocation.mark))
+    assert len(mark) == MARK_NBYTES and mark.startswith(allocation.nonce)
+
+
+def test_where_the_whole_cannot_be_had_a_half_is_taken(
+    gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(gpu, monkeypatch, 3 * MIB)
+    pages = pages_on(gpu.device)
+    assert not pages.add_slab(pages.make_slab())
+    assert pages.nbytes == 2 * MIB and not pages.could_ever_fit([3 * MIB])
+
+
+def test_where_there_is_nothing_the_error_is_kept(
+    gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(gpu, monkeypatch, 0)
+    pages = pages_on(gpu.device)
+    assert pages.make_slab() is None
+    assert isinstance(pages.error, GPUFailed)
+    assert not pages.add_slab(None) and not pages.is_usable
+
+
+def test_a_gpu_that_is_not_there_is_named(gpu: FakeDevice) -> None:
+    pages = pages_on(Device(9, gpu.device.open))
+    assert pages.make_slab() is None
+    assert isinstance(pages.error, GPUUnavailable) and "cuda:9" in str(pages.error)
+
+
+def test_dropped_memory_goes_with_its_last_view(gpu: FakeDevice) -> None:
+    pages = pages_on(gpu.device)
+    pages.add_slab(pages.make_slab())
+    view, idle = pages.allocation, pages.unmap()
+    assert idle is not None and pages.unmap() is None
+    idle.drop()
+    assert gpu.process.owned
+    del view
+    assert not gpu.process.owned

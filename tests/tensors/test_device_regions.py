@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_arena import DeviceArena
+from asynckv.tensors.device_regions import DeviceRegion, HostRegion, region_behind
+from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_gpus.streams import Delay
+from asynckv.types import TensorSpec
+
+MIB = 2**20
+SPEC = TensorSpec((MIB,), "uint8")
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
+    arena = DeviceArena(4 * MIB, gpu.device, wanted=lambda: None, freed=lambda: None)
+    arena.add_slab(arena.pages.make_slab())
+    yield arena
+    arena.close()
+
+
+def region_in(arena: DeviceArena) -> DeviceRegion:
+    regions = arena.allocate([MIB])
+    assert regions is not None
+    (region,) = regions
+    assert isinstance(region, DeviceRegion)
+    return region
+
+
+def test_its_tensor_is_on_the_gpu_and_its_place_is_the_same_memory(
+    arena: DeviceArena,
+) -> None:
+    region = region_in(arena)
+    tensor, place = region.tensor(SPEC), region.place(SPEC)
+    tensor.as_subclass(torch.Tensor).fill_(7)
+    assert isinstance(place, DeviceMemory) and region_behind(place) is region
+    view = arena.pages.allocation.gpus
+    assert tensor.is_cuda and view.tensors.memory_of(tensor).address == place.address
+    arena.free([region])
+
+
+def test_the_host_has_no_view_of_it(arena: DeviceArena) -> None:
+    region = region_in(arena)
+    for view in (region.view, region.memory):
+        with pytest.raises(TypeError, match="GPU"):
+            view()
+    arena.free([region])
+
+
+def test_its_memory_is_nobody_elses_before_the_gpu_has_left_its_views(
+    gpu: FakeDevice, arena: DeviceArena
+) -> None:
+    region = region_in(arena)
+    tensor = region.tensor(SPEC)
+    arena.free([region])
+    gpu.tensors.stream(0).add(Delay(3))
+    del tensor
+    gc.collect()
+    assert not region.is_quiet and arena.pinned_bytes == MIB
+    while not region.is_quiet:
+        assert not arena.fits([4 * MIB])
+    arena.collect()
+    assert arena.fits([4 * MIB])
+
+
+def test_a_released_region_is_lent_no_more(arena: DeviceArena) -> None:
+    region = region_in(arena)
+    arena.free([region])
+    with pytest.raises(RuntimeError, match="released"):
+        region.tensor(SPEC)
+
+
+def test_memory_of_the_host_never_changes_hands() -> None:
+    assert not HostRegion(8, None).can_change_hands()

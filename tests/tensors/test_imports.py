@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from asynckv.errors import GPUFailed
+from asynckv.tensors.device_pages import DeviceAllocation
+from asynckv.tensors.imports import import_allocation
+from asynckv.testing.fake_devices import FakeDevice, fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+
+NBYTES = 4096
+
+
+@pytest.fixture
+def gpus() -> Iterator[FakeGpus]:
+    gpus = FakeGpus()
+    yield gpus
+    for _ in range(2):  # the first lets views go, the second what they were of
+        gc.collect()
+    gpus.close()
+    assert not gpus.faults
+
+
+@pytest.fixture
+def theirs(gpus: FakeGpus) -> FakeDevice:
+    return fake_device_of(gpus.process())
+
+
+def show(gpus: FakeGpus) -> DeviceAllocation:
+    """Return memory of another process. No fixture: it has to go before the GPUs do."""
+    opened = fake_device_of(gpus.process()).device.opened()
+    return DeviceAllocation(opened, opened.cuda.malloc(NBYTES))
+
+
+def test_what_is_open_holds_what_its_owner_wrote(
+    gpus: FakeGpus, theirs: FakeDevice
+) -> None:
+    shown = show(gpus)
+    found = import_allocation(theirs.process.cuda, 0, shown.handle, NBYTES)
+    assert found.nonce() == shown.nonce and found.nbytes == shown.nbytes
+    found.release()
+
+
+def test_it_is_open_once_and_closed_with_the_last_user(
+    gpus: FakeGpus, theirs: FakeDevice
+) -> None:
+    shown = show(gpus)
+    cuda = theirs.process.cuda
+    first = import_allocation(cuda, 0, shown.handle, NBYTES)
+    second = import_allocation(cuda, 0, shown.handle, NBYTES)
+    assert first is second and len(cuda._opened) == 1
+    first.release()
+    assert len(cuda._opened) == 1
+    second.release()
+    assert not cuda._opened
+
+
+def test_another_size_is_refused(gpus: FakeGpus, theirs: FakeDevice) -> None:
+    shown = show(gpus)
+    first = import_allocation(theirs.process.cuda, 0, shown.handle, NBYTES)
+    with pytest.raises(GPUFailed, match="8192"):
+        import_allocation(theirs.process.cuda, 0, shown.handle, 8192)
+    first.release()
+    assert not theirs.process.cuda._opened

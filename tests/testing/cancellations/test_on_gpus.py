@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.testing.cancellations.grounds import open_ground
+from asynckv.testing.cancellations.on_gpus import ON_GPUS
+from asynckv.testing.cancellations.scenario import Scenario
+from asynckv.testing.cancellations.sweeper import Sweeper
+
+
+@pytest.mark.parametrize("scenario", ON_GPUS, ids=lambda scenario: scenario.name)
+async def test_a_cancelled_opening_keeps_nothing(scenario: Scenario) -> None:
+    sweeper = Sweeper()
+    async with open_ground("local") as ground:
+        await scenario.run(ground, sweeper, 0)
+    assert sweeper.cancelled > 3
