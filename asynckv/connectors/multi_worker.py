@@ -6,7 +6,8 @@ import asyncio
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -20,12 +21,19 @@ from asynckv.abc import (
     SupportsLayerwise,
 )
 from asynckv.connectors.multi_scheduler import MultiMetadata
-from asynckv.connectors.steps import BeginsToWait
 from asynckv.shielding import wait_or_stop
 
 __all__ = ("MultiWorker",)
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class _BeginsToWait(Protocol):
+    """A worker whose step may be over before anybody waits for its saves."""
+
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
+        """As ``wait_for_save``, of the step that is now, whenever it is awaited."""
 
 
 class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
@@ -112,7 +120,7 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
         waits = [
             asyncio.ensure_future(
                 child.begin_to_wait()
-                if isinstance(child, BeginsToWait)
+                if isinstance(child, _BeginsToWait)
                 else child.wait_for_save()
             )
             for child in self.children
