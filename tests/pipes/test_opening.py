@@ -27,12 +27,12 @@ pytestmark = pytest.mark.both_loops
     ("options", "message"),
     [
         ({"tls": object()}, "TLS"),
-        ({"device": "cuda:0"}, "cuda:0"),
+        ({"device": "tpu"}, "'tpu' is unknown"),
         ({"device": torch.device("meta")}, "meta"),
     ],
 )
 @pytest.mark.parametrize("opened", [open_pipe, listen_pipe])
-def test_what_this_version_cannot_do_is_refused(
+def test_options_that_cannot_be_honoured_are_refused(
     opened: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
