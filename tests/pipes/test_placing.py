@@ -182,12 +182,14 @@ async def test_a_pipe_that_is_aborted_meanwhile_ends_a_receive(gpu: FakeDevice) 
     async with open_pipe_pair("mem", device=gpu.device) as (near, far):
         await near.send_tensor(noise(LARGE, 1))
         await until(lambda: far.statistics().held_tensors == 1)
-        receiving = asyncio.create_task(far.recv_tensor())
         assert far._placing is not None
-        far._placing._calls._start(open_for_more.wait)
+        before = asyncio.create_task(far._placing._calls.call(open_for_more.wait))
+        await until_blocked(before)
+        receiving = asyncio.create_task(far.recv_tensor())
         await until_blocked(receiving)
         far.abort()
         near.abort()
         open_for_more.set()
         with pytest.raises(PeerLost):
             await receiving
+        assert await before
