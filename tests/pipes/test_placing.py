@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import threading
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -23,7 +24,7 @@ from asynckv.testing.expectations import CANCEL_MODES, is_same, noise
 from asynckv.testing.fake_devices import FakeDevice, fake_device, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.pipe_checks.values import LARGE, SIZES, PipeCheck
+from asynckv.testing.pipe_checks.values import LARGE, SIZES, PipeCheck, send_many
 from asynckv.testing.pipe_conformance import PIPE_CHECKS, check_pipe
 from asynckv.testing.pipe_pairs import open_group, open_pipe_pair
 from asynckv.types import TensorSpec
@@ -193,3 +194,42 @@ async def test_a_pipe_that_is_aborted_meanwhile_ends_a_receive(gpu: FakeDevice) 
         with pytest.raises(PeerLost):
             await receiving
         assert await before
+
+
+async def test_a_peer_that_dies_meanwhile_does_not_take_what_has_come(
+    gpu: FakeDevice,
+) -> None:
+    gate = Gate()
+    async with open_pipe_pair("mem", device=gpu.device) as (near, far):
+        gpu.tensors.stream(0).add(gate)
+        await near.send_tensor(noise(LARGE, 1))
+        await near.flush()
+        receiving = asyncio.create_task(far.recv_tensor())
+        await until_blocked(receiving)
+        near.abort()
+        gate.open()
+        assert is_same(await receiving, noise(LARGE, 1))
+        with pytest.raises(PeerLost):
+            await far.recv_tensor()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_receive_is_cancelled_all_come_once_and_in_order(
+    gpu: FakeDevice, seed: int
+) -> None:
+    chance, received = random.Random(seed), list[torch.Tensor]()
+
+    async def receive(pipe: Pipe) -> None:
+        tensor = await pipe.recv_tensor()
+        assert tensor is not None
+        received.append(tensor)
+
+    async with open_pipe_pair("unix", device=gpu.device) as (near, far):
+        sending = asyncio.create_task(send_many(near, 20))
+        while len(received) < 20:
+            task = asyncio.create_task(receive(far))
+            await asyncio.wait({task}, timeout=chance.choice((0, 0.001, 0.003, 1)))
+            task.cancel()
+            await asyncio.wait({task})
+        await sending
+    assert all(is_same(found, noise(LARGE, k)) for k, found in enumerate(received))
