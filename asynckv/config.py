@@ -41,8 +41,9 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     (added to ``kv_port``), ``store_timeout`` (how many seconds a peer may take
     to be there), ``peer_url`` (whom a ``kv_both`` asks), ``fingerprint`` (what
     model the entries belong to), ``secret_file``, ``allow_plaintext`` and
-    ``max_waiting_bytes`` (as :func:`asynckv.serve` takes them), and, for
-    ``tls://``, ``tls``: an object of the fields of :class:`asynckv.TLS`.
+    ``max_waiting_bytes`` (as :func:`asynckv.serve` takes them), ``local_rank``
+    (whose GPU ``"cuda"`` is), and, for ``tls://``, ``tls``: an object of the fields
+    of :class:`asynckv.TLS`.
 
     :raises ConfigError: a value that cannot work
     """
@@ -173,6 +174,29 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
                 hint="it is a finite number of seconds, more than 0",
             )
         return seconds
+
+    @property
+    def local_rank(self) -> int | None:
+        """Which GPU of this host ``"cuda"`` is; ``None``: what ``LOCAL_RANK`` says.
+
+        :raises ConfigError: it is not the number of a rank
+        """
+        what = "the number of a rank"
+        given: int | str | None = self._extra(
+            "local_rank", int | str | None, None, what
+        )
+        if given is not None and not str(given).isdecimal():
+            raise ConfigError(f"local_rank is {given!r}, not {what}")
+        return None if given is None else int(given)
+
+    @property
+    def device(self) -> str:
+        """``kv_buffer_device``, as ``device=`` of a pipe or a group takes it.
+
+        :raises ConfigError: :attr:`local_rank` is not the number of a rank
+        """
+        rank, name = self.local_rank, self.kv_buffer_device
+        return name if name != "cuda" or rank is None else f"cuda:{rank}"
 
     def check_device(self) -> None:
         """Refuse a ``kv_buffer_device`` that connectors have no buffer on.

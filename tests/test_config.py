@@ -256,3 +256,28 @@ def test_it_does_not_change_and_equal_ones_are_equal() -> None:
     assert config == config_of(kv_role="kv_both")
     with pytest.raises(AttributeError):
         config.kv_port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "device"),
+    [
+        ("cpu", {"local_rank": 3}, "cpu"),
+        ("cuda", {"local_rank": 3}, "cuda:3"),
+        ("cuda", {"local_rank": "3"}, "cuda:3"),
+        ("cuda", {}, "cuda"),
+        ("cuda:1", {"local_rank": 3}, "cuda:1"),
+    ],
+)
+def test_the_device_of_pipes_is_that_of_the_local_rank(
+    name: str, extra: dict[str, object], device: str
+) -> None:
+    config = KVTransferConfig(kv_buffer_device=name, kv_connector_extra_config=extra)
+    assert config.device == device
+
+
+@pytest.mark.parametrize("rank", ["x", -1, True, 0.5])
+def test_what_is_no_local_rank_is_refused(rank: object) -> None:
+    extra = {"local_rank": rank}
+    config = KVTransferConfig(kv_buffer_device="cuda", kv_connector_extra_config=extra)
+    with pytest.raises(ConfigError, match="local_rank"):
+        _ = config.device

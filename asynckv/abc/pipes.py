@@ -53,6 +53,7 @@ class KVPipe(Closable):
     ) -> torch.Tensor | None:
         """Return the next tensor, in the order sent; ``None`` is a value.
 
+        It is on the device of this side of the pipe, wherever it was sent from.
         With ``into`` the bytes land in that tensor, which is returned; dtype and shape
         must be equal and it must be contiguous. A ``None`` leaves it untouched.
 
@@ -63,6 +64,7 @@ class KVPipe(Closable):
         :raises PeerLost: the connection ended in any other way
         :raises ChecksumError: the bytes changed on their way; the pipe is broken
         :raises ValueError: ``into`` does not fit; the tensor stays in the stream
+        :raises GPUFailed: the GPU it is to land on failed; it stays in the stream
         """
 
     def __aiter__(self) -> AsyncIterator[torch.Tensor | None]:

@@ -9,14 +9,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Final, Self
 
-import torch
-
 from asynckv.links.options import make_keyring
 from asynckv.loops import LoopBound
 from asynckv.pipes.joining import Joining
-from asynckv.pipes.opening import refuse_device
 from asynckv.pipes.pipe import Pipe
 from asynckv.security.tls import TLS
+from asynckv.tensors.devices import DeviceName, device_named
 from asynckv.types import parse_bytes
 
 __all__ = ("Group", "join_group")
@@ -123,7 +121,7 @@ def join_group(
     tls: TLS | None = None,
     allow_plaintext: bool = False,
     max_bytes: int | float | str = "1GB",
-    device: torch.device | str | None = None,
+    device: DeviceName | None = None,
 ) -> AbstractAsyncContextManager[Group]:
     """Meet the other ranks at rank 0, which listens at ``host:port + port_offset``.
 
@@ -133,15 +131,17 @@ def join_group(
     ``secret_file``, ``tls`` and ``allow_plaintext`` are as in
     :func:`asynckv.serve`, and all ranks need them. Ranks dial each other at the IP
     address that rank 0 sees each come from: that, or ``tls.server_name``, has to
-    be in each certificate, and no NAT may be between them and rank 0.
+    be in each certificate, and no NAT may be between them and rank 0. ``device`` is
+    as in :func:`asynckv.open_pipe`, and each rank's own.
 
     :raises PeerLost: a rank did not come in time, and the error says which; or
         it came and was lost again
     :raises ConfigError: the ranks do not agree on the group, rank 0 cannot listen
         there, or an option cannot be honoured
+    :raises GPUUnavailable: CuPy, a driver or the GPU is missing
+    :raises GPUFailed: the GPU cannot be opened
     :raises ValueError: no such rank, or no such port
     """
-    refuse_device(device)
     if not 1 <= size <= _MAX_SIZE or not 0 <= rank < size:
         raise ValueError(f"there is no rank {rank} in a group of {size}")
     if size > 1 and not 0 < port + port_offset < 2**16:
@@ -154,6 +154,7 @@ def join_group(
         timeout_s=timeout_s,
         max_bytes=parse_bytes(max_bytes),
         keyring=make_keyring(secret_file, tls, allow_plaintext),
+        device=device_named(device),
     )
     return _joined(joining)
 

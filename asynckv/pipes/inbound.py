@@ -132,13 +132,17 @@ class Inbound:
         :raises EndOfStream: the pipe was closed on this side meanwhile
         :raises PeerLost: it was aborted on this side meanwhile
         """
-        if not self._queue or self._queue[0] is not arrival:
-            raise self._failure()
+        self.check(arrival)
         self._queue.popleft()
         self.held_bytes -= arrival.nbytes
         self.received_bytes += arrival.nbytes
         self.received_tensors += 1
         self._owe(arrival.nbytes, 1)
+
+    def check(self, arrival: Arrival) -> None:
+        """Raise what :meth:`take` would. Never waits."""
+        if not self._queue or self._queue[0] is not arrival:
+            raise self._failure()
 
     def on_push(self, frame: Push, body: bytes) -> None:
         """The next tensor comes, with its bytes if they are few."""

@@ -21,6 +21,8 @@ from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader, Rendezvous, name_ranks
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, OpenPipe
 from asynckv.security.keyring import NO_KEYS, Keyring
+from asynckv.tensors.devices import Device
+from asynckv.tensors.open_device import OpenDevice, open_device
 
 __all__ = ("Joining",)
 
@@ -42,6 +44,7 @@ class Joining:
         timeout_s: float,
         max_bytes: int,
         keyring: Keyring = NO_KEYS,
+        device: Device | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -50,6 +53,7 @@ class Joining:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._keyring = keyring
+        self._device = device
         self._listener: LinkListener | None = None
         self._rendezvous: Rendezvous | None = None
         self._link: Link | None = None
@@ -66,9 +70,12 @@ class Joining:
 
         :raises PeerLost: a rank did not come in time, or was lost again
         :raises ConfigError: the ranks do not agree on the group
+        :raises GPUUnavailable: CuPy, a driver or the GPU is missing
+        :raises GPUFailed: the GPU cannot be opened
         """
+        opened = await open_device(self._device)
         if self.size == 1:
-            return {0: await self._loopback()}
+            return {0: await self._loopback(opened)}
         try:
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -79,7 +86,7 @@ class Joining:
         except BaseException:
             self.abort()
             raise
-        return {rank: Pipe(end, end) for rank, end in self._ends.items()}
+        return {rank: Pipe(end, end, opened) for rank, end in self._ends.items()}
 
     async def barrier(self) -> None:
         """Wait at the group's next barrier.
@@ -234,7 +241,7 @@ class Joining:
         end.inbound.open()
         return end
 
-    async def _loopback(self) -> Pipe:
+    async def _loopback(self, opened: OpenDevice | None) -> Pipe:
         async with PipeListener(
             "mem://", digest="full", lanes=None, max_bytes=self._max_bytes
         ) as listener:
@@ -245,7 +252,7 @@ class Joining:
             except BaseException:
                 link.abort()
                 raise
-        return Pipe(sends, receives)
+        return Pipe(sends, receives, opened)
 
     async def _give_up(self, cause: TimeoutError) -> None:
         error = PeerLost(

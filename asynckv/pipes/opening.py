@@ -10,8 +10,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Final, Literal, Self
 
-import torch
-
 from asynckv.errors import ConfigError, EndOfStream
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
@@ -29,23 +27,13 @@ from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.frames import OpeningFrame, OpenPipe
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
+from asynckv.tensors.devices import Device, DeviceName, device_named
+from asynckv.tensors.open_device import OpenDevice, open_device
 from asynckv.types import parse_bytes
 
-__all__ = ("PipeListener", "listen_pipe", "open_pipe", "refuse_device")
+__all__ = ("PipeListener", "listen_pipe", "open_pipe")
 
 _MAX_WAITING: Final = 64
-
-
-def refuse_device(device: torch.device | str | None) -> None:
-    """Refuse devices to which no pipe leads yet.
-
-    :raises ConfigError: it is another one than the CPU
-    """
-    if device is not None and torch.device(device).type != "cpu":
-        raise ConfigError(
-            f"device={str(device)!r}: pipes move tensors in CPU memory only, so far",
-            hint="leave device out and send tensor.cpu()",
-        )
 
 
 def open_pipe(
@@ -57,7 +45,7 @@ def open_pipe(
     tls: TLS | None = None,
     allow_plaintext: bool = False,
     max_bytes: int | float | str = "1GB",
-    device: torch.device | str | None = None,
+    device: DeviceName | None = None,
 ) -> AbstractAsyncContextManager[Pipe]:
     """Open a pipe to the listener at ``url``: ``async with open_pipe(url) as pipe``.
 
@@ -65,16 +53,27 @@ def open_pipe(
     ``accept()``; a cancelled entering leaves nothing behind. ``max_bytes``
     bounds what is in flight, and what is received ahead of the application.
     ``secret_file``, ``tls`` and ``allow_plaintext`` are as in :func:`asynckv.serve`.
+    With ``device="cuda:0"`` what is received is on that GPU, wherever it was sent
+    from; ``"cuda"`` is the GPU of ``LOCAL_RANK``. Entering then opens it first, which
+    may take 30 s more. Tensors of any GPU can be sent in any case.
     Leaving flushes, says goodbye and hangs up; after an error it just hangs up.
 
     :raises ConfigError: an option that cannot be honoured, keys that cannot be
         read, or an address that asks for more protection
+    :raises GPUUnavailable: CuPy, a driver or the GPU is missing
+    :raises GPUFailed: the GPU cannot be opened
     :raises AuthError: the two sides do not share a secret
     :raises PeerLost: nobody listens there, or did not answer in time
     """
-    refuse_device(device)
     keyring = make_keyring(secret_file, tls, allow_plaintext)
-    return _opened(url, payload_digest(digest), lanes, parse_bytes(max_bytes), keyring)
+    return _opened(
+        url,
+        payload_digest(digest),
+        lanes,
+        parse_bytes(max_bytes),
+        keyring,
+        device=device_named(device),
+    )
 
 
 @asynccontextmanager
@@ -84,12 +83,15 @@ async def _opened(
     lanes: int | None,
     max_bytes: int,
     keyring: Keyring,
+    *,
+    device: Device | None,
 ) -> AsyncIterator[Pipe]:
+    opened = await open_device(device)
     link = await dial(
         url, identity=new_identity(), digest=digest, lanes=lanes, keyring=keyring
     )
     end = PipeEnd.dialled(link, max_bytes)
-    async with Pipe(end, end) as pipe:
+    async with Pipe(end, end, opened) as pipe:
         yield pipe
 
 
@@ -102,25 +104,28 @@ def listen_pipe(
     tls: TLS | None = None,
     allow_plaintext: bool = False,
     max_bytes: int | float | str = "1GB",
-    device: torch.device | str | None = None,
+    device: DeviceName | None = None,
 ) -> PipeListener:
     """Wait for pipes at ``url``, of which port 0 takes a free port.
 
     ``async with listen_pipe(url) as listener``; ``listener.url`` has the real
     port, and ``async with await listener.accept() as pipe`` takes one pipe.
     ``max_bytes`` holds for each of them; ``secret_file``, ``tls`` and
-    ``allow_plaintext`` are as in :func:`asynckv.serve`.
+    ``allow_plaintext`` are as in :func:`asynckv.serve`, ``device`` as in
+    :func:`open_pipe`: entering opens it.
 
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
+    :raises GPUUnavailable: on entering: CuPy, a driver or the GPU is missing
+    :raises GPUFailed: on entering: the GPU cannot be opened
     """
-    refuse_device(device)
     return PipeListener(
         url,
         digest=payload_digest(digest),
         lanes=lanes,
         max_bytes=parse_bytes(max_bytes),
         keyring=make_keyring(secret_file, tls, allow_plaintext),
+        device=device_named(device),
     )
 
 
@@ -155,8 +160,11 @@ class PipeListener(LoopBound):
         lanes: int | None,
         max_bytes: int,
         keyring: Keyring = NO_KEYS,
+        device: Device | None = None,
     ) -> None:
         self._asked_url = url
+        self._device = device
+        self._opened: OpenDevice | None = None
         self._digest = digest
         self._lanes = lanes
         self._keyring = keyring
@@ -185,7 +193,7 @@ class PipeListener(LoopBound):
         :raises EndOfStream: the listener was closed
         """
         end = await self.accept_end()
-        return Pipe(end, end)
+        return Pipe(end, end, self._opened)
 
     async def accept_end(self) -> PipeEnd:
         """As :meth:`accept`; for pipes that are put together in another way."""
@@ -226,6 +234,7 @@ class PipeListener(LoopBound):
         self._check_loop()
         if self._listener is not None:
             raise RuntimeError("the listener was entered before; make a new one")
+        self._opened = await open_device(self._device)
         self._listener = await listen(
             self._asked_url,
             identity=new_identity(),

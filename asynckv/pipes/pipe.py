@@ -15,7 +15,9 @@ from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.inbound import Arrival
 from asynckv.pipes.parcels import Parcel
+from asynckv.pipes.placing import Placing
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.views import check_into, spec_of
 
 __all__ = ("Pipe", "PipeStatistics")
@@ -49,16 +51,22 @@ class PipeStatistics:
 class Pipe(KVPipe, LoopBound):
     """Sends through one end and receives through one, usually the same.
 
+    What it receives is on ``device`` whatever it was sent from, in CPU memory
+    without one. ``into=`` is where the caller says.
+
     Left by ``async with`` after an error it is aborted: the peer must not take
     what it has received for the whole stream.
     """
 
-    def __init__(self, sends: PipeEnd, receives: PipeEnd) -> None:
+    def __init__(
+        self, sends: PipeEnd, receives: PipeEnd, device: OpenDevice | None = None
+    ) -> None:
         self._ends = (sends,) if sends is receives else (sends, receives)
         self._link = sends.link
         self._outbound = sends.outbound
         self._inbound = receives.inbound
-        self._pool = CopyPool()
+        self._pool = CopyPool() if device is None else device.make_pool()
+        self._placing = None if device is None else Placing(device, self._pool)
         self._turn_to_receive = asyncio.Lock()
         self._calls = 0
         self._told_loss = False
@@ -136,12 +144,9 @@ class Pipe(KVPipe, LoopBound):
             await self._let_others_run()
             async with self._turn_to_receive:
                 arrival = await self._inbound.head()
-                if into is None or arrival.spec is None or arrival.tensor is None:
-                    self._inbound.take(arrival)
-                    return arrival.tensor
-                await self._copy_into(arrival, arrival.tensor, into)
+                received = await self._landed(arrival, into)
                 self._inbound.take(arrival)
-                return into
+                return received
         except (PeerLost, ChecksumError) as exc:
             self._note(exc)
             raise
@@ -215,12 +220,20 @@ class Pipe(KVPipe, LoopBound):
                 hint="await flush() first: it waits for as long as it takes",
             ) from None
 
-    async def _copy_into(
-        self, arrival: Arrival, tensor: torch.Tensor, into: torch.Tensor
-    ) -> None:
-        if arrival.spec is not None:
+    async def _landed(
+        self, arrival: Arrival, into: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return what has arrived where it is wanted; it stays in the stream."""
+        tensor, placing = arrival.tensor, self._placing
+        if tensor is None or arrival.spec is None:
+            return tensor
+        if into is not None:
             check_into(into, arrival.spec, "tensor")
-        await self._pool.copy([tensor], [into], digest=False)
+            await self._pool.copy([tensor], [into], digest=False)
+            return into
+        if placing is None:
+            return tensor
+        return await placing.place(tensor, lambda: self._inbound.check(arrival))
 
     async def _let_others_run(self) -> None:
         # Small tensors need not wait for anything: a loop over them would keep

@@ -9,6 +9,7 @@ never waits for the GPU.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -50,6 +51,12 @@ class DeviceTensors(Protocol):
         """Let this thread's current stream wait for ``event`` before what comes next.
 
         The thread does not wait.
+        """
+
+    def current_stream(self, device: int) -> AbstractContextManager[object]:
+        """Return this thread's current stream, for another thread to make its own.
+
+        It is that thread's while it is entered. CUDA was started by torch before.
         """
 
 
@@ -140,6 +147,10 @@ class TorchTensors:
         stream = torch.cuda.current_stream(device)
         with torch.cuda.device(device):  # the default streams of all have one handle
             event.hold_back(int(stream.cuda_stream))
+
+    def current_stream(self, device: int) -> AbstractContextManager[object]:
+        stream = torch.cuda.current_stream(device)
+        return torch.cuda.stream(stream)
 
 
 class _Lent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable
 from typing import Final, TypeAlias
@@ -18,6 +19,7 @@ from asynckv.types import TensorSpec
 __all__ = ("Device", "DeviceName", "device_named")
 
 _NAME: Final = re.compile(r"cuda(?::([0-9]{1,4}))?\Z")
+_RANK: Final = re.compile(r"[0-9]{1,4}\Z")
 
 
 @functools.cache
@@ -70,12 +72,15 @@ DeviceName: TypeAlias = str | torch.device | Device
 """``"cpu"``, ``"cuda"``, ``"cuda:1"``, or torch's device."""
 
 
-def device_named(name: DeviceName | None, *, local_rank: int = 0) -> Device | None:
+def device_named(
+    name: DeviceName | None, *, local_rank: object = None
+) -> Device | None:
     """Return the GPU that ``name`` means; ``None`` for the CPU.
 
-    ``"cuda"`` is the GPU of ``local_rank``. CUDA is not asked.
+    ``"cuda"`` is the GPU of ``local_rank``, a number or its digits: ``LOCAL_RANK`` of
+    the environment where it is ``None``, else 0. CUDA is not asked.
 
-    :raises ConfigError: there is no such device, whatever is installed
+    :raises ConfigError: there is no such device, whatever is installed, or no such rank
     """
     if isinstance(name, Device):
         return name
@@ -87,4 +92,11 @@ def device_named(name: DeviceName | None, *, local_rank: int = 0) -> Device | No
             f"device {str(name)!r} is unknown", hint='write "cpu", "cuda" or "cuda:1"'
         )
     number = found.group(1)
-    return Device(local_rank if number is None else int(number))
+    return Device(_checked(local_rank) if number is None else int(number))
+
+
+def _checked(local_rank: object) -> int:
+    given = os.environ.get("LOCAL_RANK", "0") if local_rank is None else local_rank
+    if not isinstance(given, int | str) or not _RANK.match(str(given)):
+        raise ConfigError(f"local_rank is {given!r}, not the number of a rank")
+    return int(given)

@@ -92,7 +92,7 @@ async def test_a_group_has_pipes_to_the_other_ranks_only() -> None:
         ({"size": 0}, ValueError),
         ({"port": 0}, ValueError),
         ({"port": 65535, "port_offset": 1}, ValueError),
-        ({"device": "cuda"}, ConfigError),
+        ({"device": "cuda:x"}, ConfigError),
         ({"max_bytes": "much"}, ValueError),
     ],
 )

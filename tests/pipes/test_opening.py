@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
 import asynckv
-from asynckv.errors import ConfigError, EndOfStream, PeerLost
+from asynckv.errors import ConfigError, EndOfStream, GPUUnavailable, PeerLost
 from asynckv.pipes import opening
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
@@ -27,12 +28,12 @@ pytestmark = pytest.mark.both_loops
     ("options", "message"),
     [
         ({"tls": object()}, "TLS"),
-        ({"device": "cuda:0"}, "cuda:0"),
+        ({"device": "tpu"}, "'tpu' is unknown"),
         ({"device": torch.device("meta")}, "meta"),
     ],
 )
 @pytest.mark.parametrize("opened", [open_pipe, listen_pipe])
-def test_what_this_version_cannot_do_is_refused(
+def test_options_that_cannot_be_honoured_are_refused(
     opened: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -42,6 +43,16 @@ def test_what_this_version_cannot_do_is_refused(
 def test_the_cpu_may_be_named() -> None:
     listen_pipe("mem://", device="cpu")
     listen_pipe("mem://", device=torch.device("cpu"))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("cupy") is not None, reason="CuPy is installed"
+)
+@pytest.mark.parametrize("opened", [open_pipe, listen_pipe])
+async def test_a_gpu_that_cannot_be_reached_is_told_on_entering(opened: Any) -> None:
+    with pytest.raises(GPUUnavailable, match="CuPy is not installed"):
+        async with opened("tcp://127.0.0.1:0", device="cuda"):
+            pass
 
 
 async def test_nobody_listening_is_told() -> None:

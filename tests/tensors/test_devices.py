@@ -17,6 +17,22 @@ def test_a_name_without_a_number_is_the_gpu_of_the_rank() -> None:
     assert found is not None and found.name == "cuda:3"
 
 
+def test_a_rank_that_nobody_names_is_the_environments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert device_named("cuda") == Device(0)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert device_named("cuda") == Device(2)
+    assert device_named("cuda:1") == Device(1)
+
+
+@pytest.mark.parametrize("rank", ["first", "-1", True, 1.5])
+def test_what_is_no_rank_is_refused(rank: object) -> None:
+    with pytest.raises(ConfigError, match="local_rank"):
+        device_named("cuda", local_rank=rank)
+
+
 def test_a_number_counts_whatever_the_rank_is() -> None:
     for name in ("cuda:1", torch.device("cuda", 1), Device(1)):
         found = device_named(name, local_rank=3)

@@ -6,6 +6,7 @@ them as if they were the host's is refused as torch refuses it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -45,7 +46,17 @@ class FakeTensor(torch.Tensor):
 
     def cpu(self, *args: object, **options: object) -> torch.Tensor:
         """Copy it to the host at once, as torch does."""
-        return self.as_subclass(torch.Tensor).clone()
+        plain = self.as_subclass(torch.Tensor)
+        if plain.dtype is torch.complex32 and plain.is_contiguous():
+            # By way of bytes: torch warns about every new complex32.
+            return (
+                plain.reshape(-1)
+                .view(torch.uint8)
+                .clone()
+                .view(plain.dtype)
+                .view(plain.shape)
+            )
+        return plain.clone()
 
 
 class FakeTensors:
@@ -109,6 +120,9 @@ class FakeTensors:
 
     def follow(self, event: Event, device: int) -> None:
         self.stream(device).wait(event)
+
+    def current_stream(self, device: int) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()  # a GPU has one, whatever the thread
 
     def _address(self, place: int, nbytes: int) -> int:
         """Return what the GPU calls memory that lies at ``place`` here."""

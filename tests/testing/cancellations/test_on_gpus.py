@@ -9,8 +9,8 @@ from asynckv.testing.cancellations.sweeper import Sweeper
 
 
 @pytest.mark.parametrize("scenario", ON_GPUS, ids=lambda scenario: scenario.name)
-async def test_a_cancelled_opening_keeps_nothing(scenario: Scenario) -> None:
+async def test_what_is_cancelled_on_a_gpu_keeps_nothing(scenario: Scenario) -> None:
     sweeper = Sweeper()
     async with open_ground("local") as ground:
-        await scenario.run(ground, sweeper, 0)
+        await scenario.run(ground, sweeper, scenario.sizes[-1])
     assert sweeper.cancelled > 3
