@@ -27,7 +27,7 @@ async def test_latency_delays_each_byte_and_keeps_what_follows_flowing(
             await asyncio.sleep(0)
         assert await far.receive(5) == bytes(range(5))
         taken_s = loop.time() - begin
-    assert 0.1 <= taken_s < 0.4  # not 5 times as long
+    assert 0.0999 <= taken_s < 0.4  # not 5 times as long
     assert fault.counts.nbytes == 5
 
 
