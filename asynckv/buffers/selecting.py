@@ -71,7 +71,6 @@ class Selecting:
         self.query = query
         self._link = link
         self._targets = targets
-        self._host_targets = on_host(targets)
         self._budget = budget
         self._streams = streams
         self._lent: tuple[Reception, ...] = ()
@@ -280,6 +279,11 @@ class Selecting:
         delivery.uncharge(self._budget)
         if delivery.reception is not None:
             delivery.reception.stop()
+
+    @property
+    def _host_targets(self) -> Mapping[str, KVMemory]:
+        """Made when it is asked for: thousands may wait with targets of their own."""
+        return on_host(self._targets)
 
     async def _accept(self, delivery: Delivery) -> None:
         """Make room for an offer, and grant it."""

@@ -38,8 +38,9 @@ ELSEWHERE: dict[Kind, tuple[str, ...]] = {
 }
 """What a ground has not, or what waits for nothing there."""
 
-BY_CHANCE = ("MemTransport.quiesce",)
-"""The copy it waits for may be through: tests/transports/test_mem.py stops one."""
+BY_CHANCE = ("MemTransport.quiesce", "NcclTransport.quiesce")
+"""What they wait for may be through: tests/transports/test_mem.py stops a copy, and
+tests/transports/nccl/test_transport.py cancels both kinds in every way."""
 
 
 async def cancel_on(kind: Kind, authority: Authority, at_least: int) -> Sweeper:
