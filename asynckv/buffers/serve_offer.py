@@ -14,25 +14,29 @@ import msgspec
 import torch
 
 from asynckv.buffers.entries import Lease, StoredEntry
+from asynckv.buffers.gpu_link import GpuLink
 from asynckv.buffers.manifest import check_body
 from asynckv.buffers.serve_mapped import can_be_mapped, map_entry
-from asynckv.buffers.sharing import MapHolder, Pin
+from asynckv.buffers.sharing import MapDigest, MapHolder, Pin
 from asynckv.errors import EntryTooLarge, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.links.riding import RidingParts, rides
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import (
     Complete,
     Offer,
     Retract,
 )
+from asynckv.protocol.handshake import strictest
 from asynckv.protocol.payload_frames import Done
 from asynckv.tensors.arena import Region
+from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.runs import Memory, joined
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 
-__all__ = ("Hoist", "Offering", "make_offer", "may_begin")
+__all__ = ("DigestPart", "Hoist", "Offering", "make_offer", "may_begin")
 
 Hoist: TypeAlias = Callable[
     [Region, TensorSpec, Callable[[torch.Tensor], None]], "asyncio.Task[None]"
@@ -41,6 +45,9 @@ Hoist: TypeAlias = Callable[
 
 Cancelled, it does not call back.
 """
+
+DigestPart: TypeAlias = Callable[[Region, TensorSpec, Callable[[bytes], None]], object]
+"""Digests one part, off the loop, then calls back."""
 
 
 def may_begin(
@@ -118,6 +125,9 @@ class Offering(msgspec.Struct, eq=False):
     hoist: Hoist | None = None
     _riding: RidingParts | None = None
     _hoisted: list[asyncio.Task[None]] = msgspec.field(default_factory=list)
+    _way: GpuLink | None = None
+    _digest_kind: MapDigest = "edges"
+    _digest_part: DigestPart | None = None
 
     def grant(self, transfer: int) -> None:
         """The peer's memory is ready: send what has landed."""
@@ -127,6 +137,15 @@ class Offering(msgspec.Struct, eq=False):
             self.is_granted = True
             for index in self.entry.landed:
                 self._send(index)
+
+    def grant_devices(
+        self, frame: GrantDevices, way: GpuLink, digest_part: DigestPart
+    ) -> None:
+        """As :meth:`grant`, of memory of the peer's GPU; what rides rides."""
+        if not self.is_granted and frame.transfer == self.transfer:
+            self._way, self._digest_part = way, digest_part
+            self._digest_kind = strictest(way.digest, frame.kind)
+        self.grant(frame.transfer)
 
     def part_landed(self, index: int) -> None:
         """One more part can be sent."""
@@ -146,6 +165,8 @@ class Offering(msgspec.Struct, eq=False):
         if self.is_granted:
             self.is_granted = False
             self.link.payload.stop(self.transfer)
+            if self._way is not None:
+                self._way.transport.stop(self.transfer)
             if self._riding is not None:
                 self._riding.stop()
         for task in self._hoisted:
@@ -156,12 +177,49 @@ class Offering(msgspec.Struct, eq=False):
         region = part.region
         if region is None:
             return
-        if region.is_on_device and self.hoist is not None:
+        if self._way is not None and not rides(region.nbytes):
+            self._send_by_gpu(self._way, index, region)
+        elif region.is_on_device and self.hoist is not None:
             copied = partial(self._send_copy, index)
             self._hoisted.append(self.hoist(region, part.spec, copied))
         else:
             read = partial(_read, region)
             self._send_bytes(index, region.nbytes, read, region.memory)
+
+    def _send_by_gpu(self, way: GpuLink, index: int, region: Region) -> None:
+        spec = self.entry.parts[index].spec
+        place = region.place(spec) if region.is_on_device else region.memory()
+
+        def sent(_: bytes, error: BaseException | None) -> None:
+            if error is None:  # else the peer hears that the way is lost
+                self._tell_sent(index, region)
+
+        if isinstance(place, torch.Tensor):
+            place = bytes_of(place)
+        way.transport.send(self.transfer, index, place, sent)
+
+    def _tell_sent(self, index: int, region: Region) -> None:
+        part, kind, digest_part = (
+            self.entry.parts[index],
+            self._digest_kind,
+            self._digest_part,
+        )
+        transfer, stream = self.transfer, self.stream
+        if kind == "off":
+            stream.send(SentDevices(transfer, index, "off"))
+            return
+        if kind == "edges" and isinstance(region, DeviceRegion) and region.edges:
+            stream.send(SentDevices(transfer, index, "edges", region.edges))
+            return
+
+        def tell(digest: bytes) -> None:
+            if self.is_granted:
+                stream.send(SentDevices(transfer, index, "full", digest))
+
+        if part.digest:
+            tell(part.digest)
+        elif digest_part is not None:
+            digest_part(region, part.spec, tell)
 
     def _send_copy(self, index: int, copy: torch.Tensor) -> None:
         """A copy in host memory is there; it is let go when it was sent."""
