@@ -41,7 +41,7 @@ class GpuArrivals:
     """
 
     def __init__(self, gpus: GpuLink, pool: DeviceCopyPool) -> None:
-        self._gpus = gpus
+        self.gpus = gpus
         self.pool = pool
         self._loop = asyncio.get_running_loop()
         self._parts: dict[int, _Part] = {}
@@ -51,12 +51,12 @@ class GpuArrivals:
     @property
     def progress(self) -> Progress:
         """Watches what is to come."""
-        return self._gpus.progress
+        return self.gpus.progress
 
     @property
     def digest(self) -> MapDigest:
         """What this side wants to be compared."""
-        return self._gpus.digest
+        return self.gpus.digest
 
     def receive(
         self, transfer: int, part: int, target: Memory | DeviceMemory, done: _Done
@@ -67,12 +67,12 @@ class GpuArrivals:
 
         def landed(_: bytes, error: BaseException | None) -> None:
             if error is not None:
-                done(b"", self._gpus.lost(error))
+                done(b"", self.gpus.lost(error))
             elif part in self._parts:
                 self._parts[part].has_landed = True
                 self._compare_if_due(part)
 
-        self._gpus.transport.receive(transfer, part, target, landed)
+        self.gpus.transport.receive(transfer, part, target, landed)
 
     def sent(self, frame: SentDevices) -> None:
         """The peer has sent a part, and says what its digest is of.
@@ -83,7 +83,7 @@ class GpuArrivals:
         if self._is_stopped:
             return
         part = self._parts.get(frame.part)
-        own = self._gpus.digest
+        own = self.gpus.digest
         if part is None or part.kind is not None:
             raise RemoteProtocolError(
                 f"part {frame.part} was sent, which makes no sense"
@@ -96,13 +96,13 @@ class GpuArrivals:
     def stop(self, transfer: int) -> None:
         self._is_stopped = True
         self._parts.clear()
-        self._gpus.transport.stop(transfer)
+        self.gpus.transport.stop(transfer)
         for task in self._comparing:
             task.cancel()
 
     async def quiesce(self, transfer: int) -> None:
         self.stop(transfer)
-        await self._gpus.transport.quiesce(transfer)
+        await self.gpus.transport.quiesce(transfer)
         for task in list(self._comparing):
             await wait_shielded(task)
 

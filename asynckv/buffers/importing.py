@@ -178,7 +178,7 @@ class _Asking:
 class GpuImports:
     """Opens the memory of one peer on each link, or a way from its GPU to this one.
 
-    ``growth`` is this side's own; ``is_forced``: the caller wants another way.
+    ``growth`` is this side's own; ``is_forced``: the URL names another way than NCCL.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class GpuImports:
         """
         await self._growth.open()
         pages = self._growth.device_pages
-        if pages is None or self._is_forced:
+        if pages is None:
             return
         why_not = await _reason(link, self._open_memory(link, pages.allocation))
         if not why_not:
@@ -253,8 +253,8 @@ class GpuImports:
         logger.info("entries at %s are read in its memory of a GPU", link.peer.id)
 
     async def _open_way(self, link: Link, device: Device) -> None:
-        if link.transport_name == "mem":
-            raise ValueError("it is this process")
+        if self._is_forced:
+            raise ValueError("the URL asks for another way")
         self._ways[link] = way = await GpuLink.make(link, device, self._digest)
         await way.open(open_devices(link, way.transport))
 

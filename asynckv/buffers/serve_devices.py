@@ -27,8 +27,8 @@ def serve_devices(
 
     :raises ConfigError: this side has no GPU, or is to use none
     """
-    device, link = service.buffer.open_device, service.link
-    if device is None or "payload=" in link.url or link.transport_name == "mem":
+    device = service.buffer.open_device
+    if device is None or not service.may_use_nccl:
         raise ConfigError("this side has no GPU to send from")
     channel = DeviceStream(answers=True)
     channel.use(stream)

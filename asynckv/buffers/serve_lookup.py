@@ -91,7 +91,7 @@ class LookupService:
 
     ``kept`` is charged for what they keep while they are open. ``holder`` is the
     peer's mapping of the buffer's memory, once it is proved; ``map_digest`` what
-    is compared of entries that are read there.
+    is compared of entries that are read there, or come to its GPU.
     """
 
     def __init__(
@@ -100,7 +100,10 @@ class LookupService:
         link: Link,
         kept: LinkBytes,
         map_digest: MapDigest = "edges",
+        *,
+        may_use_nccl: bool = True,
     ) -> None:
+        self.may_use_nccl = may_use_nccl
         self.holder: MapHolder | None = None
         self.map_digest: MapDigest = map_digest
         self.way: GpuLink | None = None

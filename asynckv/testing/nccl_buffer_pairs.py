@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from asynckv.buffers.gpu_link import GpuLink
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
@@ -27,16 +28,45 @@ class NcclBuffers:
     ours: FakeDevice
     theirs: FakeDevice
 
+    @property
+    def way(self) -> GpuLink:
+        """The server's end of what connects both GPUs."""
+        (services,) = [s for s in self.server._services if not s.is_lost]
+        if services.lookup is None or services.lookup.way is None:
+            raise LookupError("nothing connects both GPUs")
+        return services.lookup.way
+
+    @property
+    def near_way(self) -> GpuLink:
+        """The peer's end of it."""
+        arrivals = self.peer.arrivals(self.peer._linked())
+        if arrivals is None:
+            raise LookupError("nothing connects both GPUs")
+        return arrivals.gpus
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything has gone from GPU to GPU."""
+        return self.way.transport.sender._sending._next > 0
+
 
 @asynccontextmanager
 async def open_nccl_buffers(
-    gpus: FakeGpus, *, url: str = "", serves: Digest = "auto", **options: Any
+    gpus: FakeGpus,
+    *,
+    url: str = "",
+    serves: Digest = "auto",
+    their_nccl: int | None = None,
+    **options: Any,
 ) -> AsyncIterator[NcclBuffers]:
     """Open both, on two of ``gpus``; ``options`` are those of ``connect``.
 
-    ``url`` is the end of the URL that is connected to, ``serves`` the server's digest.
+    ``url`` is the end of the URL that is connected to, ``serves`` the server's digest,
+    ``their_nccl`` the version that the peer has.
     """
     ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process(), 1)
+    if their_nccl is not None:
+        theirs.process.nccl.number = their_nccl
     asked = {"device": theirs.device, "max_bytes": "16MiB", **options}
     async with (
         LookupBuffer("16MiB", device=ours.device, drain_s=0) as buffer,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -20,31 +19,14 @@ from asynckv.types import TensorSpec
 
 
 @pytest.fixture
-def gpus() -> Iterator[FakeGpus]:
-    gpus = FakeGpus(2)
-    yield gpus
-    for _ in range(2):  # the first lets views go, the second what they were of
-        gc.collect()
-    gpus.close()
-    assert not gpus.faults
-
-
-@pytest.fixture
-async def pair(gpus: FakeGpus) -> AsyncIterator[NcclBuffers]:
-    async with open_nccl_buffers(gpus) as pair:
+async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclBuffers]:
+    async with open_nccl_buffers(two_gpus) as pair:
         yield pair
 
 
 async def fill(buffer: LookupBuffer) -> None:
     """Insert a large tensor and a small one."""
     await buffer.insert([1], None, noise(MIB), None, noise(8))
-
-
-def moved(pair: NcclBuffers) -> bool:
-    """Whether anything has gone from GPU to GPU."""
-    way = next(iter(pair.server._services)).lookup
-    assert way is not None and way.way is not None
-    return way.way.transport.sender._sending._next > 0
 
 
 async def test_an_entry_goes_from_gpu_to_gpu(pair: NcclBuffers) -> None:
@@ -55,7 +37,7 @@ async def test_an_entry_goes_from_gpu_to_gpu(pair: NcclBuffers) -> None:
     )
     assert str(entry.key.device) == str(entry.hidden.device) == "cuda:1"
     assert is_same(entry.key, noise(MIB)) and is_same(entry.hidden, noise(8))
-    assert pair.peer.transport == "nccl" and moved(pair)
+    assert pair.peer.transport == "nccl" and pair.has_moved
 
 
 async def test_an_entry_lands_where_the_caller_wants_it(pair: NcclBuffers) -> None:
