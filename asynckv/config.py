@@ -181,8 +181,8 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.kv_buffer_device != "cpu":
             raise ConfigError(
-                f"kv_buffer_device is {self.kv_buffer_device!r}: only CPU memory is "
-                "here yet",
+                f"kv_buffer_device is {self.kv_buffer_device!r}: connectors keep KV in "
+                "CPU memory only, so far",
                 hint='write "cpu" and move tensors with .cpu()',
             )
 
