@@ -68,7 +68,7 @@ class GpuArrivals:
         def landed(_: bytes, error: BaseException | None) -> None:
             if error is not None:
                 done(b"", self.gpus.lost(error))
-            elif part in self._parts:
+            else:
                 self._parts[part].has_landed = True
                 self._compare_if_due(part)
 

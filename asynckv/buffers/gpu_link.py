@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from asynckv.buffers.sharing import MapDigest
-from asynckv.errors import GPUFailed
+from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
 from asynckv.shielding import wait_shielded
@@ -83,32 +83,34 @@ class GpuLink:
             raise
         self.is_open = True
         self.link.use_nccl()
-        self.link.call_when_lost(lambda _: self.close())
+        self.link.call_when_lost(self._link_lost)
         logger.info("payload of the link to %s goes by NCCL", self.link.peer.id)
 
     def lost(self, error: BaseException) -> GpuPathLost:
         """Return what is raised of a transfer that ``error`` has ended."""
         return GpuPathLost(error, is_quiet=self._use.worker.error is None)
 
-    def close(self) -> None:
-        """Move nothing more. Never waits; :meth:`aclose` waits for the GPU."""
+    def close(self) -> asyncio.Task[None]:
+        """Move nothing more. Never waits; what is returned waits for the GPU."""
         if self._closing is None:
             self.is_open = False
             self.progress.stop()
             loop = asyncio.get_running_loop()
             self._closing = loop.create_task(self._close(), name="asynckv: close NCCL")
+        return self._closing
 
     async def aclose(self) -> None:
         """Close it, and wait until the GPU has let go, about 1 s at most. Shielded."""
-        self.close()
-        if self._closing is not None:
-            await wait_shielded(self._closing)
+        await wait_shielded(self.close())
 
     async def _close(self) -> None:
         self.transport.abort()
         await self.transport.aclose()
         if self.transport.is_quiet:
             self._use.end()  # else its worker is left to whoever comes: it has work
+
+    def _link_lost(self, _: PeerLost) -> None:
+        self.close()
 
     def _stalled(self, error: Exception) -> None:
         self._on_lost(error)

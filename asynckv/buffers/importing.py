@@ -232,7 +232,7 @@ class GpuImports:
         """
         await self._growth.open()
         pages = self._growth.device_pages
-        if pages is None:
+        if pages is None or link.transport_name == "mem":
             return
         why_not = await _reason(link, self._open_memory(link, pages.allocation))
         if not why_not:

@@ -206,9 +206,9 @@ class ServedSelect(msgspec.Struct, eq=False):
 
     def _digest_part(
         self, region: Region, spec: TensorSpec, told: Callable[[bytes], None]
-    ) -> None:
+    ) -> asyncio.Task[None]:
         digesting = self.payer.hoisting.digest(region, spec, told, self._fail)
-        self.payer.run(digesting, "digest of what came without one")
+        return self.payer.run(digesting, "digest of what came without one")
 
     def _hoist(
         self, region: Region, spec: TensorSpec, copied: Callable[[torch.Tensor], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -84,3 +85,15 @@ async def test_a_cancelled_select_gives_the_entry_back(pair: NcclBuffers) -> Non
     await sweep_cancellation(lambda: select([1]), check, before=lambda: fill(buffer))
     await until(lambda: not buffer.statistics().used_bytes)
     assert pair.peer.transport == "nccl"
+
+
+async def test_an_insert_that_waits_for_room_goes_to_the_gpu(pair: NcclBuffers) -> None:
+    await pair.buffer.insert([1], None, noise(12 * MIB), None, None)
+    waiting = asyncio.create_task(
+        pair.buffer.insert([2], None, noise(8 * MIB), None, None)
+    )
+    await until(lambda: pair.buffer.statistics().waiting_inserts == 1)
+    entry = await pair.peer.lookup.drop_select([2])
+    await waiting
+    assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
+    assert is_same(entry.key, noise(8 * MIB)) and pair.has_moved

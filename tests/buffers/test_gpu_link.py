@@ -80,14 +80,15 @@ async def test_after_a_worker_was_given_up_the_link_goes_on(
     assert "from here on" in caplog.text
 
 
+@pytest.mark.parametrize("end", ["way", "near_way"])
 async def test_what_was_under_way_when_the_way_broke_comes_by_host(
-    pair: NcclBuffers,
+    pair: NcclBuffers, end: str
 ) -> None:
     pair.ours.process.nccl.is_silent = True
     await pair.buffer.insert([1], None, noise(MIB), None, None)
     select = asyncio.create_task(pair.peer.lookup.drop_select([1]))
     await until(lambda: pair.near_way.transport.receiver.is_busy)
-    pair.near_way._stalled(PeerLost("nothing has come for long"))
+    getattr(pair, end)._stalled(PeerLost("nothing has come for long"))
     assert is_same((await select).key, noise(MIB))  # type: ignore[arg-type]
     assert pair.peer.transport == "inline" and not pair.peer.budget.used_bytes
 
