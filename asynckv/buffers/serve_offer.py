@@ -37,7 +37,14 @@ from asynckv.tensors.runs import Memory, joined
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 
-__all__ = ("DigestPart", "Hoist", "Offering", "make_offer", "may_begin")
+__all__ = (
+    "DigestPart",
+    "GrantedDevices",
+    "Hoist",
+    "Offering",
+    "make_offer",
+    "may_begin",
+)
 
 Hoist: TypeAlias = Callable[
     [Region, TensorSpec, Callable[[torch.Tensor], None]], "asyncio.Task[None]"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from asynckv.buffers.gpu_arrivals import GpuArrivals
@@ -135,3 +137,26 @@ async def test_a_part_that_nobody_asked_for_ends_the_link(
     async with open_nccl_buffers(two_gpus, url="?payload=map", reconnect_s=0) as pair:
         with pytest.raises(PeerLost):
             await take(pair)
+
+
+async def test_what_is_being_compared_ends_with_its_select(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparing = asyncio.Event()
+
+    async def wait(*anything: object) -> list[bytes]:
+        comparing.set()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async with open_nccl_buffers(two_gpus) as pair:
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceCopyPool, "edges", wait)
+            taking = asyncio.create_task(take(pair))
+            await comparing.wait()
+            taking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await taking
+        await until(lambda: not pair.buffer.statistics().leased)
+        entry = await pair.peer.lookup.drop_select([1])
+        assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
