@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from asynckv.abc import KVEntry, SelectStream
 from asynckv.buffers.asking import ask
 from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.gpu_link import GpuPathLost
 from asynckv.buffers.lifting import lift_all
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.remote_stream import RemoteStream
@@ -95,6 +96,7 @@ class RemoteConsumer:
                 *(link, query, targets, peer.budget),
                 streams=streams,
                 reader=peer.reader(link, views=views),
+                ways=None if peer.on_gpu is None else peer,
             )
             self._waits.begin(selecting)
             try:
@@ -107,6 +109,11 @@ class RemoteConsumer:
                 await selecting.quiesce()
                 if link.is_open:
                     raise  # the peer says so, of something else
+            except GpuPathLost as exc:
+                selecting.cancel()
+                await selecting.quiesce()
+                if targets and not exc.is_quiet:
+                    raise  # what the GPU may write to is not used for other bytes
             except EntryAborted:  # before anything of it was handed out
                 selecting.close()
                 await selecting.quiesce()

@@ -24,6 +24,23 @@ class Hoisting:
         self._pool = pool
         self._turn = asyncio.Lock()
 
+    async def digest(
+        self,
+        region: Region,
+        spec: TensorSpec,
+        digested: Callable[[bytes], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """As :meth:`hoist`, of the digest of a region that came without one."""
+        async with self._turn:
+            try:
+                (digest,) = await self._pool.digest([region.place(spec)])
+            except Exception as exc:
+                logger.exception("an entry cannot be digested")
+                failed(exc)
+            else:
+                digested(digest)
+
     async def hoist(
         self,
         region: Region,

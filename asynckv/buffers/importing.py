@@ -14,11 +14,14 @@ import logging
 import os
 import socket
 import weakref
-from typing import TYPE_CHECKING, Final
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Final
 
 from asynckv.buffers.answers import Answer, fail_by
+from asynckv.buffers.gpu_link import GpuLink
 from asynckv.buffers.mapped import MAP_S, MappedMemory
 from asynckv.errors import AsyncKVError, GPUFailed, PeerLost
+from asynckv.links.device_streams import open_devices
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Cancel, Frame
@@ -27,6 +30,7 @@ from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.tensors.cuda import Event
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.device_tensors import Gpus
+from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation
 from asynckv.tensors.slabs import PAGE_NBYTES
@@ -172,9 +176,23 @@ class _Asking:
 
 
 class GpuImports:
-    """Opens the memory of one peer on each link. ``growth`` is this side's own."""
+    """Opens the memory of one peer on each link, or a way from its GPU to this one.
 
-    def __init__(self, growth: Growth, digest: MapDigest, boot_id: str) -> None:
+    ``growth`` is this side's own; ``is_forced``: the URL names another way than NCCL.
+    """
+
+    def __init__(
+        self,
+        growth: Growth,
+        digest: MapDigest,
+        boot_id: str,
+        *,
+        is_forced: bool = False,
+    ) -> None:
+        self._is_forced = is_forced
+        self._ways: weakref.WeakKeyDictionary[Link, GpuLink] = (
+            weakref.WeakKeyDictionary()
+        )
         self._growth = growth
         self._digest: MapDigest = digest
         self._boot_id = boot_id
@@ -186,11 +204,18 @@ class GpuImports:
         """Return what ``link`` shows of the peer's memory, if it does."""
         return self._of_link.get(link) if link.may_map else None
 
+    def way(self, link: Link) -> GpuLink | None:
+        """Return by what payload goes from the peer's GPU to this one, if it does."""
+        way = self._ways.get(link)
+        return way if way is not None and way.is_open else None
+
     def close(self) -> None:
         """Nothing is kept but by links and views."""
 
     async def aclose(self) -> None:
         """Wait until what nobody has views of is closed, at most 2 s."""
+        for way in list(self._ways.values()):
+            await way.aclose()
         over = [m.closed for m in self._of_link.values() if not m.has_views]
         if over:
             await asyncio.wait(over, timeout=MAP_S)
@@ -198,37 +223,44 @@ class GpuImports:
     async def open(self, link: Link) -> None:
         """Open the memory at the other end of ``link``, if that is the same GPU's.
 
-        If not, one line of the log says why, and payload moves as from a buffer in
-        host memory. Waits at most 2 s for a live peer; a cancelled call leaves nothing
-        behind.
+        If that is another GPU's, open a way from there. If neither can be, one line of
+        the log says why, and payload moves as from a buffer in host memory. Waits at
+        most 2 s and 10 s for a live peer; a cancelled call leaves nothing behind.
 
         :raises PeerLost: the link was lost meanwhile
         :raises GPUUnavailable: this side has no GPU
         """
         await self._growth.open()
         pages = self._growth.device_pages
-        if not link.may_map or pages is None:
+        if pages is None or link.transport_name == "mem":
             return
-        own = pages.allocation
-        try:
-            self._check_here(link)
-            memory = await self._agree(link, own)
-        except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
-            if isinstance(exc, PeerLost) and not link.is_open:
-                raise
+        why_not = await _reason(link, self._open_memory(link, pages.allocation))
+        if not why_not:
+            return
+        no_way = await _reason(link, self._open_way(link, pages.device))
+        if no_way:
             logger.info(
                 "payload of the link to %s goes through host memory: its memory of a "
-                "GPU cannot be opened: %s",
-                link.peer.id,
-                str(exc) or "no answer",  # whoever keeps the error keeps the memory
+                "GPU cannot be opened: %s; nor NCCL: %s",
+                *(link.peer.id, why_not, no_way),
             )
-            return
-        self._of_link[link] = memory
+
+    async def _open_memory(self, link: Link, own: DeviceAllocation) -> None:
+        self._check_here(link)
+        self._of_link[link] = memory = await self._agree(link, own)
         link.call_when_lost(lambda _: memory.link_over())
         link.use_ipc()
         logger.info("entries at %s are read in its memory of a GPU", link.peer.id)
 
+    async def _open_way(self, link: Link, device: Device) -> None:
+        if self._is_forced:
+            raise ValueError("the URL asks for another way")
+        self._ways[link] = way = await GpuLink.make(link, device, self._digest)
+        await way.open(open_devices(link, way.transport))
+
     def _check_here(self, link: Link) -> None:
+        if not link.may_map:
+            raise ValueError("no memory is shared with it")
         is_same_boot = bool(self._boot_id) and link.peer.boot_id == self._boot_id
         if not is_same_boot or link.own_host != link.peer_host:
             raise ValueError("it is on another host")
@@ -254,6 +286,20 @@ class GpuImports:
             raise
         digest = strictest(self._digest, exported.digest)
         return ImportedMemory(sock, allocation, digest, own)
+
+
+async def _reason(link: Link, opening: Coroutine[Any, Any, None]) -> str:
+    """Return why something was not opened; empty if it was.
+
+    :raises PeerLost: the link was lost meanwhile
+    """
+    try:
+        await opening
+    except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
+        if isinstance(exc, PeerLost) and not link.is_open:
+            raise
+        return str(exc) or "no answer"  # whoever keeps the error keeps the memory
+    return ""
 
 
 def _leave(sock: socket.socket | None, allocation: ImportedAllocation | None) -> None:

@@ -43,9 +43,9 @@ async def lift(
     delivery: Delivery, name: str, targets: Mapping[str, KVMemory], pool: CopyPool
 ) -> torch.Tensor:
     """As :func:`lift_all`, of one tensor that has landed."""
-    target = targets.get(name)
-    if target is not None and not _is_on_gpu(target):
-        return delivery.tensors[name]
+    target, tensor = targets.get(name), delivery.tensors[name]
+    if gpu_of(tensor) is not None or (target is not None and not _is_on_gpu(target)):
+        return tensor
     (tensor,) = await _lifted(delivery, [name], targets, pool)
     return tensor
 

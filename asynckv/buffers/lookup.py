@@ -38,7 +38,7 @@ from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
 from asynckv.loops import LoopBound
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.devices import DeviceName, device_named
+from asynckv.tensors.devices import Device, DeviceName, device_named
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import spec_like
 from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
@@ -108,6 +108,12 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
     def is_closed(self) -> bool:
         """Whether every wait has ended for good."""
         return self.ledger.leases.is_closed
+
+    @property
+    def open_device(self) -> Device | None:
+        """The GPU that its memory is on, once there is some."""
+        pages = self._growth.device_pages
+        return None if pages is None or not pages.is_open else pages.device
 
     @property
     def is_on_gpu(self) -> bool:

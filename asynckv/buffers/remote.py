@@ -13,6 +13,7 @@ from typing import Final, Literal, Self
 import anyio
 
 from asynckv.buffers.backoff import Backoff
+from asynckv.buffers.gpu_arrivals import GpuArrivals
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.map_reader import MapReader
@@ -82,7 +83,9 @@ class Peer(LoopBound):
         self._mappings: Mappings | GpuImports
         if self.on_gpu is not None:
             boot_id = own_identity.boot_id
-            self._mappings = GpuImports(self.on_gpu, map_digest, boot_id)
+            self._mappings = GpuImports(
+                *(self.on_gpu, map_digest, boot_id), is_forced="payload=" in url
+            )
         else:
             self._mappings = Mappings(
                 map_digest, own_identity.boot_id, is_forced="payload=map" in url
@@ -118,7 +121,8 @@ class Peer(LoopBound):
 
     @property
     def transport(self) -> str:
-        """How payload moves: ``"map"``, ``"cuda_ipc"``, ``"inline"`` or ``"mem"``.
+        """How payload moves now: ``"map"``, ``"cuda_ipc"``, ``"nccl"``, ``"inline"`` or
+        ``"mem"``.
 
         By ``"map"`` entries are read in the peer's own memory, on the same host;
         what goes there moves by lanes.
@@ -139,6 +143,14 @@ class Peer(LoopBound):
         if reader is None or reader.memory is not memory:
             reader = self._readers[views] = self._new_reader(memory, views=views)
         return reader
+
+    def arrivals(self, link: Link) -> GpuArrivals | None:
+        """Return by what a delivery may come from the peer's GPU, if it may."""
+        ways = self._mappings
+        way = ways.way(link) if isinstance(ways, GpuImports) else None
+        if way is None or not isinstance(self.pool, DeviceCopyPool):
+            return None
+        return GpuArrivals(way, self.pool)
 
     def _new_reader(self, memory: MappedMemory, *, views: bool) -> MapReader:
         if isinstance(memory, ImportedMemory) and isinstance(self.pool, DeviceCopyPool):

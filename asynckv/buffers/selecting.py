@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.gpu_arrivals import GpuArrivals, Ways
+from asynckv.buffers.gpu_places import may_land_on_gpu, places_on_gpu
 from asynckv.buffers.lifting import on_host
 from asynckv.buffers.manifest import unpack
 from asynckv.buffers.map_reader import MapReader
@@ -22,6 +24,7 @@ from asynckv.buffers.watchers import Watchers
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import (
     Accepted,
     Ack,
@@ -56,6 +59,8 @@ class Selecting:
     _is_noted = False
     _is_answered = False
     _is_accepted = False
+    _ways: Ways | None = None
+    _arrivals: GpuArrivals | None = None
 
     def __init__(
         self,
@@ -66,8 +71,11 @@ class Selecting:
         *,
         streams: bool = False,
         reader: MapReader | None = None,
+        ways: Ways | None = None,
     ) -> None:
         self._reader = reader
+        if ways is not None:
+            self._ways = ways
         self.query = query
         self._link = link
         self._targets = targets
@@ -108,7 +116,7 @@ class Selecting:
                     delivery, self._targets, self._budget, self._stands
                 )
             else:
-                await self._accept(delivery)
+                await self._accept_somewhere(delivery)
             if self._error is not None:
                 raise self._error
             while self.delivery is delivery:
@@ -214,10 +222,8 @@ class Selecting:
         match frame:
             case Offer():
                 self._on_offer(frame, body)
-            case Done(transfer=transfer) | Riders(transfer=transfer):
-                reception = None if delivery is None else delivery.reception
-                if reception is not None and reception.transfer == transfer:
-                    reception.on_parts(frame, body)
+            case Done() | Riders() | SentDevices():
+                self._on_parts(frame, body)
             case Complete(transfer=transfer):
                 if delivery is not None and delivery.offer.transfer == transfer:
                     delivery.is_complete = True
@@ -284,6 +290,52 @@ class Selecting:
     def _host_targets(self) -> Mapping[str, KVMemory]:
         """Made when it is asked for: thousands may wait with targets of their own."""
         return on_host(self._targets)
+
+    def _on_parts(self, frame: Done | Riders | SentDevices, body: bytes) -> None:
+        reception = None if self.delivery is None else self.delivery.reception
+        if reception is None or reception.transfer != frame.transfer:
+            return
+        if not isinstance(frame, SentDevices):
+            reception.on_parts(frame, body)
+        elif self._arrivals is None:
+            raise RemoteProtocolError("a part of a GPU that was not asked for")
+        else:
+            self._arrivals.sent(frame)
+            reception.on_done(Done(frame.transfer, frame.part, frame.digest))
+
+    async def _accept_somewhere(self, delivery: Delivery) -> None:
+        ways, self._arrivals = self._ways, None
+        if ways is not None and may_land_on_gpu(self._targets):
+            self._arrivals = ways.arrivals(self._link)
+        if self._arrivals is None:
+            await self._accept(delivery)
+        else:
+            await self._accept_on_gpu(delivery, self._arrivals)
+
+    async def _accept_on_gpu(self, delivery: Delivery, arrivals: GpuArrivals) -> None:
+        """As :meth:`_accept`, but what does not ride lands where it is wanted."""
+        nbytes = delivery.own_nbytes(self._targets)
+        await self._budget.reserve(nbytes, in_host=False)
+        delivery.charged_bytes = nbytes
+        await self.quiesce()  # what was lent to an offer that was retracted
+        pool, specs = arrivals.pool, delivery.manifest.specs
+        tensors, places = await places_on_gpu(specs, self._targets, pool)
+        if not self._stands(delivery):
+            delivery.uncharge(self._budget)
+            return
+        transfer = delivery.offer.transfer
+        reception = Reception(
+            *(self._link, transfer, places, self),
+            has_riders=True,
+            payload=arrivals,
+            progress=arrivals.progress,
+        )
+        delivery.tensors, delivery.reception = tensors, reception
+        self._names, self._landed = [*tensors], delivery.landed
+        if self._targets:
+            self._lent += (reception,)
+        reception.begin(whole=delivery.is_complete)
+        self._stream.send(GrantDevices(transfer, arrivals.digest))
 
     async def _accept(self, delivery: Delivery) -> None:
         """Make room for an offer, and grant it."""

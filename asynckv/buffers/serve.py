@@ -47,12 +47,16 @@ class _Services:
         store: StoreBuffer | None,
         kept: LinkBytes,
         map_digest: MapDigest,
+        *,
+        may_use_nccl: bool,
     ) -> None:
         self.link = link
         self.is_lost = False
         self.lookup = None
         if lookup is not None:
-            self.lookup = LookupService(lookup, link, kept, map_digest)
+            self.lookup = LookupService(
+                *(lookup, link, kept, map_digest), may_use_nccl=may_use_nccl
+            )
         self.store = None if store is None else StoreService(store, link, kept)
         self.all = [s for s in (self.lookup, self.store) if s is not None]
 
@@ -205,7 +209,10 @@ class Server(LoopBound):
 
     def _service_for(self, link: Link) -> _Services:
         kept = self._waiting.for_link()
-        services = _Services(link, self._lookup, self._store, kept, self._map_digest)
+        services = _Services(
+            *(link, self._lookup, self._store, kept, self._map_digest),
+            may_use_nccl="payload=" not in self._asked_url,
+        )
         for service in services.all:
             service.call_when_ended(lambda: self._forget_ended(services))
         if services.lookup is not None:

@@ -8,31 +8,43 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import torch
 
 from asynckv.buffers.entries import Lease, StoredEntry
+from asynckv.buffers.gpu_link import GpuLink
 from asynckv.buffers.manifest import check_body
 from asynckv.buffers.serve_mapped import can_be_mapped, map_entry
-from asynckv.buffers.sharing import MapHolder, Pin
+from asynckv.buffers.sharing import MapDigest, MapHolder, Pin
 from asynckv.errors import EntryTooLarge, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.links.riding import RidingParts, rides
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import (
     Complete,
     Offer,
     Retract,
 )
+from asynckv.protocol.handshake import strictest
 from asynckv.protocol.payload_frames import Done
 from asynckv.tensors.arena import Region
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.runs import Memory, joined
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 
-__all__ = ("Hoist", "Offering", "make_offer", "may_begin")
+__all__ = (
+    "DigestPart",
+    "GrantedDevices",
+    "Hoist",
+    "Offering",
+    "make_offer",
+    "may_begin",
+)
 
 Hoist: TypeAlias = Callable[
     [Region, TensorSpec, Callable[[torch.Tensor], None]], "asyncio.Task[None]"
@@ -41,6 +53,19 @@ Hoist: TypeAlias = Callable[
 
 Cancelled, it does not call back.
 """
+
+DigestPart: TypeAlias = Callable[
+    [Region, TensorSpec, Callable[[bytes], None]], "asyncio.Task[None]"
+]
+"""Digests one part, off the loop, then calls back. Cancelled, it does not."""
+
+
+class GrantedDevices(NamedTuple):
+    """By what parts go to the peer's GPU, and what digest it is told of them."""
+
+    way: GpuLink
+    kind: MapDigest
+    digest_part: DigestPart
 
 
 def may_begin(
@@ -118,15 +143,24 @@ class Offering(msgspec.Struct, eq=False):
     hoist: Hoist | None = None
     _riding: RidingParts | None = None
     _hoisted: list[asyncio.Task[None]] = msgspec.field(default_factory=list)
+    _devices: GrantedDevices | None = None
 
-    def grant(self, transfer: int) -> None:
+    def grant(self, transfer: int, devices: GrantedDevices | None = None) -> None:
         """The peer's memory is ready: send what has landed."""
         if self.pin is not None:
             raise RemoteProtocolError("a Grant for what lies in mapped memory")
         if transfer == self.transfer and not self.is_granted:
             self.is_granted = True
+            self._devices = devices
             for index in self.entry.landed:
                 self._send(index)
+
+    def grant_devices(
+        self, frame: GrantDevices, way: GpuLink, digest_part: DigestPart
+    ) -> None:
+        """As :meth:`grant`, of memory of the peer's GPU; what rides rides."""
+        kind = strictest(way.digest, frame.kind)
+        self.grant(frame.transfer, GrantedDevices(way, kind, digest_part))
 
     def part_landed(self, index: int) -> None:
         """One more part can be sent."""
@@ -146,6 +180,8 @@ class Offering(msgspec.Struct, eq=False):
         if self.is_granted:
             self.is_granted = False
             self.link.payload.stop(self.transfer)
+            if self._devices is not None:
+                self._devices.way.transport.stop(self.transfer)
             if self._riding is not None:
                 self._riding.stop()
         for task in self._hoisted:
@@ -156,12 +192,40 @@ class Offering(msgspec.Struct, eq=False):
         region = part.region
         if region is None:
             return
-        if region.is_on_device and self.hoist is not None:
+        if self._devices is not None and not rides(region.nbytes):
+            self._send_by_gpu(self._devices, index, region)
+        elif region.is_on_device and self.hoist is not None:
             copied = partial(self._send_copy, index)
             self._hoisted.append(self.hoist(region, part.spec, copied))
         else:
             read = partial(_read, region)
             self._send_bytes(index, region.nbytes, read, region.memory)
+
+    def _send_by_gpu(self, by: GrantedDevices, index: int, region: Region) -> None:
+        place = region.place(self.entry.parts[index].spec)
+
+        def sent(_: bytes, error: BaseException | None) -> None:
+            if error is None:  # else the peer hears that the way is lost
+                self._tell_sent(by, index, region)
+
+        memory = place if isinstance(place, DeviceMemory) else region.memory()
+        by.way.transport.send(self.transfer, index, memory, sent)
+
+    def _tell_sent(self, by: GrantedDevices, index: int, region: Region) -> None:
+        part, transfer, stream = self.entry.parts[index], self.transfer, self.stream
+        edges = region.edges if isinstance(region, DeviceRegion) else b""
+
+        def tell(digest: bytes) -> None:
+            stream.send(SentDevices(transfer, index, "full", digest))
+
+        if by.kind == "off":
+            stream.send(SentDevices(transfer, index, "off"))
+        elif by.kind == "edges" and edges:
+            stream.send(SentDevices(transfer, index, "edges", edges))
+        elif part.digest:
+            tell(part.digest)
+        else:
+            self._hoisted.append(by.digest_part(region, part.spec, tell))
 
     def _send_copy(self, index: int, copy: torch.Tensor) -> None:
         """A copy in host memory is there; it is let go when it was sent."""

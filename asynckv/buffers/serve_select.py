@@ -25,6 +25,7 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.requests import LinkStream
+from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Accepted,
@@ -132,6 +133,8 @@ class ServedSelect(msgspec.Struct, eq=False):
             case Grant(transfer=transfer):
                 if self._offering is not None:
                     self._offering.grant(transfer)
+            case GrantDevices():
+                self._grant_devices(frame)
             case Reached(token=token):
                 if self._settling is not None:
                     self._acknowledge(self._settling)
@@ -193,6 +196,19 @@ class ServedSelect(msgspec.Struct, eq=False):
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.
             self.payer.loop.call_soon(self._fail, exc)
+
+    def _grant_devices(self, frame: GrantDevices) -> None:
+        way = self.payer.way
+        if way is None:
+            raise RemoteProtocolError("a grant of memory that nothing leads to")
+        if self._offering is not None:
+            self._offering.grant_devices(frame, way, self._digest_part)
+
+    def _digest_part(
+        self, region: Region, spec: TensorSpec, told: Callable[[bytes], None]
+    ) -> asyncio.Task[None]:
+        digesting = self.payer.hoisting.digest(region, spec, told, self._fail)
+        return self.payer.run(digesting, "digest of what came without one")
 
     def _hoist(
         self, region: Region, spec: TensorSpec, copied: Callable[[torch.Tensor], None]

@@ -15,7 +15,7 @@ from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.device_frames import DeviceFrame, Devices, OpenDevices
-from asynckv.protocol.failures import from_failure
+from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import Accepted, Failure, Frame
 
 __all__ = ("MAX_UNHEARD", "DeviceStream", "accept_devices", "open_devices")
@@ -71,6 +71,13 @@ class DeviceStream:
         self._hear = self._lost = None
         self._came.clear()
         self._end()
+
+    def refuse(self, error: Exception) -> None:
+        """End it with a reason that the peer raises, unless it has ended."""
+        if self._stream is not None and not self._is_over:
+            self._is_over = True
+            self._stream.send(to_failure(error))
+        self.detach()
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         if body:

@@ -143,6 +143,14 @@ class Link:
         """It was proved that memory of a GPU is shared: payload is read there."""
         self.transport_name = "cuda_ipc"
 
+    def use_nccl(self) -> None:
+        """Memory of two GPUs is connected: payload goes from one to the other."""
+        self.transport_name = "nccl"
+
+    def use_lanes(self) -> None:
+        """What was shared or connected is no more: payload goes by lanes again."""
+        self.transport_name = "inline"
+
     def new_transfer(self) -> int:
         """Return a number for the next transfer that this side sends."""
         self._last_transfer += 2

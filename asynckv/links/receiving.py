@@ -7,16 +7,18 @@ agree. Small parts ride with the frame that has their digests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.link import Link
+from asynckv.links.progress import Progress
 from asynckv.links.riding import rides
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.payload_frames import Done, Riders
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
 
-__all__ = ("PartSink", "Reception")
+__all__ = ("PartReceiver", "PartSink", "Reception")
 
 
 class PartSink(Protocol):
@@ -29,26 +31,53 @@ class PartSink(Protocol):
         """The transfer will not become whole."""
 
 
+class PartReceiver(Protocol):
+    """What a payload transport does for whoever receives by it."""
+
+    def receive(
+        self,
+        transfer: int,
+        part: int,
+        target: Memory | DeviceMemory,
+        done: Callable[[bytes, BaseException | None], None],
+    ) -> None:
+        """Let the bytes of one part land in ``target``. Never waits."""
+
+    def stop(self, transfer: int) -> None:
+        """Let nothing more of it land. Never waits."""
+
+    async def quiesce(self, transfer: int) -> None:
+        """Wait until nothing touches memory of the stopped transfer."""
+
+
 class Reception:
     """One transfer on its way into memory that ``sink`` owns.
 
     It forgets the ``sink`` when there is nothing more to tell: whoever keeps both
     would keep the memory too until the garbage collector comes.
 
-    If ``has_riders``, small parts come by :meth:`on_riders` only.
+    If ``has_riders``, small parts come by :meth:`on_riders` only. The others come by
+    ``payload``, the link's own by default; only the end of another one is an error of
+    the transfer alone.
     """
 
     def __init__(
         self,
         link: Link,
         transfer: int,
-        targets: Sequence[Memory],
+        targets: Sequence[Memory | DeviceMemory],
         sink: PartSink,
         *,
         has_riders: bool = False,
+        payload: PartReceiver | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.transfer = transfer
         self._link = link
+        # The link's own is given memory of the host alone.
+        self._payload = payload or cast(PartReceiver, link.payload)
+        self._is_the_links = payload is None
+        self._progress = progress or link.progress
         self._targets = targets
         self._has_riders = has_riders
         self._small: dict[int, Memory] = {}
@@ -65,10 +94,11 @@ class Reception:
         If ``whole``, all of them are there to be sent: see :meth:`expect`.
         """
         for index, target in enumerate(self._targets):
-            if self._has_riders and rides(target.nbytes):
+            rider = self._has_riders and rides(target.nbytes)
+            if rider and not isinstance(target, DeviceMemory):
                 self._small[index] = target
             else:
-                self._link.payload.receive(
+                self._payload.receive(
                     self.transfer, index, target, self._done_with(index)
                 )
         self._targets = ()  # the transport's alone: its memory may be wanted back
@@ -78,7 +108,7 @@ class Reception:
     def expect(self) -> None:
         """From here on bytes that do not come end the link (``STALL_S``)."""
         if not self._is_stopped and self._unlanded:
-            self._link.progress.expect(self.transfer)
+            self._progress.expect(self.transfer)
 
     def on_parts(self, frame: Done | Riders, body: bytes) -> None:
         """The peer says that it has sent some: see :meth:`on_done`."""
@@ -112,7 +142,7 @@ class Reception:
         targets = [self._take_small(part) for part in frame.parts]
         if len(digests) != len(targets) or sum(t.nbytes for t in targets) != len(body):
             raise RemoteProtocolError("Riders that are not what their parts are")
-        self._link.progress.note(len(body))
+        self._progress.note(len(body))
         view, start = memoryview(body), 0
         is_digested = self._link.digest != "off"
         for part, digest, target in zip(frame.parts, digests, targets, strict=True):
@@ -130,23 +160,27 @@ class Reception:
         self._is_stopped = True
         self._sink = None
         self._small.clear()
-        self._link.progress.forget(self.transfer)
-        self._link.payload.stop(self.transfer)
+        self._progress.forget(self.transfer)
+        self._payload.stop(self.transfer)
 
     async def quiesce(self) -> None:
         """Stop, and wait until no thread touches the memory (at most 1 s)."""
         self._is_stopped = True
         self._sink = None
         self._small.clear()
-        self._link.progress.forget(self.transfer)
-        await self._link.payload.quiesce(self.transfer)
+        self._progress.forget(self.transfer)
+        await self._payload.quiesce(self.transfer)
 
     def _done_with(self, index: int) -> Callable[[bytes, BaseException | None], None]:
         def done(digest: bytes, error: BaseException | None) -> None:
-            if error is None and not self._is_stopped:
+            if self._is_stopped:
+                return
+            if error is None:
                 self._land(index, digest)
+            elif not self._is_the_links:
+                self._fail(error)
 
-        return done  # an error ends the link too, and is told by on_lost
+        return done  # an error of the link's own ends it too, and is told by on_lost
 
     def _take_small(self, part: int) -> Memory:
         target = self._small.pop(part, None)
@@ -162,7 +196,7 @@ class Reception:
     def _land_one(self) -> None:
         self._unlanded -= 1
         if not self._unlanded:
-            self._link.progress.forget(self.transfer)
+            self._progress.forget(self.transfer)
 
     def _compare(self, index: int) -> None:
         landed, sent = self._landed.get(index), self._sent.get(index)
@@ -175,8 +209,7 @@ class Reception:
         if sink is None:
             return
         if landed != sent:
-            self.stop()
-            sink.reception_failed(
+            self._fail(
                 ChecksumError(
                     f"part {index} arrived with other bytes than were sent",
                     hint="the delivery was refused; nothing of it was used",
@@ -187,3 +220,9 @@ class Reception:
             if not self._unverified:
                 self._sink = None
             sink.part_verified(index, landed)
+
+    def _fail(self, error: BaseException) -> None:
+        sink = self._sink
+        self.stop()
+        if sink is not None and isinstance(error, Exception):
+            sink.reception_failed(error)

@@ -3,16 +3,17 @@
 One stream a link: :class:`OpenDevices`, :class:`Devices`, and then for each of two
 *pipes*, one a direction, what makes both sides post the same operation or none. A
 *generation* is one life of a pipe; numbers count its operations. What is said of
-another generation is void. As in :mod:`asynckv.protocol.frames`, values only.
+another generation is void. :class:`GrantDevices` and :class:`SentDevices` belong to the
+stream of a delivery. As in :mod:`asynckv.protocol.frames`, values only.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from asynckv.protocol.values import Count
+from asynckv.protocol.values import Count, Digest
 
 __all__ = (
     "DeviceBroken",
@@ -26,9 +27,11 @@ __all__ = (
     "DeviceWithdraw",
     "Devices",
     "DevicesFinish",
+    "GrantDevices",
     "MeetDevice",
     "OpenDevices",
     "PrepareDevice",
+    "SentDevices",
 )
 
 _Description = Annotated[bytes, msgspec.Meta(max_length=4096)]
@@ -131,6 +134,28 @@ class DeviceBroken(_Base, frozen=True, tag="broken"):
 
 class DevicesFinish(_Base, frozen=True, tag="dfinish"):
     """I offer nothing more; said by both sides, each when all of its own is done."""
+
+
+class GrantDevices(_Base, frozen=True, tag="grantdevices"):
+    """The receiver's memory is ready: all that does not ride may go from GPU to GPU.
+
+    ``kind`` says what digest the receiver wants; the stricter one counts.
+    """
+
+    transfer: Count
+    kind: Literal["full", "edges", "off"]
+
+
+class SentDevices(_Base, frozen=True, tag="sentdevices"):
+    """The last byte of one part was sent from GPU to GPU.
+
+    ``digest`` is of all its bytes, of the first and last ones, or there is none.
+    """
+
+    transfer: Count
+    part: Count
+    kind: Literal["full", "edges", "off"]
+    digest: Digest = b""
 
 
 DeviceFrame: TypeAlias = (

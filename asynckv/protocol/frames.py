@@ -11,7 +11,12 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from asynckv.protocol.device_frames import DeviceFrame, OpenDevices
+from asynckv.protocol.device_frames import (
+    DeviceFrame,
+    GrantDevices,
+    OpenDevices,
+    SentDevices,
+)
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.payload_frames import Done, Grant, Riders
@@ -461,6 +466,8 @@ Frame: TypeAlias = (
     | Goodbye
     | OpeningFrame
     | DeviceFrame
+    | GrantDevices
+    | SentDevices
     | Mappable
     | Mapped
     | Exported

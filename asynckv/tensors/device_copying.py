@@ -70,6 +70,13 @@ class DeviceCopyPool(CopyPool):
             tensor = self._dense(tensor)
         return caught(tensor, self._opened().tensors) or memory
 
+    def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
+        """Return the bytes of a tensor of the GPU. Never waits.
+
+        :raises GPUFailed: CUDA refused
+        """
+        return self._opened().tensors.memory_of(tensor)
+
     async def copy(
         self,
         sources: Sequence[_Place],

@@ -9,6 +9,7 @@ never waits for the GPU.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -62,10 +63,15 @@ class DeviceTensors(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Gpus:
-    """The GPUs of this process: CUDA, and tensors on it."""
+    """The GPUs of this process: CUDA, and tensors on it.
+
+    ``open_nccl`` returns the :class:`~asynckv.transports.nccl.api.NcclApi` that goes
+    with them; without it that is the real one.
+    """
 
     cuda: CudaApi
     tensors: DeviceTensors
+    open_nccl: Callable[[], object] | None = None
 
 
 def gpu_of(tensor: torch.Tensor) -> int | None:

@@ -21,26 +21,27 @@ __all__ = ("FakeDevice", "fake_device", "fake_device_of")
 
 @dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    """One process's first GPU: ``device`` is what buffers and peers take."""
+    """One GPU of a process: ``device`` is what buffers and peers take."""
 
     process: FakeProcess
     tensors: FakeTensors
     device: Device
+    index: int = 0
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the GPU, of the application's own."""
-        return self.tensors.on_gpu(tensor)
+        return self.tensors.on_gpu(tensor, self.index)
 
 
 def fake_device_of(process: FakeProcess, index: int = 0) -> FakeDevice:
     """Return a GPU of a fake process."""
     tensors = FakeTensors(process)
-    gpus = Gpus(process.cuda, tensors)
+    gpus = Gpus(process.cuda, tensors, lambda: process.nccl)
 
     def empty(spec: TensorSpec) -> torch.Tensor:
         return tensors.empty(spec, index)
 
-    return FakeDevice(process, tensors, Device(index, lambda: gpus, empty))
+    return FakeDevice(process, tensors, Device(index, lambda: gpus, empty), index)
 
 
 @contextlib.contextmanager

@@ -19,9 +19,11 @@ from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.mapped import MappedPin
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.sharing import MapHolder
-from asynckv.errors import ChecksumError, GPUFailed, PeerLost
+from asynckv.errors import ChecksumError, ConfigError, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream
+from asynckv.protocol.device_frames import OpenDevices
+from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
 from asynckv.protocol.ipc_frames import Exported
 from asynckv.protocol.payload_frames import Grant
@@ -194,6 +196,9 @@ async def test_what_is_no_invitation_opens_nothing(
     def say(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
         exported = Exported(f"asynckv-{0:032}", b"t" * 16, b"h" * 64, MIB)
         frames = [answer] if not isinstance(answer, str) else [exported, exported]
+        if isinstance(frame, OpenDevices):
+            stream.send(to_failure(ConfigError("nor a way to it")))
+            return
         for one in frames:
             stream.send(one)
 

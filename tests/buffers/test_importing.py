@@ -16,7 +16,6 @@ from asynckv.tensors.views import MISSING_DTYPES, bytes_of, tensor_from
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
@@ -153,16 +152,14 @@ async def test_who_has_no_gpu_gets_entries_through_host_memory(pair: GpuPair) ->
             assert is_same(entry.key, noise(nbytes))
 
 
-async def test_what_is_on_another_gpu_comes_through_host_memory(pair: GpuPair) -> None:
-    others = FakeGpus(2)
-    theirs = fake_device_of(others.process(), 1)
-    async with connect(pair.peer.url, device=theirs.device, max_bytes="16MiB") as other:
+async def test_who_asks_for_lanes_gets_it_through_host_memory(pair: GpuPair) -> None:
+    device, url = pair.theirs.device, f"{pair.peer.url}?payload=inline"
+    async with connect(url, device=device, max_bytes="16MiB") as other:
         await pair.buffer.insert([1], None, noise(MIB), None, None)
         entry = await other.lookup.drop_select([1])
         assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
-        assert is_same(entry.key, noise(MIB)) and other.transport != "cuda_ipc"
+        assert is_same(entry.key, noise(MIB)) and other.transport == "inline"
         del entry
-    others.close()
 
 
 @pytest.mark.parametrize("nbytes", [64, MIB])

@@ -14,9 +14,11 @@ from asynckv.protocol.device_frames import (
     Devices,
     DeviceSkip,
     DeviceWithdraw,
+    GrantDevices,
     MeetDevice,
     OpenDevices,
     PrepareDevice,
+    SentDevices,
 )
 from asynckv.protocol.frames import Frame
 
@@ -33,11 +35,15 @@ FRAMES: Final[tuple[msgspec.Struct, ...]] = (
     DeviceWithdraw(0, 0),
     DeviceDone(0, 0),
     DeviceBroken(0, 0),
+    GrantDevices(0, "off"),
+    SentDevices(0, 0, "off"),
 )
 COUNT = ((0, -1), (2**62, 2**62 + 1))
 BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
     "description": ((b"d" * 4096, b"d" * 4097),),
     "unique_id": ((b"u" * 128, b"u" * 129),),
+    "kind": tuple((kind, "none") for kind in ("full", "edges", "off")),
+    "digest": ((b"d" * 16, b"d" * 17),),
     "pipe": ((0, -1), (1, 2)),
     "generations": (
         *(((value, None), (beyond, None)) for value, beyond in COUNT),

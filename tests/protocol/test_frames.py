@@ -40,6 +40,7 @@ VALUES: dict[str, Any] = {
     "key": "name",
     "payload_path": "inline",
     "address": "asynckv-0",
+    "kind": "edges",
     "ticket": b"t" * 16,
     "uuid": "0123456789abcdef" * 2,
     "handle": b"h" * 64,

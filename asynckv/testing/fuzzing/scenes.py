@@ -21,6 +21,7 @@ from asynckv.pipes.group import join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
@@ -272,7 +273,10 @@ async def _record_made_up() -> Recording:
     pass_on(far, near)
     near.send(mapping, Mapped(b"n" * 16))
     near.send(sharing, Imported(b"n" * 16))
+    near.send(select, GrantDevices(2, "edges"))
     pass_on(near, far)
+    far.send(select, SentDevices(2, 0, "edges", b"d" * 16))
+    pass_on(far, near)
     return Recording(tuple(segments))
 
 

@@ -9,7 +9,7 @@ NCCL refuses raises :exc:`~asynckv.errors.GPUFailed`.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from asynckv.tensors.cuda import Stream
 
@@ -46,6 +46,7 @@ class Comm(Protocol):
         """End cleanly, after the last operation; else it waits for it."""
 
 
+@runtime_checkable
 class NcclApi(Protocol):
     """NCCL itself, on the GPU that this thread uses."""
 

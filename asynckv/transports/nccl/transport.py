@@ -103,6 +103,15 @@ class NcclTransport(PayloadTransport):
         """``"ok"``, or what is wrong with the GPU's worker."""
         return self._worker.health
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it has ended, and nothing of it is at the GPU any more."""
+        return (
+            self._ending.error is not None
+            and self._worker.error is None
+            and not self._is_touching()
+        )
+
     def describe(self) -> bytes:
         return self._own.encode()
 

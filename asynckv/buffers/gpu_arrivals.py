@@ -1,0 +1,137 @@
+"""What lands in a GPU's memory from another GPU, and is compared there.
+
+NCCL has no digests. A part counts as landed when its last byte is there and what the
+sender has said of it was computed once more, of what lies in the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from asynckv.buffers.gpu_link import GpuLink
+from asynckv.buffers.sharing import MapDigest
+from asynckv.errors import RemoteProtocolError
+from asynckv.links.link import Link
+from asynckv.links.progress import Progress
+from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.handshake import strictest
+from asynckv.shielding import wait_shielded
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.runs import Memory
+
+__all__ = ("GpuArrivals", "Ways")
+
+_Done = Callable[[bytes, BaseException | None], None]
+
+
+@dataclasses.dataclass(slots=True)
+class _Part:
+    memory: DeviceMemory
+    done: _Done
+    kind: MapDigest | None = None
+    has_landed: bool = False
+
+
+class GpuArrivals:
+    """One transfer; fits :class:`~asynckv.links.receiving.PartReceiver`.
+
+    Errors that it tells are :exc:`GpuPathLost` where the way itself was lost.
+    """
+
+    def __init__(self, gpus: GpuLink, pool: DeviceCopyPool) -> None:
+        self.gpus = gpus
+        self.pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._parts: dict[int, _Part] = {}
+        self._comparing: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
+
+    @property
+    def progress(self) -> Progress:
+        """Watches what is to come."""
+        return self.gpus.progress
+
+    @property
+    def digest(self) -> MapDigest:
+        """What this side wants to be compared."""
+        return self.gpus.digest
+
+    def receive(
+        self, transfer: int, part: int, target: Memory | DeviceMemory, done: _Done
+    ) -> None:
+        if not isinstance(target, DeviceMemory):
+            raise TypeError("memory of the host does not come this way")
+        self._parts[part] = _Part(target, done)
+
+        def landed(_: bytes, error: BaseException | None) -> None:
+            if error is not None:
+                done(b"", self.gpus.lost(error))
+            else:
+                self._parts[part].has_landed = True
+                self._compare_if_due(part)
+
+        self.gpus.transport.receive(transfer, part, target, landed)
+
+    def sent(self, frame: SentDevices) -> None:
+        """The peer has sent a part, and says what its digest is of.
+
+        :raises RemoteProtocolError: there is no such part, it was sent before, or less
+            is to be compared than this side asks for
+        """
+        if self._is_stopped:
+            return
+        part = self._parts.get(frame.part)
+        own = self.gpus.digest
+        if part is None or part.kind is not None:
+            raise RemoteProtocolError(
+                f"part {frame.part} was sent, which makes no sense"
+            )
+        if strictest(own, frame.kind) != frame.kind:
+            raise RemoteProtocolError(f"digests of {frame.kind}, not of {own}")
+        part.kind = frame.kind
+        self._compare_if_due(frame.part)
+
+    def stop(self, transfer: int) -> None:
+        self._is_stopped = True
+        self._parts.clear()
+        self.gpus.transport.stop(transfer)
+        for task in self._comparing:
+            task.cancel()
+
+    async def quiesce(self, transfer: int) -> None:
+        self.stop(transfer)
+        await self.gpus.transport.quiesce(transfer)
+        for task in list(self._comparing):
+            await wait_shielded(task)
+
+    def _compare_if_due(self, number: int) -> None:
+        part = self._parts[number]
+        if part.kind is None or not part.has_landed:
+            return
+        del self._parts[number]
+        task = self._loop.create_task(self._compare(part), name="asynckv: digest")
+        self._comparing.add(task)
+        task.add_done_callback(self._comparing.discard)
+
+    async def _compare(self, part: _Part) -> None:
+        digest = b""
+        try:
+            if part.kind == "full":
+                (digest,) = await self.pool.digest([part.memory])
+            elif part.kind == "edges":
+                (digest,) = await self.pool.edges([part.memory])
+        except Exception as exc:  # noqa: BLE001 - whoever waits is told
+            part.done(b"", exc)
+        else:
+            part.done(digest, None)
+
+
+class Ways(Protocol):
+    """Whoever knows what connects its GPU with those of its peers."""
+
+    def arrivals(self, link: Link) -> GpuArrivals | None:
+        """Return by what the next delivery may come, ``None`` if by the lanes."""

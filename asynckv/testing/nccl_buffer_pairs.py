@@ -1,0 +1,76 @@
+"""A lookup buffer on one GPU, and a peer of another process on another one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from asynckv.buffers.gpu_link import GpuLink
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.serve import Server, serve
+from asynckv.links.options import Digest
+from asynckv.testing.fake_devices import FakeDevice, fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+
+__all__ = ("NcclBuffers", "open_nccl_buffers")
+
+
+@dataclasses.dataclass(frozen=True)
+class NcclBuffers:
+    """``buffer`` is on ``ours``, and what ``peer`` receives on ``theirs``."""
+
+    buffer: LookupBuffer
+    server: Server
+    peer: Peer
+    ours: FakeDevice
+    theirs: FakeDevice
+
+    @property
+    def way(self) -> GpuLink:
+        """The server's end of what connects both GPUs."""
+        (services,) = [s for s in self.server._services if not s.is_lost]
+        if services.lookup is None or services.lookup.way is None:
+            raise LookupError("nothing connects both GPUs")
+        return services.lookup.way
+
+    @property
+    def near_way(self) -> GpuLink:
+        """The peer's end of it."""
+        arrivals = self.peer.arrivals(self.peer._linked())
+        if arrivals is None:
+            raise LookupError("nothing connects both GPUs")
+        return arrivals.gpus
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything has gone from GPU to GPU."""
+        return self.way.transport.sender._sending._next > 0
+
+
+@asynccontextmanager
+async def open_nccl_buffers(
+    gpus: FakeGpus,
+    *,
+    url: str = "",
+    serves: Digest = "auto",
+    their_nccl: int | None = None,
+    **options: Any,
+) -> AsyncIterator[NcclBuffers]:
+    """Open both, on two of ``gpus``; ``options`` are those of ``connect``.
+
+    ``url`` is the end of the URL that is connected to, ``serves`` the server's digest,
+    ``their_nccl`` the version that the peer has.
+    """
+    ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process(), 1)
+    if their_nccl is not None:
+        theirs.process.nccl.number = their_nccl
+    asked = {"device": theirs.device, "max_bytes": "16MiB", **options}
+    async with (
+        LookupBuffer("16MiB", device=ours.device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer, digest=serves) as server,
+        connect(server.url + url, **asked) as peer,
+    ):
+        yield NcclBuffers(buffer, server, peer, ours, theirs)

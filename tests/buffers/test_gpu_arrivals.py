@@ -1,0 +1,162 @@
+"""Digests of what goes from GPU to GPU."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynckv.buffers.gpu_arrivals import GpuArrivals
+from asynckv.buffers.serve_offer import Offering
+from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
+from asynckv.links.options import Digest
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.codec import Buffer
+from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.frames import Frame
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.testing.blocked import until
+from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[SentDevices]:
+    """All that servers say of parts that they sent."""
+    said: list[SentDevices] = []
+    send = LinkStream.send
+
+    def listen(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
+        if isinstance(frame, SentDevices):
+            said.append(frame)
+        send(stream, frame, body)
+
+    monkeypatch.setattr(LinkStream, "send", listen)
+    return said
+
+
+async def take(pair: NcclBuffers) -> None:
+    await pair.buffer.insert([1], None, noise(MIB), None, None)
+    entry = await pair.peer.lookup.drop_select([1])
+    assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kind"),
+    [("auto", "auto", "edges"), ("off", "off", "off"), ("off", "full", "full")],
+)
+async def test_the_stricter_digest_is_compared(
+    two_gpus: FakeGpus, said: list[SentDevices], ours: Digest, theirs: Digest, kind: str
+) -> None:
+    async with open_nccl_buffers(two_gpus, serves=ours, digest=theirs) as pair:
+        await take(pair)
+    assert [frame.kind for frame in said] == [kind]
+    assert bool(said[0].digest) is (kind != "off")
+
+
+async def test_a_part_without_a_digest_gets_one(
+    two_gpus: FakeGpus, said: list[SentDevices]
+) -> None:
+    async with open_nccl_buffers(two_gpus, digest="full") as pair:
+        await pair.buffer.insert([1], None, noise(MIB), None, None)
+        (entry,) = pair.buffer.ledger.book.entries.values()
+        entry.parts[0].digest = b""
+        found = await pair.peer.lookup.drop_select([1])
+        assert is_same(found.key, noise(MIB))  # type: ignore[arg-type]
+    assert said[0].kind == "full" and said[0].digest
+
+
+async def test_a_part_that_cannot_be_digested_is_not_given(
+    two_gpus: FakeGpus,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(*anything: object) -> list[bytes]:
+        raise GPUFailed("it has fallen off the bus")
+
+    async with open_nccl_buffers(two_gpus, digest="full") as pair:
+        await pair.buffer.insert([1], None, noise(MIB), None, None)
+        (entry,) = pair.buffer.ledger.book.entries.values()
+        entry.parts[0].digest = b""
+        monkeypatch.setattr(DeviceCopyPool, "digest", fail)
+        with pytest.raises(GPUFailed, match="off the bus"):
+            await pair.peer.lookup.drop_select([1])
+    caplog.clear()  # whose traceback keeps the memory
+
+
+async def test_what_cannot_be_compared_is_not_handed_out(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*anything: object) -> list[bytes]:
+        raise GPUFailed("it has fallen off the bus")
+
+    async with open_nccl_buffers(two_gpus) as pair:
+        monkeypatch.setattr(DeviceCopyPool, "edges", fail)
+        with pytest.raises(GPUFailed, match="off the bus"):
+            await take(pair)
+        await until(lambda: not pair.buffer.statistics().leased)
+
+
+async def test_other_bytes_than_were_inserted_are_noticed(two_gpus: FakeGpus) -> None:
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.buffer.insert([1], None, noise(MIB), None, None)
+        (entry,) = pair.buffer.ledger.book.entries.values()
+        region = entry.regions[0]
+        assert isinstance(region, DeviceRegion)
+        region.edges = b"another digest.."
+        with pytest.raises(ChecksumError):
+            await pair.peer.lookup.drop_select([1])
+
+
+async def test_what_makes_no_sense_is_refused(two_gpus: FakeGpus) -> None:
+    async with open_nccl_buffers(two_gpus, digest="full") as pair:
+        assert isinstance(pair.peer.pool, DeviceCopyPool)
+        arrivals = GpuArrivals(pair.near_way, pair.peer.pool)
+        with pytest.raises(TypeError, match="memory of the host"):
+            arrivals.receive(1, 0, memoryview(b""), lambda digest, error: None)
+        with pytest.raises(RemoteProtocolError, match="makes no sense"):
+            arrivals.sent(SentDevices(1, 0, "full"))
+        place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
+        arrivals.receive(1, 0, place, lambda digest, error: None)
+        with pytest.raises(RemoteProtocolError, match="digests of edges"):
+            arrivals.sent(SentDevices(1, 0, "edges"))
+        await arrivals.quiesce(1)
+        arrivals.sent(SentDevices(1, 0, "full"))  # late, and of no interest
+
+
+async def test_a_part_that_nobody_asked_for_ends_the_link(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lie(offering: Offering, transfer: int) -> None:
+        offering.stream.send(SentDevices(transfer, 0, "off"))
+
+    monkeypatch.setattr(Offering, "grant", lie)
+    async with open_nccl_buffers(two_gpus, url="?payload=map", reconnect_s=0) as pair:
+        with pytest.raises(PeerLost):
+            await take(pair)
+
+
+async def test_what_is_being_compared_ends_with_its_select(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparing = asyncio.Event()
+
+    async def wait(*anything: object) -> list[bytes]:
+        comparing.set()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async with open_nccl_buffers(two_gpus) as pair:
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceCopyPool, "edges", wait)
+            taking = asyncio.create_task(take(pair))
+            await comparing.wait()
+            taking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await taking
+        await until(lambda: not pair.buffer.statistics().leased)
+        entry = await pair.peer.lookup.drop_select([1])
+        assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve import Server, serve
+from asynckv.errors import ConfigError, LocalProtocolError
+from asynckv.links.device_streams import DeviceStream
+from asynckv.links.dial import dial
+from asynckv.protocol.device_frames import GrantDevices, OpenDevices
+from asynckv.protocol.frames import Select
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_devices import fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.link_pairs import name_of
+
+
+async def ask(url: str) -> None:
+    """Ask for a way with a description that is none."""
+    link = await dial(url, identity=name_of("consumer"))
+    try:
+        channel = DeviceStream(answers=False)
+        channel.use(link.open_stream(channel, OpenDevices(b"nonsense")))
+        await channel.description()
+        channel.attach(lambda frame: None, lambda error: None)
+        await until(lambda: channel._error is not None)
+        assert channel._error is not None
+        raise channel._error
+    finally:
+        await link.aclose()
+
+
+async def test_a_buffer_in_host_memory_leads_nowhere(local: LookupBuffer) -> None:
+    async with serve("tcp://127.0.0.1:0", lookup=local) as server:
+        with pytest.raises(ConfigError, match="no GPU to send from"):
+            await ask(server.url)
+
+
+async def test_a_server_whose_url_asks_for_lanes_leads_nowhere(gpus: FakeGpus) -> None:
+    device = fake_device_of(gpus.process()).device
+    async with (
+        LookupBuffer("1MiB", device=device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0?payload=inline", lookup=buffer) as server,
+    ):
+        with pytest.raises(ConfigError, match="no GPU to send from"):
+            await ask(server.url)
+
+
+async def test_a_peer_that_describes_no_gpu_is_told_so(gpus: FakeGpus) -> None:
+    device = fake_device_of(gpus.process()).device
+    async with (
+        LookupBuffer("1MiB", device=device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+    ):
+        with pytest.raises(LocalProtocolError, match="no description"):
+            await ask(server.url)
+
+
+@pytest.mark.parametrize("frame", [OpenDevices(b""), GrantDevices(1, "off")])
+async def test_what_makes_no_sense_ends_the_link(
+    gpus: FakeGpus, frame: OpenDevices | GrantDevices
+) -> None:
+    device = fake_device_of(gpus.process()).device
+    async with (
+        LookupBuffer("1MiB", device=device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+    ):
+        await _say(server, frame)
+
+
+async def _say(server: Server, frame: OpenDevices | GrantDevices) -> None:
+    link = await dial(server.url, identity=name_of("consumer"))
+    channel = DeviceStream(answers=False)
+    if isinstance(frame, OpenDevices):
+        for _ in range(2):
+            link.open_stream(channel, frame)
+    else:
+        link.open_stream(channel, Select(has_key=False)).send(frame)
+    await until(lambda: not link.is_open)
+    await link.aclose()
