@@ -14,6 +14,7 @@ from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.types import TensorSpec
@@ -97,3 +98,23 @@ async def test_an_insert_that_waits_for_room_goes_to_the_gpu(pair: NcclBuffers) 
     await waiting
     assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
     assert is_same(entry.key, noise(8 * MIB)) and pair.has_moved
+
+
+async def test_what_is_wanted_in_host_memory_goes_there(pair: NcclBuffers) -> None:
+    await fill(pair.buffer)
+    into = {"key": torch.zeros(MIB, dtype=torch.uint8)}
+    entry = await pair.peer.lookup.drop_select([1], into=into)
+    assert entry.key is into["key"] and is_same(into["key"], noise(MIB))
+    assert not pair.has_moved and pair.peer.transport == "nccl"
+
+
+async def test_a_link_may_be_cut_while_a_place_is_waited_for(pair: NcclBuffers) -> None:
+    await fill(pair.buffer)
+    into = {"key": pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))}
+    pair.theirs.tensors.stream(1).add(Delay(500))
+    lookup = pair.peer.lookup
+    select = asyncio.create_task(lookup.drop_select([1], into=into))
+    await until(lambda: bool(pair.peer.budget.used_bytes))
+    pair.peer._linked().abort()
+    assert (await select).key is into["key"] and is_same(into["key"], noise(MIB))
+    assert not pair.peer.budget.used_bytes
