@@ -199,7 +199,11 @@ class Peer(LoopBound):
         self._check_loop()
         if self._link is not None or self._is_closing:
             raise RuntimeError("the peer was entered before; connect again")
-        self._use(await self._dial(_DIAL_S))
+        try:
+            self._use(await self._dial(_DIAL_S))
+        except BaseException:
+            self.abort()  # a GPU's memory does not wait for the garbage collector
+            raise
         return self
 
     async def __aexit__(

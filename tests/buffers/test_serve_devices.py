@@ -13,6 +13,7 @@ from asynckv.testing.blocked import until
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.link_pairs import name_of
+from asynckv.testing.nccl_buffer_pairs import open_nccl_buffers
 
 
 async def ask(url: str) -> None:
@@ -78,3 +79,16 @@ async def _say(server: Server, frame: OpenDevices | GrantDevices) -> None:
         link.open_stream(channel, Select(has_key=False)).send(frame)
     await until(lambda: not link.is_open)
     await link.aclose()
+
+
+async def test_a_grant_of_what_is_not_offered_any_more_is_late(
+    two_gpus: FakeGpus,
+) -> None:
+    async with open_nccl_buffers(two_gpus) as pair:
+        link = pair.peer._linked()
+        stream = link.open_stream(
+            DeviceStream(answers=False), Select(has_key=True), bytes(8)
+        )
+        stream.send(GrantDevices(1, "off"))
+        assert await pair.peer.lookup.peek([5]) == 0
+        assert link.is_open and pair.buffer.statistics().waiting_selects == 1

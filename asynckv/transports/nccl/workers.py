@@ -94,4 +94,9 @@ async def worker_of(device: Device) -> WorkerUse:
         call_on(loop, lambda: settle(use, error))
 
     in_thread(make)
-    return await opening
+    try:
+        return await opening
+    except asyncio.CancelledError:
+        if not opening.cancelled() and opening.exception() is None:
+            opening.result().end()  # it came in the same tick
+        raise
