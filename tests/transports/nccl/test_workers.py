@@ -7,8 +7,11 @@ import pytest
 from asynckv.errors import ConfigError, GPUFailed
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.fake_devices import fake_device
-from asynckv.transports.nccl.workers import use_worker, worker_of
+from asynckv.transports.nccl import workers
+from asynckv.transports.nccl.workers import WorkerUse, use_worker, worker_of
 
 
 def test_a_gpu_has_one_worker_however_many_use_it() -> None:
@@ -56,4 +59,18 @@ async def test_a_cancelled_call_uses_none() -> None:
         with pytest.raises(asyncio.CancelledError):
             await opening
         await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+        held.end()
+
+
+async def test_one_that_comes_in_the_tick_of_a_cancellation_is_let_go() -> None:
+    async def check(k: int, mode: CancelMode, outcome: Outcome[WorkerUse]) -> None:
+        if outcome.value is not None:
+            outcome.value.end()
+        await until(lambda: workers._users[gpu.process.cuda, 0] == 1)
+
+    with fake_device() as gpu:
+        held = use_worker(gpu.device)
+        await sweep_cancellation(
+            lambda: worker_of(gpu.device), check, modes=("completion",)
+        )
         held.end()
