@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
 from asynckv.buffers.gpu_link import GpuPathLost
+from asynckv.buffers.remote import Peer, connect
 from asynckv.errors import GPUFailed, GPUUnavailable, PeerLost
 from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
@@ -117,3 +121,60 @@ async def test_a_link_that_is_cut_is_connected_again(pair: NcclBuffers) -> None:
     pair.peer._linked().abort()
     assert is_same((await select).key, noise(MIB))  # type: ignore[arg-type]
     assert pair.peer.transport == "nccl" and pair.has_moved
+
+
+@asynccontextmanager
+async def dying_peer(pair: NcclBuffers, gpus: FakeGpus) -> AsyncIterator[Peer]:
+    """Connect one that leaves the server's worker alone, in the middle of NCCL."""
+    gpu = fake_device_of(gpus.process(), 1)
+    gpu.process.nccl.is_silent = True
+    pair.way.transport._worker._blocked_s = 0.05
+    url, where = pair.server.url, gpu.device
+    try:
+        async with connect(url, device=where, max_bytes="4MiB") as peer:
+            yield peer
+    finally:
+        gpus.close()  # nobody else lets the threads go
+
+
+async def test_a_peer_that_dies_while_both_meet_holds_nobody_up(
+    pair: NcclBuffers, two_gpus: FakeGpus
+) -> None:
+    worker = pair.way.transport._worker
+    async with dying_peer(pair, two_gpus) as peer:
+        await until(lambda: pair.peer.transport == "inline")
+        await check_comes_by_host(pair)
+        await pair.buffer.insert([3], None, noise(MIB), None, None)
+        entry = await peer.lookup.drop_select([3])
+        assert is_same(entry.key, noise(MIB)) and peer.transport == "inline"  # type: ignore[arg-type]
+        assert worker.is_blocked and worker.error is None
+
+
+async def test_who_comes_while_a_worker_is_blocked_does_not_wait(
+    pair: NcclBuffers, two_gpus: FakeGpus
+) -> None:
+    async with dying_peer(pair, two_gpus):
+        where = fake_device_of(two_gpus.process(), 1).device
+        async with connect(pair.server.url, device=where, max_bytes="1MiB") as late:
+            assert late.transport == "inline"
+            assert pair.way.transport._worker.is_blocked
+
+
+async def test_what_is_under_way_while_a_worker_is_blocked_comes_by_host(
+    pair: NcclBuffers, two_gpus: FakeGpus
+) -> None:
+    pair.ours.process.nccl.is_silent = True
+    await pair.buffer.insert([1], None, noise(MIB), None, None)
+    into = {"key": pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))}
+    worker, returns = pair.near_way.transport._worker, threading.Event()
+    worker._blocked_s = 0.05
+    worker.run(lambda: keep_until(returns))
+    select = asyncio.create_task(pair.peer.lookup.drop_select([1], into=into))
+    assert is_same((await select).key, noise(MIB))  # type: ignore[arg-type]
+    assert pair.peer.transport == "inline" and worker.is_blocked
+    returns.set()
+
+
+def keep_until(returns: threading.Event) -> None:
+    """Be a call that takes long."""
+    returns.wait(10)
