@@ -124,40 +124,46 @@ async def test_a_link_that_is_cut_is_connected_again(pair: NcclBuffers) -> None:
 
 
 @asynccontextmanager
-async def dying_peer(pair: NcclBuffers, gpus: FakeGpus) -> AsyncIterator[Peer]:
-    """Connect one that leaves the server's worker alone, in the middle of NCCL."""
+async def dying_peer(gpus: FakeGpus) -> AsyncIterator[tuple[NcclBuffers, Peer]]:
+    """Connect one more that leaves the server's worker alone, in the middle of NCCL."""
     gpu = fake_device_of(gpus.process(), 1)
     gpu.process.nccl.is_silent = True
-    pair.way.transport._worker._blocked_s = 0.05
-    url, where = pair.server.url, gpu.device
     try:
-        async with connect(url, device=where, max_bytes="4MiB") as peer:
-            yield peer
+        async with open_nccl_buffers(gpus) as pair:
+            pair.way.transport._worker._blocked_s = 0.05
+            url, where = pair.server.url, gpu.device
+            async with connect(url, device=where, max_bytes="4MiB") as peer:
+                yield pair, peer
     finally:
-        gpus.close()  # nobody else lets the threads go
+        gpus.close()  # nothing else lets the threads go
+        await until(
+            lambda: not any("asynckv-gpu-" in x.name for x in threading.enumerate())
+        )
 
 
 async def test_a_peer_that_dies_while_both_meet_holds_nobody_up(
-    pair: NcclBuffers, two_gpus: FakeGpus
+    two_gpus: FakeGpus,
 ) -> None:
-    worker = pair.way.transport._worker
-    async with dying_peer(pair, two_gpus) as peer:
+    async with dying_peer(two_gpus) as (pair, peer):
         await until(lambda: pair.peer.transport == "inline")
         await check_comes_by_host(pair)
         await pair.buffer.insert([3], None, noise(MIB), None, None)
         entry = await peer.lookup.drop_select([3])
-        assert is_same(entry.key, noise(MIB)) and peer.transport == "inline"  # type: ignore[arg-type]
+        assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+        assert peer.transport == "inline"
+        worker = workers._workers[pair.ours.process.cuda, 0]
         assert worker.is_blocked and worker.error is None
 
 
 async def test_who_comes_while_a_worker_is_blocked_does_not_wait(
-    pair: NcclBuffers, two_gpus: FakeGpus
+    two_gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with dying_peer(pair, two_gpus):
+    async with dying_peer(two_gpus) as (pair, _):
         where = fake_device_of(two_gpus.process(), 1).device
+        caplog.set_level("INFO")
         async with connect(pair.server.url, device=where, max_bytes="1MiB") as late:
             assert late.transport == "inline"
-            assert pair.way.transport._worker.is_blocked
+    assert "waits in NCCL for another peer" in caplog.text
 
 
 async def test_what_is_under_way_while_a_worker_is_blocked_comes_by_host(
