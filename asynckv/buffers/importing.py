@@ -290,6 +290,7 @@ class GpuImports:
         except BaseException:
             asking.cancel()
             _leave(sock, allocation)
+            del asking  # it keeps the error, which keeps this frame, and that memory
             raise
         digest = strictest(self._digest, exported.digest)
         return ImportedMemory(sock, allocation, digest, own)
