@@ -11,10 +11,17 @@ import pytest
 import torch
 
 from asynckv.buffers.gpu_link import GpuPathLost
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, GPUUnavailable, PeerLost
 from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import (
+    CancelMode,
+    Outcome,
+    sweep_cancellation,
+)
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
@@ -184,3 +191,35 @@ async def test_what_is_under_way_while_a_worker_is_blocked_comes_by_host(
 def keep_until(returns: threading.Event) -> None:
     """Be a call that takes long."""
     returns.wait(10)
+
+
+async def test_a_cancelled_connect_leaves_both_workers_to_others(
+    two_gpus: FakeGpus,
+) -> None:
+    gpu, other = (
+        fake_device_of(two_gpus.process()),
+        fake_device_of(two_gpus.process(), 1),
+    )
+    async with (
+        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+    ):
+
+        async def use() -> None:
+            async with connect(server.url, device=other.device, max_bytes="1MiB"):
+                pass
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+            await until(lambda: not server._services and not workers._users)
+
+        await sweep_cancellation(use, check, modes=("task", "completion"))
+
+
+async def test_a_server_that_leaves_lets_workers_meet_first(pair: NcclBuffers) -> None:
+    way, (services,) = pair.way, pair.server._services
+    assert services.lookup is not None and services.lookup.is_idle
+    opening = asyncio.get_running_loop().create_future()
+    way._opening = asyncio.ensure_future(opening)
+    assert not services.lookup.is_idle
+    opening.set_result(None)
+    assert services.lookup.is_idle
