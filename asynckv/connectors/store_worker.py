@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import anyio
@@ -19,8 +19,10 @@ from asynckv.abc import (
     KVStoreBuffer,
     KVTransferResults,
     SupportsCrossLayerCaches,
+    SupportsStreams,
 )
 from asynckv.config import KVTransferConfig
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import rank_block_keys
@@ -35,6 +37,8 @@ from asynckv.errors import EntryAborted
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import Event
+from asynckv.tensors.stagings import Stagings
 
 __all__ = ("StoreWorker", "StoreWorkerStatistics")
 
@@ -80,7 +84,9 @@ class StoreWorkerStatistics:
     lives: LifeCounters
 
 
-class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
+class StoreWorker(
+    LoopBound, KVConnectorWorker, SupportsCrossLayerCaches, SupportsStreams
+):
     """Loads and saves what :class:`~asynckv.connectors.StoreScheduler` decides.
 
     ``wait_for_save`` waits until blocks are copied, not until they are stored: that
@@ -97,13 +103,16 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         config: KVTransferConfig,
         engine: KVEngine,
         store: KVStoreBuffer | None = None,
+        *,
+        stagings: Stagings | None = None,
     ) -> None:
         self.engine = engine
         self.options = ConnectorOptions.of(config)
         self._namespace = namespace_of(engine)
         self._line = StoreLine(config, engine, store, str(engine.rank))
-        self._pool = CopyPool()
+        self._pool = CopyPool(stagings=stagings)
         self._transfers = Transfers()
+        self._moves: BlockMoves | None = None
         self._spool: Spool | None = None
         self._orders: StoreMetadata | None = None
         self._saves: collections.deque[_Save] = collections.deque()
@@ -122,15 +131,22 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         groups: Mapping[str, int] | None = None,
     ) -> None:
         self._check_loop_if_bound()
-        caches = PagedCaches(kv_caches, self.engine.shape, groups)
-        self._spool = Spool(caches, self._pool)
+        self._register(PagedCaches(kv_caches, self.engine.shape, groups))
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, layer_names: Sequence[str]
     ) -> None:
         self._check_loop_if_bound()
-        caches = PagedCaches.across_layers(kv_cache, layer_names, self.engine.shape)
-        self._spool = Spool(caches, self._pool)
+        shape = self.engine.shape
+        self._register(PagedCaches.across_layers(kv_cache, layer_names, shape))
+
+    def mark_stream(self) -> Event | None:
+        return None if self._moves is None else self._moves.mark()
+
+    def follow(self, mark: object) -> None:
+        self._check_loop()
+        if self._moves is not None:
+            self._moves.follow(mark)
 
     async def start(self) -> None:
         """Nothing to open: the store is dialled when it is needed."""
@@ -185,6 +201,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._check_loop()
         saves = self._saves  # of this step, although the next one begins meanwhile
         until_s = asyncio.get_running_loop().time() + _WAIT_S
+        mark = self._now() if saves else None
         while saves:
             save = saves[0]
             if save.order.request_id in self._ends or not await self._has_room(until_s):
@@ -192,7 +209,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
                 self._skipped_blocks += 1
             else:
                 spool = self._registered()
-                value = await spool.gather(save.order.block_ids, save.offset)
+                value = await spool.gather(save.order.block_ids, save.offset, mark)
                 put = functools.partial(self._put, save, value)
                 self._transfers.begin_untold(put, f"put {save.key}")
                 self._staged += 1
@@ -245,6 +262,14 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._line.abort()
         self._pool.close()
 
+    def _register(self, caches: PagedCaches) -> None:
+        self._moves = BlockMoves(caches, self._pool)
+        self._spool = Spool(self._moves)
+
+    def _now(self) -> Event | None:
+        """Return where the engine's stream is."""
+        return None if self._moves is None else self._moves.now()
+
     def _registered(self) -> Spool:
         if self._spool is None:
             raise RuntimeError("register_kv_caches() comes first")
@@ -276,18 +301,20 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
             del self._ends[next(iter(self._ends))]
 
     def _begin_load(self, order: StoreOrder) -> None:
-        spool = self._registered()
+        spool, mark = self._registered(), self._now()
         self._transfers.begin(
             order.request_id,
             "recv",
-            lambda: self._load(order, spool),
+            lambda: self._load(order, spool, mark),
             {block for group in order.block_ids for block in group},
         )
 
     def _keys_of(self, order: StoreOrder) -> list[str]:
         return rank_block_keys(order.block_keys, self._namespace, self.engine.rank)
 
-    async def _load(self, order: StoreOrder, spool: Spool) -> None:
+    async def _load(
+        self, order: StoreOrder, spool: Spool, mark: Event | None
+    ) -> None:
         keys = self._keys_of(order)
         async with asyncio.timeout(self.options.load_timeout_s):
             store = await self._line.store()
@@ -301,8 +328,13 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
                 try:
                     async with asyncio.TaskGroup() as group:
                         for index, key in enumerate(keys):
-                            one = self._load_block(store, key, order, index, spool)
-                            group.create_task(one)
+                            scatter = functools.partial(
+                                spool.scatter,
+                                block_ids=order.block_ids,
+                                index=index,
+                                mark=mark,
+                            )
+                            group.create_task(self._load_block(store, key, scatter))
                 except ExceptionGroup as failed:
                     raise failed.exceptions[0] from None
 
@@ -310,15 +342,13 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self,
         store: KVStoreBuffer,
         key: str,
-        order: StoreOrder,
-        index: int,
-        spool: Spool,
+        scatter: Callable[[torch.Tensor], Awaitable[None]],
     ) -> None:
         async with self._at_once:
             value = await store.get(key)
             if value is None:
                 raise EntryAborted("a block is not stored any more", reason="deleted")
-            await spool.scatter(value, order.block_ids, index)
+            await scatter(value)
             self._loaded_blocks += 1
 
     async def _put(self, save: _Save, value: torch.Tensor) -> None:
