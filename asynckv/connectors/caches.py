@@ -21,7 +21,8 @@ class PagedCaches:
     """Layers in the order of the model, and each one's pools: blocks come first.
 
     With a layout that splits keys from values a layer's tensor holds two pools,
-    otherwise it is one. All are in host memory, or on one GPU. ``groups`` says which of a request's lists of blocks is whose.
+    otherwise it is one. All are in host memory, or on one GPU. ``groups`` says which
+    of a request's lists of blocks is whose.
 
     :raises ValueError: they are no such caches, or have no plain contiguous blocks
     """

@@ -17,13 +17,16 @@ from asynckv.abc import (
     KVTransferResults,
     SupportsHandshake,
     SupportsLayerwise,
+    SupportsStreams,
 )
 from asynckv.connectors.multi_scheduler import MultiMetadata
 
 __all__ = ("MultiWorker",)
 
 
-class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
+class MultiWorker(
+    KVConnectorWorker, SupportsHandshake, SupportsLayerwise, SupportsStreams
+):
     """Does what each of its connectors does.
 
     What they finished comes out in ``parts``, each one's apart. In the whole a request
@@ -49,6 +52,18 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
     ) -> None:
         for child in self.children:
             child.register_kv_caches(kv_caches, groups)
+
+    def mark_stream(self) -> object:
+        """One mark is for all of them: they have the same caches."""
+        for child in self.children:
+            if isinstance(child, SupportsStreams):
+                return child.mark_stream()
+        return None
+
+    def follow(self, mark: object) -> None:
+        for child in self.children:
+            if isinstance(child, SupportsStreams):
+                child.follow(mark)
 
     async def start(self) -> None:
         """As the contract says; if it fails or is cancelled, all of them are closed."""

@@ -313,7 +313,7 @@ class StoreWorker(
         return rank_block_keys(order.block_keys, self._namespace, self.engine.rank)
 
     async def _load(
-        self, order: StoreOrder, spool: Spool, mark: Event | None
+        self, order: StoreOrder, spool: Spool, mark: Event | None = None
     ) -> None:
         keys = self._keys_of(order)
         async with asyncio.timeout(self.options.load_timeout_s):

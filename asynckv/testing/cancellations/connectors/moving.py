@@ -33,9 +33,7 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.save(name)
         caches.spoil()
         order = ground.load_order(name)
-        load = P2PLoad(
-            worker.engine, worker._registered(), worker._pool, order, _TIMEOUT_S
-        )
+        load = P2PLoad(worker.engine, worker._registered(), order, _TIMEOUT_S)
         await sweeper.pause()
 
     async def run() -> None:
