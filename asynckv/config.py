@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import os
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, TypeAlias
@@ -28,6 +29,7 @@ _DEFAULT_PORT: Final = 14579
 _DEFAULT_STORE_TIMEOUT_S: Final = 300.0
 _DEFAULT_WAITING_BYTES: Final = "256MiB"
 _ENV_PREFIX: Final = "ASYNCKV_"
+_DEVICE: Final = re.compile(r"(cpu|cuda(:(0|[1-9][0-9]{0,3}))?)\Z")
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,16 +176,44 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         return seconds
 
-    def check_device(self) -> None:
-        """Refuse a ``kv_buffer_device`` that connectors have no buffer on.
+    @property
+    def local_rank(self) -> int | None:
+        """Which GPU ``"cuda"`` is: ``local_rank``, or ``LOCAL_RANK``, if either is set.
 
-        :raises ConfigError: it is not the CPU
+        :raises ConfigError: it is no number
         """
-        if self.kv_buffer_device != "cpu":
+        given = self.kv_connector_extra_config.get(
+            "local_rank", os.environ.get("LOCAL_RANK")
+        )
+        if given is None:
+            return None
+        if not str(given).isdecimal():
+            raise ConfigError(f"local_rank is {given!r}, not the number of a rank")
+        return int(str(given))
+
+    def check_device(self, caches_on: str | None = None) -> None:
+        """Refuse a ``kv_buffer_device`` that is none, or is not where caches are.
+
+        Any caches go with ``"cpu"``, and with ``"cuda"`` those on the GPU of
+        :attr:`local_rank`; if that is not set, on any.
+
+        :raises ConfigError: there is no such device, or ``caches_on`` is another
+        """
+        name = self.kv_buffer_device
+        if not _DEVICE.match(name):
             raise ConfigError(
-                f"kv_buffer_device is {self.kv_buffer_device!r}: only CPU memory is "
-                "here yet",
-                hint='write "cpu" and move tensors with .cpu()',
+                f"kv_buffer_device {name!r} is unknown",
+                hint='write "cpu", "cuda" or "cuda:1"',
+            )
+        rank = self.local_rank
+        if name == "cuda" and rank is not None:
+            name = f"cuda:{rank}"
+        if name == "cpu" or caches_on is None or caches_on == name:
+            return
+        if name != "cuda" or not caches_on.startswith("cuda"):
+            raise ConfigError(
+                f"kv_buffer_device is {name}, and the caches are on {caches_on}",
+                hint='write "cpu": then caches may be on any device',
             )
 
     @property

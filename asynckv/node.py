@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import (
     AbstractAsyncContextManager,
@@ -135,12 +134,7 @@ def _role_of(config: KVTransferConfig) -> Role:
 def _device_of(config: KVTransferConfig, asked: DeviceName | None) -> Device | None:
     """Return where memory is to be; ``"cuda"`` is the GPU of this process's rank."""
     name = config.kv_buffer_device if asked is None else asked
-    local_rank = config.kv_connector_extra_config.get(
-        "local_rank", os.environ.get("LOCAL_RANK", "0")
-    )
-    if not str(local_rank).isdecimal():
-        raise ConfigError(f"local_rank is {local_rank!r}, not the number of a rank")
-    return device_named(name, local_rank=int(str(local_rank)))
+    return device_named(name, local_rank=config.local_rank or 0)
 
 
 async def _connected(

@@ -125,16 +125,14 @@ class P2PWorker(
         groups: Mapping[str, int] | None = None,
     ) -> None:
         self._check_loop_if_bound()
-        caches = PagedCaches(kv_caches, self.engine.shape, groups)
-        self._moves = BlockMoves(caches, self._pool)
+        self._register(PagedCaches(kv_caches, self.engine.shape, groups))
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, layer_names: Sequence[str]
     ) -> None:
         self._check_loop_if_bound()
         shape = self.engine.shape
-        caches = PagedCaches.across_layers(kv_cache, layer_names, shape)
-        self._moves = BlockMoves(caches, self._pool)
+        self._register(PagedCaches.across_layers(kv_cache, layer_names, shape))
 
     def mark_stream(self) -> Event | None:
         return None if self._moves is None else self._moves.mark()
@@ -281,6 +279,10 @@ class P2PWorker(
         self._transfers.abort()
         self.routes.abort()
         self._pool.close()
+
+    def _register(self, caches: PagedCaches) -> None:
+        self.config.check_device(str(caches.device))
+        self._moves = BlockMoves(caches, self._pool)
 
     def _registered(self) -> BlockMoves:
         if self._moves is None:

@@ -106,6 +106,7 @@ class StoreWorker(
         *,
         stagings: Stagings | None = None,
     ) -> None:
+        self.config = config
         self.engine = engine
         self.options = ConnectorOptions.of(config)
         self._namespace = namespace_of(engine)
@@ -263,6 +264,7 @@ class StoreWorker(
         self._pool.close()
 
     def _register(self, caches: PagedCaches) -> None:
+        self.config.check_device(str(caches.device))
         self._moves = BlockMoves(caches, self._pool)
         self._spool = Spool(self._moves)
 

@@ -10,12 +10,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.connectors.store_worker import StoreWorker
+from asynckv.errors import ConfigError
 from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.blocked import until
 from asynckv.testing.engines.toy_engine import ToyEngine
@@ -177,3 +180,39 @@ async def test_blocks_go_through_a_store(gpu: FakeDevice) -> None:
         assert again.tokens == MODEL.generate(tokens, 2)
         assert again.external_tokens == 64
         await two.quiet()
+
+
+def worker_for(device: str, **extra: object) -> StoreWorker:
+    config = KVTransferConfig(
+        kv_connector="StoreConnector",
+        kv_role="kv_both",
+        kv_buffer_device=device,
+        kv_connector_extra_config={"store": "mem://s", "fingerprint": "toy", **extra},
+    )
+    return StoreWorker(config, KVEngine(engine_id="E", block_size=4))
+
+
+@pytest.mark.parametrize(
+    ("device", "extra"), [("cuda", {"local_rank": 1}), ("cuda:1", {})]
+)
+def test_caches_must_be_on_the_device_of_the_configuration(
+    device: str, extra: dict[str, object]
+) -> None:
+    caches = {"a": torch.zeros(4, 8)}
+    with pytest.raises(ConfigError, match="cuda:1, and the caches are on cpu"):
+        worker_for(device, **extra).register_kv_caches(caches)
+    worker_for("cpu").register_kv_caches(caches)
+
+
+def test_a_gpu_is_the_one_of_the_local_rank() -> None:
+    config = worker_for("cuda", local_rank=1).config
+    config.check_device("cuda:1")
+    with pytest.raises(ConfigError, match="cuda:1, and the caches are on cuda:0"):
+        config.check_device("cuda:0")
+    worker_for("cuda").config.check_device("cuda:3")
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:x", "CPU"])
+def test_a_device_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is unknown"):
+        worker_for(name).config.check_device()

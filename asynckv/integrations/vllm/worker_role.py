@@ -235,7 +235,7 @@ class _Driver:
         self._parts.put_nowait(bind)
 
     def mark(self) -> object:
-        """Mark where the calling thread's stream is, which is the engine's: not the loop.
+        """Mark where the stream of the calling thread is, which is the engine's.
 
         Never waits.
         """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Mapping
-from typing import Final
 
 from asynckv.abc import KVConnectorWorker
 from asynckv.config import KVLoadFailurePolicy, KVRole, KVTransferConfig
@@ -15,17 +14,12 @@ from asynckv.connectors.registry import find_connector, make_scheduler, make_wor
 from asynckv.connectors.store_worker import StoreWorker
 from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import EngineShape
-from asynckv.tensors.stagings import Stagings
 from asynckv.testing.engines.toy_engine import ToyEngine
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_rank import ToyRank
-from asynckv.testing.fake_devices import FakeDevice
+from asynckv.testing.fake_devices import FakeDevice, stagings_of
 
 __all__ = ("free_urls", "make_engine", "pair_configs", "toy_shape")
-
-
-_CHUNK_NBYTES: Final = 4096
-"""Of a slot: blocks of a prompt take several."""
 
 
 def toy_shape(
@@ -86,8 +80,7 @@ def _worker(
 ) -> KVConnectorWorker:
     if gpu is None:
         return make_worker(config, place)
-    process = gpu.process
-    stagings = Stagings(lambda: process.cuda, gpu.tensors, chunk_nbytes=_CHUNK_NBYTES)
+    stagings = stagings_of(gpu)
     if find_connector(config).name == "StoreConnector":
         return StoreWorker(config, place, stagings=stagings)
     return P2PWorker(config, place, stagings=stagings)
