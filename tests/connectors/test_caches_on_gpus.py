@@ -6,7 +6,8 @@ import asyncio
 import functools
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -35,9 +36,12 @@ Pair = tuple[ToyEngine, ToyEngine]
 
 
 @pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
+async def gpu() -> AsyncIterator[FakeDevice]:
     with fake_device(seed=3, max_delay=2) as gpu:
         yield gpu
+        await until(
+            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
+        )
 
 
 def prompt(length: int = 70, seed: int = 1) -> list[int]:
@@ -128,6 +132,10 @@ async def test_nothing_is_read_before_it_is_computed(gpu: FakeDevice) -> None:
         (worker,) = pair[0].workers
         assert isinstance(worker, P2PWorker)
         await until(lambda: worker.statistics().saving == 1)
+        moves = worker._registered()
+        for blocks in moves.caches.blocks(MODEL.layer_names[0], ((0,),)).values():
+            place = torch.empty(blocks.shape, dtype=blocks.dtype)
+            await moves.gather([blocks], [place], None)
         assert worker.statistics().staged_saves == 0
         gate.open()
         await computing
