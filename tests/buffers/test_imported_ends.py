@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import torch
@@ -87,8 +88,9 @@ def change(pair: GpuPair, offset: int) -> None:
 async def test_every_way_to_compare_finds_the_same_bytes(
     pair: GpuPair, digest: str
 ) -> None:
+    options: dict[str, Any] = {"digest": digest, "max_bytes": "16MiB"}
     device = pair.theirs.device
-    async with connect(pair.server.url, digest=digest, device=device) as peer:  # type: ignore[arg-type]
+    async with connect(pair.server.url, device=device, **options) as peer:
         await insert(pair)
         assert is_same((await peer.lookup.drop_select([1])).key, noise(MIB))  # type: ignore[arg-type]
         await insert(pair)
@@ -128,13 +130,15 @@ async def test_without_a_handle_bytes_go_through_host_memory(
     pages = pair.buffer._growth.device_pages
     assert pages is not None
     pages.allocation.handle = handle
-    async with connect(pair.server.url, device=pair.theirs.device) as peer:
+    async with connect(
+        pair.server.url, device=pair.theirs.device, max_bytes=MIB
+    ) as peer:
         assert peer.transport == "inline"
     assert pair.opened == 1
 
 
 async def test_another_host_is_not_asked(pair: GpuPair) -> None:
-    peer = connect(pair.server.url, device=pair.theirs.device)
+    peer = connect(pair.server.url, device=pair.theirs.device, max_bytes=MIB)
     peer._mappings._boot_id = "another"
     async with peer:
         assert peer.transport == "inline"
@@ -161,7 +165,7 @@ async def test_a_link_that_is_lost_meanwhile_is_lost(
 
     monkeypatch.setattr(MapHolder, "verify", cut)
     with pytest.raises(PeerLost):
-        async with connect(pair.server.url, device=pair.theirs.device):
+        async with connect(pair.server.url, device=pair.theirs.device, max_bytes=MIB):
             raise AssertionError
 
 
