@@ -64,7 +64,7 @@ class LayerGathering:
                 if not self.may_wait_for_room:
                     raise TimeoutError("no room in host memory, and no time to wait")
                 self.is_waiting_for_room = True
-                await self._staging.wait_for_room()
+                await self._staging.more_room.wait()
                 copy = await self._staging.copy(blocks, self._moves, mark)
             self.is_waiting_for_room = False
             self._copies[layer] = copy

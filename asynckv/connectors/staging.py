@@ -53,9 +53,10 @@ class Staging:
         self.copies += 1
         return StagedCopy(self, tensors)
 
-    async def wait_for_room(self) -> None:
-        """Wait until something is dropped. A cancelled call leaves no trace."""
-        await self._has_room.wait()
+    @property
+    def more_room(self) -> asyncio.Event:
+        """Set when something is dropped the next time."""
+        return self._has_room
 
     def let_go(self, nbytes: int) -> None:
         """There is room for so much more. Never waits."""

@@ -180,8 +180,16 @@ async def _clear_others(ground: P2PGround) -> None:
 
 
 MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
-    ConnectorScenario(a_load, ("P2PLoad.run", "Assembly.place")),
-    ConnectorScenario(a_save, ("P2PSave.run",)),
+    ConnectorScenario(
+        a_load, ("Scratch.write", "Scratch.leave", "P2PLoad.run", "Assembly.place")
+    ),
+    ConnectorScenario(
+        a_save,
+        (
+            "LayerGathering.run",
+            "P2PSave.run",
+        ),
+    ),
     ConnectorScenario(a_release, ("release",)),
     ConnectorScenario(a_failure, ("tell_failure",)),
 )
