@@ -33,9 +33,7 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.save(name)
         caches.spoil()
         order = ground.load_order(name)
-        load = P2PLoad(
-            worker.engine, worker._registered(), worker._pool, order, _TIMEOUT_S
-        )
+        load = P2PLoad(worker.engine, worker._registered(), order, _TIMEOUT_S)
         await sweeper.pause()
 
     async def run() -> None:
@@ -88,7 +86,9 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
             layers=ground.model.layer_names,
             shape=worker.engine.shape,
         )
-        save = P2PSave(worker._registered(), order, header, _TIMEOUT_S)
+        save = P2PSave(
+            worker._registered(), order, header, _TIMEOUT_S, staging=worker._staging
+        )
         save.offer_rest()
         await sweeper.pause()
 
@@ -113,7 +113,8 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.hand_over()
 
     await sweeper.sweep("a save", run, check, before)
-    await sweeper.sweep("what a save writes", write, check, before)
+    if not worker._registered().is_on_gpu:  # else it writes what a task has gathered
+        await sweeper.sweep("what a save writes", write, check, before)
 
 
 async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
@@ -179,8 +180,16 @@ async def _clear_others(ground: P2PGround) -> None:
 
 
 MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
-    ConnectorScenario(a_load, ("P2PLoad.run", "Assembly.place")),
-    ConnectorScenario(a_save, ("P2PSave.run",)),
+    ConnectorScenario(
+        a_load, ("Scratch.write", "Scratch.leave", "P2PLoad.run", "Assembly.place")
+    ),
+    ConnectorScenario(
+        a_save,
+        (
+            "LayerGathering.run",
+            "P2PSave.run",
+        ),
+    ),
     ConnectorScenario(a_release, ("release",)),
     ConnectorScenario(a_failure, ("tell_failure",)),
 )
