@@ -301,9 +301,10 @@ async def test_a_closed_buffer_waits_for_who_has_its_memory_open(
 
 
 async def test_who_keeps_views_keeps_the_memory_of_a_closed_buffer(
-    impatient: None, pair: GpuPair
+    pair: GpuPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await view_of(pair)
+    monkeypatch.setattr(sharing, "_LEAVE_S", 0.01)
     await pair.buffer.aclose()
     assert is_same(key, noise(MIB)) and pair.ours.process.owned
     del key
