@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
+from asynckv.errors import GPUFailed
 from asynckv.tensors.copying import CopyPool
 
 
@@ -23,3 +25,10 @@ async def test_a_mark_that_was_followed_is_what_counts() -> None:
     mark = object()
     moves.follow(mark)
     assert moves.now() is mark
+
+
+async def test_what_the_other_thread_had_in_place_of_a_mark_is_raised() -> None:
+    moves = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
+    moves.follow(GPUFailed("an illegal access"))
+    with pytest.raises(GPUFailed, match="an illegal access"):
+        moves.now()
