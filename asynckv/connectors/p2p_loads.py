@@ -95,8 +95,9 @@ class P2PLoad:
             )
 
     def end(self) -> None:
-        """Nothing more will come: nobody waits any longer. Never waits."""
+        """Nothing more will come, and nothing is copied: nobody waits. Never waits."""
         self._is_over = True
+        self._scratch.drop()
         for future in self._waiting.values():
             _set_done(future)
 
