@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asynckv.errors import GPUFailed
-from asynckv.tensors import stream_marks
 from asynckv.tensors.cuda import Event, Stream
 from asynckv.tensors.stream_marks import StreamMarks
 from asynckv.testing.blocked import until, until_blocked
@@ -70,19 +69,25 @@ async def test_a_stream_that_does_not_get_on_is_given_up(
     await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))
 
 
+class _Late(threading.Condition):
+    """One whose waits have just timed out when they are notified."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        super().wait(timeout)
+        return False
+
+    @property
+    def has_waiter(self) -> bool:
+        return bool(self._waiters)  # type: ignore[attr-defined]
+
+
 async def test_a_wait_that_begins_as_the_thread_would_end_is_served(
-    process: FakeProcess,
-    stream: FakeStream,
-    marks: StreamMarks,
-    monkeypatch: pytest.MonkeyPatch,
+    process: FakeProcess, stream: FakeStream, marks: StreamMarks
 ) -> None:
-    monkeypatch.setattr(stream_marks, "_IDLE_S", 0.01)
+    marks._changed = late = _Late()
     await marks.reached(mark(process, stream))
-    with marks._changed:  # so the thread has woken up for want of work, and waits here
-        await until(lambda: not marks._changed._waiters)  # type: ignore[attr-defined]
-        waiting = asyncio.create_task(marks.reached(mark(process, stream)))
-        await until_blocked(waiting)
-    await waiting
+    await until(lambda: late.has_waiter)
+    await marks.reached(mark(process, stream))
 
 
 class _Stuck:
