@@ -47,7 +47,7 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         nonlocal has_begun
         has_begun = True
         reads, sources = worker.routes.sources(load.order)
-        load._untaken = dict(sources)
+        load._expect(reads, sources)
         for rank, source in sources.items():
             await load._read(rank, source, reads[rank])
         caches.expect_computed()
@@ -89,7 +89,7 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
         save = P2PSave(
             worker._registered(), order, header, _TIMEOUT_S, staging=worker._staging
         )
-        save.offer_rest()
+        save.offer_rest(worker._registered().now())
         await sweeper.pause()
 
     async def run() -> None:
@@ -97,6 +97,8 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
 
     async def write() -> None:
         """As ``run``, for one reader after the other, and not in tasks."""
+        if save._gathering is not None:
+            await save._gathering.run(len(ground.model.layer_names))
         for target in worker.routes.targets(save.order):
             queue: asyncio.Queue[str] = asyncio.Queue()
             for layer in ground.model.layer_names:
@@ -104,6 +106,8 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
             await save._write(target, queue)
 
     async def check(outcome: Outcome[None]) -> None:
+        save.end()
+        expect(not worker._staging.used_bytes, "room in host memory is still taken")
         caches.spoil()
         for find, entry_id, _ in worker.routes.targets(save.order):
             buffer = await find()
@@ -113,8 +117,7 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.hand_over()
 
     await sweeper.sweep("a save", run, check, before)
-    if not worker._registered().is_on_gpu:  # else it writes what a task has gathered
-        await sweeper.sweep("what a save writes", write, check, before)
+    await sweeper.sweep("what a save writes", write, check, before)
 
 
 async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
