@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.gpu_link import GpuLink
-from asynckv.buffers.mapped import MAP_S, MappedMemory
+from asynckv.buffers.mapped import MAP_S, MappedMemory, Mappings
 from asynckv.errors import AsyncKVError, GPUFailed, PeerLost
 from asynckv.links.device_streams import open_devices
 from asynckv.links.fd_socket import fetch_file
@@ -178,7 +178,8 @@ class _Asking:
 class GpuImports:
     """Opens the memory of one peer on each link, or a way from its GPU to this one.
 
-    ``growth`` is this side's own; ``is_forced``: the URL names another way than NCCL.
+    Else it maps the peer's memory of the host, if that is this one. ``growth`` is this
+    side's own; ``url`` may name another way than NCCL.
     """
 
     def __init__(
@@ -187,9 +188,10 @@ class GpuImports:
         digest: MapDigest,
         boot_id: str,
         *,
-        is_forced: bool = False,
+        url: str = "",
     ) -> None:
-        self._is_forced = is_forced
+        self._is_forced = "payload=" in url
+        self._host = Mappings(digest, boot_id, is_forced="payload=map" in url)
         self._ways: weakref.WeakKeyDictionary[Link, GpuLink] = (
             weakref.WeakKeyDictionary()
         )
@@ -200,9 +202,10 @@ class GpuImports:
             weakref.WeakKeyDictionary()
         )
 
-    def of(self, link: Link) -> ImportedMemory | None:
+    def of(self, link: Link) -> MappedMemory | None:
         """Return what ``link`` shows of the peer's memory, if it does."""
-        return self._of_link.get(link) if link.may_map else None
+        found = self._of_link.get(link) if link.may_map else None
+        return self._host.of(link) if found is None else found
 
     def way(self, link: Link) -> GpuLink | None:
         """Return by what payload goes from the peer's GPU to this one, if it does."""
@@ -217,7 +220,8 @@ class GpuImports:
             link.abort()
 
     def close(self) -> None:
-        """Nothing is kept but by links and views."""
+        """Forget what is mapped. What else there is, links and views keep."""
+        self._host.close()
 
     async def aclose(self) -> None:
         """Wait until what nobody has views of is closed, at most 2 s."""
@@ -231,9 +235,11 @@ class GpuImports:
         """Open the memory at the other end of ``link``, if that is the same GPU's.
 
         If that is another GPU's, open a way from there. If neither can be, one line of
-        the log says why, and payload moves as from a buffer in host memory. Waits at
-        most 2 s and 10 s for a live peer; a cancelled call leaves nothing behind.
+        the log says why, and payload moves as to a peer in host memory: by a mapping, or
+        by lanes. Waits at most 2 s for each mapping and 10 s for a way of a live peer; a
+        cancelled call leaves nothing behind.
 
+        :raises IncompatiblePeer: its memory cannot be mapped, and no other way is wanted
         :raises PeerLost: the link was lost meanwhile
         :raises GPUUnavailable: this side has no GPU
         """
@@ -245,12 +251,14 @@ class GpuImports:
         if not why_not:
             return
         no_way = await _reason(link, self._open_way(link, pages.device))
-        if no_way:
-            logger.info(
-                "payload of the link to %s goes through host memory: its memory of a "
-                "GPU cannot be opened: %s; nor NCCL: %s",
-                *(link.peer.id, why_not, no_way),
-            )
+        if not no_way:
+            return
+        logger.info(
+            "payload of the link to %s goes through host memory: its memory of a "
+            "GPU cannot be opened: %s; nor NCCL: %s",
+            *(link.peer.id, why_not, no_way),
+        )
+        await self._host.open(link)
 
     async def _open_memory(self, link: Link, own: DeviceAllocation) -> None:
         self._check_here(link)

@@ -60,6 +60,8 @@ class MapReader:
 
     def __init__(self, memory: MappedMemory, pool: CopyPool, *, views: bool) -> None:
         self.views = views
+        self.is_charged = not views
+        """Does what it returns count as received?"""
         self.memory = memory
         self._pool = pool
 
@@ -102,9 +104,9 @@ class MapReader:
         :raises ValueError: ``targets`` do not fit the entry
         """
         parts = delivery.mapped
-        if targets or not self.views:
+        if targets or self.is_charged:
             nbytes = delivery.own_nbytes(targets)
-            if not self.views:
+            if self.is_charged:
                 await budget.reserve(nbytes, in_host=self.is_in_host)
                 delivery.charged_bytes = nbytes
         tensors = None

@@ -17,6 +17,7 @@ from asynckv.buffers.gpu_arrivals import GpuArrivals
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.map_reader import MapReader
+from asynckv.buffers.lifting import LiftedReader
 from asynckv.buffers.mapped import MappedMemory, Mappings
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
@@ -84,7 +85,7 @@ class Peer(LoopBound):
         if self.on_gpu is not None:
             boot_id = own_identity.boot_id
             self._mappings = GpuImports(
-                *(self.on_gpu, map_digest, boot_id), is_forced="payload=" in url
+                *(self.on_gpu, map_digest, boot_id), url=url
             )
         else:
             self._mappings = Mappings(
@@ -155,6 +156,8 @@ class Peer(LoopBound):
     def _new_reader(self, memory: MappedMemory, *, views: bool) -> MapReader:
         if isinstance(memory, ImportedMemory) and isinstance(self.pool, DeviceCopyPool):
             return IpcReader(memory, self.pool, views=views)
+        if self.on_gpu is not None:
+            return LiftedReader(memory, self.pool)
         return MapReader(memory, self.pool, views=views)
 
     def check(self) -> asyncio.AbstractEventLoop:
