@@ -235,11 +235,11 @@ class GpuImports:
         """Open the memory at the other end of ``link``, if that is the same GPU's.
 
         If that is another GPU's, open a way from there. If neither can be, one line of
-        the log says why, and payload moves as to a peer in host memory: by a mapping, or
-        by lanes. Waits at most 2 s for each mapping and 10 s for a way of a live peer; a
-        cancelled call leaves nothing behind.
+        the log says why, and payload moves as to a peer in host memory: by a mapping,
+        or by lanes. Waits at most 2 s for each mapping and 10 s for a way of a live
+        peer; a cancelled call leaves nothing behind.
 
-        :raises IncompatiblePeer: its memory cannot be mapped, and no other way is wanted
+        :raises IncompatiblePeer: its memory cannot be mapped, and nothing else is wanted
         :raises PeerLost: the link was lost meanwhile
         :raises GPUUnavailable: this side has no GPU
         """

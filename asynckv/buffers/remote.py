@@ -16,8 +16,8 @@ from asynckv.buffers.backoff import Backoff
 from asynckv.buffers.gpu_arrivals import GpuArrivals
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.ipc_reader import IpcReader
-from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.lifting import LiftedReader
+from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.mapped import MappedMemory, Mappings
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
@@ -84,9 +84,7 @@ class Peer(LoopBound):
         self._mappings: Mappings | GpuImports
         if self.on_gpu is not None:
             boot_id = own_identity.boot_id
-            self._mappings = GpuImports(
-                *(self.on_gpu, map_digest, boot_id), url=url
-            )
+            self._mappings = GpuImports(*(self.on_gpu, map_digest, boot_id), url=url)
         else:
             self._mappings = Mappings(
                 map_digest, own_identity.boot_id, is_forced="payload=map" in url

@@ -108,7 +108,7 @@ class LookupService:
         self.map_digest: MapDigest = map_digest
         self.way: GpuLink | None = None
         """By what payload goes to the peer's GPU, once that was asked for."""
-        self._asked_to_map = False
+        self._asked_to_show: frozenset[type[Frame]] = frozenset()
         self._asked_for_devices = False
         self.buffer = buffer
         self.link = link
@@ -272,12 +272,22 @@ class LookupService:
     def _show_memory(
         self, stream: LinkStream, frame: OpenMap | OpenIpc
     ) -> StreamHandler:
-        if self._asked_to_map:
+        kind = type(frame)
+        if kind in self._asked_to_show:
             raise RemoteProtocolError("a link maps memory once")
-        self._asked_to_map = True
+        self._asked_to_show |= {kind}
         if isinstance(frame, OpenIpc):
             return ServedIpc(self, stream, frame)
         return ServedMap(self, stream)
+
+    def shown_to(self, holder: MapHolder) -> None:
+        """The peer reads entries in this side's memory from now on.
+
+        :raises RemoteProtocolError: it does so already, in other memory
+        """
+        if self.holder is not None:
+            raise RemoteProtocolError("a link maps memory once")
+        self.holder = holder
 
     def _peek(self, key: bytes) -> int:
         if len(key) % TOKEN_NBYTES:
