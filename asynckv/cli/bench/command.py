@@ -144,11 +144,15 @@ async def _serve(url: str, settings: Settings, console: Console) -> None:
 
 async def _measure_device(device: str, console: Console, quick: bool) -> None:
     from asynckv.cli.bench.device import DeviceRow, device_number, run_device_bench
+    from asynckv.tensors.devices import Device
 
     def tell(row: DeviceRow) -> None:
         console.print(row.line(), highlight=False, soft_wrap=True)
 
-    await run_device_bench(device_number(device), tell, quick=quick)
+    blocks, ticks = (256, 200) if quick else (16_384, 2000)
+    await run_device_bench(
+        Device(device_number(device)), tell, blocks=blocks, ticks=ticks
+    )
 
 
 async def _measure(

@@ -1,22 +1,23 @@
 """``asynckv bench --device cuda``: copies to, from and within one GPU of this machine.
 
-Each figure stands beside what CUDA itself does in the same round. It is one process:
-what two of them do over CUDA IPC or NCCL is measured elsewhere.
+Each figure stands beside what CUDA itself does in the same round. Another process has
+the entries that are handed over; what NCCL does between two GPUs is not measured here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import numpy
 import torch
 
-import asynckv
+from asynckv.cli.bench.device_pairs import DevicePair, open_device_pair
 from asynckv.cli.bench.figures import percentile
 from asynckv.cli.bench.lag import tick
 from asynckv.errors import GPUUnavailable
@@ -24,12 +25,18 @@ from asynckv.links.offloading import in_thread
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import CudaApi
 from asynckv.tensors.device_blocks import DeviceBlocks
-from asynckv.tensors.device_tensors import Gpus, open_gpus
+from asynckv.tensors.devices import Device
+from asynckv.tensors.open_device import OpenDevice, open_device
+from asynckv.transports.nccl.api import NcclApi
+from asynckv.transports.nccl.nccl_cupy import open_nccl
+from asynckv.types import TensorSpec
 
 __all__ = ("DeviceRow", "device_number", "run_device_bench")
 
 _ROUNDS: Final = 5
 _BLOCK_NBYTES: Final = 64 * 1024
+_BLOCKS_A_PART: Final = 256
+_WAYS: Final = ("map", "inline")
 _Timed = Callable[[], Awaitable[float]]
 
 
@@ -66,28 +73,44 @@ def device_number(device: str) -> int:
 
 
 async def run_device_bench(
-    device: int, told: Callable[[DeviceRow], None], *, quick: bool = False
+    device: Device,
+    told: Callable[[DeviceRow], None],
+    *,
+    blocks: int = 16_384,
+    ticks: int = 2000,
+    nccl: Callable[[], NcclApi] | None = open_nccl,
+    child: Sequence[str] = (),
 ) -> None:
     """Measure on one GPU, and tell each row when it is there.
 
-    :raises GPUUnavailable: CuPy, torch with CUDA, a driver or the GPU is missing
-    :raises GPUFailed: CUDA failed
+    All memory has the size of so many ``blocks`` of 64 KiB; lag is that of so many
+    ``ticks`` of 1 ms. ``child`` are the arguments
+    of the Python that serves its entries, if it is not this GPU's own.
+
+    :raises GPUUnavailable: CuPy, torch with CUDA, NCCL, a driver or the GPU is missing
+    :raises GPUFailed: CUDA or NCCL failed
+    :raises WrongBytes: some byte came as another
     """
-    gpus = await in_thread(open_gpus)
-    if not torch.cuda.is_available():
-        raise GPUUnavailable(
-            "this torch has no CUDA", hint="install torch for CUDA: pytorch.org"
-        )
-    blocks = 256 if quick else 16_384
-    bench = await in_thread(lambda: _Bench(gpus, device, blocks))
-    pool = CopyPool()
+    opened = await open_device(device)
+    if opened is None:
+        raise TypeError("no GPU was named")
+    bench = await in_thread(lambda: _Bench(opened, blocks))
+    pool = opened.make_pool()
+    parts = max(blocks // _BLOCKS_A_PART, 4)
+    numbers = tuple(str(number) for number in (device.index, bench.nbytes, parts))
+    child = child or ("-m", "asynckv.cli.bench.device_server", *numbers)
     try:
         for measure in (bench.within, bench.gathered):
             told(await in_thread(measure))
-        await _staged(bench, pool, told)
-        for payload in ("map", "inline"):
-            told(await _handed_over(bench, pool, payload))
-        told(await _lag(bench, pool, 200 if quick else 2000))
+        await _staged(bench, pool, told, ticks)
+        opening = open_device_pair(device, bench.nbytes, parts, _WAYS, *child)
+        async with opening as pair:
+            await pair.check()
+            await _handed_over(bench, pair, told, ticks)
+            for way in _WAYS:
+                told(await _in_parts(bench, pair, way))
+        if nccl is not None:
+            told(await in_thread(functools.partial(bench.sent_to_itself, nccl())))
     finally:
         pool.close()
         await in_thread(bench.close)
@@ -96,12 +119,13 @@ async def run_device_bench(
 class _Bench:
     """Memory of one GPU, and CUDA's own copies of it. Everything here waits."""
 
-    def __init__(self, gpus: Gpus, device: int, blocks: int) -> None:
-        self.cuda: CudaApi = gpus.cuda
-        self.device, self.blocks = device, blocks
+    def __init__(self, opened: OpenDevice, blocks: int) -> None:
+        self.cuda: CudaApi = opened.gpus.cuda
+        self.device, self.blocks = opened.device.index, blocks
+        self._opened = opened
         self.nbytes = blocks * _BLOCK_NBYTES
         cuda = self.cuda
-        cuda.use_device(device)
+        cuda.use_device(self.device)
         self._one, self._other = cuda.malloc(self.nbytes), cuda.malloc(self.nbytes)
         self._pinned = cuda.host_alloc(self.nbytes)
         self._stream = cuda.stream()
@@ -150,6 +174,31 @@ class _Bench:
         name = f"gather {self.blocks} blocks of 64 KiB"
         return self._row(name, rounds, "copy within")
 
+    def sent_to_itself(self, nccl: NcclApi) -> DeviceRow:
+        """NCCL from this GPU to itself, in a group: of a pair it needs two GPUs."""
+        self.cuda.use_device(self.device)
+        comm = nccl.open_comm(1, nccl.unique_id(), 0)
+
+        def send_s() -> float:
+            began_s = time.perf_counter()
+            nccl.group_start()
+            comm.send(self._one.address, self.nbytes, 0, self._stream)
+            comm.receive(self._other.address, self.nbytes, 0, self._stream)
+            nccl.group_end()
+            self._stream.synchronize()
+            return time.perf_counter() - began_s
+
+        try:
+            send_s()
+            rounds = [(send_s(), self.copy_s("d2d")) for _ in range(_ROUNDS)]
+        finally:
+            comm.destroy()
+        return self._row("NCCL, to itself", rounds, "copy within")
+
+    def on_gpu(self) -> torch.Tensor:
+        """Return a tensor of this GPU."""
+        return self._opened.device.empty(TensorSpec((self.nbytes,), "uint8"))
+
     def close(self) -> None:
         """Give the memory back."""
         self.cuda.use_device(self.device)
@@ -178,16 +227,11 @@ class _Bench:
         return self._row(name, rounds, f"one {way} copy")
 
 
-def _on_gpu(bench: _Bench) -> torch.Tensor:
-    device = torch.device("cuda", bench.device)
-    return torch.full((bench.nbytes,), 1, dtype=torch.uint8, device=device)
-
-
 async def _staged(
-    bench: _Bench, pool: CopyPool, told: Callable[[DeviceRow], None]
+    bench: _Bench, pool: CopyPool, told: Callable[[DeviceRow], None], ticks: int
 ) -> None:
     """The staging alone: what an insert of a GPU's tensor does, and ``into=``."""
-    there = await in_thread(lambda: _on_gpu(bench))
+    there = await in_thread(bench.on_gpu)
     here = await in_thread(lambda: torch.zeros(bench.nbytes, dtype=torch.uint8))
 
     async def down_s() -> float:
@@ -200,46 +244,48 @@ async def _staged(
         await pool.copy([here], [there], digest=False)
         return time.perf_counter() - began_s
 
+    async def both_s() -> float:
+        return await down_s() + await up_s()
+
     told(await bench.beside("staging, GPU to host", down_s, "d2h"))
     told(await bench.beside("staging, host to GPU", up_s, "h2d"))
+    told(await _lag("staging", ticks, both_s))
 
 
-async def _handed_over(bench: _Bench, pool: CopyPool, payload: str) -> DeviceRow:
-    """From a GPU's tensor through a served buffer and a link into another."""
-    source, target = await in_thread(lambda: (_on_gpu(bench), _on_gpu(bench)))
-    async with (
-        asynckv.LookupBuffer(2 * bench.nbytes + 2**20) as buffer,
-        asynckv.serve("tcp://127.0.0.1:0", lookup=buffer) as server,
-        asynckv.connect(
-            f"{server.url}?payload={payload}", max_bytes=2 * bench.nbytes
-        ) as peer,
-    ):
-
-        async def hand_over_s() -> float:
-            began_s = time.perf_counter()
-            await buffer.insert([1], None, source, None, None)
-            async with peer.lookup.drop_select([1]) as entry:
-                if isinstance(entry.key, torch.Tensor):
-                    await pool.copy([entry.key], [target], digest=False)
-            return time.perf_counter() - began_s
-
-        name = f"GPU to GPU over a link by {peer.transport}"
-        return await bench.beside(name, hand_over_s, "d2h")
+async def _handed_over(
+    bench: _Bench, pair: DevicePair, told: Callable[[DeviceRow], None], ticks: int
+) -> None:
+    """From the GPU of another process to that of this one, which is the same."""
+    how = f"by {pair.transport}, from another process"
+    told(await bench.beside(f"entry {how}", pair.entry_s, "d2d"))
+    views_s = [await pair.view_s() for _ in range(_ROUNDS)]
+    copies_s = [await pair.entry_s() for _ in range(_ROUNDS)]
+    views_ms, copies_ms = (
+        1e3 * statistics.median(some) for some in (views_s, copies_s)
+    )
+    told(DeviceRow(f"views {how}", "ms", views_ms, copies_ms, "copied"))
+    told(await _lag(f"taking entries {how}", ticks, pair.entry_s))
 
 
-async def _lag(bench: _Bench, pool: CopyPool, ticks: int) -> DeviceRow:
-    there = await in_thread(lambda: _on_gpu(bench))
-    here = await in_thread(lambda: torch.zeros(bench.nbytes, dtype=torch.uint8))
+async def _in_parts(bench: _Bench, pair: DevicePair, way: str) -> DeviceRow:
+    """The same by pinned memory of both; CUDA's way that is slower is the limit."""
+    slower = max("d2h", "h2d", key=bench.copy_s)
+    name = f"parts by {way}, from another process"
+    return await bench.beside(name, lambda: pair.parts_s(way), slower)
+
+
+async def _lag(
+    doing: str, ticks: int, do: Callable[[], Awaitable[object]]
+) -> DeviceRow:
     idle_ms = await tick(ticks)
     ticker = asyncio.create_task(tick(ticks), name="ticker of the bench")
     try:
         while not ticker.done():
-            await pool.copy([there], [here])
-            await pool.copy([here], [there], digest=False)
+            await do()
     finally:
         ticker.cancel()
         await asyncio.wait({ticker})
     late_ms = percentile(ticker.result(), 0.99)
-    most_ms = max(ticker.result())
-    name = f"loop lag while staging, p99 (max {most_ms:.1f} ms)"
+    most_ms = max(ticker.result()) - max(idle_ms)
+    name = f"loop lag {doing}, p99 (max {most_ms:+.1f} ms)"
     return DeviceRow(name, "ms", late_ms, percentile(idle_ms, 0.99), "idle loop")

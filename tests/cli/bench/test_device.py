@@ -8,6 +8,9 @@ import pytest
 from asynckv.cli.bench.command import bench
 from asynckv.cli.bench.device import DeviceRow, device_number, run_device_bench
 from asynckv.errors import GPUUnavailable
+from asynckv.tensors.devices import Device
+from asynckv.testing.fake_devices import fake_device
+from asynckv.testing.gpu_processes import BEGIN
 
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:3", 3)])
@@ -38,11 +41,31 @@ def test_a_row_says_its_ratio() -> None:
     assert row.line().endswith("1.50 GB/s copy within: 2.00, ratio 0.75")
 
 
+CHILD = """
+from asynckv.cli.bench.device_server import serve_gpu
+asyncio.run(serve_gpu(open_device(), int(sys.argv[2]), int(sys.argv[3])))
+"""
+
+
+@pytest.mark.multiprocess
+async def test_two_processes_measure_every_case_but_nccl_on_a_fake_gpu() -> None:
+    rows: list[DeviceRow] = []
+    child = ("-c", BEGIN + CHILD, "fake", str(2**20), "4")
+    with fake_device() as gpu:
+        await run_device_bench(
+            gpu.device, rows.append, blocks=16, ticks=20, nccl=None, child=child
+        )
+    assert all(row.value > 0 for row in rows)
+    found = "\n".join(row.name for row in rows)
+    for words in ("cuda_ipc", "by map", "by inline", "loop lag taking"):
+        assert words in found
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     importlib.util.find_spec("cupy") is None, reason="CuPy is not installed"
 )
 async def test_every_case_has_its_row() -> None:
     rows: list[DeviceRow] = []
-    await run_device_bench(0, rows.append, quick=True)
-    assert len(rows) == 7 and all(row.value > 0 for row in rows)
+    await run_device_bench(Device(0), rows.append, blocks=256, ticks=200)
+    assert rows[-1].name == "NCCL, to itself" and all(row.value > 0 for row in rows)
