@@ -239,7 +239,7 @@ class GpuImports:
         or by lanes. Waits at most 2 s for each mapping and 10 s for a way of a live
         peer; a cancelled call leaves nothing behind.
 
-        :raises IncompatiblePeer: its memory cannot be mapped, and nothing else is wanted
+        :raises IncompatiblePeer: it cannot be mapped, and no other way is wanted
         :raises PeerLost: the link was lost meanwhile
         :raises GPUUnavailable: this side has no GPU
         """

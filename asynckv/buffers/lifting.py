@@ -52,17 +52,23 @@ async def lift_all(
 ) -> None:
     """Let all of a whole delivery be on the GPU, or in ``targets`` that are not.
 
-    A cancelled call ends when no target is written any more.
+    A cancelled call ends when no target is written any more. After that,
+    and after an error, the delivery keeps no tensor.
 
     :raises ValueError: ``targets`` do not fit the entry
     """
-    match_targets(delivery.manifest.specs, targets)
-    names = [
-        name
-        for name, tensor in delivery.tensors.items()
-        if gpu_of(tensor) is None and (name not in targets or _is_on_gpu(targets[name]))
-    ]
-    places = await _lifted(delivery, names, targets, pool)
+    try:
+        match_targets(delivery.manifest.specs, targets)
+        names = [
+            name
+            for name, found in delivery.tensors.items()
+            if gpu_of(found) is None
+            and (name not in targets or _is_on_gpu(targets[name]))
+        ]
+        places = await _lifted(delivery, names, targets, pool)
+    except BaseException:
+        delivery.forget()
+        raise
     delivery.tensors |= dict(zip(names, places, strict=True))
 
 
@@ -87,8 +93,8 @@ async def _lifted(
     places = [
         targets[name] if name in targets else pool.empty(specs[name]) for name in names
     ]
-    sources = [delivery.tensors[name] for name in names]
-    await pool.copy(sources, places, digest=False)
+    # No list of them here: an error's traceback would keep the peer's memory in use.
+    await pool.copy([delivery.tensors[n] for n in names], places, digest=False)
     return [tensor_at(place) for place in places]
 
 

@@ -61,7 +61,7 @@ class ServedIpc:
             error = ConfigError("that is not what the memory holds")
             self._stream.send(to_failure(error))
             return
-        self._service.shown_to(self._holder)
+        self._service.holder = self._holder
         link.use_ipc()
         logger.info("%s reads this process's memory of a GPU", link.peer.id)
         self._stream.send(Accepted())

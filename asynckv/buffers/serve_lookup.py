@@ -280,15 +280,6 @@ class LookupService:
             return ServedIpc(self, stream, frame)
         return ServedMap(self, stream)
 
-    def shown_to(self, holder: MapHolder) -> None:
-        """The peer reads entries in this side's memory from now on.
-
-        :raises RemoteProtocolError: it does so already, in other memory
-        """
-        if self.holder is not None:
-            raise RemoteProtocolError("a link maps memory once")
-        self.holder = holder
-
     def _peek(self, key: bytes) -> int:
         if len(key) % TOKEN_NBYTES:
             raise RemoteProtocolError(f"a key of {len(key)} bytes is no list of tokens")

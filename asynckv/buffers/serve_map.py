@@ -56,7 +56,7 @@ class ServedMap:
             error = ConfigError("that is not what the memory holds")
             self._stream.send(to_failure(error))
             return
-        self._service.shown_to(self._holder)
+        self._service.holder = self._holder
         link.use_map()
         logger.info("%s reads memory of this process where it lies", link.peer.id)
         self._stream.send(Accepted())
