@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Mapping
 
 import torch
 
 from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.handover import match_targets
-from asynckv.buffers.map_reader import MapReader
-from asynckv.buffers.mapped import MappedMemory
-from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.tensors.blocks import KVBlocks, KVMemory, tensor_at
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_tensors import gpu_of
 
-__all__ = ("LiftedReader", "lift", "lift_all", "on_host")
-
-
-class LiftedReader(MapReader):
-    """Shows what is mapped, until :func:`lift_all` has copied it to the GPU.
-
-    What is copied there counts as received. Only what lands in memory of the host, of
-    the caller's own, is copied here.
-    """
-
-    is_in_host: ClassVar[bool] = False
-
-    def __init__(self, memory: MappedMemory, pool: CopyPool) -> None:
-        super().__init__(memory, pool, views=True)
-        self.is_charged = True
-
-    async def take(
-        self,
-        delivery: Delivery,
-        targets: Mapping[str, KVMemory],
-        budget: ReceiveBudget,
-        stands: Callable[[Delivery], bool],
-    ) -> None:
-        await super().take(delivery, on_host(targets), budget, stands)
+__all__ = ("lift", "lift_all", "on_host")
 
 
 def on_host(targets: Mapping[str, KVMemory]) -> dict[str, KVMemory]:

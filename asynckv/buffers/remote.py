@@ -16,7 +16,7 @@ from asynckv.buffers.backoff import Backoff
 from asynckv.buffers.gpu_arrivals import GpuArrivals
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.ipc_reader import IpcReader
-from asynckv.buffers.lifting import LiftedReader
+from asynckv.buffers.lifted_reader import LiftedReader
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.mapped import MappedMemory, Mappings
 from asynckv.buffers.receive_budget import ReceiveBudget
