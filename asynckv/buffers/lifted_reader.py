@@ -17,9 +17,9 @@ __all__ = ("LiftedReader",)
 
 
 class LiftedReader(MapReader):
-    """Shows what is mapped, until :func:`~asynckv.buffers.lifting.lift_all` has copied it to the GPU.
+    """Shows what is mapped, until it is copied to the GPU.
 
-    What is copied there counts as received. Only what lands in memory of the host, of
+    :func:`~asynckv.buffers.lifting.lift_all` does that. What is copied there counts as received. Only what lands in memory of the host, of
     the caller's own, is copied here.
     """
 
