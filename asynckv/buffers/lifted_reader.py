@@ -17,10 +17,10 @@ __all__ = ("LiftedReader",)
 
 
 class LiftedReader(MapReader):
-    """Shows what is mapped, until it is copied to the GPU.
+    """Shows what is mapped, until it is copied to the GPU, and counts as received.
 
-    :func:`~asynckv.buffers.lifting.lift_all` does that. What is copied there counts as received. Only what lands in memory of the host, of
-    the caller's own, is copied here.
+    :func:`~asynckv.buffers.lifting.lift_all` does that. Here is copied only what lands
+    in memory of the host, of the caller's own.
     """
 
     is_in_host: ClassVar[bool] = False
