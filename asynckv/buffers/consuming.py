@@ -70,8 +70,7 @@ class RemoteConsumer:
     ) -> AsyncIterator[SelectStream]:
         """Do what entering an ``open_drop_select`` does."""
         selecting, delivery = await self._select(query, targets, streams=True)
-        pool = None if self._peer.on_gpu is None else self._peer.pool
-        stream = RemoteStream(selecting, delivery, targets, pool)
+        stream = RemoteStream(selecting, delivery, targets, self._peer.pool)
         try:
             selecting.reach(delivery)
             yield stream
@@ -101,7 +100,7 @@ class RemoteConsumer:
             self._waits.begin(selecting)
             try:
                 delivery = await selecting.delivered()
-                if peer.on_gpu is not None and not streams:
+                if not streams and (peer.on_gpu is not None or targets):
                     await lift_all(delivery, targets, peer.pool)
                 return selecting, delivery
             except PeerLost:

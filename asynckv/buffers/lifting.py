@@ -10,6 +10,7 @@ from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.handover import match_targets
 from asynckv.tensors.blocks import KVBlocks, KVMemory, tensor_at
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
 
 __all__ = ("lift", "lift_all", "on_host")
@@ -23,9 +24,10 @@ def on_host(targets: Mapping[str, KVMemory]) -> dict[str, KVMemory]:
 async def lift_all(
     delivery: Delivery, targets: Mapping[str, KVMemory], pool: CopyPool
 ) -> None:
-    """Let all of a whole delivery be on the GPU, or in ``targets`` that are not.
+    """Let all of a whole delivery be where it is wanted, by a copy to a GPU.
 
-    A cancelled call ends when no target is written any more.
+    That is in ``targets``, or on the GPU of ``pool``, if it has one. A cancelled call
+    ends when no target is written any more.
 
     :raises ValueError: ``targets`` do not fit the entry
     """
@@ -33,7 +35,7 @@ async def lift_all(
     names = [
         name
         for name, tensor in delivery.tensors.items()
-        if gpu_of(tensor) is None and (name not in targets or _is_on_gpu(targets[name]))
+        if gpu_of(tensor) is None and _goes_to_gpu(targets.get(name), pool)
     ]
     places = await _lifted(delivery, names, targets, pool)
     delivery.tensors |= dict(zip(names, places, strict=True))
@@ -43,8 +45,8 @@ async def lift(
     delivery: Delivery, name: str, targets: Mapping[str, KVMemory], pool: CopyPool
 ) -> torch.Tensor:
     """As :func:`lift_all`, of one tensor that has landed."""
-    target, tensor = targets.get(name), delivery.tensors[name]
-    if gpu_of(tensor) is not None or (target is not None and not _is_on_gpu(target)):
+    tensor = delivery.tensors[name]
+    if gpu_of(tensor) is not None or not _goes_to_gpu(targets.get(name), pool):
         return tensor
     (tensor,) = await _lifted(delivery, [name], targets, pool)
     return tensor
@@ -63,6 +65,12 @@ async def _lifted(
     sources = [delivery.tensors[name] for name in names]
     await pool.copy(sources, places, digest=False)
     return [tensor_at(place) for place in places]
+
+
+def _goes_to_gpu(target: KVMemory | None, pool: CopyPool) -> bool:
+    if target is None:
+        return isinstance(pool, DeviceCopyPool)
+    return _is_on_gpu(target)
 
 
 def _is_on_gpu(target: KVMemory) -> bool:
