@@ -11,6 +11,7 @@ import torch
 
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
+from asynckv.tensors.stagings import Stagings
 from asynckv.testing.expectations import expect
 from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
 from asynckv.testing.fake_gpus.tensors import FakeTensors
@@ -31,6 +32,10 @@ class FakeDevice:
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the GPU, of the application's own."""
         return self.tensors.on_gpu(tensor, self.index)
+
+    def stagings(self) -> Stagings:
+        """Return what copies tensors of the GPU for a pool in host memory."""
+        return Stagings(lambda: self.process.cuda, self.tensors)
 
 
 def fake_device_of(process: FakeProcess, index: int = 0) -> FakeDevice:

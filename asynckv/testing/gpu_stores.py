@@ -47,7 +47,8 @@ async def open_gpu_stores(
 ) -> AsyncIterator[GpuStores]:
     """Open both; ``theirs`` is the number of the peer's GPU: by 0 it is the same.
 
-    ``options`` are those of ``connect``, and ``url`` the end of what it is given.
+    ``options`` are those of ``connect``, and ``url`` the end of what it is given. A peer
+    without a device has tensors on ``theirs`` all the same.
     """
     here = fake_device_of(gpus.process())
     there = fake_device_of(gpus.process(), theirs)
@@ -57,4 +58,6 @@ async def open_gpu_stores(
         serve("tcp://127.0.0.1:0", store=store) as server,
         connect(server.url + url, **asked) as peer,
     ):
+        if asked["device"] is None:
+            peer.pool.stagings = there.stagings()
         yield GpuStores(store, server, peer, here, there)
