@@ -47,8 +47,8 @@ async def open_gpu_stores(
 ) -> AsyncIterator[GpuStores]:
     """Open both; ``theirs`` is the number of the peer's GPU: by 0 it is the same.
 
-    ``options`` are those of ``connect``, and ``url`` the end of what it is given. A peer
-    without a device has tensors on ``theirs`` all the same.
+    ``options`` are those of ``connect``, and ``url`` the end of what it is given. A
+    peer without a device has tensors on ``theirs`` all the same.
     """
     here = fake_device_of(gpus.process())
     there = fake_device_of(gpus.process(), theirs)
