@@ -26,7 +26,13 @@ from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, OpenStoreIpc
+from asynckv.protocol.ipc_frames import (
+    Exported,
+    Imported,
+    OpenIpc,
+    OpensIpc,
+    OpenStoreIpc,
+)
 from asynckv.tensors.cuda import Event
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.device_tensors import Gpus
@@ -147,7 +153,7 @@ def _set_done(future: asyncio.Future[None]) -> None:
 class _Asking:
     """The stream on which a handle is handed over."""
 
-    def __init__(self, link: Link, asked: OpenIpc | OpenStoreIpc) -> None:
+    def __init__(self, link: Link, asked: OpensIpc) -> None:
         self.exported: Answer[Exported] = Answer()
         self.accepted: Answer[None] = Answer()
         self._stream = link.open_stream(self, asked)
@@ -260,7 +266,7 @@ class GpuImports:
         self,
         link: Link,
         own: DeviceAllocation,
-        asked: OpenIpc | OpenStoreIpc,
+        asked: OpensIpc,
         known: _OfLinks,
     ) -> None:
         self._check_here(link)
@@ -284,7 +290,7 @@ class GpuImports:
             raise ValueError("it is on another host")
 
     async def _agree(
-        self, link: Link, own: DeviceAllocation, asked: OpenIpc | OpenStoreIpc
+        self, link: Link, own: DeviceAllocation, asked: OpensIpc
     ) -> ImportedMemory:
         asking = _Asking(link, asked)
         sock = allocation = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TypeAlias
 
 from asynckv.buffers.sharing import MapDigest, MapHolder, Sharing
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
@@ -10,14 +11,14 @@ from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, OpenStoreIpc
+from asynckv.protocol.ipc_frames import Exported, Imported, OpensIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 
 __all__ = ("OpensMemory", "Showing")
 
 logger = logging.getLogger(__name__)
 
-OpensMemory = OpenMap | OpenIpc | OpenStoreIpc
+OpensMemory: TypeAlias = OpenMap | OpensIpc
 """What a peer says that wants to read where a buffer's bytes lie."""
 
 

@@ -7,13 +7,13 @@ One stream a link and buffer: :class:`OpenIpc` or :class:`OpenStoreIpc`,
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from asynckv.protocol.values import Count, Id, Token
 
-__all__ = ("Exported", "Imported", "OpenIpc", "OpenStoreIpc")
+__all__ = ("Exported", "Imported", "OpenIpc", "OpenStoreIpc", "OpensIpc")
 
 _Uuid = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -35,6 +35,9 @@ class OpenStoreIpc(_Base, frozen=True, tag="openstoreipc"):
     """As :class:`OpenIpc`, of the memory that the store buffer's values are in."""
 
     uuid: _Uuid
+
+
+OpensIpc: TypeAlias = OpenIpc | OpenStoreIpc
 
 
 class Exported(_Base, frozen=True, tag="exported"):

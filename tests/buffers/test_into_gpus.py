@@ -52,6 +52,11 @@ async def peer(
         yield peer
 
 
+def only(tensor: object) -> torch.Tensor:
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
 def places(gpu: FakeDevice, nbytes: int) -> dict[str, torch.Tensor]:
     return {"key": gpu.tensor(torch.zeros(nbytes, dtype=torch.uint8))}
 
@@ -83,8 +88,10 @@ async def test_a_tensor_of_a_peer_lands_on_a_gpu_and_the_others_do_not(
     into = places(gpu, nbytes)
     await local.insert([1], None, noise(nbytes), noise(MIB, 2), noise(8, 3))
     entry = await peer.lookup.drop_select([1], into=into)
-    assert entry.key is into["key"] and is_same(entry.key, noise(nbytes))
-    assert is_same(entry.value, noise(MIB, 2)) and is_same(entry.hidden, noise(8, 3))
+    assert entry.key is into["key"] and is_same(only(entry.key), noise(nbytes))
+    assert is_same(only(entry.value), noise(MIB, 2)) and is_same(
+        entry.hidden, noise(8, 3)
+    )
     assert isinstance(entry.value, torch.Tensor) and not entry.value.is_cuda
     await until(lambda: not local.statistics().used_bytes)
 
@@ -95,7 +102,7 @@ async def test_a_tensor_that_is_borrowed_lands_on_a_gpu(
     into = places(gpu, MIB)
     await local.insert([1], None, noise(MIB), None, None)
     async with peer.lookup.drop_select([1], into=into) as entry:
-        assert entry.key is into["key"] and is_same(entry.key, noise(MIB))
+        assert entry.key is into["key"] and is_same(only(entry.key), noise(MIB))
 
 
 async def test_a_stream_lands_on_a_gpu(
@@ -120,7 +127,7 @@ async def test_a_place_on_a_gpu_that_does_not_fit_gives_the_entry_back(
     with pytest.raises(ValueError, match="key"):
         await peer.store.get("key", into=places(gpu, 8)["key"])
     await until(lambda: not local.statistics().leased)
-    assert is_same((await peer.lookup.drop_select([1])).key, noise(MIB))
+    assert is_same(only((await peer.lookup.drop_select([1])).key), noise(MIB))
 
 
 async def test_a_gpu_that_fails_gives_the_entry_back(
@@ -135,7 +142,7 @@ async def test_a_gpu_that_fails_gives_the_entry_back(
         with pytest.raises(GPUFailed, match="off the bus"):
             await peer.lookup.drop_select([1], into=places(gpu, MIB))
     await until(lambda: not local.statistics().leased)
-    assert is_same((await peer.lookup.drop_select([1])).key, noise(MIB))
+    assert is_same(only((await peer.lookup.drop_select([1])).key), noise(MIB))
 
 
 async def test_a_cancelled_select_leaves_the_gpu_alone(
@@ -150,7 +157,7 @@ async def test_a_cancelled_select_leaves_the_gpu_alone(
         assert not [x for x in gpu.process.space.allocations() if x.users]
         into["key"].fill_(9)
         if outcome.cancelled:
-            assert is_same((await peer.lookup.drop_select([1])).key, noise(MIB))
+            assert is_same(only((await peer.lookup.drop_select([1])).key), noise(MIB))
         assert bool((into["key"] == 9).all())
 
     await sweep_cancellation(

@@ -158,7 +158,7 @@ async def layers_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None
                 await lookup.peek(TOKENS)  # all that was said before is heard
                 await until(lambda: not _coming(pair.server))
                 left = buffer.statistics().entries
-                expect(left or outcome.cancelled, "it was inserted")
+                expect(bool(left) or outcome.cancelled, "it was inserted")
                 if left:
                     entry = await buffer.drop_select(TOKENS)
                     key = entry.key if isinstance(entry.key, torch.Tensor) else None
