@@ -8,15 +8,14 @@ import torch
 
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.gpu_arrivals import GpuArrivals, Ways
-from asynckv.buffers.gpu_places import ready_memory
-from asynckv.buffers.manifest import unpack, verify_inline
+from asynckv.buffers.gpu_arrivals import Ways
+from asynckv.buffers.landing import Landing, read_offer
+from asynckv.buffers.lifting import lift_all, on_host
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.links.receiving import Reception
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import (
     Cancel,
     Frame,
@@ -25,12 +24,10 @@ from asynckv.protocol.frames import (
     Result,
     Took,
 )
-from asynckv.protocol.payload_frames import Done, Grant
-from asynckv.protocol.values import TensorRecord
+from asynckv.protocol.payload_frames import Done, Riders
+from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.device_copying import DeviceCopyPool
-from asynckv.tensors.device_tensors import gpu_of
-from asynckv.tensors.views import bytes_of, check_into, spec_of, tensor_from
+from asynckv.tensors.views import check_into
 
 __all__ = ("Getting", "GettingBy")
 
@@ -58,10 +55,8 @@ class Getting:
         self._link = link
         self._into = into
         self._by = by
-        self._charged_bytes = 0
         self._delivery: Delivery | None = None
-        self._reception: Reception | None = None
-        self._arrivals: GpuArrivals | None = None
+        self._landing: Landing | None = None
         self._offer: Answer[Delivery | None] = Answer()
         self._landed: Answer[None] = Answer()
         self._stream = link.open_stream(self, Get(key))
@@ -75,39 +70,32 @@ class Getting:
         if delivery is None:
             return None
         (record,) = delivery.manifest.records
+        targets: dict[str, KVMemory] = {}
         if self._into is not None:
             check_into(self._into, record.spec, self._key)
-        if delivery.offer.inline:
-            return await self._take_inline(delivery, record)
-        reader = self._by.reader
-        if delivery.mapped is not None and reader is not None:
-            tensor = await self._read(delivery, record, reader)
-        elif (arrivals := self._find_way()) is not None:
-            tensor = await self._receive_on_gpu(delivery, record, arrivals)
-        else:
-            tensor = await self._receive(delivery, record)
-        self._stream.send(Took(b""))
-        return tensor
+            targets = {record.name: self._into}
+        await self._land(delivery, targets)
+        await lift_all(delivery, targets, self._by.pool)
+        if not delivery.offer.inline:
+            self._stream.send(Took(b""))
+        return delivery.tensors[record.name]
 
     def release(self) -> None:
         """The tensor is the application's now, or nobody's. Never waits."""
-        budget = self._by.budget
-        budget.release(self._charged_bytes)
-        self._charged_bytes = 0
         if self._delivery is not None:
-            self._delivery.uncharge(budget)
+            self._delivery.uncharge(self._by.budget)
             self._delivery.forget()
 
     def cancel(self) -> None:
         """The value is not wanted any more. Never waits."""
         self._stream.send(Cancel())
-        if self._reception is not None:
-            self._reception.stop()
+        if self._delivery is not None and self._delivery.reception is not None:
+            self._delivery.reception.stop()
 
     async def quiesce(self) -> None:
         """Wait until nothing touches memory that the caller lent (at most 1 s)."""
-        if self._reception is not None and self._into is not None:
-            await self._reception.quiesce()
+        if self._landing is not None:
+            await self._landing.quiesce()
 
     def part_verified(self, index: int, digest: bytes) -> None:
         self._landed.give(None)
@@ -119,11 +107,8 @@ class Getting:
         match frame:
             case Offer():
                 self._on_offer(frame, body)
-            case Done():
-                if self._reception is not None:
-                    self._reception.on_done(frame)
-            case SentDevices():
-                self._on_sent(frame)
+            case Done() | Riders() | SentDevices():
+                self._on_parts(frame, body)
             case Result():
                 self._offer.give(None)
             case _:
@@ -133,111 +118,36 @@ class Getting:
         self._fail(error)
 
     def _on_offer(self, offer: Offer, body: bytes) -> None:
-        reader, parts = self._by.reader, None
-        if offer.mapped is None:
-            manifest = unpack(body, inline=offer.inline)
-            self._link.payload.announce(offer.transfer)
-        elif reader is None or offer.inline:
-            raise RemoteProtocolError("an offer of memory that is not mapped")
-        else:
-            manifest, parts = reader.unpack(offer, offer.mapped, body)
-        if len(manifest.records) != 1:
-            if parts is not None:
-                parts.let_go()  # the error would keep it
+        delivery = read_offer(self._link, offer, body, self._by.reader)
+        if len(delivery.manifest.records) != 1:
+            delivery.let_go()  # the error would keep it
             raise RemoteProtocolError("a value is one tensor")
         if not self._offer.is_in:  # else nobody wants it: let it go
-            self._delivery = Delivery(offer, manifest, parts)
-            self._offer.give(self._delivery)
+            self._delivery = delivery
+            self._offer.give(delivery)
 
-    def _on_sent(self, frame: SentDevices) -> None:
-        if self._arrivals is None:
-            raise RemoteProtocolError("a part of a GPU that was not asked for")
-        if self._reception is not None:
-            self._arrivals.sent(frame)
-            self._reception.on_done(Done(frame.transfer, frame.part, frame.digest))
+    def _on_parts(self, frame: Done | Riders | SentDevices, body: bytes) -> None:
+        reception = None if self._delivery is None else self._delivery.reception
+        if self._landing is not None and reception is not None:
+            self._landing.on_parts(reception, frame, body)
 
-    @property
-    def _is_for_gpu(self) -> bool:
-        if self._into is None:
-            return isinstance(self._by.pool, DeviceCopyPool)
-        return gpu_of(self._into) is not None
+    async def _land(self, delivery: Delivery, targets: dict[str, KVMemory]) -> None:
+        """Let the value land, verified: in ``targets``, or in memory of its own."""
+        by = self._by
+        if delivery.offer.inline:
+            delivery.read_inline(on_host(targets))
+        elif delivery.mapped is not None and by.reader is not None:
+            await by.reader.take(delivery, targets, by.budget, lambda _: self._stands())
+            self._landed.check()
+        else:
+            self._landing = Landing(
+                *(self._link, self._stream, targets, by.budget, by.ways)
+            )
+            await self._landing.accept(delivery, self, self._stands)
+            await self._landed
 
-    def _find_way(self) -> GpuArrivals | None:
-        ways = self._by.ways
-        if ways is not None and self._is_for_gpu:
-            self._arrivals = ways.arrivals(self._link)
-        return self._arrivals
-
-    async def _take_inline(
-        self, delivery: Delivery, record: TensorRecord
-    ) -> torch.Tensor:
-        verify_inline(delivery.manifest)
-        piece = delivery.manifest.inline[0]  # at most 64 KiB
-        if self._is_for_gpu:
-            return await self._lifted(tensor_from(piece, record.spec))
-        target = self._into
-        if target is None:
-            target = self._by.budget.empty(record.spec)
-        bytes_of(target)[:] = piece
-        return target
-
-    async def _read(
-        self, delivery: Delivery, record: TensorRecord, reader: MapReader
-    ) -> torch.Tensor:
-        """Copy it from memory of the peer's, where it is kept meanwhile."""
-        targets = {} if self._into is None else {record.name: self._into}
-        await reader.take(delivery, targets, self._by.budget, self._stands)
-        self._landed.check()
-        return delivery.tensors[record.name]
-
-    def _stands(self, delivery: Delivery) -> bool:
+    def _stands(self) -> bool:
         return not self._landed.is_in
-
-    async def _receive(self, delivery: Delivery, record: TensorRecord) -> torch.Tensor:
-        is_for_gpu, target = self._is_for_gpu, self._into
-        if target is None or is_for_gpu:
-            await self._reserve(record.spec.nbytes)
-            target = self._by.budget.empty(record.spec)
-        transfer = delivery.offer.transfer
-        self._reception = Reception(self._link, transfer, [bytes_of(target)], self)
-        self._reception.begin()
-        self._stream.send(Grant(transfer))
-        await self._landed
-        return await self._lifted(target) if is_for_gpu else target
-
-    async def _receive_on_gpu(
-        self, delivery: Delivery, record: TensorRecord, arrivals: GpuArrivals
-    ) -> torch.Tensor:
-        """As :meth:`_receive`, from another GPU to this one."""
-        target = self._into
-        if target is None:
-            await self._reserve(record.spec.nbytes, in_host=False)
-            target = arrivals.pool.empty(record.spec)
-        memory = await ready_memory(arrivals.pool.memory_of(target))
-        self._landed.check()
-        transfer = delivery.offer.transfer
-        self._reception = Reception(
-            *(self._link, transfer, [memory], self),
-            payload=arrivals,
-            progress=arrivals.progress,
-        )
-        del memory
-        self._reception.begin()
-        self._stream.send(GrantDevices(transfer, arrivals.digest))
-        await self._landed
-        return target
-
-    async def _reserve(self, nbytes: int, *, in_host: bool = True) -> None:
-        await self._by.budget.reserve(nbytes, in_host=in_host)
-        self._charged_bytes = nbytes
-
-    async def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Bring what has come through host memory to the GPU where it is wanted."""
-        pool, target = self._by.pool, self._into
-        if target is None:
-            target = pool.empty(spec_of(tensor))
-        await pool.copy([tensor], [target], digest=False)
-        return target
 
     def _fail(self, error: Exception) -> None:
         self._offer.fail(error)

@@ -1,61 +1,134 @@
-"""Where bytes land that come over a socket, and how they get to their GPU."""
+"""Where what one query is offered lands: in host memory, or on this side's GPU.
+
+An offer lands here if its bytes neither ride with it nor lie in mapped memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
-from asynckv.errors import ChecksumError
-from asynckv.tensors.arena import Region
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.runs import Memory, fill
-from asynckv.tensors.views import bytes_of
-from asynckv.types import TensorSpec
+from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.gpu_arrivals import GpuArrivals, Ways
+from asynckv.buffers.gpu_places import may_land_on_gpu, places_on_gpu
+from asynckv.buffers.lifting import on_host
+from asynckv.buffers.manifest import unpack
+from asynckv.buffers.map_reader import MapReader
+from asynckv.buffers.receive_budget import ReceiveBudget
+from asynckv.errors import RemoteProtocolError
+from asynckv.links.link import Link
+from asynckv.links.receiving import PartSink, Reception
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.frames import Offer
+from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.tensors.blocks import KVMemory
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.runs import Memory
 
-__all__ = ("Landing", "lift_landed")
+__all__ = ("Landing", "read_offer")
+
+
+def read_offer(
+    link: Link, offer: Offer, body: bytes, reader: MapReader | None
+) -> Delivery:
+    """Return what a peer offers; its bytes may come from now on.
+
+    :raises RemoteProtocolError: it makes no sense
+    """
+    if offer.mapped is None:
+        manifest = unpack(body, inline=offer.inline)
+        if not offer.inline:
+            link.payload.announce(offer.transfer)
+        return Delivery(offer, manifest)
+    if reader is None or offer.inline or not offer.complete:
+        raise RemoteProtocolError("an offer of memory that is not mapped")
+    return Delivery(offer, *reader.unpack(offer, offer.mapped, body))
 
 
 class Landing:
-    """The way of one part into its region: straight, or by a copy in host memory."""
+    """Accepts offers, each when the one before it was retracted.
 
-    def __init__(self, region: Region, spec: TensorSpec, pool: CopyPool) -> None:
-        self.spec = spec
-        self._region = region
-        self._copy = pool.host_empty(spec) if region.is_on_device else None
-
-    @property
-    def is_to_be_lifted(self) -> bool:
-        """Is what lands here still to be brought to a GPU?"""
-        return self._copy is not None
-
-    @property
-    def memory(self) -> Memory:
-        """Memory of the host, as large as the part."""
-        if self._copy is None:
-            return self._region.memory()
-        return bytes_of(self._copy)
-
-    def fill(self, piece: memoryview) -> None:
-        """Let bytes land that have come with a frame: at most 64 KiB. Never waits."""
-        fill(self.memory, piece)
-
-
-async def lift_landed(
-    landings: Sequence[Landing], digests: Sequence[bytes], pool: CopyPool
-) -> None:
-    """Bring to the GPU what has landed for it, whole; nothing is done to the others.
-
-    ``digests`` are those of what has come, empty where nobody digests. A cancelled call
-    ends when the GPU is done.
-
-    :raises ChecksumError: it has changed in this process's memory
+    Made with the first of them: thousands of queries may wait for theirs.
     """
-    lifted = [i for i, landing in enumerate(landings) if landing.is_to_be_lifted]
-    if not lifted:
-        return
-    copies = [x._copy for i in lifted if (x := landings[i])._copy is not None]
-    places = [landings[i]._region.place(landings[i].spec) for i in lifted]
-    copying = pool.copy(copies, places)
-    del copies, places  # an error's traceback would keep the memory in use
-    for i, found in zip(lifted, await copying, strict=True):
-        if digests[i] and found != digests[i]:
-            raise ChecksumError("what came changed on its way to the GPU")
+
+    def __init__(
+        self,
+        link: Link,
+        stream: LinkStream,
+        targets: Mapping[str, KVMemory],
+        budget: ReceiveBudget,
+        ways: Ways | None,
+    ) -> None:
+        self._link = link
+        self._stream = stream
+        self._targets = targets
+        self._budget = budget
+        self._ways = ways
+        self._arrivals: GpuArrivals | None = None
+        self._lent: tuple[Reception, ...] = ()
+
+    async def accept(
+        self, delivery: Delivery, sink: PartSink, stands: Callable[[], bool]
+    ) -> None:
+        """Make room for an offer, and grant it if it still stands then."""
+        arrivals = self._arrivals = self._next_arrivals()
+        targets = self._targets if arrivals is not None else on_host(self._targets)
+        nbytes = delivery.own_nbytes(targets)
+        await self._budget.reserve(nbytes, in_host=arrivals is None)
+        delivery.charged_bytes = nbytes
+        places = await self._places(delivery, targets)
+        if not stands():
+            delivery.uncharge(self._budget)
+            return
+        transfer = delivery.offer.transfer
+        delivery.reception = reception = Reception(
+            *(self._link, transfer, places, sink),
+            has_riders=True,
+            payload=arrivals,
+            progress=None if arrivals is None else arrivals.progress,
+        )
+        if targets:
+            self._lent += (reception,)
+        reception.begin(whole=delivery.is_complete)
+        if arrivals is None:
+            self._stream.send(Grant(transfer))
+        else:
+            self._stream.send(GrantDevices(transfer, arrivals.digest))
+
+    def on_parts(
+        self, reception: Reception, frame: Done | Riders | SentDevices, body: bytes
+    ) -> None:
+        """The peer has sent parts of what was accepted last.
+
+        :raises RemoteProtocolError: it makes no sense
+        """
+        if not isinstance(frame, SentDevices):
+            reception.on_parts(frame, body)
+        elif self._arrivals is None:
+            raise RemoteProtocolError("a part of a GPU that was not asked for")
+        else:
+            self._arrivals.sent(frame)
+            reception.on_done(Done(frame.transfer, frame.part, frame.digest))
+
+    async def quiesce(self) -> None:
+        """Wait until nothing touches memory that the caller lent (at most 1 s)."""
+        while self._lent:
+            await self._lent[-1].quiesce()
+            self._lent = self._lent[:-1]
+
+    def _next_arrivals(self) -> GpuArrivals | None:
+        if self._ways is None or not may_land_on_gpu(self._targets):
+            return None
+        return self._ways.arrivals(self._link)
+
+    async def _places(
+        self, delivery: Delivery, targets: Mapping[str, KVMemory]
+    ) -> list[Memory | DeviceMemory]:
+        if self._arrivals is None:
+            memory = await delivery.allocate(targets, self._budget)
+            await self.quiesce()  # what was lent to an offer that was retracted
+            return [*memory]
+        await self.quiesce()
+        specs, pool = delivery.manifest.specs, self._arrivals.pool
+        delivery.tensors, places = await places_on_gpu(specs, targets, pool)
+        return places

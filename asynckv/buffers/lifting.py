@@ -37,6 +37,8 @@ async def lift_all(
         for name, tensor in delivery.tensors.items()
         if gpu_of(tensor) is None and _goes_to_gpu(targets.get(name), pool)
     ]
+    if not names:
+        return
     places = await _lifted(delivery, names, targets, pool)
     delivery.tensors |= dict(zip(names, places, strict=True))
 

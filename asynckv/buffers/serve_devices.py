@@ -44,7 +44,7 @@ class DeviceService:
         self._may_use_nccl = may_use_nccl
         self._tasks: set[asyncio.Task[None]] = set()
         self._was_asked = False
-        self._ended_callback: Callable[[], None] | None = None
+        self._call_ended: Callable[[], None] = lambda: None
 
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
@@ -81,7 +81,7 @@ class DeviceService:
 
     def call_when_ended(self, callback: Callable[[], None]) -> None:
         """Call back when the last task of this peer has ended."""
-        self._ended_callback = callback
+        self._call_ended = callback
 
     def leave(self) -> None:
         """What connects the GPUs serves what is under way; it ends with the link."""
@@ -115,5 +115,4 @@ class DeviceService:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if self._ended_callback is not None:
-            self._ended_callback()
+        self._call_ended()

@@ -16,6 +16,7 @@ from asynckv.buffers.store_ledger import PinnedValue
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
+from asynckv.links.riding import RidingParts, rides
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
@@ -59,6 +60,7 @@ class ServedGet:
         self._is_sending = self._is_shown = False
         self._by_gpu: GpuSending | None = None
         self._copying: asyncio.Task[None] | None = None
+        self._riding: RidingParts | None = None
         service.under_way.add(self)
         self._offer_when_writable()
 
@@ -113,7 +115,12 @@ class ServedGet:
             self._send_bytes(region.memory())
 
     def _send_copy(self, copy: torch.Tensor) -> None:
-        self._send_bytes(bytes_of(copy))
+        if rides(copy.nbytes):
+            self._riding = RidingParts(self._service.link, self._stream, self._transfer)
+            read, digest = partial(bytes_of, copy), self._pinned.digest or None
+            self._riding.add(0, copy.nbytes, read, digest)
+        else:
+            self._send_bytes(bytes_of(copy))
 
     def _send_bytes(self, memory: Memory) -> None:
         digest = self._pinned.digest or None
@@ -124,6 +131,9 @@ class ServedGet:
         way = self._service.devices.way
         if way is None or granted.transfer != self._transfer:
             raise RemoteProtocolError("a grant of memory that nothing leads to")
+        if rides(self._pinned.spec.nbytes):
+            self._send()
+            return
         self._is_sending = True
         self._by_gpu = GpuSending(way, self._stream, granted, self._digest_part)
         pinned = self._pinned
@@ -150,6 +160,8 @@ class ServedGet:
             self._by_gpu.stop()
         if self._copying is not None:
             self._copying.cancel()
+        if self._riding is not None:
+            self._riding.stop()
         if last is not None:
             self._stream.send(last)
         self._stream.close()

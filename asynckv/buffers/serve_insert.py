@@ -10,8 +10,8 @@ from asynckv.buffers.admission import Landed
 from asynckv.buffers.contents import check_names
 from asynckv.buffers.drafts import Draft
 from asynckv.buffers.entries import StoredEntry
-from asynckv.buffers.landing import Landing, lift_landed
 from asynckv.buffers.manifest import Manifest, unpack, verify_inline
+from asynckv.buffers.part_landing import PartLanding, lift_landed
 from asynckv.buffers.queries import check_mask, check_tokens
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import (
@@ -95,7 +95,7 @@ class ServedInsert:
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
         pool = self._service.buffer.pool
         landings = [
-            Landing(part.region, part.spec, pool)
+            PartLanding(part.region, part.spec, pool)
             for part in entry.parts
             if part.region is not None
         ]
@@ -133,7 +133,7 @@ class ServedInsert:
         await self._service.buffer.admission.insert(self._draft, self, digest)
 
     async def _take_inline(
-        self, manifest: Manifest, landings: list[Landing], landed: Landed
+        self, manifest: Manifest, landings: list[PartLanding], landed: Landed
     ) -> None:
         digests = verify_inline(manifest)
         for landing, piece in zip(landings, manifest.inline, strict=True):
@@ -151,7 +151,7 @@ class _Coming:
         self,
         service: LookupService,
         transfer: int,
-        landings: list[Landing],
+        landings: list[PartLanding],
         landed: Landed,
     ) -> None:
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()

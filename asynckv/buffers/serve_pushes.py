@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final, Protocol
 
 from asynckv.buffers.entries import StoredEntry
-from asynckv.buffers.landing import Landing, lift_landed
+from asynckv.buffers.part_landing import PartLanding, lift_landed
 from asynckv.errors import ChecksumError, EntryAborted, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
@@ -115,7 +115,7 @@ class ServedPushes:
             pushed.reception.stop()
             self._retracted.setdefault(pushed.index, []).append(pushed.reception)
 
-    def verified(self, index: int, digest: bytes, landing: Landing) -> None:
+    def verified(self, index: int, digest: bytes, landing: PartLanding) -> None:
         """One part is whole, and its bytes are those that were sent."""
         self.hear()
         if landing.is_to_be_lifted:
@@ -171,11 +171,11 @@ class ServedPushes:
             self._retracted.pop(frame.part, None)
             self._grant(frame, region)
 
-    def _landing(self, index: int, region: Region) -> Landing:
+    def _landing(self, index: int, region: Region) -> PartLanding:
         pool = self._service.buffer.pool
-        return Landing(region, self.entry.parts[index].spec, pool)
+        return PartLanding(region, self.entry.parts[index].spec, pool)
 
-    async def _lift(self, index: int, digest: bytes, landing: Landing) -> None:
+    async def _lift(self, index: int, digest: bytes, landing: PartLanding) -> None:
         """Bring a part to the GPU that it is to be on."""
         try:
             if self.entry.parts[index].region is not None:  # else it has left
@@ -208,7 +208,7 @@ class _Pushed:
     """One tensor on its way into its region."""
 
     def __init__(
-        self, pushes: ServedPushes, frame: Push, link: Link, landing: Landing
+        self, pushes: ServedPushes, frame: Push, link: Link, landing: PartLanding
     ) -> None:
         self.index = frame.part
         self.reception = Reception(link, frame.transfer, [landing.memory], self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asynckv.buffers.answers import Answer
-from asynckv.buffers.landing import Landing, lift_landed
+from asynckv.buffers.part_landing import PartLanding, lift_landed
 from asynckv.buffers.serve_insert import answer
 from asynckv.buffers.store_ledger import PendingPut
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
@@ -81,12 +81,12 @@ class ServedPut:
 
     async def _fill(self, pending: PendingPut) -> bytes:
         pool = self._service.buffer.pool
-        landing = Landing(pending.region, self._spec, pool)
+        landing = PartLanding(pending.region, self._spec, pool)
         digest = await self._receive(landing)
         await lift_landed([landing], [digest], pool)
         return digest
 
-    async def _receive(self, landing: Landing) -> bytes:
+    async def _receive(self, landing: PartLanding) -> bytes:
         if self._inline is not None:
             digest = digest_of(self._inline)
             if self._frame.digest and self._frame.digest != digest:

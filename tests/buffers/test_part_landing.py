@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynckv.buffers.landing import Landing, lift_landed
+from asynckv.buffers.part_landing import PartLanding, lift_landed
 from asynckv.errors import ChecksumError
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.arena import Region
@@ -48,7 +48,7 @@ def region(gpu: FakeDevice) -> Iterator[Region]:
 
 async def test_what_is_for_the_host_lands_where_it_belongs(pool: CopyPool) -> None:
     region = Region(NBYTES, None)
-    landing = Landing(region, SPEC, pool)
+    landing = PartLanding(region, SPEC, pool)
     landing.fill(BYTES)
     await lift_landed([landing], [b"of other bytes"], pool)
     assert not landing.is_to_be_lifted and region.view() == BYTES
@@ -58,11 +58,11 @@ async def test_what_is_for_the_host_lands_where_it_belongs(pool: CopyPool) -> No
 async def test_what_is_for_a_gpu_lands_on_its_way_there(
     pool: CopyPool, region: Region, digest: bytes
 ) -> None:
-    landing = Landing(region, SPEC, pool)
+    landing = PartLanding(region, SPEC, pool)
     landing.fill(BYTES)
     assert landing.is_to_be_lifted
     await lift_landed(
-        [landing, Landing(Region(1, None), SPEC, pool)], [digest, b""], pool
+        [landing, PartLanding(Region(1, None), SPEC, pool)], [digest, b""], pool
     )
     assert await pool.digest([region.place(SPEC)]) == [DIGEST]
 
@@ -70,6 +70,7 @@ async def test_what_is_for_a_gpu_lands_on_its_way_there(
 async def test_what_changed_on_its_way_is_refused(
     pool: CopyPool, region: Region
 ) -> None:
-    landing = Landing(region, SPEC, pool)
+    landing = PartLanding(region, SPEC, pool)
+    landing.fill(memoryview(bytes(NBYTES)))
     with pytest.raises(ChecksumError, match="on its way to the GPU"):
         await lift_landed([landing], [DIGEST], pool)
