@@ -87,7 +87,9 @@ class DeviceService:
         """What connects the GPUs serves what is under way; it ends with the link."""
 
     async def wait_idle(self) -> None:
-        """Nothing is ever under way here."""
+        """Wait while the peer's GPU waits for this one. Cancelling leaves no trace."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
 
     def abort(self) -> None:
         """End what is under way. Never waits."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
-from asynckv.errors import GPUFailed
+from asynckv.buffers.serve_lookup import LookupService
+from asynckv.errors import GPUFailed, LeaseLost
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
@@ -222,6 +225,29 @@ async def test_a_place_on_the_gpu_that_does_not_fit_gives_the_entry_back(
         await peer.lookup.drop_select([1], into={"key": gpu.tensor(noise(8))})
     await until(lambda: not local.statistics().leased)
     assert is_same((await peer.lookup.drop_select([1])).hidden, noise(8))
+
+
+async def test_an_entry_that_leaves_while_a_layer_is_lifted_needs_it_no_more(
+    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
+) -> None:
+    run, leases = LookupService.run, pair.buffer.ledger.leases
+
+    def run_too_late(
+        service: LookupService, doing: Coroutine[Any, Any, None], name: str
+    ) -> asyncio.Task[None]:
+        if name == "copy to a GPU":
+            (entry,) = pair.buffer.ledger.book.entries.values()
+            leases.acknowledge(next(iter(entry.leases.values())))
+        return run(service, doing, name)
+
+    monkeypatch.setattr(LookupService, "run", run_too_late)
+    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+        with pytest.raises(LeaseLost):
+            async with pair.buffer.open_drop_select([1]):
+                await writer.put("key", noise(MIB))
+                await until(lambda: not pair.buffer.ledger.book.entries)
+        await writer.put("hidden", noise(8))
+    await until(lambda: not pair.buffer.statistics().used_bytes)
 
 
 async def test_small_entries_get_to_and_from_a_gpu_that_holds_many_of_them(

@@ -9,6 +9,8 @@ from typing import Any, Final
 import pytest
 import torch
 
+from asynckv.buffers.getting import Getting
+from asynckv.buffers.gpu_link import GpuPathLost
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
@@ -210,6 +212,26 @@ async def test_a_way_that_is_lost_leaves_host_memory(
     assert await getting is into and is_same(into, noise(MIB))
     assert apart.peer.transport == "inline"
     caplog.clear()
+
+
+async def test_memory_that_a_lost_worker_may_write_to_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, apart: GpuStores
+) -> None:
+    way = apart.peer.arrivals(apart.peer._linked())
+    assert way is not None
+    worker = way.gpus._use.worker
+
+    async def lose(getting: Getting) -> torch.Tensor:
+        raise GpuPathLost(GPUFailed("it is stuck"), worker)
+
+    await apart.store.put("key", noise(MIB))
+    into = apart.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))
+    with monkeypatch.context() as patch:
+        patch.setattr(Getting, "value", lose)
+        patch.setattr(worker, "error", GPUFailed("it is stuck"))
+        with pytest.raises(GpuPathLost, match="it is stuck"):
+            await apart.peer.store.get("key", into=into)
+    assert is_same(await apart.peer.store.get("key"), noise(MIB))
 
 
 async def test_a_lookup_and_a_store_are_both_read_where_they_lie(
