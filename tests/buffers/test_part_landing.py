@@ -40,9 +40,10 @@ def pool(gpu: FakeDevice) -> Iterator[CopyPool]:
 def region(gpu: FakeDevice) -> Iterator[Region]:
     arena = DeviceArena(2**20, gpu.device, wanted=lambda: None, freed=lambda: None)
     arena.add_slab(arena.pages.make_slab())
-    (region,) = arena.allocate([NBYTES]) or ()
-    yield region
-    arena.free([region])
+    regions = arena.allocate([NBYTES])
+    assert regions is not None
+    yield regions[0]
+    arena.free(regions)
     arena.close()
 
 
