@@ -196,7 +196,8 @@ class Server(LoopBound):
             return
         self._check_loop()
         self._is_leaving = True
-        for services in self._services:
+        known = set(self._services)  # those are forgotten whose link is lost
+        for services in known:
             for service in services.all:
                 service.leave()
         with anyio.CancelScope(shield=True):
@@ -208,7 +209,7 @@ class Server(LoopBound):
                 await self._listener.aclose()
             finally:  # also if the task is cancelled: nothing stays open
                 self.abort()
-                for services in list(self._services):
+                for services in known | self._services:
                     for service in services.all:
                         await service.wait_ended()
 

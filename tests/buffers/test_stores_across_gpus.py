@@ -113,6 +113,18 @@ async def test_small_values_get_to_and_from_a_gpu_that_holds_many_of_them(
         assert is_same(value, noise(SMALL, number)), key
 
 
+async def test_what_rides_gets_from_a_gpu_that_holds_many_of_them(
+    way: GpuStores,
+) -> None:
+    for number in range(4 * MIB // SMALL):
+        await way.store.put(str(number), noise(SMALL, 1))
+    await way.peer.store.put("key", noise(8000, 2))
+    pinned = way.store.lookup("key", None)
+    assert pinned is not None and pinned.region.is_on_device
+    way.store.release(pinned)
+    assert is_same(await way.peer.store.get("key"), noise(8000, 2))
+
+
 @pytest.mark.parametrize("nbytes", [8, MIB])
 async def test_a_value_lands_in_memory_of_the_gpu_that_the_caller_has(
     two_gpus: FakeGpus, nbytes: int
@@ -228,7 +240,7 @@ async def test_memory_that_a_lost_worker_may_write_to_is_not_used_again(
     into = apart.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))
     with monkeypatch.context() as patch:
         patch.setattr(Getting, "value", lose)
-        patch.setattr(worker, "error", GPUFailed("it is stuck"))
+        patch.setattr(worker, "_error", GPUFailed("it is stuck"))
         with pytest.raises(GpuPathLost, match="it is stuck"):
             await apart.peer.store.get("key", into=into)
     assert is_same(await apart.peer.store.get("key"), noise(MIB))
