@@ -71,8 +71,7 @@ class RemoteConsumer:
     ) -> AsyncIterator[SelectStream]:
         """Do what entering an ``open_drop_select`` does."""
         selecting, delivery = await self._select(query, targets, streams=True)
-        pool = None if self._peer.on_gpu is None else self._peer.pool
-        stream = RemoteStream(selecting, delivery, targets, pool)
+        stream = RemoteStream(selecting, delivery, targets, self._peer.pool)
         try:
             selecting.reach(delivery)
             yield stream
@@ -128,7 +127,7 @@ class RemoteConsumer:
         return selecting
 
     async def _lift(self, delivery: Delivery, targets: Mapping[str, KVMemory]) -> None:
-        if self._peer.on_gpu is not None:
+        if self._peer.on_gpu is not None or targets:
             await lift_all(delivery, targets, self._peer.pool)
 
     async def _settle(self, selecting: Selecting, delivery: Delivery) -> bool:

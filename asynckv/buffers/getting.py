@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from asynckv.buffers.answers import Answer, fail_by
-from asynckv.buffers.manifest import Manifest, unpack, verify_inline
+from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.gpu_arrivals import Ways
+from asynckv.buffers.landing import Landing, read_offer
+from asynckv.buffers.lifting import lift_all, on_host
+from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.links.receiving import Reception
+from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import (
     Cancel,
     Frame,
@@ -18,25 +24,40 @@ from asynckv.protocol.frames import (
     Result,
     Took,
 )
-from asynckv.protocol.payload_frames import Done, Grant
-from asynckv.tensors.views import bytes_of, check_into
+from asynckv.protocol.payload_frames import Done, Riders
+from asynckv.tensors.blocks import KVMemory
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.views import check_into
 
-__all__ = ("Getting",)
+__all__ = ("Getting", "GettingBy")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GettingBy:
+    """What values come by, and land in: ``reader`` has memory of the peer's open.
+
+    ``pool`` is of the GPU that values are wanted on, if they are.
+    """
+
+    budget: ReceiveBudget
+    pool: CopyPool
+    reader: MapReader | None = None
+    ways: Ways | None = None
 
 
 class Getting:
     """One value on its way here, on one link. Given up, it needs :meth:`cancel`."""
 
     def __init__(
-        self, link: Link, key: str, into: torch.Tensor | None, budget: ReceiveBudget
+        self, link: Link, key: str, into: torch.Tensor | None, by: GettingBy
     ) -> None:
         self._key = key
         self._link = link
         self._into = into
-        self._budget = budget
-        self._charged_bytes = 0
-        self._reception: Reception | None = None
-        self._offer: Answer[tuple[Offer, Manifest] | None] = Answer()
+        self._by = by
+        self._delivery: Delivery | None = None
+        self._landing: Landing | None = None
+        self._offer: Answer[Delivery | None] = Answer()
         self._landed: Answer[None] = Answer()
         self._stream = link.open_stream(self, Get(key))
 
@@ -45,39 +66,36 @@ class Getting:
 
         :raises Exception: what the peer says, or ``PeerLost``
         """
-        found = await self._offer
-        if found is None:
+        delivery = await self._offer
+        if delivery is None:
             return None
-        offer, manifest = found
-        (record,) = manifest.records
+        (record,) = delivery.manifest.records
+        targets: dict[str, KVMemory] = {}
         if self._into is not None:
             check_into(self._into, record.spec, self._key)
-        elif not offer.inline:
-            await self._budget.reserve(record.spec.nbytes)
-            self._charged_bytes = record.spec.nbytes
-        target = self._budget.empty(record.spec) if self._into is None else self._into
-        if offer.inline:
-            verify_inline(manifest)
-            bytes_of(target)[:] = manifest.inline[0]  # at most 64 KiB
-        else:
-            await self._receive(offer.transfer, target)
-        return target
+            targets = {record.name: self._into}
+        await self._land(delivery, targets)
+        await lift_all(delivery, targets, self._by.pool)
+        if not delivery.offer.inline:
+            self._stream.send(Took(b""))
+        return delivery.tensors[record.name]
 
     def release(self) -> None:
         """The tensor is the application's now, or nobody's. Never waits."""
-        self._budget.release(self._charged_bytes)
-        self._charged_bytes = 0
+        if self._delivery is not None:
+            self._delivery.uncharge(self._by.budget)
+            self._delivery.forget()
 
     def cancel(self) -> None:
         """The value is not wanted any more. Never waits."""
         self._stream.send(Cancel())
-        if self._reception is not None:
-            self._reception.stop()
+        if self._delivery is not None and self._delivery.reception is not None:
+            self._delivery.reception.stop()
 
     async def quiesce(self) -> None:
         """Wait until nothing touches memory that the caller lent (at most 1 s)."""
-        if self._reception is not None and self._into is not None:
-            await self._reception.quiesce()
+        if self._landing is not None:
+            await self._landing.quiesce()
 
     def part_verified(self, index: int, digest: bytes) -> None:
         self._landed.give(None)
@@ -88,14 +106,9 @@ class Getting:
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
             case Offer():
-                manifest = unpack(body, inline=frame.inline)
-                self._link.payload.announce(frame.transfer)
-                if len(manifest.records) != 1:
-                    raise RemoteProtocolError("a value is one tensor")
-                self._offer.give((frame, manifest))
-            case Done():
-                if self._reception is not None:
-                    self._reception.on_done(frame)
+                self._on_offer(frame, body)
+            case Done() | Riders() | SentDevices():
+                self._on_parts(frame, body)
             case Result():
                 self._offer.give(None)
             case _:
@@ -104,12 +117,37 @@ class Getting:
     def on_lost(self, error: PeerLost) -> None:
         self._fail(error)
 
-    async def _receive(self, transfer: int, target: torch.Tensor) -> None:
-        self._reception = Reception(self._link, transfer, [bytes_of(target)], self)
-        self._reception.begin()
-        self._stream.send(Grant(transfer))
-        await self._landed
-        self._stream.send(Took(b""))
+    def _on_offer(self, offer: Offer, body: bytes) -> None:
+        delivery = read_offer(self._link, offer, body, self._by.reader)
+        if len(delivery.manifest.records) != 1:
+            delivery.let_go()  # the error would keep it
+            raise RemoteProtocolError("a value is one tensor")
+        if not self._offer.is_in:  # else nobody wants it: let it go
+            self._delivery = delivery
+            self._offer.give(delivery)
+
+    def _on_parts(self, frame: Done | Riders | SentDevices, body: bytes) -> None:
+        reception = None if self._delivery is None else self._delivery.reception
+        if self._landing is not None and reception is not None:
+            self._landing.on_parts(reception, frame, body)
+
+    async def _land(self, delivery: Delivery, targets: dict[str, KVMemory]) -> None:
+        """Let the value land, verified: in ``targets``, or in memory of its own."""
+        by = self._by
+        if delivery.offer.inline:
+            delivery.read_inline(on_host(targets))
+        elif delivery.mapped is not None and by.reader is not None:
+            await by.reader.take(delivery, targets, by.budget, lambda _: self._stands())
+            self._landed.check()
+        else:
+            self._landing = Landing(
+                *(self._link, self._stream, targets, by.budget, by.ways)
+            )
+            await self._landing.accept(delivery, self, self._stands)
+            await self._landed
+
+    def _stands(self) -> bool:
+        return not self._landed.is_in
 
     def _fail(self, error: Exception) -> None:
         self._offer.fail(error)

@@ -17,7 +17,7 @@ from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.runs import Memory
 from asynckv.types import TensorSpec
 
-__all__ = ("may_land_on_gpu", "places_on_gpu")
+__all__ = ("may_land_on_gpu", "places_on_gpu", "ready_memory")
 
 _LOOK_AGAIN_S: Final = 1e-3
 
@@ -49,11 +49,15 @@ async def places_on_gpu(
         target = targets.get(name)
         tensor = target if isinstance(target, torch.Tensor) else pool.empty(spec)
         tensors[name] = tensor
-        places.append(await _ready(pool.memory_of(tensor)))
+        places.append(await ready_memory(pool.memory_of(tensor)))
     return tensors, places
 
 
-async def _ready(memory: DeviceMemory) -> DeviceMemory:
+async def ready_memory(memory: DeviceMemory) -> DeviceMemory:
+    """Return memory that nothing is queued for any more. A cancelled call leaves none.
+
+    What the memory waits for is not asked again.
+    """
     # Asked, not waited for by a stream: those of CUDA cannot wait for torch's events.
     if (ready := memory.ready) is not None:
         try:

@@ -15,7 +15,7 @@ import os
 import socket
 import weakref
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.gpu_link import GpuLink
@@ -26,7 +26,13 @@ from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
+from asynckv.protocol.ipc_frames import (
+    Exported,
+    Imported,
+    OpenIpc,
+    OpensIpc,
+    OpenStoreIpc,
+)
 from asynckv.tensors.cuda import Event
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.device_tensors import Gpus
@@ -147,10 +153,10 @@ def _set_done(future: asyncio.Future[None]) -> None:
 class _Asking:
     """The stream on which a handle is handed over."""
 
-    def __init__(self, link: Link, uuid: str) -> None:
+    def __init__(self, link: Link, asked: OpensIpc) -> None:
         self.exported: Answer[Exported] = Answer()
         self.accepted: Answer[None] = Answer()
-        self._stream = link.open_stream(self, OpenIpc(uuid))
+        self._stream = link.open_stream(self, asked)
 
     def prove(self, nonce: bytes) -> None:
         self._stream.send(Imported(nonce))
@@ -173,6 +179,9 @@ class _Asking:
     def _fail(self, error: Exception) -> None:
         self.exported.fail(error)
         self.accepted.fail(error)
+
+
+_OfLinks: TypeAlias = weakref.WeakKeyDictionary[Link, ImportedMemory]
 
 
 class GpuImports:
@@ -198,14 +207,15 @@ class GpuImports:
         self._growth = growth
         self._digest: MapDigest = digest
         self._boot_id = boot_id
-        self._of_link: weakref.WeakKeyDictionary[Link, ImportedMemory] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._of_lookup, self._of_store = _OfLinks(), _OfLinks()
 
     def of(self, link: Link) -> MappedMemory | None:
-        """Return what ``link`` shows of the peer's memory, if it does."""
-        found = self._of_link.get(link) if link.may_map else None
-        return self._host.of(link) if found is None else found
+        """Return what ``link`` shows of the memory of entries, if it does."""
+        return self._of_lookup.get(link) or self._host.of(link)
+
+    def of_store(self, link: Link) -> ImportedMemory | None:
+        """As :meth:`of`, of its stored values."""
+        return self._of_store.get(link)
 
     def way(self, link: Link) -> GpuLink | None:
         """Return by what payload goes from the peer's GPU to this one, if it does."""
@@ -227,17 +237,18 @@ class GpuImports:
         """Wait until what nobody has views of is closed, at most 2 s."""
         for way in list(self._ways.values()):
             await way.aclose()
-        over = [m.closed for m in self._of_link.values() if not m.has_views]
+        memory = [*self._of_lookup.values(), *self._of_store.values()]
+        over = [one.closed for one in memory if not one.has_views]
         if over:
             await asyncio.wait(over, timeout=MAP_S)
 
     async def open(self, link: Link) -> None:
         """Open the memory at the other end of ``link``, if that is the same GPU's.
 
-        If that is another GPU's, open a way from there. If neither can be, one line of
-        the log says why, and payload moves as to a peer in host memory: by a mapping,
-        or by lanes. Waits at most 2 s for each mapping and 10 s for a way of a live
-        peer; a cancelled call leaves nothing behind.
+        If no buffer is there, open a way from another GPU. If neither can be, one line
+        of the log says why, and payload moves as to a peer in host memory: by a mapping,
+        or by lanes. Waits at most 2 s a buffer and a mapping, and 10 s for a live peer; a
+        cancelled call leaves nothing behind.
 
         :raises IncompatiblePeer: it cannot be mapped, and no other way is wanted
         :raises PeerLost: the link was lost meanwhile
@@ -247,8 +258,12 @@ class GpuImports:
         pages = self._growth.device_pages
         if pages is None or link.transport_name == "mem":
             return
-        why_not = await _reason(link, self._open_memory(link, pages.allocation))
-        if not why_not:
+        own = pages.allocation
+        asked = OpenIpc(own.uuid), self._of_lookup
+        why_not = await _reason(link, self._open_memory(link, own, *asked))
+        asked_too = OpenStoreIpc(own.uuid), self._of_store
+        why_not_too = await _reason(link, self._open_memory(link, own, *asked_too))
+        if not (why_not and why_not_too):
             return
         no_way = await _reason(link, self._open_way(link, pages.device))
         if not no_way:
@@ -260,12 +275,19 @@ class GpuImports:
         )
         await self._host.open(link)
 
-    async def _open_memory(self, link: Link, own: DeviceAllocation) -> None:
+    async def _open_memory(
+        self,
+        link: Link,
+        own: DeviceAllocation,
+        asked: OpensIpc,
+        known: _OfLinks,
+    ) -> None:
         self._check_here(link)
-        self._of_link[link] = memory = await self._agree(link, own)
+        known[link] = memory = await self._agree(link, own, asked)
         link.call_when_lost(lambda _: memory.link_over())
         link.use_ipc()
-        logger.info("entries at %s are read in its memory of a GPU", link.peer.id)
+        what = "entries" if isinstance(asked, OpenIpc) else "stored values"
+        logger.info("%s at %s are read in its memory of a GPU", what, link.peer.id)
 
     async def _open_way(self, link: Link, device: Device) -> None:
         if self._is_forced:
@@ -280,8 +302,10 @@ class GpuImports:
         if not is_same_boot or link.own_host != link.peer_host:
             raise ValueError("it is on another host")
 
-    async def _agree(self, link: Link, own: DeviceAllocation) -> ImportedMemory:
-        asking = _Asking(link, own.uuid)
+    async def _agree(
+        self, link: Link, own: DeviceAllocation, asked: OpensIpc
+    ) -> ImportedMemory:
+        asking = _Asking(link, asked)
         sock = allocation = None
         try:
             async with asyncio.timeout(MAP_S):

@@ -10,6 +10,7 @@ from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.handover import match_targets
 from asynckv.tensors.blocks import KVBlocks, KVMemory, tensor_at
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
 
 __all__ = ("lift", "lift_all", "on_host")
@@ -23,10 +24,11 @@ def on_host(targets: Mapping[str, KVMemory]) -> dict[str, KVMemory]:
 async def lift_all(
     delivery: Delivery, targets: Mapping[str, KVMemory], pool: CopyPool
 ) -> None:
-    """Let all of a whole delivery be on the GPU, or in ``targets`` that are not.
+    """Let all of a whole delivery be where it is wanted, by a copy to a GPU.
 
-    A cancelled call ends when no target is written any more. After that,
-    and after an error, the delivery keeps no tensor.
+    That is in ``targets``, or on the GPU of ``pool``, if it has one. A cancelled call
+    ends when no target is written any more. After that, and after an error, the
+    delivery keeps no tensor.
 
     :raises ValueError: ``targets`` do not fit the entry
     """
@@ -35,9 +37,10 @@ async def lift_all(
         names = [
             name
             for name, found in delivery.tensors.items()
-            if gpu_of(found) is None
-            and (name not in targets or _is_on_gpu(targets[name]))
+            if gpu_of(found) is None and _goes_to_gpu(targets.get(name), pool)
         ]
+        if not names:
+            return
         places = await _lifted(delivery, names, targets, pool)
     except BaseException:
         delivery.forget()
@@ -49,8 +52,8 @@ async def lift(
     delivery: Delivery, name: str, targets: Mapping[str, KVMemory], pool: CopyPool
 ) -> torch.Tensor:
     """As :func:`lift_all`, of one tensor that has landed."""
-    target, tensor = targets.get(name), delivery.tensors[name]
-    if gpu_of(tensor) is not None or (target is not None and not _is_on_gpu(target)):
+    tensor = delivery.tensors[name]
+    if gpu_of(tensor) is not None or not _goes_to_gpu(targets.get(name), pool):
         return tensor
     (tensor,) = await _lifted(delivery, [name], targets, pool)
     return tensor
@@ -69,6 +72,12 @@ async def _lifted(
     # No list of them here: an error's traceback would keep the peer's memory in use.
     await pool.copy([delivery.tensors[n] for n in names], places, digest=False)
     return [tensor_at(place) for place in places]
+
+
+def _goes_to_gpu(target: KVMemory | None, pool: CopyPool) -> bool:
+    if target is None:
+        return isinstance(pool, DeviceCopyPool)
+    return _is_on_gpu(target)
 
 
 def _is_on_gpu(target: KVMemory) -> bool:

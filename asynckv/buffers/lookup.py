@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self
 
 import anyio
 import torch
@@ -23,6 +22,7 @@ from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drafts import make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.handover import check_targets
+from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.local_consumer import LocalConsumer
 from asynckv.buffers.local_source import LocalSource
@@ -33,20 +33,17 @@ from asynckv.buffers.queries import (
     make_query,
 )
 from asynckv.buffers.room import Room
-from asynckv.buffers.sharing import Sharing
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
-from asynckv.loops import LoopBound
 from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.devices import Device, DeviceName, device_named
-from asynckv.tensors.growth import Growth
+from asynckv.tensors.devices import DeviceName
 from asynckv.tensors.views import spec_like
-from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
+from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = ("LookupBuffer",)
 
 
-class LookupBuffer(LoopBound, KVLookupBuffer):
+class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
     """Entries in this process's memory, for consumers here and, served, elsewhere.
 
     ``max_bytes`` is a hard bound on the bytes held, tokens included. An entry
@@ -78,12 +75,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         if max_deliver < 1:
             raise ValueError("max_deliver is at least 1")
         self.fingerprint = KVFingerprint.of(fingerprint)
-        self._device = device_named(device)
-        self._growth = Growth(
-            parse_bytes(max_bytes), lambda: self.room.change(), self._device
-        )
-        self.pool = self._growth.make_pool()
-        self._arena = self._growth.arena
+        super().__init__(max_bytes, device, lambda: self.room.change())
         self._drain_s = drain_s
         self.room = Room(
             give_room=lambda entry: self.ledger.give_room(entry),
@@ -99,7 +91,6 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             waiting=self.room.entries,
         )
         self.admission = Admission(self.ledger, self.room)
-        self.sharing = Sharing(self._arena, self.room.change, self._growth.drop_soon)
         self._consumer = LocalConsumer(
             self.ledger.leases, self.pool, self.fingerprint, self._check_loop
         )
@@ -108,33 +99,6 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
     def is_closed(self) -> bool:
         """Whether every wait has ended for good."""
         return self.ledger.leases.is_closed
-
-    @property
-    def open_device(self) -> Device | None:
-        """The GPU that its memory is on, once there is some."""
-        pages = self._growth.device_pages
-        return None if pages is None or not pages.is_open else pages.device
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """Is what it holds, and hands out, in memory of a GPU?"""
-        return self._device is not None
-
-    async def open(self) -> None:
-        """Get the memory of the GPU that it is to be on, if any. Again is nothing.
-
-        Entering the buffer does that, or its first insert. A cancelled call leaves no
-        trace.
-
-        :raises GPUUnavailable: CuPy, a driver or the GPU is missing
-        :raises GPUFailed: the GPU has no memory left
-        """
-        self._check_loop()
-        await self._growth.open()
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As the contract says; it counts as ``pinned_bytes`` of the statistics."""
@@ -312,9 +276,7 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         self.room.closed = True
         self.ledger.close()
         self.room.change()
-        self.pool.close()
-        self.sharing.close()
-        self._growth.close()
+        self._close_memory()
 
     async def _close(self, drain_s: float) -> None:
         self._check_loop()
@@ -328,5 +290,4 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
             finally:  # also if the task is cancelled: nobody is left waiting
                 self.abort()
             await self.room.aclose()
-            await self.sharing.aclose()
-            await self._growth.aclose()
+            await self._wait_closed()

@@ -12,6 +12,7 @@ import numpy.typing
 import torch
 
 from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.lifting import on_host
 from asynckv.buffers.manifest import Manifest, unpack_mapped, verify
 from asynckv.buffers.mapped import MappedMemory, MappedPin
 from asynckv.buffers.receive_budget import ReceiveBudget
@@ -95,8 +96,9 @@ class MapReader:
     ) -> None:
         """Let all of a delivery land, verified: in ``targets`` what is named there.
 
-        Others are views, or are copied to memory of ``budget``. If the delivery does
-        not ``stand`` any more nothing has landed. A cancelled call ends when no
+        Others are views, or are copied to memory of ``budget``; so is what is to land
+        on a GPU, where this reads memory of the host. If the delivery does not
+        ``stand`` any more nothing has landed. A cancelled call ends when no
         thread touches memory of the caller any more. However it ends, the peer's
         memory is kept by views alone.
 
@@ -104,6 +106,8 @@ class MapReader:
         :raises ValueError: ``targets`` do not fit the entry
         """
         parts = delivery.mapped
+        if self.is_in_host:
+            targets = on_host(targets)
         if targets or self.is_charged:
             nbytes = delivery.own_nbytes(targets)
             if self.is_charged:

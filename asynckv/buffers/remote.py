@@ -13,6 +13,7 @@ from typing import Final, Literal, Self
 import anyio
 
 from asynckv.buffers.backoff import Backoff
+from asynckv.buffers.getting import GettingBy
 from asynckv.buffers.gpu_arrivals import GpuArrivals
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.ipc_reader import IpcReader
@@ -80,7 +81,7 @@ class Peer(LoopBound):
         self.on_gpu = None if device is None else Growth(max_bytes, device=device)
         """Memory of the GPU that deliveries land in, if they are to."""
         self.pool = (self.on_gpu or self.memory).make_pool()
-        self._readers: dict[bool, MapReader] = {}
+        self._readers: dict[str, MapReader] = {}
         self._mappings: Mappings | GpuImports
         if self.on_gpu is not None:
             boot_id = own_identity.boot_id
@@ -135,12 +136,25 @@ class Peer(LoopBound):
 
     def reader(self, link: Link, *, views: bool) -> MapReader | None:
         """Return what reads the memory that ``link`` shows, if it does."""
-        memory = self._mappings.of(link)
+        name = "views" if views else "copies"
+        return self._reader(name, self._mappings.of(link), views=views)
+
+    def getting_by(self, link: Link) -> GettingBy:
+        """Return what stored values come by, and land in."""
+        imports = self._mappings
+        if not isinstance(imports, GpuImports):
+            return GettingBy(self.budget, self.pool)
+        reader = self._reader("store", imports.of_store(link), views=False)
+        return GettingBy(self.budget, self.pool, reader, self)
+
+    def _reader(
+        self, name: str, memory: MappedMemory | None, *, views: bool
+    ) -> MapReader | None:
         if memory is None:
             return None
-        reader = self._readers.get(views)
+        reader = self._readers.get(name)
         if reader is None or reader.memory is not memory:
-            reader = self._readers[views] = self._new_reader(memory, views=views)
+            reader = self._readers[name] = self._new_reader(memory, views=views)
         return reader
 
     def arrivals(self, link: Link) -> GpuArrivals | None:
@@ -343,8 +357,8 @@ def connect(
     ``secret_file``, ``tls`` and ``allow_plaintext`` are as in
     :func:`asynckv.serve`: the server has to prove itself too.
 
-    With ``device="cuda:0"`` what is received is in memory of that GPU; entries of a
-    buffer on the same GPU, of a process of this host, are read there.
+    With ``device="cuda:0"`` what is received is in memory of that GPU; entries and
+    values of a buffer on the same GPU, of a process of this host, are read there.
 
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection

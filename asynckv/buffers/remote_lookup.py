@@ -116,7 +116,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             min_matched_tokens=min_matched_tokens,
         )
         consumer = self._consumer
-        targets = check_targets(into, may_be_on_gpu=self._is_on_gpu)
+        targets = check_targets(into, may_be_on_gpu=True)
         return PendingSelect(consumer.take, consumer.borrow, query, targets)
 
     async def peek(
@@ -195,7 +195,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             match=match,
             min_matched_tokens=min_matched_tokens,
         )
-        targets = check_targets(into, may_be_on_gpu=self._is_on_gpu)
+        targets = check_targets(into, may_be_on_gpu=True)
         async with self._consumer.stream(query, targets) as stream:
             yield stream
 
@@ -215,10 +215,6 @@ class RemoteLookupBuffer(KVLookupBuffer):
     def abort(self) -> None:
         """Abort the peer."""
         self._peer.abort()
-
-    @property
-    def _is_on_gpu(self) -> bool:
-        return self._peer.on_gpu is not None
 
     async def _insert(
         self,

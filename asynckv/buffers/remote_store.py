@@ -13,6 +13,7 @@ import torch
 from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.asking import ANSWER_S, ask
 from asynckv.buffers.getting import Getting
+from asynckv.buffers.gpu_link import GpuPathLost
 from asynckv.buffers.pinning import Pinning
 from asynckv.buffers.pushing import dense
 from asynckv.buffers.putting import begin_put
@@ -20,7 +21,7 @@ from asynckv.buffers.store import check_key
 from asynckv.errors import PeerLost
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Contains, Delete
-from asynckv.tensors.views import bytes_of
+from asynckv.tensors.views import check_landing_place
 
 if TYPE_CHECKING:
     from asynckv.buffers.remote import Peer
@@ -67,7 +68,8 @@ class RemoteStoreBuffer(KVStoreBuffer):
         self._peer.check()
         check_key(key)
         if into is not None:
-            bytes_of(into)  # refuses what nothing can land in, also on a miss
+            # Refuses what nothing can land in, also on a miss.
+            check_landing_place(into, may_be_on_gpu=True)
         self._getting += 1
         try:
             return await self._get(key, into)
@@ -133,9 +135,14 @@ class RemoteStoreBuffer(KVStoreBuffer):
     async def _get(self, key: str, into: torch.Tensor | None) -> torch.Tensor | None:
         while True:
             link = await self._peer.link()
-            getting = Getting(link, key, into, self._peer.budget)
+            getting = Getting(link, key, into, self._peer.getting_by(link))
             try:
                 return await getting.value()
+            except GpuPathLost as exc:
+                getting.cancel()
+                await getting.quiesce()
+                if into is not None and not exc.is_quiet:
+                    raise  # what the GPU may write to is not used for other bytes
             except PeerLost:
                 await getting.quiesce()
                 if link.is_open:

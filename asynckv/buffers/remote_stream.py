@@ -19,14 +19,14 @@ __all__ = ("RemoteStream",)
 
 
 class RemoteStream(SelectStream):
-    """Hands out each tensor once it is verified: on a GPU, if there is a ``pool``."""
+    """Hands out each tensor once it is verified, where it is wanted: see lifting."""
 
     def __init__(
         self,
         selecting: Selecting,
         delivery: Delivery,
-        targets: Mapping[str, KVMemory] | None = None,
-        pool: CopyPool | None = None,
+        targets: Mapping[str, KVMemory],
+        pool: CopyPool,
     ) -> None:
         offer, manifest = delivery.offer, delivery.manifest
         self.entry_id = offer.entry_id
@@ -37,7 +37,7 @@ class RemoteStream(SelectStream):
         self.specs: Mapping[str, TensorSpec] = manifest.specs
         self._selecting = selecting
         self._delivery = delivery
-        self._targets = targets or {}
+        self._targets = targets
         self._pool = pool
         self._lifted: dict[str, torch.Tensor] = {}
         self._next = 0
@@ -65,8 +65,6 @@ class RemoteStream(SelectStream):
         return await self._tensor(name)
 
     async def _tensor(self, name: str) -> torch.Tensor:
-        if self._pool is None:
-            return self._delivery.tensors[name]
         if name not in self._lifted:
             lifting = lift(self._delivery, name, self._targets, self._pool)
             self._lifted[name] = await lifting

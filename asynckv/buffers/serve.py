@@ -10,6 +10,7 @@ from typing import Literal, Self
 import anyio
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve_devices import DeviceService
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.buffers.serve_store import StoreService
 from asynckv.buffers.sharing import MapDigest
@@ -52,13 +53,17 @@ class _Services:
     ) -> None:
         self.link = link
         self.is_lost = False
-        self.lookup = None
+        self.lookup = self.store = None
+        buffers = [buffer for buffer in (lookup, store) if buffer is not None]
+        self.devices = DeviceService(
+            *(buffers, link, map_digest), may_use_nccl=may_use_nccl
+        )
         if lookup is not None:
-            self.lookup = LookupService(
-                *(lookup, link, kept, map_digest), may_use_nccl=may_use_nccl
-            )
-        self.store = None if store is None else StoreService(store, link, kept)
-        self.all = [s for s in (self.lookup, self.store) if s is not None]
+            self.lookup = LookupService(lookup, link, kept, self.devices, map_digest)
+        if store is not None:
+            self.store = StoreService(store, link, kept, self.devices, map_digest)
+        every = (self.lookup, self.store, self.devices)
+        self.all = [service for service in every if service is not None]
 
     @property
     def has_ended(self) -> bool:
@@ -191,7 +196,8 @@ class Server(LoopBound):
             return
         self._check_loop()
         self._is_leaving = True
-        for services in self._services:
+        known = set(self._services)  # those are forgotten whose link is lost
+        for services in known:
             for service in services.all:
                 service.leave()
         with anyio.CancelScope(shield=True):
@@ -203,7 +209,7 @@ class Server(LoopBound):
                 await self._listener.aclose()
             finally:  # also if the task is cancelled: nothing stays open
                 self.abort()
-                for services in list(self._services):
+                for services in known | self._services:
                     for service in services.all:
                         await service.wait_ended()
 
@@ -277,11 +283,6 @@ def serve(
     """
     if lookup is None and store is None:
         raise ValueError("nothing to serve: pass lookup=, store= or both")
-    if store is not None and store.is_on_gpu:
-        raise ConfigError(
-            "a store in the memory of a GPU is its own process's alone, so far",
-            hint="leave device out of the StoreBuffer that is served",
-        )
     return Server(
         url,
         lookup,

@@ -1,54 +1,120 @@
-"""The serving side of one peer's wish to connect its GPU with a buffer's."""
+"""The serving side of one peer's wish to connect its GPU with that of the buffers."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from asynckv.buffers.gpu_link import GpuLink
-from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.buffers.in_memory import InMemoryBuffer
+from asynckv.buffers.sharing import MapDigest
+from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
+from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.device_frames import Devices, OpenDevices
+from asynckv.protocol.frames import OpeningFrame
 from asynckv.tensors.devices import Device
 
-if TYPE_CHECKING:
-    from asynckv.buffers.serve_lookup import LookupService
-
-__all__ = ("serve_devices",)
+__all__ = ("DeviceService",)
 
 logger = logging.getLogger(__name__)
 
 
-def serve_devices(
-    service: LookupService, stream: LinkStream, asked: OpenDevices
-) -> DeviceStream:
-    """Begin to open the other end of what the peer opens; return what hears of it.
+class DeviceService:
+    """Connects the GPU of ``buffers`` with that of one link's peer, once it asks.
 
-    :raises ConfigError: this side has no GPU, or is to use none
+    ``way`` is what connects them from then on, for whatever is sent from here.
+    ``digest`` is what this side wants to be compared of what goes there.
     """
-    device = service.buffer.open_device
-    if device is None or not service.may_use_nccl:
-        raise ConfigError("this side has no GPU to send from")
-    channel = DeviceStream(answers=True)
-    channel.use(stream)
-    opening = _open(service, channel, asked, device)
-    service.run(opening, "connect GPUs")
-    return channel
 
+    def __init__(
+        self,
+        buffers: Sequence[InMemoryBuffer],
+        link: Link,
+        digest: MapDigest,
+        *,
+        may_use_nccl: bool,
+    ) -> None:
+        self.link = link
+        self.way: GpuLink | None = None
+        self._buffers = buffers
+        self._digest: MapDigest = digest
+        self._may_use_nccl = may_use_nccl
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._was_asked = False
+        self._call_ended: Callable[[], None] = lambda: None
 
-async def _open(
-    service: LookupService,
-    channel: DeviceStream,
-    asked: OpenDevices,
-    device: Device,
-) -> None:
-    link = service.link
-    try:
-        way = await GpuLink.make(link, device, service.map_digest)
-        channel.send(Devices(way.transport.describe()))
-        service.way = way
-        await way.open(way.transport.open(asked.description, channel))
-    except (AsyncKVError, OSError, TimeoutError) as exc:
-        logger.info("no way from GPU to GPU to %s: %s", link.peer.id, exc)
-        channel.refuse(exc)
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> DeviceStream | None:
+        """Begin to open the other end of what the peer opens; return what hears of it.
+
+        :raises ConfigError: this side has no GPU, has two, or is to use none
+        :raises RemoteProtocolError: the peer has asked before
+        """
+        if not isinstance(frame, OpenDevices):
+            return None
+        if self._was_asked:
+            raise RemoteProtocolError("a link connects GPUs once")
+        self._was_asked = True
+        found = {d.index: d for b in self._buffers if (d := b.open_device) is not None}
+        if len(found) > 1:
+            raise ConfigError("the buffers of this side are on two GPUs")
+        if not found or not self._may_use_nccl:
+            raise ConfigError("this side has no GPU to send from")
+        (device,) = found.values()
+        channel = DeviceStream(answers=True)
+        channel.use(stream)
+        loop = asyncio.get_running_loop()
+        opening = self._open(channel, frame, device)
+        task = loop.create_task(opening, name="asynckv: connect GPUs")
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return channel
+
+    @property
+    def has_ended(self) -> bool:
+        """No task of this peer is left."""
+        return not self._tasks
+
+    def call_when_ended(self, callback: Callable[[], None]) -> None:
+        """Call back when the last task of this peer has ended."""
+        self._call_ended = callback
+
+    def leave(self) -> None:
+        """What connects the GPUs serves what is under way; it ends with the link."""
+
+    async def wait_idle(self) -> None:
+        """Wait while the peer's GPU waits for this one. Cancelling leaves no trace."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def abort(self) -> None:
+        """End what is under way. Never waits."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_ended(self) -> None:
+        """Wait until the GPU has let go, about 1 s at most."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        if self.way is not None:
+            await self.way.aclose()
+
+    async def _open(
+        self, channel: DeviceStream, asked: OpenDevices, device: Device
+    ) -> None:
+        try:
+            way = await GpuLink.make(self.link, device, self._digest)
+            channel.send(Devices(way.transport.describe()))
+            self.way = way
+            await way.open(way.transport.open(asked.description, channel))
+        except (AsyncKVError, OSError, TimeoutError) as exc:
+            logger.info("no way from GPU to GPU to %s: %s", self.link.peer.id, exc)
+            channel.refuse(exc)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._call_ended()

@@ -11,6 +11,7 @@ from asynckv.buffers.contents import check_names
 from asynckv.buffers.drafts import Draft
 from asynckv.buffers.entries import StoredEntry
 from asynckv.buffers.manifest import Manifest, unpack, verify_inline
+from asynckv.buffers.part_landing import PartLanding, lift_landed
 from asynckv.buffers.queries import check_mask, check_tokens
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import (
@@ -29,9 +30,6 @@ from asynckv.protocol.frames import (
     Insert,
 )
 from asynckv.protocol.payload_frames import Done, Grant, Riders
-from asynckv.tensors.arena import Region
-from asynckv.tensors.runs import fill
-from asynckv.tensors.views import bytes_of, spec_of
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService
@@ -95,14 +93,19 @@ class ServedInsert:
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
-        regions = [part.region for part in entry.parts if part.region is not None]
+        pool = self._service.buffer.pool
+        landings = [
+            PartLanding(part.region, part.spec, pool)
+            for part in entry.parts
+            if part.region is not None
+        ]
         if self._inline is not None:
-            self._take_inline(self._inline, regions, landed)
+            await self._take_inline(self._inline, landings, landed)
             return
-        if not regions:
+        if not landings:
             return
         transfer = self._frame.transfer
-        self._coming = _Coming(self._service, transfer, entry, landed)
+        self._coming = _Coming(self._service, transfer, landings, landed)
         self._coming.reception.begin()
         self._stream.send(Grant(transfer))
         try:
@@ -129,58 +132,49 @@ class ServedInsert:
         digest = self._frame.digest or None
         await self._service.buffer.admission.insert(self._draft, self, digest)
 
-    def _take_inline(
-        self, manifest: Manifest, regions: list[Region], landed: Landed
+    async def _take_inline(
+        self, manifest: Manifest, landings: list[PartLanding], landed: Landed
     ) -> None:
         digests = verify_inline(manifest)
-        if self._service.link.digest == "off":
-            digests = [b""] * len(digests)  # as those that come by payload
+        for landing, piece in zip(landings, manifest.inline, strict=True):
+            landing.fill(piece)
+        await lift_landed(landings, digests, self._service.buffer.pool)
         for index, digest in enumerate(digests):
-            # At most 64 KiB: what rides with a frame.
-            fill(regions[index].memory(), manifest.inline[index])
-            landed(index, digest)
+            # As those that come by payload: of a link without digests none is known.
+            landed(index, b"" if self._service.link.digest == "off" else digest)
 
 
 class _Coming:
     """The parts of an entry on their way into their regions by payload."""
 
     def __init__(
-        self, service: LookupService, transfer: int, entry: StoredEntry, landed: Landed
+        self,
+        service: LookupService,
+        transfer: int,
+        landings: list[PartLanding],
+        landed: Landed,
     ) -> None:
-        link, self._pool = service.link, service.buffer.pool
-        regions = [part.region for part in entry.parts if part.region is not None]
-        # What is to be on a GPU comes by host memory, and is told of when it is there.
-        self._lifted = {
-            index: (self._pool.host_empty(part.spec), part.region)
-            for index, part in enumerate(entry.parts)
-            if part.region is not None and part.region.is_on_device
-        }
-        self._digests: dict[int, bytes] = {}
-        targets = [
-            bytes_of(self._lifted[index][0])
-            if index in self._lifted
-            else region.memory()
-            for index, region in enumerate(regions)
-        ]
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.reception = Reception(link, transfer, targets, self, has_riders=True)
+        targets = [landing.memory for landing in landings]
+        self.reception = Reception(
+            service.link, transfer, targets, self, has_riders=True
+        )
+        self._pool = service.buffer.pool
+        self._landings = landings
+        self._digests = [b""] * len(landings)
         self._landed = landed
-        self._left = len(regions)
+        self._left = len(landings)
 
     async def lift(self) -> None:
-        """Bring what has come to the GPU that it is to be on."""
-        if not self._lifted:
-            return
-        copies = [copy for copy, _ in self._lifted.values()]
-        places = [region.place(spec_of(copy)) for copy, region in self._lifted.values()]
-        await self._pool.copy(copies, places)
-        for index in self._lifted:
-            self._landed(index, self._digests[index])
+        """Bring what has come to the GPU that it is to be on, and tell of it then."""
+        await lift_landed(self._landings, self._digests, self._pool)
+        for index, landing in enumerate(self._landings):
+            if landing.is_to_be_lifted:
+                self._landed(index, self._digests[index])
 
     def part_verified(self, index: int, digest: bytes) -> None:
-        if index in self._lifted:
-            self._digests[index] = digest
-        else:
+        self._digests[index] = digest
+        if not self._landings[index].is_to_be_lifted:
             self._landed(index, digest)
         self._left -= 1
         if not self._left and not self.whole.done():

@@ -7,22 +7,19 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asynckv.buffers.entries import EntryState
-from asynckv.buffers.gpu_link import GpuLink
 from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import TOKEN_NBYTES
-from asynckv.buffers.serve_devices import serve_devices
+from asynckv.buffers.serve_devices import DeviceService
 from asynckv.buffers.serve_insert import ServedInsert
-from asynckv.buffers.serve_ipc import ServedIpc
-from asynckv.buffers.serve_map import ServedMap
 from asynckv.buffers.serve_select import ServedSelect, query_of
 from asynckv.buffers.serve_writer import ServedWriter
-from asynckv.buffers.sharing import MapDigest, MapHolder
+from asynckv.buffers.sharing import MapDigest
+from asynckv.buffers.showing import Showing
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.protocol.device_frames import OpenDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,
@@ -89,9 +86,9 @@ class _ServedTaken:
 class LookupService:
     """Answers the requests that one link makes of ``buffer``.
 
-    ``kept`` is charged for what they keep while they are open. ``holder`` is the
-    peer's mapping of the buffer's memory, once it is proved; ``map_digest`` what
-    is compared of entries that are read there, or come to its GPU.
+    ``kept`` is charged for what they keep while they are open. ``showing`` is what
+    the peer is shown of the buffer's memory, and compares a ``map_digest`` of;
+    ``devices`` connects its GPU with the buffer's.
     """
 
     def __init__(
@@ -99,17 +96,11 @@ class LookupService:
         buffer: LookupBuffer,
         link: Link,
         kept: LinkBytes,
+        devices: DeviceService,
         map_digest: MapDigest = "edges",
-        *,
-        may_use_nccl: bool = True,
     ) -> None:
-        self.may_use_nccl = may_use_nccl
-        self.holder: MapHolder | None = None
-        self.map_digest: MapDigest = map_digest
-        self.way: GpuLink | None = None
-        """By what payload goes to the peer's GPU, once that was asked for."""
-        self._asked_to_show: frozenset[type[Frame]] = frozenset()
-        self._asked_for_devices = False
+        self.devices = devices
+        self.showing = Showing(link, buffer.sharing, map_digest)
         self.buffer = buffer
         self.link = link
         self.kept = kept
@@ -128,8 +119,6 @@ class LookupService:
     @property
     def is_idle(self) -> bool:
         """Nothing is under way for this peer; what waits for room is not."""
-        if self.way is not None and self.way.is_opening:
-            return False  # the peer's GPU waits for this one
         entries = self.buffer.ledger.book.entries
         return not self.deliveries and all(
             (entry := entries.get(entry_id)) is not None
@@ -173,12 +162,7 @@ class LookupService:
                 book = self.buffer.ledger.book
                 return self._answer(stream, book.was_acknowledged(entry_id, token))
             case OpenMap() | OpenIpc():
-                return self._show_memory(stream, frame)
-            case OpenDevices():
-                if self._asked_for_devices:
-                    raise RemoteProtocolError("a link connects GPUs once")
-                self._asked_for_devices = True
-                return serve_devices(self, stream, frame)
+                return self.showing.open(stream, frame)
             case Taken(entry_id=entry_id):
                 return _ServedTaken(self, stream, entry_id)
             case _:
@@ -252,8 +236,6 @@ class LookupService:
         """Wait for the tasks of an aborted service."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
-        if self.way is not None:
-            await self.way.aclose()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -268,17 +250,6 @@ class LookupService:
         stream.send(Result(int(value)))
         stream.close()
         return Answered()
-
-    def _show_memory(
-        self, stream: LinkStream, frame: OpenMap | OpenIpc
-    ) -> StreamHandler:
-        kind = type(frame)
-        if kind in self._asked_to_show:
-            raise RemoteProtocolError("a link maps memory once")
-        self._asked_to_show |= {kind}
-        if isinstance(frame, OpenIpc):
-            return ServedIpc(self, stream, frame)
-        return ServedMap(self, stream)
 
     def _peek(self, key: bytes) -> int:
         if len(key) % TOKEN_NBYTES:

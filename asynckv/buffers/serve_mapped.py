@@ -18,7 +18,7 @@ from asynckv.tensors.arena import Region
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import PAGE_NBYTES
 
-__all__ = ("Shown", "can_be_mapped", "map_entry", "place_of")
+__all__ = ("Shown", "can_be_mapped", "map_entry", "map_value", "place_of")
 
 _encoder: Final = msgspec.msgpack.Encoder()
 
@@ -48,15 +48,28 @@ def can_be_mapped(entry: StoredEntry, holder: MapHolder | None) -> bool:
 
 def map_entry(entry: StoredEntry, holder: MapHolder) -> tuple[Pin, MappedOffer, bytes]:
     """Pin a whole entry; return how an offer says so, and how its body ends."""
-    shown = entry.shown = entry.shown or _show(entry, holder)
+    regions = entry.regions[: len(entry.parts)]
+    shown = entry.shown = entry.shown or _show(regions, holder)
     pin = holder.pin(shown.regions)
     mapped = MappedOffer(pin.number, len(shown.places), shown.edges)
-    heap = _heap_bytes(entry.regions[: len(entry.parts)])
-    return pin, mapped, b"".join((shown.places, *heap))
+    return pin, mapped, b"".join((shown.places, *_heap_bytes(regions)))
 
 
-def _show(entry: StoredEntry, holder: MapHolder) -> Shown:
-    regions = entry.regions[: len(entry.parts)]
+def map_value(
+    region: Region, holder: MapHolder | None
+) -> tuple[MappedOffer, bytes] | None:
+    """Pin a stored value; return how an offer says so, and how its body ends.
+
+    ``None`` if the peer cannot read it where it lies.
+    """
+    if holder is None or not holder.is_usable or not isinstance(region, SlabRegion):
+        return None
+    shown = _show([region], holder)
+    pin = holder.pin(shown.regions)
+    return MappedOffer(pin.number, len(shown.places), shown.edges), shown.places
+
+
+def _show(regions: Sequence[Region], holder: MapHolder) -> Shown:
     places = [place_of(region) for region in regions]
     shared = [region for region in regions if isinstance(region, SlabRegion)]
     edges = holder.memory_file.edges(regions, places)

@@ -8,43 +8,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import torch
 
 from asynckv.buffers.entries import Lease, StoredEntry
 from asynckv.buffers.gpu_link import GpuLink
+from asynckv.buffers.gpu_sending import DigestPart, GpuSending
 from asynckv.buffers.manifest import check_body
 from asynckv.buffers.serve_mapped import can_be_mapped, map_entry
-from asynckv.buffers.sharing import MapDigest, MapHolder, Pin
+from asynckv.buffers.sharing import MapHolder, Pin
 from asynckv.errors import EntryTooLarge, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.links.riding import RidingParts, rides
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import (
     Complete,
     Offer,
     Retract,
 )
-from asynckv.protocol.handshake import strictest
 from asynckv.protocol.payload_frames import Done
 from asynckv.tensors.arena import Region
-from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.runs import Memory, joined
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 
-__all__ = (
-    "DigestPart",
-    "GrantedDevices",
-    "Hoist",
-    "Offering",
-    "make_offer",
-    "may_begin",
-)
+__all__ = ("Hoist", "Offering", "make_offer", "may_begin")
 
 Hoist: TypeAlias = Callable[
     [Region, TensorSpec, Callable[[torch.Tensor], None]], "asyncio.Task[None]"
@@ -53,19 +44,6 @@ Hoist: TypeAlias = Callable[
 
 Cancelled, it does not call back.
 """
-
-DigestPart: TypeAlias = Callable[
-    [Region, TensorSpec, Callable[[bytes], None]], "asyncio.Task[None]"
-]
-"""Digests one part, off the loop, then calls back. Cancelled, it does not."""
-
-
-class GrantedDevices(NamedTuple):
-    """By what parts go to the peer's GPU, and what digest it is told of them."""
-
-    way: GpuLink
-    kind: MapDigest
-    digest_part: DigestPart
 
 
 def may_begin(
@@ -98,11 +76,14 @@ def make_offer(
     :raises EntryTooLarge: its tokens, roi and names do not fit in a frame
     """
     entry = lease.entry
-    inline = entry.complete and entry.is_small
+    regions = entry.regions[: len(entry.parts)]
+    # Not even what is small has bytes at hand that lie on a GPU.
+    is_at_hand = not any(region.is_on_device for region in regions)
+    inline = entry.complete and entry.is_small and is_at_hand
     body = entry.preamble()
     pin = mapped = None
     if inline:
-        pieces = [_read(region) for region in entry.regions[: len(entry.parts)]]
+        pieces = [_read(region) for region in regions]
         body = b"".join((body, *pieces))
     elif holder is not None and entry.complete and can_be_mapped(entry, holder):
         pin, mapped, places = map_entry(entry, holder)
@@ -143,15 +124,15 @@ class Offering(msgspec.Struct, eq=False):
     hoist: Hoist | None = None
     _riding: RidingParts | None = None
     _hoisted: list[asyncio.Task[None]] = msgspec.field(default_factory=list)
-    _devices: GrantedDevices | None = None
+    _by_gpu: GpuSending | None = None
 
-    def grant(self, transfer: int, devices: GrantedDevices | None = None) -> None:
+    def grant(self, transfer: int, by_gpu: GpuSending | None = None) -> None:
         """The peer's memory is ready: send what has landed."""
         if self.pin is not None:
             raise RemoteProtocolError("a Grant for what lies in mapped memory")
         if transfer == self.transfer and not self.is_granted:
             self.is_granted = True
-            self._devices = devices
+            self._by_gpu = by_gpu
             for index in self.entry.landed:
                 self._send(index)
 
@@ -159,8 +140,8 @@ class Offering(msgspec.Struct, eq=False):
         self, frame: GrantDevices, way: GpuLink, digest_part: DigestPart
     ) -> None:
         """As :meth:`grant`, of memory of the peer's GPU; what rides rides."""
-        kind = strictest(way.digest, frame.kind)
-        self.grant(frame.transfer, GrantedDevices(way, kind, digest_part))
+        by_gpu = GpuSending(way, self.stream, frame, digest_part)
+        self.grant(frame.transfer, by_gpu)
 
     def part_landed(self, index: int) -> None:
         """One more part can be sent."""
@@ -180,8 +161,8 @@ class Offering(msgspec.Struct, eq=False):
         if self.is_granted:
             self.is_granted = False
             self.link.payload.stop(self.transfer)
-            if self._devices is not None:
-                self._devices.way.transport.stop(self.transfer)
+            if self._by_gpu is not None:
+                self._by_gpu.stop()
             if self._riding is not None:
                 self._riding.stop()
         for task in self._hoisted:
@@ -192,40 +173,14 @@ class Offering(msgspec.Struct, eq=False):
         region = part.region
         if region is None:
             return
-        if self._devices is not None and not rides(region.nbytes):
-            self._send_by_gpu(self._devices, index, region)
+        if self._by_gpu is not None and not rides(region.nbytes):
+            self._by_gpu.send(index, region, part.spec, part.digest)
         elif region.is_on_device and self.hoist is not None:
             copied = partial(self._send_copy, index)
             self._hoisted.append(self.hoist(region, part.spec, copied))
         else:
             read = partial(_read, region)
             self._send_bytes(index, region.nbytes, read, region.memory)
-
-    def _send_by_gpu(self, by: GrantedDevices, index: int, region: Region) -> None:
-        place = region.place(self.entry.parts[index].spec)
-
-        def sent(_: bytes, error: BaseException | None) -> None:
-            if error is None:  # else the peer hears that the way is lost
-                self._tell_sent(by, index, region)
-
-        memory = place if isinstance(place, DeviceMemory) else region.memory()
-        by.way.transport.send(self.transfer, index, memory, sent)
-
-    def _tell_sent(self, by: GrantedDevices, index: int, region: Region) -> None:
-        part, transfer, stream = self.entry.parts[index], self.transfer, self.stream
-        edges = region.edges if isinstance(region, DeviceRegion) else b""
-
-        def tell(digest: bytes) -> None:
-            stream.send(SentDevices(transfer, index, "full", digest))
-
-        if by.kind == "off":
-            stream.send(SentDevices(transfer, index, "off"))
-        elif by.kind == "edges" and edges:
-            stream.send(SentDevices(transfer, index, "edges", edges))
-        elif part.digest:
-            tell(part.digest)
-        else:
-            self._hoisted.append(by.digest_part(region, part.spec, tell))
 
     def _send_copy(self, index: int, copy: torch.Tensor) -> None:
         """A copy in host memory is there; it is let go when it was sent."""

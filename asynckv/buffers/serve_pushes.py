@@ -6,7 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING, Final, Protocol
 
 from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.part_landing import PartLanding, lift_landed
 from asynckv.errors import ChecksumError, EntryAborted, RemoteProtocolError
+from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.digests import digest_of
@@ -15,8 +17,8 @@ from asynckv.protocol.frames import (
     Retract,
 )
 from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
-from asynckv.tensors.runs import fill
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService
@@ -59,6 +61,7 @@ class ServedPushes:
         self._retracted: dict[int, list[Reception]] = {}
         self._to_grant: set[int] = set()
         self._verified: set[int] = set()
+        self._lifting: dict[int, asyncio.Task[None]] = {}
         self._has_ended = False
         self._landed_bytes: dict[int, int] = {}
         self._silence = self._listen()
@@ -82,7 +85,7 @@ class ServedPushes:
         if frame.part >= len(self.entry.parts):
             raise RemoteProtocolError("a tensor was pushed that was never declared")
         coming = any(pushed.index == frame.part for pushed in self._coming.values())
-        if coming or frame.part in self._verified:
+        if coming or frame.part in self._verified or frame.part in self._lifting:
             raise RemoteProtocolError("a tensor was pushed twice")
         region = self.entry.parts[frame.part].region
         if region is None:  # the entry has left
@@ -106,17 +109,20 @@ class ServedPushes:
     def on_retract(self, transfer: int) -> None:
         """The push is void; the same part may be pushed again."""
         self._to_grant.discard(transfer)
-        pushed = self._coming.pop(transfer, None)
-        if pushed is not None:
+        pushed = self._coming.get(transfer)
+        if pushed is not None and pushed.index not in self._lifting:
+            del self._coming[transfer]
             pushed.reception.stop()
             self._retracted.setdefault(pushed.index, []).append(pushed.reception)
 
-    def verified(self, index: int, digest: bytes) -> None:
+    def verified(self, index: int, digest: bytes, landing: PartLanding) -> None:
         """One part is whole, and its bytes are those that were sent."""
         self.hear()
-        self._verified.add(index)
-        self._service.buffer.ledger.landed(self.entry, index, digest)
-        self._writer.pushed(self)
+        if landing.is_to_be_lifted:
+            lifting = self._lift(index, digest, landing)
+            self._lifting[index] = self._service.run(lifting, "copy to a GPU")
+        else:
+            self._is_in(index, digest)
 
     def failed(self, error: Exception) -> None:
         """Some part will not become whole."""
@@ -131,8 +137,12 @@ class ServedPushes:
             receptions += retracted
         for reception in receptions:  # all of them, also if the wait is cancelled
             reception.stop()
+        for task in self._lifting.values():
+            task.cancel()
         for reception in receptions:
             await reception.quiesce()
+        for task in self._lifting.values():
+            await wait_shielded(task)
 
     def _take_inline(self, frame: Push, body: bytes, region: Region) -> None:
         if len(body) != region.nbytes:
@@ -141,12 +151,13 @@ class ServedPushes:
         if frame.digest and frame.digest != digest:
             self.failed(ChecksumError("a pushed tensor changed on its way"))
             return
-        # At most 64 KiB: what rides with a frame.
-        fill(region.memory(), memoryview(body))
-        self.verified(frame.part, digest)
+        landing = self._landing(frame.part, region)
+        landing.fill(memoryview(body))
+        self.verified(frame.part, digest, landing)
 
     def _grant(self, frame: Push, region: Region) -> None:
-        pushed = _Pushed(self, frame, self._service, region)
+        landing = self._landing(frame.part, region)
+        pushed = _Pushed(self, frame, self._service.link, landing)
         self._coming[frame.transfer] = pushed
         pushed.reception.begin()
         self._stream.send(Grant(frame.transfer))
@@ -159,6 +170,25 @@ class ServedPushes:
             self._to_grant.remove(frame.transfer)
             self._retracted.pop(frame.part, None)
             self._grant(frame, region)
+
+    def _landing(self, index: int, region: Region) -> PartLanding:
+        pool = self._service.buffer.pool
+        return PartLanding(region, self.entry.parts[index].spec, pool)
+
+    async def _lift(self, index: int, digest: bytes, landing: PartLanding) -> None:
+        """Bring a part to the GPU that it is to be on."""
+        try:
+            if self.entry.parts[index].region is not None:  # else it has left
+                await lift_landed([landing], [digest], self._service.buffer.pool)
+        except Exception as exc:  # noqa: BLE001 - the writer is told
+            self.failed(exc)
+        else:
+            self._is_in(index, digest)
+
+    def _is_in(self, index: int, digest: bytes) -> None:
+        self._verified.add(index)
+        self._service.buffer.ledger.landed(self.entry, index, digest)
+        self._writer.pushed(self)
 
     def _listen(self) -> asyncio.TimerHandle:
         return self._service.loop.call_later(SILENCE_S, self._fall_silent)
@@ -178,15 +208,15 @@ class _Pushed:
     """One tensor on its way into its region."""
 
     def __init__(
-        self, pushes: ServedPushes, frame: Push, service: LookupService, region: Region
+        self, pushes: ServedPushes, frame: Push, link: Link, landing: PartLanding
     ) -> None:
         self.index = frame.part
-        targets = [region.memory()]
-        self.reception = Reception(service.link, frame.transfer, targets, self)
+        self.reception = Reception(link, frame.transfer, [landing.memory], self)
         self._pushes = pushes
+        self._landing = landing
 
     def part_verified(self, index: int, digest: bytes) -> None:
-        self._pushes.verified(self.index, digest)
+        self._pushes.verified(self.index, digest, self._landing)
 
     def reception_failed(self, error: Exception) -> None:
         self._pushes.failed(error)

@@ -184,7 +184,7 @@ class ServedSelect(msgspec.Struct, eq=False):
         if lease is None or self._offering is not None:
             return  # what was to be offered has ended, or was offered meanwhile
         entry = lease.entry
-        holder = None if self.streams else self.payer.holder
+        holder = None if self.streams else self.payer.showing.holder
         if not entry.complete and not may_begin(entry, holder, streams=self.streams):
             return
         if link.outgoing_bytes > _BUSY_BYTES:
@@ -198,7 +198,7 @@ class ServedSelect(msgspec.Struct, eq=False):
             self.payer.loop.call_soon(self._fail, exc)
 
     def _grant_devices(self, frame: GrantDevices) -> None:
-        way = self.payer.way
+        way = self.payer.devices.way
         if way is None:
             raise RemoteProtocolError("a grant of memory that nothing leads to")
         if self._offering is not None:

@@ -6,38 +6,23 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asynckv.buffers.answers import Answer
-from asynckv.buffers.manifest import INLINE_NBYTES, pack
-from asynckv.buffers.serve_insert import answer
+from asynckv.buffers.hoisting import Hoisting
+from asynckv.buffers.serve_devices import DeviceService
+from asynckv.buffers.serve_get import ServedGet
 from asynckv.buffers.serve_lookup import Answered
 from asynckv.buffers.serve_pins import ServedPin
+from asynckv.buffers.serve_put import ServedPut
+from asynckv.buffers.sharing import MapDigest
+from asynckv.buffers.showing import Showing
 from asynckv.buffers.store import StoreBuffer
-from asynckv.buffers.store_ledger import PendingPut, PinnedValue
+from asynckv.buffers.store_ledger import PinnedValue
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
-from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
+from asynckv.errors import BufferClosed
 from asynckv.links.link import Link
-from asynckv.links.receiving import Reception
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import (
-    Cancel,
-    Cancelled,
-    Contains,
-    Delete,
-    Frame,
-    Get,
-    Nack,
-    Offer,
-    OpeningFrame,
-    Put,
-    Result,
-    Took,
-)
-from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.frames import Contains, Delete, Get, OpeningFrame, Put, Result
+from asynckv.protocol.ipc_frames import OpenStoreIpc
 from asynckv.protocol.pin_frames import Pin
-from asynckv.protocol.values import TensorRecord
-from asynckv.tensors.runs import fill, joined
-from asynckv.tensors.views import dtype_of
 
 __all__ = ("StoreService",)
 
@@ -45,13 +30,25 @@ __all__ = ("StoreService",)
 class StoreService:
     """Answers the requests that one link makes of ``buffer``.
 
-    ``kept`` is charged for what they keep while they are open.
+    ``kept`` is charged for what they keep while they are open. ``showing`` is what
+    the peer is shown of the buffer's memory, and compares a ``map_digest`` of;
+    ``devices`` connects its GPU with the buffer's.
     """
 
-    def __init__(self, buffer: StoreBuffer, link: Link, kept: LinkBytes) -> None:
+    def __init__(
+        self,
+        buffer: StoreBuffer,
+        link: Link,
+        kept: LinkBytes,
+        devices: DeviceService,
+        map_digest: MapDigest = "edges",
+    ) -> None:
         self.buffer = buffer
         self.link = link
         self.kept = kept
+        self.devices = devices
+        self.showing = Showing(link, buffer.sharing, map_digest)
+        self.hoisting = Hoisting(buffer.pool)
         self.loop = asyncio.get_running_loop()
         self.is_leaving = False
         self.under_way: set[object] = set()
@@ -64,6 +61,8 @@ class StoreService:
     ) -> StreamHandler | None:
         """Answer a request; ``None`` if it is none of a store buffer's."""
         fingerprint = self.link.fingerprint
+        if isinstance(frame, OpenStoreIpc):
+            return self.showing.open(stream, frame)
         if not isinstance(frame, Put | Get | Delete | Contains | Pin):
             return None
         if self.is_leaving:
@@ -73,12 +72,12 @@ class StoreService:
                 was_there = self.buffer.remove(key, fingerprint)
                 return self._answer(stream, Result(int(was_there)))
             case Put():
-                return _ServedPut(self, stream, frame, body)
+                return ServedPut(self, stream, frame, body)
             case Get(key=key):
                 pinned = self._lookup(key)
                 if pinned is None:
                     return self._answer(stream, Result(0))
-                return _ServedGet(self, stream, pinned)
+                return ServedGet(self, stream, pinned)
             case Pin():
                 return ServedPin(self, stream, frame.keys)
             case _:
@@ -156,146 +155,3 @@ class StoreService:
         stream.send(last)
         stream.close()
         return Answered()
-
-
-class _ServedPut:
-    """One remote put: received straight into the store's memory."""
-
-    def __init__(
-        self, service: StoreService, stream: LinkStream, frame: Put, body: bytes
-    ) -> None:
-        if frame.spec is None or frame.inline != (frame.spec.nbytes == len(body)):
-            raise RemoteProtocolError("a put's body is not the tensor it declares")
-        try:
-            dtype_of(frame.spec.dtype)
-        except ValueError as exc:
-            raise RemoteProtocolError(str(exc)) from exc
-        self._service = service
-        self._stream = stream
-        self._frame = frame
-        self._spec = frame.spec
-        # What rode along in vain is asked for by payload once there is room.
-        fits = frame.inline and service.kept.inserts.fits(REQUEST_NBYTES + len(body))
-        self._inline = body if fits else None
-        nbytes = REQUEST_NBYTES + (len(body) if fits else 0)
-        service.link.payload.announce(frame.transfer)
-        self._reception: Reception | None = None
-        self._digest: Answer[bytes] = Answer()
-        self._task = service.run(self._run, f"put of {frame.key}", nbytes)
-        self._task.add_done_callback(lambda task: answer(stream, task))
-
-    def part_verified(self, index: int, digest: bytes) -> None:
-        self._digest.give(digest)
-
-    def reception_failed(self, error: Exception) -> None:
-        self._digest.fail(error)
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        match frame:
-            case Cancel():
-                self._task.cancel()
-            case Done() | Riders() if self._reception is not None:
-                self._reception.on_parts(frame, body)
-            case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
-
-    def on_lost(self, error: PeerLost) -> None:
-        self._task.cancel()
-
-    async def _run(self) -> None:
-        store, link = self._service.buffer, self._service.link
-        pending = await store.reserve(self._frame.key, self._spec, link.fingerprint)
-        try:
-            store.commit(pending, await self._receive(pending))
-        finally:
-            try:
-                if self._reception is not None:
-                    await self._reception.quiesce()
-            finally:  # also if it was cancelled again meanwhile
-                store.discard(pending)
-
-    async def _receive(self, pending: PendingPut) -> bytes:
-        if self._inline is not None:
-            digest = digest_of(self._inline)
-            if self._frame.digest and self._frame.digest != digest:
-                raise ChecksumError(f"{self._frame.key!r} changed on its way")
-            fill(pending.region.memory(), memoryview(self._inline))  # at most 64 KiB
-            return digest
-        self._reception = Reception(
-            self._service.link,
-            self._frame.transfer,
-            [pending.region.memory()],
-            self,
-            has_riders=True,
-        )
-        self._reception.begin()
-        self._stream.send(Grant(self._frame.transfer))
-        return await self._digest
-
-
-class _ServedGet:
-    """One remote get: sent straight from the store's memory, which stays pinned."""
-
-    def __init__(
-        self, service: StoreService, stream: LinkStream, pinned: PinnedValue
-    ) -> None:
-        self._service = service
-        self._stream = stream
-        self._pinned = pinned
-        self._transfer = service.link.new_transfer()
-        self._is_sending = False
-        service.under_way.add(self)
-        self._offer_when_writable()
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        match frame:
-            case Grant() if not self._is_sending:
-                self._send()
-            case Took():
-                self._end(None)
-            case Cancel() | Nack():
-                self._end(Cancelled())
-            case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
-
-    def on_lost(self, error: PeerLost) -> None:
-        self._end(None)
-
-    def _offer_when_writable(self) -> None:
-        link, pinned = self._service.link, self._pinned
-        if self not in self._service.under_way:
-            return
-        if link.outgoing_bytes > 4 * 2**20:
-            link.call_when_drained(self._offer_when_writable)
-            return
-        inline = pinned.spec.nbytes <= INLINE_NBYTES
-        record = TensorRecord("value", pinned.spec, pinned.digest)
-        pieces = [joined(pinned.region.memory())] if inline else []
-        body = pack([record], None, None, pieces)
-        self._stream.send(Offer(transfer=self._transfer, inline=inline), body)
-        if inline:
-            self._end(Result(1))
-
-    def _send(self) -> None:
-        self._is_sending = True
-        self._service.link.payload.send(
-            self._transfer,
-            0,
-            self._pinned.region.memory(),
-            self._sent,
-            digest=self._pinned.digest or None,
-        )
-
-    def _sent(self, digest: bytes, error: BaseException | None) -> None:
-        if error is None:  # or else the link ends
-            self._stream.send(Done(self._transfer, 0, digest))
-
-    def _end(self, last: Frame | None) -> None:
-        if self._is_sending:
-            self._service.link.payload.stop(self._transfer)
-        if last is not None:
-            self._stream.send(last)
-        self._stream.close()
-        self._service.buffer.release(self._pinned)
-        self._service.kept.queries.give(REQUEST_NBYTES)
-        self._service.ended(self)

@@ -9,7 +9,7 @@ from asynckv.buffers.entries import EntryState
 from asynckv.buffers.manifest import unpack
 from asynckv.buffers.serve_insert import answer, draft_of, kept_nbytes
 from asynckv.buffers.serve_pushes import ServedPushes
-from asynckv.errors import ConfigError, EntryAborted, PeerLost, RemoteProtocolError
+from asynckv.errors import EntryAborted, PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import (
     Cancel,
@@ -33,11 +33,6 @@ class ServedWriter:
     def __init__(
         self, service: LookupService, stream: LinkStream, frame: Insert, body: bytes
     ) -> None:
-        if service.buffer.is_on_gpu:
-            raise ConfigError(
-                "layers come to a buffer on a GPU from its own process alone, so far",
-                hint="insert whole entries, or serve a buffer in host memory",
-            )
         self._service = service
         self._stream = stream
         self._frame = frame

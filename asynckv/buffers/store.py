@@ -5,28 +5,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Self
+from typing import Final
 
 import anyio
 import torch
 
 from asynckv.abc import KVStoreBuffer
+from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.store_ledger import PendingPut, PinnedValue, StoreLedger
 from asynckv.buffers.store_room import StoreRoom
 from asynckv.errors import BufferClosed, EntryTooLarge
-from asynckv.loops import LoopBound
-from asynckv.tensors.devices import DeviceName, device_named
-from asynckv.tensors.growth import Growth
+from asynckv.tensors.devices import DeviceName
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
-from asynckv.types import KVFingerprint, TensorSpec, parse_bytes
+from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = ("StoreBuffer", "check_key")
 
 _MAX_KEY_LENGTH: Final = 512
 
 
-class StoreBuffer(LoopBound, KVStoreBuffer):
+class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
     """Values in this process's memory, for readers here and, served, elsewhere.
 
     ``max_bytes`` is a hard bound on the bytes held. To make room the least
@@ -53,35 +52,9 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         device: DeviceName | None = None,
     ) -> None:
         self.fingerprint = KVFingerprint.of(fingerprint)
-        self._device = device_named(device)
-        self._growth = Growth(
-            parse_bytes(max_bytes), lambda: self._room.advance(), self._device
-        )
-        self.pool = self._growth.make_pool()
-        self._arena = self._growth.arena
+        super().__init__(max_bytes, device, lambda: self._room.advance())
         self._ledger = StoreLedger(self._arena, lambda: self._room.advance())
         self._room = StoreRoom(self._ledger)
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """Is what it holds, and hands out, in memory of a GPU?"""
-        return self._device is not None
-
-    async def open(self) -> None:
-        """Get the memory of the GPU that it is to be on, if any. Again is nothing.
-
-        Entering the buffer does that, or its first put. A cancelled call leaves no
-        trace.
-
-        :raises GPUUnavailable: CuPy, a driver or the GPU is missing
-        :raises GPUFailed: the GPU has no memory left
-        """
-        self._check_loop()
-        await self._growth.open()
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
 
     async def put(self, key: str, value: torch.Tensor | None) -> None:
         if value is None:
@@ -108,7 +81,7 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         self._check_usable(key)
         if into is not None:
             # Refuses what nothing can land in, also on a miss.
-            check_landing_place(into, may_be_on_gpu=self.is_on_gpu)
+            check_landing_place(into, may_be_on_gpu=True)
         pinned = self.lookup(key, self.fingerprint)
         if pinned is None:
             return None
@@ -170,12 +143,11 @@ class StoreBuffer(LoopBound, KVStoreBuffer):
         self.abort()
         with anyio.CancelScope(shield=True):
             await self._room.aclose()
-            await self._growth.aclose()
+            await self._wait_closed()
 
     def abort(self) -> None:
         self._ledger.close()
-        self.pool.close()
-        self._growth.close()
+        self._close_memory()
 
     async def reserve(
         self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None

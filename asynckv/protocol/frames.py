@@ -17,7 +17,7 @@ from asynckv.protocol.device_frames import (
     OpenDevices,
     SentDevices,
 )
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
+from asynckv.protocol.ipc_frames import Exported, Imported, OpensIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.pin_frames import Pin, Pinned
@@ -449,7 +449,7 @@ OpeningFrame: TypeAlias = (
     | JoinGroup
     | OpenDevices
     | OpenMap
-    | OpenIpc
+    | OpensIpc
     | OpenPipe
 )
 

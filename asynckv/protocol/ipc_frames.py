@@ -1,18 +1,19 @@
 """Control frames by which two processes agree to share the memory of a GPU.
 
-One stream a link: :class:`OpenIpc`, :class:`Exported`, :class:`Imported`, then
-``Accepted`` or a ``Failure``. As in :mod:`asynckv.protocol.frames`, values only.
+One stream a link and buffer: :class:`OpenIpc` or :class:`OpenStoreIpc`,
+:class:`Exported`, :class:`Imported`, then ``Accepted`` or a ``Failure``. As in
+:mod:`asynckv.protocol.frames`, values only.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from asynckv.protocol.values import Count, Id, Token
 
-__all__ = ("Exported", "Imported", "OpenIpc")
+__all__ = ("Exported", "Imported", "OpenIpc", "OpenStoreIpc", "OpensIpc")
 
 _Uuid = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -28,6 +29,15 @@ class OpenIpc(_Base, frozen=True, tag="openipc"):
     """
 
     uuid: _Uuid
+
+
+class OpenStoreIpc(_Base, frozen=True, tag="openstoreipc"):
+    """As :class:`OpenIpc`, of the memory that the store buffer's values are in."""
+
+    uuid: _Uuid
+
+
+OpensIpc: TypeAlias = OpenIpc | OpenStoreIpc
 
 
 class Exported(_Base, frozen=True, tag="exported"):

@@ -37,6 +37,10 @@ class FakeDevice:
         """Return a copy on the GPU, of the application's own."""
         return self.tensors.on_gpu(tensor, self.index)
 
+    def stagings(self) -> Stagings:
+        """Return what copies tensors of the GPU for a pool in host memory."""
+        return Stagings(lambda: self.process.cuda, self.tensors)
+
 
 def fake_device_of(process: FakeProcess, index: int = 0) -> FakeDevice:
     """Return a GPU of a fake process."""

@@ -38,12 +38,14 @@ class GpuPair:
 
 
 @asynccontextmanager
-async def open_gpu_pair(gpus: FakeGpus, **options: Any) -> AsyncIterator[GpuPair]:
+async def open_gpu_pair(
+    gpus: FakeGpus, *, buffer_bytes: int = 16 * 2**20, **options: Any
+) -> AsyncIterator[GpuPair]:
     """Open both, in two fake processes; ``options`` are those of ``connect``."""
     ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process())
     asked = {"device": theirs.device, "max_bytes": "16MiB", **options}
     async with (
-        LookupBuffer("16MiB", device=ours.device, drain_s=0) as buffer,
+        LookupBuffer(buffer_bytes, device=ours.device, drain_s=0) as buffer,
         serve("tcp://127.0.0.1:0", lookup=buffer) as server,
         connect(server.url, **asked) as peer,
     ):

@@ -32,9 +32,9 @@ class NcclBuffers:
     def way(self) -> GpuLink:
         """The server's end of what connects both GPUs."""
         (services,) = [s for s in self.server._services if not s.is_lost]
-        if services.lookup is None or services.lookup.way is None:
+        if services.devices.way is None:
             raise LookupError("nothing connects both GPUs")
-        return services.lookup.way
+        return services.devices.way
 
     @property
     def near_way(self) -> GpuLink:

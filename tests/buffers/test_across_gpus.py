@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import pytest
 import torch
 
 from asynckv.abc import KVEntry
-from asynckv.buffers.entries import EntryState
+from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
-from asynckv.errors import ConfigError, GPUFailed
+from asynckv.buffers.serve_lookup import LookupService
+from asynckv.errors import GPUFailed, LeaseLost
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing.lookup_checks.values import (
+    LOOKUP_MAX_BYTES,
+    MIB,
+    LookupCheck,
+    noise,
+)
+from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.types import TensorSpec
+
+SMALL = 64 * 1024
+LAYERS = {"key": TensorSpec((MIB,), "uint8"), "hidden": TensorSpec((8,), "uint8")}
 
 
 @pytest.fixture
@@ -41,6 +53,15 @@ async def on_gpu(local: LookupBuffer) -> AsyncIterator[tuple[FakeDevice, Peer]]:
             yield gpu, peer
 
 
+def only(tensor: object) -> torch.Tensor:
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def is_on_gpu(entry: StoredEntry) -> bool:
+    return any(region.is_on_device for region in entry.regions)
+
+
 async def fill(buffer: LookupBuffer) -> None:
     """Insert a large tensor and a small one."""
     await buffer.insert([1], None, noise(MIB), None, noise(8))
@@ -52,7 +73,7 @@ async def test_large_and_small_parts_of_a_gpu_come_through_host_memory(
     await fill(pair.buffer)
     entry = await pair.peer.lookup.drop_select([1])
     assert isinstance(entry.key, torch.Tensor) and not entry.key.is_cuda
-    assert is_same(entry.key, noise(MIB)) and is_same(entry.hidden, noise(8))
+    assert is_same(only(entry.key), noise(MIB)) and is_same(entry.hidden, noise(8))
 
 
 async def test_large_and_small_parts_get_to_a_gpu_through_host_memory(
@@ -61,7 +82,7 @@ async def test_large_and_small_parts_get_to_a_gpu_through_host_memory(
     await pair.peer.lookup.insert([1], None, noise(MIB), None, noise(8))
     entry = await pair.buffer.drop_select([1])
     assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
-    assert is_same(entry.key, noise(MIB)) and is_same(entry.hidden, noise(8))
+    assert is_same(only(entry.key), noise(MIB)) and is_same(entry.hidden, noise(8))
 
 
 async def test_a_stream_from_a_gpu_comes_through_host_memory(pair: GpuPair) -> None:
@@ -120,11 +141,55 @@ async def test_who_waits_for_an_entry_that_its_gpu_has_lost_is_told(
     assert is_same((await pair.peer.lookup.drop_select([1])).hidden, noise(8))
 
 
-async def test_layers_come_to_a_gpu_from_its_own_process_alone(pair: GpuPair) -> None:
-    specs = {"key": TensorSpec((8,), "uint8")}
-    with pytest.raises(ConfigError, match="from its own process"):
-        async with pair.peer.lookup.open_insert([1], None, specs):
-            raise AssertionError
+async def test_layers_of_a_peer_get_to_a_gpu_as_they_come(pair: GpuPair) -> None:
+    async with (
+        pair.peer.lookup.open_insert([1], None, LAYERS) as writer,
+        pair.buffer.open_drop_select([1]) as stream,
+    ):
+        for salt, (name, spec) in enumerate(LAYERS.items(), 1):
+            await writer.put(name, noise(spec.nbytes, salt))
+            found = await stream.wait_for(name)
+            assert found.is_cuda and is_same(found, noise(spec.nbytes, salt))
+
+
+async def test_a_cancelled_put_of_a_layer_may_be_made_again(pair: GpuPair) -> None:
+    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+        is_put = False
+
+        async def put() -> None:
+            if not is_put:
+                await writer.put("key", noise(MIB, 3))
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+            nonlocal is_put
+            is_put = not outcome.cancelled
+
+        await sweep_cancellation(put, check, modes=("task",))
+        await writer.put("hidden", noise(8))
+    assert is_same(only((await pair.buffer.drop_select([1])).key), noise(MIB, 3))
+
+
+async def test_a_layer_that_its_gpu_refuses_fails_its_writer(
+    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
+) -> None:
+    def fail(*anything: object) -> None:
+        raise GPUFailed("it has fallen off the bus")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.ours.process.cuda, "copy", fail)
+        with pytest.raises(GPUFailed, match="off the bus"):
+            async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+                await writer.put("key", noise(MIB))
+                await writer.put("hidden", noise(8))
+    await until(lambda: not pair.buffer.statistics().used_bytes)
+
+
+async def test_an_entry_that_is_taken_early_needs_no_more_layers(pair: GpuPair) -> None:
+    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+        async with pair.buffer.open_drop_select([1]):
+            await writer.put("hidden", noise(8))
+        await writer.put("key", noise(MIB))
+    await until(lambda: not pair.buffer.statistics().used_bytes)
 
 
 async def test_a_stream_by_lanes_is_lifted_to_the_gpu_once(
@@ -160,3 +225,62 @@ async def test_a_place_on_the_gpu_that_does_not_fit_gives_the_entry_back(
         await peer.lookup.drop_select([1], into={"key": gpu.tensor(noise(8))})
     await until(lambda: not local.statistics().leased)
     assert is_same((await peer.lookup.drop_select([1])).hidden, noise(8))
+
+
+async def test_an_entry_that_leaves_while_a_layer_is_lifted_needs_it_no_more(
+    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
+) -> None:
+    run, leases = LookupService.run, pair.buffer.ledger.leases
+
+    def run_too_late(
+        service: LookupService, doing: Coroutine[Any, Any, None], name: str
+    ) -> asyncio.Task[None]:
+        if name == "copy to a GPU":
+            (entry,) = pair.buffer.ledger.book.entries.values()
+            leases.acknowledge(next(iter(entry.leases.values())))
+        return run(service, doing, name)
+
+    monkeypatch.setattr(LookupService, "run", run_too_late)
+    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+        with pytest.raises(LeaseLost):
+            async with pair.buffer.open_drop_select([1]):
+                await writer.put("key", noise(MIB))
+                await until(lambda: not pair.buffer.ledger.book.entries)
+        await writer.put("hidden", noise(8))
+    await until(lambda: not pair.buffer.statistics().used_bytes)
+
+
+async def test_small_entries_get_to_and_from_a_gpu_that_holds_many_of_them(
+    pair: GpuPair,
+) -> None:
+    count = 4 * MIB // SMALL + 8  # more than stay in host memory
+    for number in range(count):
+        await pair.peer.lookup.insert([number], None, noise(SMALL, number), None, None)
+    on_gpu = [e for e in pair.buffer.ledger.book.entries.values() if is_on_gpu(e)]
+    assert len(on_gpu) >= 8
+    for number in range(count):
+        entry = await pair.peer.lookup.drop_select([number])
+        assert is_same(only(entry.key), noise(SMALL, number))
+
+
+async def test_small_layers_get_to_a_gpu_that_holds_many(pair: GpuPair) -> None:
+    for number in range(4 * MIB // SMALL):
+        await pair.buffer.insert([number], None, noise(SMALL, 1), None, None)
+    specs = {"key": TensorSpec((SMALL,), "uint8")}
+    async with pair.peer.lookup.open_insert([777], None, specs) as writer:
+        await writer.put("key", noise(SMALL, 7))
+    assert is_on_gpu(pair.buffer.ledger.book.entries[writer.entry_id])
+    assert is_same(only((await pair.buffer.drop_select([777])).key), noise(SMALL, 7))
+
+
+@pytest.mark.parametrize("device", [None, "theirs"])
+@pytest.mark.parametrize("check", LOOKUP_CHECKS, ids=lambda check: check.__name__)
+async def test_a_served_lookup_on_a_gpu_keeps_what_every_one_keeps(
+    gpus: FakeGpus, check: LookupCheck, device: str | None
+) -> None:
+    options = {"device": None} if device is None else {}
+    async with (
+        open_gpu_pair(gpus, buffer_bytes=LOOKUP_MAX_BYTES, **options) as pair,
+        connect(pair.peer.url) as producer,
+    ):
+        await check(producer.lookup, pair.peer.lookup, pair.buffer)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.getting import Getting
+from asynckv.buffers.getting import Getting, GettingBy
 from asynckv.buffers.manifest import pack
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import AsyncKVError, ChecksumError, PeerLost, RemoteProtocolError
@@ -23,6 +23,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
+from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import LinkPair, linked
@@ -32,7 +33,8 @@ MIB = 2**20
 
 
 def getting_on(link: Link, into: torch.Tensor | None = None) -> Getting:
-    return Getting(link, "key", into, ReceiveBudget(2 * MIB))
+    by = GettingBy(ReceiveBudget(2 * MIB), CopyPool())
+    return Getting(link, "key", into, by)
 
 
 def offer(stream: LinkStream, *names: str) -> None:

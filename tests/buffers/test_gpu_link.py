@@ -16,7 +16,7 @@ from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, GPUUnavailable, PeerLost
 from asynckv.tensors.devices import Device
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
     CancelMode,
     Outcome,
@@ -218,10 +218,16 @@ async def test_a_cancelled_connect_leaves_both_workers_to_others(
 
 
 async def test_a_server_that_leaves_lets_workers_meet_first(pair: NcclBuffers) -> None:
-    way, (services,) = pair.way, pair.server._services
-    assert services.lookup is not None and services.lookup.is_idle
-    opening = asyncio.get_running_loop().create_future()
-    way._opening = asyncio.ensure_future(opening)
-    assert not services.lookup.is_idle
-    opening.set_result(None)
-    assert services.lookup.is_idle
+    (services,), meeting = pair.server._services, asyncio.Event()
+    await services.devices.wait_idle()
+    opening = asyncio.ensure_future(_wait(meeting))
+    services.devices._tasks.add(opening)
+    leaving = asyncio.create_task(services.devices.wait_idle())
+    await until_blocked(leaving)
+    meeting.set()
+    await leaving
+    services.devices._tasks.clear()
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()

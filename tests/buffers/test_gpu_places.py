@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 
-from asynckv.buffers.gpu_places import _ready, may_land_on_gpu, places_on_gpu
+from asynckv.buffers.gpu_places import may_land_on_gpu, places_on_gpu, ready_memory
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -56,6 +56,6 @@ async def test_a_place_is_waited_for_until_its_owner_is_done() -> None:
         await growth.aclose()
 
 
-async def test_a_place_that_nobody_uses_is_ready() -> None:
+async def test_a_place_that_nobody_uses_isready_memory() -> None:
     place = DeviceMemory(1, 1, 0)
-    assert await _ready(place) == place
+    assert await ready_memory(place) == place

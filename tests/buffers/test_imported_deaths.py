@@ -25,6 +25,10 @@ async def main():
         sys.argv[2], device=device, max_bytes="64MiB", reconnect_s=0
     ) as peer:
         print(peer.transport, flush=True)
+        if sys.argv[3] == "get":
+            value = await peer.store.get("key")
+            print(value.cpu().float().mean().item(), flush=True)
+            return
         if sys.argv[3] == "copy":
             entry = await peer.lookup.drop_select([1])
             print(entry.key.cpu().float().mean().item(), flush=True)
@@ -42,11 +46,14 @@ except asynckv.PeerLost:
 """
 PRODUCER = """
 async def main():
+    device = open_device()
     async with (
-        asynckv.LookupBuffer("64MiB", drain_s=0, device=open_device()) as lookup,
-        asynckv.serve("tcp://127.0.0.1:0", lookup=lookup) as server,
+        asynckv.LookupBuffer("64MiB", drain_s=0, device=device) as lookup,
+        asynckv.StoreBuffer("64MiB", device=device) as store,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
     ):
         print(server.url, flush=True)
+        await store.put("key", torch.full((2**20,), 3.0))
         for value in (1.0, 2.0):
             await lookup.insert([1], None, torch.full((2**20,), value), None, None)
         while True:
@@ -110,6 +117,15 @@ async def test_two_processes_hand_an_entry_over_on_one_gpu(
     async with running(CONSUMER, kind, url, "copy") as consumer:
         assert await line_of(consumer) == "cuda_ipc"
         assert await line_of(consumer) == "1.0"
+
+
+async def test_two_processes_share_a_stored_value_on_one_gpu(
+    kind: GpuKind, producer: asyncio.subprocess.Process
+) -> None:
+    url = await line_of(producer)
+    async with running(CONSUMER, kind, url, "get") as consumer:
+        assert await line_of(consumer) == "cuda_ipc"
+        assert await line_of(consumer) == "3.0"
 
 
 @pytest.mark.trust

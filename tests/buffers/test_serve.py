@@ -169,12 +169,6 @@ async def test_two_fingerprints_are_refused() -> None:
             await serve("mem://", lookup=lookup, store=store).__aenter__()
 
 
-def test_a_store_on_a_gpu_is_its_own_processs_alone() -> None:
-    store = StoreBuffer("1MiB", device="cuda:0")
-    with pytest.raises(ConfigError, match="its own process"):
-        serve("mem://", store=store)
-
-
 async def test_who_comes_while_it_leaves_is_told_so(
     peers: Peers, local: LookupBuffer
 ) -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import Server, serve
-from asynckv.errors import ConfigError, LocalProtocolError
+from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import ConfigError, LocalProtocolError, PeerLost
 from asynckv.links.device_streams import DeviceStream
 from asynckv.links.dial import dial
 from asynckv.protocol.device_frames import GrantDevices, OpenDevices
@@ -79,6 +83,35 @@ async def _say(server: Server, frame: OpenDevices | GrantDevices) -> None:
         link.open_stream(channel, Select(has_key=False)).send(frame)
     await until(lambda: not link.is_open)
     await link.aclose()
+
+
+async def test_buffers_on_two_gpus_lead_nowhere(two_gpus: FakeGpus) -> None:
+    process = two_gpus.process()
+    here, beside = (fake_device_of(process, index).device for index in (0, 1))
+    async with (
+        LookupBuffer("1MiB", device=here, drain_s=0) as lookup,
+        StoreBuffer("1MiB", device=beside) as store,
+        serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
+    ):
+        with pytest.raises(ConfigError, match="on two GPUs"):
+            await ask(server.url)
+
+
+async def test_a_server_that_is_aborted_opens_no_way(two_gpus: FakeGpus) -> None:
+    ours, theirs = two_gpus.process(), two_gpus.process()
+    device = fake_device_of(ours).device
+    async with (
+        StoreBuffer("1MiB", device=device) as store,
+        serve("tcp://127.0.0.1:0", store=store) as server,
+    ):
+        other = fake_device_of(theirs, 1).device
+        peer = connect(server.url, device=other, max_bytes="1MiB", reconnect_s=0)
+        entering = asyncio.create_task(peer.__aenter__())
+        await until(lambda: any(s.devices._tasks for s in server._services))
+        server.abort()
+        with pytest.raises(PeerLost):
+            await entering
+        await peer.aclose()
 
 
 async def test_a_grant_of_what_is_not_offered_any_more_is_late(

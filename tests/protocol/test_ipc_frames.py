@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
+from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, OpenStoreIpc
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
 FRAMES: Final[tuple[msgspec.Struct, ...]] = (
     OpenIpc("0" * 32),
+    OpenStoreIpc("0" * 32),
     Exported("asynckv-0", b"t" * 16, b"h" * 64, 2**30),
     Imported(b"n" * 16),
 )

@@ -22,6 +22,7 @@ from asynckv.testing.cancellations.piping import PIPING
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.selecting import SELECTING
 from asynckv.testing.cancellations.storing import STORING
+from asynckv.testing.cancellations.storing_on_gpus import STORING_ON_GPUS
 from asynckv.testing.cancellations.streaming import STREAMING
 from asynckv.testing.cancellations.sweeper import Sweeper
 
@@ -41,6 +42,7 @@ SCENARIOS: Final[tuple[Scenario, ...]] = (
     *GROUPING,
     *MOVING,
     *ON_GPUS,
+    *STORING_ON_GPUS,
 )
 
 _LARGE_EVERY: Final = 3

@@ -234,8 +234,8 @@ def _calls_of_cuda() -> list[str]:
     return [name for name in names if name.startswith("asynckv-gpu-call")]
 
 
-_LOOKUP: Final = ("LookupBuffer.__aenter__", "LookupBuffer.open")
-_STORE: Final = ("StoreBuffer.__aenter__", "StoreBuffer.open")
+_LOOKUP: Final = ("InMemoryBuffer.__aenter__", "InMemoryBuffer.open")
+_STORE: Final = ("InMemoryBuffer.__aenter__", "InMemoryBuffer.open")
 _PIPE: Final = ("open_pipe", "PipeListener.__aenter__")
 _RECEIVE: Final = ("KVPipe.recv_tensor",)
 _WAY: Final = ("connect",)

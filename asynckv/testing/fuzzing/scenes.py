@@ -23,7 +23,7 @@ from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
+from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, OpenStoreIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
@@ -266,6 +266,7 @@ async def _record_made_up() -> Recording:
     near.send(insert, Commit())
     mapping = near.open("map", OpenMap())
     sharing = near.open("share", OpenIpc("0" * 32))
+    near.open("share too", OpenStoreIpc("0" * 32))
     pass_on(near, far)
     far.send(select, Retract(2))
     far.send(mapping, Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))

@@ -15,6 +15,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
+from asynckv.buffers.serve_devices import DeviceService
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.buffers.serve_store import StoreService
 from asynckv.buffers.store import StoreBuffer
@@ -52,9 +53,11 @@ class _Buffers:
     def __init__(self, link: Link, lookup: LookupBuffer, store: StoreBuffer) -> None:
         self.waiting = WaitingBytes(_BYTES)
         kept = self.waiting.for_link()
+        devices = DeviceService((lookup, store), link, "edges", may_use_nccl=True)
         self.services = (
-            LookupService(lookup, link, kept),
-            StoreService(store, link, kept),
+            LookupService(lookup, link, kept, devices),
+            StoreService(store, link, kept, devices),
+            devices,
         )
 
     def open(

@@ -1,0 +1,73 @@
+"""A buffer in memory of this process: the host's, or a GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+from asynckv.abc import KVCacheBuffer
+from asynckv.buffers.sharing import Sharing
+from asynckv.loops import LoopBound
+from asynckv.tensors.devices import Device, DeviceName, device_named
+from asynckv.tensors.growth import Growth
+from asynckv.types import parse_bytes
+
+__all__ = ("InMemoryBuffer",)
+
+
+class InMemoryBuffer(LoopBound, KVCacheBuffer):
+    """The parent of the buffers that hold bytes themselves, ``max_bytes`` at most.
+
+    With a ``device`` these are in one allocation on that GPU, made when the buffer is
+    entered. ``changed`` is called when memory may have become free.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int | float | str,
+        device: DeviceName | None,
+        changed: Callable[[], None],
+    ) -> None:
+        self._device = device_named(device)
+        self._growth = Growth(parse_bytes(max_bytes), changed, self._device)
+        self._arena = self._growth.arena
+        self.pool = self._growth.make_pool()
+        self.sharing = Sharing(self._arena, changed, self._growth.drop_soon)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Is what it holds, and hands out, in memory of a GPU?"""
+        return self._device is not None
+
+    @property
+    def open_device(self) -> Device | None:
+        """The GPU that its memory is on, once there is some."""
+        pages = self._growth.device_pages
+        return None if pages is None or not pages.is_open else pages.device
+
+    async def open(self) -> None:
+        """Get the memory of the GPU that it is to be on, if any. Again is nothing.
+
+        Entering the buffer does that, or the first value that comes. A cancelled call
+        leaves no trace.
+
+        :raises GPUUnavailable: CuPy, a driver or the GPU is missing
+        :raises GPUFailed: the GPU has no memory left
+        """
+        self._check_loop()
+        await self._growth.open()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    def _close_memory(self) -> None:
+        """Use it no more. What peers and views have of it stays theirs. Never waits."""
+        self.pool.close()
+        self.sharing.close()
+        self._growth.close()
+
+    async def _wait_closed(self) -> None:
+        """Wait until no thread is at it, and for peers that have to close it first."""
+        await self.sharing.aclose()
+        await self._growth.aclose()

@@ -1,0 +1,212 @@
+"""What is stored on a GPU, and layers that get there: for peers, cancelled anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from asynckv.buffers.remote import connect
+from asynckv.buffers.serve import Server
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import Outcome
+from asynckv.testing.cancellations.entries import (
+    LARGE,
+    OVERWRITE,
+    TOKENS,
+    expect_overwritten,
+)
+from asynckv.testing.cancellations.grounds import Ground
+from asynckv.testing.cancellations.scenario import Scenario
+from asynckv.testing.cancellations.sweeper import Sweeper
+from asynckv.testing.expectations import expect, expect_same, is_same, noise
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pairs import open_gpu_pair
+from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "STORING_ON_GPUS",
+    "a_get_between_gpus",
+    "a_get_of_no_gpu",
+    "a_get_on_one_gpu",
+    "a_peer_of_a_store_on_its_gpu",
+    "a_put_to_a_gpu",
+    "layers_to_a_gpu",
+)
+
+_KEY: Final = "key"
+
+
+async def a_peer_of_a_store_on_its_gpu(
+    ground: Ground, sweeper: Sweeper, nbytes: int
+) -> None:
+    """Has the store's memory open, and closes it."""
+    with _gpus() as gpus:
+        async with open_gpu_stores(gpus, device=None) as pair:
+            there = pair.theirs
+
+            async def use() -> None:
+                where = there.device
+                async with connect(
+                    pair.server.url, device=where, max_bytes="1MiB"
+                ) as peer:
+                    expect(peer.transport == "cuda_ipc", "no memory was opened")
+
+            def is_quiet() -> bool:
+                gc.collect()  # the memory of a peer may be in a cycle with it
+                cuda = there.process.cuda
+                return not (cuda._opened or pair.store.sharing._holders)
+
+            async def check(outcome: Outcome[None]) -> None:
+                await until(is_quiet)
+                await until(lambda: len(pair.server._services) == 1)
+
+            await sweeper.sweep("a peer of a store on its GPU", use, check)
+    await ground.check_quiet()
+
+
+async def a_get_on_one_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Into memory of the caller's: quiet when the call has ended."""
+    with _gpus() as gpus:
+        async with open_gpu_stores(gpus) as pair:
+            await _get(pair, ground, sweeper, nbytes)
+            expect(pair.peer.transport == "cuda_ipc", "it came by another way")
+    await ground.check_quiet()
+
+
+async def a_get_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """As on one GPU."""
+    with _gpus() as gpus:
+        async with open_gpu_stores(gpus, theirs=1) as pair:
+            await _get(pair, ground, sweeper, nbytes)
+            expect(pair.peer.transport == "nccl", "the way was lost")
+    await ground.check_quiet()
+
+
+async def a_get_of_no_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Through host memory, to a GPU all the same."""
+    with _gpus() as gpus:
+        async with open_gpu_stores(gpus, device=None) as pair:
+            await _get(pair, ground, sweeper, nbytes)
+    await ground.check_quiet()
+
+
+async def _get(pair: GpuStores, ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    into = pair.theirs.tensor(torch.zeros(nbytes, dtype=torch.uint8))
+    await pair.store.put(_KEY, noise(nbytes, 1))
+
+    async def check(outcome: Outcome[torch.Tensor | None]) -> None:
+        moving = [x for x in pair.theirs.process.space.allocations() if x.users]
+        expect(not moving, f"{len(moving)} pieces of memory are written to")
+        into.fill_(OVERWRITE)
+        expect_same(await pair.peer.store.get(_KEY), noise(nbytes, 1))
+        await _until_quiet(pair, nbytes)
+        expect_overwritten(into)
+
+    await sweeper.sweep(
+        f"a get of {nbytes} bytes of a GPU",
+        lambda: pair.peer.store.get(_KEY, into=into),
+        check,
+    )
+
+
+async def a_put_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """In place of another value, which is there until the new one is."""
+    old, new = noise(nbytes, 1), noise(nbytes, 2)
+    with _gpus() as gpus:
+        async with open_gpu_stores(gpus) as pair:
+            source = pair.theirs.tensor(new)
+
+            async def before() -> None:
+                source.copy_(new)
+                await pair.store.put(_KEY, old)
+
+            async def check(outcome: Outcome[None]) -> None:
+                source.fill_(OVERWRITE)
+                value = await pair.peer.store.get(_KEY)
+                if not outcome.cancelled or not is_same(value, old):
+                    expect_same(value, new)
+                await _until_quiet(pair, nbytes)
+
+            await sweeper.sweep(
+                f"a put of {nbytes} bytes to a GPU",
+                lambda: pair.peer.store.put(_KEY, source),
+                check,
+                before,
+            )
+    await ground.check_quiet()
+
+
+async def layers_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """All of them, or no entry."""
+    specs = {name: TensorSpec((nbytes,), "uint8") for name in ("key", "hidden")}
+    with _gpus() as gpus:
+        async with open_gpu_pair(gpus, buffer_bytes=2**20) as pair:
+            lookup, buffer = pair.peer.lookup, pair.buffer
+            source = pair.theirs.tensor(noise(nbytes, 1))
+
+            async def insert() -> None:
+                async with lookup.open_insert(TOKENS, None, specs) as writer:
+                    for name in specs:
+                        await writer.put(name, source)
+
+            async def check(outcome: Outcome[None]) -> None:
+                await lookup.peek(TOKENS)  # all that was said before is heard
+                await until(lambda: not _coming(pair.server))
+                left = buffer.statistics().entries
+                expect(bool(left) or outcome.cancelled, "it was inserted")
+                if left:
+                    entry = await buffer.drop_select(TOKENS)
+                    key = entry.key if isinstance(entry.key, torch.Tensor) else None
+                    expect_same(key, noise(nbytes, 1))
+                    expect_same(entry.hidden, noise(nbytes, 1))
+                    del entry, key
+                await until(lambda: not buffer.statistics().used_bytes)
+
+            await sweeper.sweep(f"layers of {nbytes} bytes to a GPU", insert, check)
+    await ground.check_quiet()
+
+
+def _coming(server: Server) -> int:
+    every = [services.lookup for services in server._services]
+    return sum(len(lookup._tasks) for lookup in every if lookup is not None)
+
+
+async def _until_quiet(pair: GpuStores, nbytes: int) -> None:
+    """Only the value is held, and by nobody."""
+    await until(lambda: not pair.store.sharing.mapped_by)
+    await until(lambda: pair.store.statistics().used_bytes == nbytes)
+    await until(lambda: not pair.peer.budget.used_bytes)
+    expect(not pair.pinned_bytes, "the peer keeps memory of the store")
+
+
+@contextlib.contextmanager
+def _gpus() -> Iterator[FakeGpus]:
+    """Two, on which nothing was done that hardware punishes."""
+    gpus = FakeGpus(2, max_delay=2)
+    try:
+        yield gpus
+        expect(not gpus.faults, gpus.faults)
+    finally:
+        for _ in range(2):  # the first lets views go, the second what they were of
+            gc.collect()
+        gpus.close()
+
+
+_PEER: Final = ("connect",)
+_GET: Final = ("RemoteStoreBuffer.get",)
+_PUT: Final = ("RemoteStoreBuffer.put",)
+_LAYERS: Final = ("RemoteLookupBuffer.open_insert", "RemoteWriter.put")
+
+STORING_ON_GPUS: Final = (
+    Scenario(a_peer_of_a_store_on_its_gpu, _PEER, ("local",), (0,), is_costly=True),
+    Scenario(a_get_on_one_gpu, _GET, ("local",), (LARGE,), is_costly=True),
+    Scenario(a_get_between_gpus, _GET, ("local",), (LARGE,), is_costly=True),
+    Scenario(a_get_of_no_gpu, _GET, ("local",), (LARGE,), is_costly=True),
+    Scenario(a_put_to_a_gpu, _PUT, ("local",), (LARGE,), is_costly=True),
+    Scenario(layers_to_a_gpu, _LAYERS, ("local",), (LARGE,), is_costly=True),
+)

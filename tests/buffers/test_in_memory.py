@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.buffers.in_memory import InMemoryBuffer
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.store import StoreBuffer
+from asynckv.testing.fake_devices import fake_device
+
+KINDS = [LookupBuffer, StoreBuffer]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_has_no_device_is_in_host_memory(
+    kind: type[LookupBuffer | StoreBuffer],
+) -> None:
+    async with kind("1MiB") as buffer:
+        assert isinstance(buffer, InMemoryBuffer)
+        assert not buffer.is_on_gpu and buffer.open_device is None
+        await buffer.open()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_device_is_open_while_the_buffer_is(
+    kind: type[LookupBuffer | StoreBuffer],
+) -> None:
+    with fake_device() as gpu:
+        buffer = kind("1MiB", device=gpu.device)
+        assert buffer.is_on_gpu and buffer.open_device is None
+        await buffer.open()
+        assert buffer.open_device == gpu.device
+        buffer.abort()
+        await buffer.aclose()
+        assert buffer.open_device is None and not gpu.process.owned

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from asynckv.buffers.part_landing import PartLanding, lift_landed
+from asynckv.errors import ChecksumError
+from asynckv.protocol.digests import digest_of
+from asynckv.tensors.arena import Region
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_arena import DeviceArena
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.views import bytes_of
+from asynckv.testing.expectations import noise
+from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.types import TensorSpec
+
+NBYTES = 2**17
+SPEC = TensorSpec((NBYTES,), "uint8")
+BYTES = bytes_of(noise(NBYTES, 1))
+DIGEST = digest_of(BYTES)
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def pool(gpu: FakeDevice) -> Iterator[CopyPool]:
+    pool = DeviceCopyPool(gpu.device, gpu.device.opened, empty=gpu.device.empty)
+    yield pool
+    pool.close()
+    pool.lanes.close()
+
+
+@pytest.fixture
+def region(gpu: FakeDevice) -> Iterator[Region]:
+    arena = DeviceArena(2**20, gpu.device, wanted=lambda: None, freed=lambda: None)
+    arena.add_slab(arena.pages.make_slab())
+    regions = arena.allocate([NBYTES])
+    assert regions is not None
+    yield regions[0]
+    arena.free(regions)
+    arena.close()
+
+
+async def test_what_is_for_the_host_lands_where_it_belongs(pool: CopyPool) -> None:
+    region = Region(NBYTES, None)
+    landing = PartLanding(region, SPEC, pool)
+    landing.fill(BYTES)
+    await lift_landed([landing], [b"of other bytes"], pool)
+    assert not landing.is_to_be_lifted and region.view() == BYTES
+
+
+@pytest.mark.parametrize("digest", [DIGEST, b""])
+async def test_what_is_for_a_gpu_lands_on_its_way_there(
+    pool: CopyPool, region: Region, digest: bytes
+) -> None:
+    landing = PartLanding(region, SPEC, pool)
+    landing.fill(BYTES)
+    assert landing.is_to_be_lifted
+    await lift_landed(
+        [landing, PartLanding(Region(1, None), SPEC, pool)], [digest, b""], pool
+    )
+    assert await pool.digest([region.place(SPEC)]) == [DIGEST]
+
+
+async def test_what_changed_on_its_way_is_refused(
+    pool: CopyPool, region: Region
+) -> None:
+    landing = PartLanding(region, SPEC, pool)
+    landing.fill(memoryview(bytes(NBYTES)))
+    with pytest.raises(ChecksumError, match="on its way to the GPU"):
+        await lift_landed([landing], [DIGEST], pool)

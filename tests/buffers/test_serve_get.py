@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
+from asynckv.links.dial import dial
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.device_frames import GrantDevices
+from asynckv.protocol.frames import Cancel, Cancelled, Frame, Get, Offer
+from asynckv.protocol.payload_frames import Grant
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.link_pairs import Hearer, name_of
+from asynckv.testing.lookup_checks.values import MIB, noise
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device(max_delay=20) as gpu:
+        yield gpu
+
+
+@pytest.fixture
+async def store(gpu: FakeDevice) -> AsyncIterator[StoreBuffer]:
+    async with StoreBuffer("8MiB", device=gpu.device) as store:
+        await store.put("key", noise(MIB))
+        yield store
+
+
+@pytest.fixture
+async def link(store: StoreBuffer) -> AsyncIterator[Link]:
+    async with serve("tcp://127.0.0.1:0", store=store) as server:
+        link = await dial(server.url, identity=name_of("peer"))
+        yield link
+        await link.aclose()
+
+
+async def offered(link: Link) -> tuple[LinkStream, Hearer, int]:
+    hearer = Hearer()
+    stream = link.open_stream(hearer, Get("key"))
+    offer, _ = await hearer.next()
+    assert isinstance(offer, Offer) and offer.mapped is None and not offer.inline
+    return stream, hearer, offer.transfer
+
+
+async def test_a_get_that_is_given_up_is_copied_no_further(
+    store: StoreBuffer, link: Link
+) -> None:
+    stream, hearer, transfer = await offered(link)
+    stream.send(Grant(transfer))
+    stream.send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+    await store.put("other", noise(8 * MIB))  # which needs all of the room
+
+
+@pytest.mark.parametrize(
+    "frame", [GrantDevices(2, "off"), GrantDevices(4, "edges")], ids=repr
+)
+async def test_a_grant_of_memory_that_nothing_leads_to_breaks_the_link(
+    link: Link, frame: Frame
+) -> None:
+    stream, _, _ = await offered(link)
+    stream.send(frame)
+    await until(lambda: not link.is_open)
+    assert "nothing leads to" in str(link.error)

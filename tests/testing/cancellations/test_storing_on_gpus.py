@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from asynckv.testing.cancellations.grounds import open_ground
+from asynckv.testing.cancellations.scenario import Scenario
+from asynckv.testing.cancellations.storing_on_gpus import STORING_ON_GPUS
+from asynckv.testing.cancellations.sweeper import Sweeper
+
+
+@pytest.mark.parametrize(
+    "scenario", STORING_ON_GPUS, ids=lambda scenario: scenario.name
+)
+async def test_what_is_stored_on_a_gpu_is_whole_or_as_it_was(
+    scenario: Scenario,
+) -> None:
+    sweeper = Sweeper()
+    async with open_ground("local") as ground:
+        await scenario.run(ground, sweeper, scenario.sizes[-1])
+    assert sweeper.cancelled > 3
