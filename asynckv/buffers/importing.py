@@ -246,9 +246,9 @@ class GpuImports:
         """Open the memory at the other end of ``link``, if that is the same GPU's.
 
         If no buffer is there, open a way from another GPU. If neither can be, one line
-        of the log says why, and payload moves as to a peer in host memory: by a mapping,
-        or by lanes. Waits at most 2 s a buffer and a mapping, and 10 s for a live peer; a
-        cancelled call leaves nothing behind.
+        of the log says why, and payload moves as to a peer in host memory: by a
+        mapping, or by lanes. Waits at most 2 s a buffer and a mapping, and 10 s for a
+        live peer; a cancelled call leaves nothing behind.
 
         :raises IncompatiblePeer: it cannot be mapped, and no other way is wanted
         :raises PeerLost: the link was lost meanwhile
