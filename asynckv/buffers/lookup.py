@@ -114,6 +114,11 @@ class LookupBuffer(LoopBound, KVLookupBuffer):
         """Is what it holds, and hands out, in memory of a GPU?"""
         return self._device is not None
 
+    @property
+    def device(self) -> str:
+        """Where what it holds is: ``"cpu"``, or as torch calls the GPU."""
+        return "cpu" if self._device is None else self._device.name
+
     async def open(self) -> None:
         """Get the memory of the GPU that it is to be on, if any. Again is nothing.
 
