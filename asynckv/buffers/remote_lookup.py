@@ -217,6 +217,11 @@ class RemoteLookupBuffer(KVLookupBuffer):
         self._peer.abort()
 
     @property
+    def shows_gpu_memory(self) -> bool:
+        """Does a ``drop_select`` read a peer's memory of this side's own GPU now?"""
+        return self._peer.is_connected and self._peer.transport == "cuda_ipc"
+
+    @property
     def _is_on_gpu(self) -> bool:
         return self._peer.on_gpu is not None
 
