@@ -368,20 +368,10 @@ class P2PWorker(
             self._notices.release_all(load.order, load.untaken_sources)
 
     def _begin_save(self, order: SaveOrder) -> None:
-        moves = self._registered()
         if order.refusal:
             self._notices.tell_failure(order, self._header_of(order), order.refusal)
             return
-        buffer = self.routes.buffer if self.options.direction == "pull" else None
-        save = P2PSave(
-            moves,
-            order,
-            self._header_of(order),
-            self.options.ttl_s,
-            staging=self._staging,
-            is_local=buffer is not None,
-            is_on_their_gpu=buffer is not None and moves.fit(buffer.device),
-        )
+        save = self._new_save(order)
         life: Life | None = self._transfers.begin(
             order.request_id,
             "send",
@@ -393,6 +383,19 @@ class P2PWorker(
             self._notices.tell_failure(order, self._header_of(order), reason)
         else:
             self._saves[life] = save
+
+    def _new_save(self, order: SaveOrder) -> P2PSave:
+        moves = self._registered()
+        buffer = self.routes.buffer if self.options.direction == "pull" else None
+        return P2PSave(
+            moves,
+            order,
+            self._header_of(order),
+            self.options.ttl_s,
+            staging=self._staging,
+            is_local=buffer is not None,
+            is_on_their_gpu=buffer is not None and moves.fit(buffer.device),
+        )
 
     def _header_of(self, order: SaveOrder) -> EntryHeader:
         return EntryHeader(

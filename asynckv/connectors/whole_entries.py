@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import AsyncIterator
 
 import torch
@@ -13,7 +14,7 @@ from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import spec_of
 
-__all__ = ("WholeEntry", "open_entry")
+__all__ = ("WholeEntry", "forget_locals", "open_entry")
 
 
 @contextlib.asynccontextmanager
@@ -34,8 +35,22 @@ async def open_entry(
         del entry  # its views are to end with this
         try:
             yield whole
+        except BaseException as exc:
+            forget_locals(exc)
+            raise
         finally:
             whole.close()
+
+
+def forget_locals(error: BaseException) -> None:
+    """Let the calls that ``error`` has ended hold no tensor, whoever keeps the error.
+
+    The peer's memory that a view is of is nobody else's as long as it lives.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
 
 
 class WholeEntry(SelectStream):

@@ -37,6 +37,7 @@ GROUNDS: Final = (
     "to two ranks",
     "from two ranks",
     "on GPUs",
+    "buffers on GPUs",
     "store",
     "store large",
     "several",
@@ -65,6 +66,8 @@ async def open_ground(name: str) -> AsyncIterator[_Opened]:
             opened = open_p2p("unix", "push", (2, 1))
         case "on GPUs":
             opened = open_p2p("unix", "push", on_gpus=True)
+        case "buffers on GPUs":
+            opened = open_p2p("unix", model=LARGE, on_gpus=True, are_buffers_there=True)
         case "store" | "store large":
             opened = open_store_ground("tcp", LARGE if "large" in name else SMALL)
         case "several":

@@ -78,17 +78,7 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
     async def before() -> None:
         nonlocal save
         caches.compute()
-        order = ground.save_order(ground.new_name())
-        header = EntryHeader(
-            engine_id="P",
-            rank=0,
-            block_size=worker.engine.block_size,
-            layers=ground.model.layer_names,
-            shape=worker.engine.shape,
-        )
-        save = P2PSave(
-            worker._registered(), order, header, _TIMEOUT_S, staging=worker._staging
-        )
+        save = worker._new_save(ground.save_order(ground.new_name()))
         save.offer_rest()
         await sweeper.pause()
 
@@ -113,7 +103,7 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.hand_over()
 
     await sweeper.sweep("a save", run, check, before)
-    if not worker._registered().is_on_gpu:  # else it writes what a task has gathered
+    if save._gathering is None:  # else it writes what a task has gathered
         await sweeper.sweep("what a save writes", write, check, before)
 
 
