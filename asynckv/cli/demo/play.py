@@ -95,11 +95,9 @@ async def _play(
     display.end(_words(layerwise))
     display.begin("4  slow decoder")
     slow = await acts.slow_decoder(decode)
-    display.end(
-        f"insert waited {write_seconds(slow.longest_wait_s)} at "
-        f"{write_bytes(slow.max_bytes)}, memory +"
-        f"{write_bytes(slow.resident_growth_bytes)}"
-    )
+    growth = write_bytes(slow.resident_growth_bytes)
+    waited, room = write_seconds(slow.longest_wait_s), write_bytes(slow.max_bytes)
+    display.end(f"insert waited {waited} at {room}, memory +{growth}")
     display.begin("5  decoder killed in mid-transfer")
     survival, successor = await acts.kill_decoder(decode)
     display.end(
