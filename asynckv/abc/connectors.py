@@ -309,7 +309,8 @@ class SupportsStreams(abc.ABC):
     def follow(self, mark: object) -> None:
         """What is issued from now on comes after ``mark``, whatever thread issues it.
 
-        Until the next one. Never waits.
+        Until the next one. Never waits. An error that :meth:`mark_stream` raised may
+        be followed too: what is issued then fails by it.
         """
 
 

@@ -64,8 +64,15 @@ class Scratch:
 
         A cancelled call no longer touches the blocks; they may hold a part.
         """
-        if (tensors := self._tensors.pop(layer, None)) is not None:
-            await self.write(layer, tensors)
+        if (tensors := self._tensors.get(layer)) is None:
+            return
+        await self.write(layer, tensors)
+        self.moves.pool.free(self._tensors.pop(layer))
+
+    def drop(self) -> None:
+        """Forget what did not get to its blocks; nothing is put together any more."""
+        for layer in list(self._tensors):
+            self.moves.pool.free(self._tensors.pop(layer))
 
 
 class Assembly:

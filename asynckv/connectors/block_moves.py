@@ -68,7 +68,10 @@ class BlockMoves:
         return gpu_mark(self._any_pool, self.pool.stagings.tensors)
 
     def follow(self, mark: object) -> None:
-        """Let :meth:`now` be ``mark``, which another thread made of its stream."""
+        """Let :meth:`now` be ``mark``, which another thread made of its stream.
+
+        Or raise it: an error that the other thread had instead.
+        """
         self._followed = mark
 
     def now(self) -> Event | None:
@@ -78,6 +81,8 @@ class BlockMoves:
         """
         if self._followed is _NOT_FOLLOWED:
             return self.mark()
+        if isinstance(self._followed, Exception):
+            raise self._followed.with_traceback(None)
         return self._followed  # type: ignore[return-value]
 
     async def reached(self, mark: Event | None) -> None:

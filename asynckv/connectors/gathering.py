@@ -65,8 +65,8 @@ class LayerGathering:
                     raise TimeoutError("no room in host memory, and no time to wait")
                 self.is_waiting_for_room = True
                 await self._staging.more_room.wait()
+                self.is_waiting_for_room = False
                 copy = await self._staging.copy(blocks, self._moves, mark)
-            self.is_waiting_for_room = False
             self._copies[layer] = copy
             self._gathered(layer)
 

@@ -75,10 +75,7 @@ class P2PLoad:
         :raises IncompatiblePeer: what came was not this prompt's, or another model's,
             or not all of it
         """
-        self._untaken, self._unseen = dict(sources), set(sources)
-        for read in reads.values():
-            for layer in self._engine.layers_of(read, self._caches.layers):
-                self._missing[layer] += 1
+        self._expect(reads, sources)
         self.has_begun = True
         try:
             async with asyncio.TaskGroup() as group:
@@ -95,9 +92,19 @@ class P2PLoad:
                 field="layers",
             )
 
+    def _expect(
+        self, reads: Mapping[int, RankRead | None], sources: Mapping[int, Source]
+    ) -> None:
+        """Count what is to come: a layer is there when its last part is."""
+        self._untaken, self._unseen = dict(sources), set(sources)
+        for read in reads.values():
+            for layer in self._engine.layers_of(read, self._caches.layers):
+                self._missing[layer] += 1
+
     def end(self) -> None:
-        """Nothing more will come: nobody waits any longer. Never waits."""
+        """Nothing more will come, and nothing is copied: nobody waits. Never waits."""
         self._is_over = True
+        self._scratch.drop()
         for future in self._waiting.values():
             _set_done(future)
 

@@ -54,7 +54,8 @@ class P2PWorkerStatistics:
     """One rank's transfers: under way, ended, and what was said of them in vain.
 
     ``staged_saves`` were copied since no step could wait for them, ``staged_bytes`` of
-    them are left; ``late_saves`` were given up, as there was no room for that.
+    them are left; ``late_saves`` were given up, as there was no room for that. From a
+    GPU all is copied, and each layer is counted.
     """
 
     loading: int

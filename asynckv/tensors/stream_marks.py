@@ -28,7 +28,6 @@ _names = itertools.count(1)
 @dataclasses.dataclass(eq=False)
 class _Waiting:
     mark: Event
-    deadline_s: float
     tell: Callable[[Exception | None], None]
     is_wanted: bool = True
 
@@ -61,15 +60,23 @@ class StreamMarks:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_settle, future, error)
 
-        one = _Waiting(mark, time.monotonic() + self._limit_s, tell)
+        one = _Waiting(mark, tell)
         with self._changed:
             self._start_thread()
             self._waiting.append(one)
             self._changed.notify()
         try:
-            await future
+            # The loop's own clock: a call of CUDA may keep the thread for ever.
+            done, _ = await asyncio.wait({future}, timeout=self._limit_s)
         finally:
             one.is_wanted = False
+            future.cancel()
+        if not done:
+            raise GPUFailed(
+                f"the engine's stream has not got on within {self._limit_s:g} s",
+                hint="the GPU or its driver is stuck: nvidia-smi",
+            )
+        future.result()
 
     def _start_thread(self) -> None:
         if not self._has_thread:
@@ -82,11 +89,13 @@ class StreamMarks:
         pause_s = _SHORTEST_S
         while True:
             with self._changed:
-                if not self._waiting and not self._changed.wait(_IDLE_S):
+                if not self._waiting:
+                    self._changed.wait(_IDLE_S)
+                if not self._waiting:  # what came as it woke up is waited for too
                     self._has_thread = False
                     return
                 before = list(self._waiting)
-            left = [one for one in before if not _is_over(one, self._limit_s)]
+            left = [one for one in before if not _is_over(one)]
             with self._changed:
                 seen = len(before)
                 self._waiting[:seen] = left
@@ -95,7 +104,7 @@ class StreamMarks:
                 time.sleep(pause_s)  # noqa: TID251 - a thread's
 
 
-def _is_over(one: _Waiting, limit_s: float) -> bool:
+def _is_over(one: _Waiting) -> bool:
     """Look whether a mark was reached, and tell who waits."""
     if not one.is_wanted:
         return True
@@ -106,15 +115,7 @@ def _is_over(one: _Waiting, limit_s: float) -> bool:
     except Exception as exc:  # noqa: BLE001 - told to whoever waits
         one.tell(exc)
         return True
-    if time.monotonic() < one.deadline_s:
-        return False
-    one.tell(
-        GPUFailed(
-            f"the engine's stream has not got on within {limit_s:g} s",
-            hint="the GPU or its driver is stuck: nvidia-smi",
-        )
-    )
-    return True
+    return False
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:

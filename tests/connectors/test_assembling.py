@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.shapes import EngineShape
 from asynckv.tensors.copying import CopyPool
+from asynckv.testing.blocked import until
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import toy_shape
 from asynckv.testing.engines.toy_rank import ToyRank
+from asynckv.testing.fake_devices import fake_device, stagings_of
 from asynckv.types import TensorSpec
 
 MODEL = ToyModel(layers=2)
@@ -155,3 +158,29 @@ def test_a_tensor_that_comes_twice_is_refused() -> None:
     assert assembly.land(f"{layer}.key", key) is None
     with pytest.raises(IncompatiblePeer, match="twice"):
         assembly.land(f"{layer}.key", key)
+
+
+@pytest.mark.parametrize("has_come", [True, False])
+async def test_megabytes_on_their_way_to_a_gpu_are_not_freed_on_the_loop(
+    has_come: bool,
+) -> None:
+    with fake_device() as gpu:
+        cache, freed_by = gpu.tensor(torch.ones(4, 2**19)), list[int]()
+        pool = CopyPool(stagings=stagings_of(gpu))
+        order = LoadOrder("r", "t", "P", ((3,),), num_tokens=8)
+        scratch = Scratch(
+            BlockMoves(PagedCaches({"a": cache}, None), pool), order, None
+        )
+        weakref.finalize(
+            scratch.landing("a")[0], lambda: freed_by.append(threading.get_ident())
+        )
+        if has_come:
+            await scratch.leave("a")
+        scratch.drop()
+        await until(lambda: bool(freed_by))
+        assert freed_by != [threading.get_ident()]
+        assert cache.cpu()[3].any() != has_come
+        pool.close()
+        await until(
+            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
+        )

@@ -5,6 +5,7 @@ import torch
 
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
+from asynckv.errors import GPUFailed
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
 
@@ -25,6 +26,13 @@ async def test_a_mark_that_was_followed_is_what_counts() -> None:
     mark = object()
     moves.follow(mark)
     assert moves.now() is mark
+
+
+async def test_what_the_other_thread_had_in_place_of_a_mark_is_raised() -> None:
+    moves = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
+    moves.follow(GPUFailed("an illegal access"))
+    with pytest.raises(GPUFailed, match="an illegal access"):
+        moves.now()
 
 
 def moves_on(gpu: FakeDevice, cache: torch.Tensor) -> BlockMoves:

@@ -109,3 +109,20 @@ async def test_nothing_is_scattered_before_what_the_stream_still_reads(
     gate.open()
     await running
     assert not moves.caches.pools("a")[0].cpu()[[5, 1]].any()
+
+
+async def test_it_waits_for_room_no_longer_when_it_copies(
+    moves: BlockMoves, gpu: FakeDevice
+) -> None:
+    gate = Gate()
+    gathering = gathering_of(moves, LAYER_NBYTES, [])
+    gathering.offer("a", None)
+    gpu.tensors.stream(0).add(gate)
+    gathering.offer("b", moves.now())
+    running = asyncio.create_task(gathering.run(2))
+    await until(lambda: gathering.is_waiting_for_room)
+    gathering.drop("a")
+    await until(lambda: gathering._staging.used_bytes > 0)
+    assert not gathering.is_waiting_for_room
+    gate.open()
+    await running

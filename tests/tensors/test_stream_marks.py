@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asynckv.errors import GPUFailed
-from asynckv.tensors.cuda import Event
+from asynckv.tensors.cuda import Event, Stream
 from asynckv.tensors.stream_marks import StreamMarks
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.fake_gpus import FakeProcess
@@ -66,4 +66,52 @@ async def test_a_stream_that_does_not_get_on_is_given_up(
     with pytest.raises(GPUFailed, match="has not got on"):
         await StreamMarks(limit_s=0.01).reached(mark(process, stream))
     gate.open()
+    await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))
+
+
+class _Late(threading.Condition):
+    """One whose waits have just timed out when they are notified."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        super().wait(timeout)
+        return False
+
+    @property
+    def has_waiter(self) -> bool:
+        return bool(self._waiters)  # type: ignore[attr-defined]
+
+
+async def test_a_wait_that_begins_as_the_thread_would_end_is_served(
+    process: FakeProcess, stream: FakeStream, marks: StreamMarks
+) -> None:
+    marks._changed = late = _Late()
+    await marks.reached(mark(process, stream))
+    await until(lambda: late.has_waiter)
+    await marks.reached(mark(process, stream))
+
+
+class _Stuck:
+    """A mark of a driver that does not answer."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def query(self) -> bool:
+        return self.answers.wait()
+
+    def record(self, stream: Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def export(self) -> bytes:
+        return b""
+
+    def close(self) -> None: ...
+
+
+async def test_a_call_of_cuda_that_does_not_return_is_given_up() -> None:
+    stuck = _Stuck()
+    with pytest.raises(GPUFailed, match="has not got on"):
+        await asyncio.wait_for(StreamMarks(limit_s=0.01).reached(stuck), 10)
+    stuck.answers.set()
     await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))

@@ -25,6 +25,7 @@ from asynckv.abc import (
     SupportsStreams,
 )
 from asynckv.connectors.transfers import reason_of
+from asynckv.errors import GPUFailed
 from asynckv.integrations.bridge import Bridge
 from asynckv.integrations.vllm.counts import added
 
@@ -244,9 +245,12 @@ class _Driver:
     def mark(self) -> object:
         """Mark where the stream of the calling thread is, which is the engine's.
 
-        Never waits.
+        Never waits, nor raises: by the error each transfer fails, with its reason.
         """
-        return self._streams.mark_stream() if self._streams is not None else None
+        try:
+            return self._streams.mark_stream() if self._streams is not None else None
+        except GPUFailed as exc:
+            return exc
 
     def load(self, mark: object) -> None:
         """Its loads can be issued, after ``mark``."""

@@ -19,6 +19,7 @@ from asynckv.abc import (
     SupportsLayerwise,
     SupportsStreams,
 )
+from asynckv.errors import GPUFailed
 from asynckv.integrations.vllm.worker_role import WorkerRole
 
 
@@ -378,3 +379,22 @@ def test_each_part_of_a_step_comes_after_a_mark_of_the_engines_own_stream() -> N
     role.shutdown()
     assert worker.log[1:6] == ["after 1", "a", "after 2", "load", "after 3"]
     assert set(worker.markers) == {threading.current_thread().name}
+
+
+class _Failing(_OnGpu):
+    def mark_stream(self) -> object:
+        raise GPUFailed("an illegal access")
+
+
+def test_a_stream_that_cannot_be_marked_fails_transfers_and_not_the_engines_step() -> (
+    None
+):
+    worker = _Failing()
+    role = WorkerRole("on a GPU", lambda: worker)
+    role.register({}, {})
+    worker.log.clear()
+    step(role, Orders(), "a")
+    settle(role)
+    role.shutdown()
+    failure = "after an illegal access"
+    assert worker.log[1:6] == [failure, "a", failure, "load", failure]

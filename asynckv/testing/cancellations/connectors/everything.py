@@ -38,6 +38,7 @@ GROUNDS: Final = (
     "from two ranks",
     "on GPUs",
     "buffers on GPUs",
+    "on GPUs from two ranks",
     "store",
     "store large",
     "several",
@@ -68,6 +69,8 @@ async def open_ground(name: str) -> AsyncIterator[_Opened]:
             opened = open_p2p("unix", "push", on_gpus=True)
         case "buffers on GPUs":
             opened = open_p2p("unix", model=LARGE, on_gpus=True, are_buffers_there=True)
+        case "on GPUs from two ranks":
+            opened = open_p2p("unix", "push", (2, 1), on_gpus=True)
         case "store" | "store large":
             opened = open_store_ground("tcp", LARGE if "large" in name else SMALL)
         case "several":

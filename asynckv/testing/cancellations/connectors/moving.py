@@ -47,7 +47,7 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         nonlocal has_begun
         has_begun = True
         reads, sources = worker.routes.sources(load.order)
-        load._untaken = dict(sources)
+        load._expect(reads, sources)
         for rank, source in sources.items():
             await load._read(rank, source, reads[rank])
         caches.expect_computed()
@@ -79,7 +79,7 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
         nonlocal save
         caches.compute()
         save = worker._new_save(ground.save_order(ground.new_name()))
-        save.offer_rest()
+        save.offer_rest(worker._registered().now())
         await sweeper.pause()
 
     async def run() -> None:
@@ -87,6 +87,8 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
 
     async def write() -> None:
         """As ``run``, for one reader after the other, and not in tasks."""
+        if save._gathering is not None:
+            await save._gathering.run(len(ground.model.layer_names))
         for target in worker.routes.targets(save.order):
             queue: asyncio.Queue[str] = asyncio.Queue()
             for layer in ground.model.layer_names:
@@ -94,6 +96,8 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
             await save._write(target, queue)
 
     async def check(outcome: Outcome[None]) -> None:
+        save.end()
+        expect(not worker._staging.used_bytes, "room in host memory is still taken")
         caches.spoil()
         for find, entry_id, _ in worker.routes.targets(save.order):
             buffer = await find()
@@ -103,8 +107,7 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.hand_over()
 
     await sweeper.sweep("a save", run, check, before)
-    if save._gathering is None:  # else it writes what a task has gathered
-        await sweeper.sweep("what a save writes", write, check, before)
+    await sweeper.sweep("what a save writes", write, check, before)
 
 
 async def a_release(ground: P2PGround, sweeper: Sweeper) -> None:
