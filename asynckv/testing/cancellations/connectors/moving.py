@@ -174,7 +174,15 @@ async def _clear_others(ground: P2PGround) -> None:
 
 MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ConnectorScenario(
-        a_load, ("Scratch.write", "Scratch.leave", "P2PLoad.run", "Assembly.place")
+        a_load,
+        (
+            "Scratch.write",
+            "Scratch.leave",
+            "P2PLoad.run",
+            "Assembly.place",
+            "BlockMoves.reached",
+            "BlockMoves.fetch",
+        ),
     ),
     ConnectorScenario(
         a_save,
