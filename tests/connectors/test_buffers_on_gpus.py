@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p_worker import P2PWorker
@@ -116,13 +117,17 @@ def is_idle(worker: P2PWorker) -> bool:
     return not (now.releasing or now.saving or now.loading or now.staged_bytes)
 
 
+def is_empty(buffer: LookupBuffer) -> bool:
+    return not buffer.statistics().used_bytes
+
+
 async def all_quiet(pair: Pair) -> None:
     for engine in pair:
         await engine.quiet()
         for worker in workers_of(engine):
             await until(functools.partial(is_idle, worker))
             if (buffer := worker.routes.buffer) is not None:
-                await until(lambda buffer=buffer: not buffer.statistics().used_bytes)
+                await until(functools.partial(is_empty, buffer))
         assert engine.blocks_in_use == 0
 
 
