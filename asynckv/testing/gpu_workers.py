@@ -98,6 +98,7 @@ async def _save(kind: GpuKind, url: str) -> None:
         )
         await loop.connect_read_pipe(lambda: protocol, sys.stdin)
         await reader.read()
+        pipe.close()
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ async def decoding(request: pytest.FixtureRequest) -> AsyncIterator[Decoding]:
             await worker.start()
             yield worker, caches, process
     finally:
-        await process.communicate()  # it ends with its standard input
+        await process.communicate(b"")  # it ends with its standard input
 
 
 async def load(worker: P2PWorker, name: str) -> dict[str, str]:
