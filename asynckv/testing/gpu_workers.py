@@ -92,11 +92,9 @@ async def _save(kind: GpuKind, url: str) -> None:
         sys.stdout.write(f"failed {failed}\n" if failed else "saved\n")
         sys.stdout.flush()
         reader = asyncio.StreamReader()
-        loop, protocol = (
-            asyncio.get_running_loop(),
-            asyncio.StreamReaderProtocol(reader),
-        )
-        await loop.connect_read_pipe(lambda: protocol, sys.stdin)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop = asyncio.get_running_loop()
+        pipe, _ = await loop.connect_read_pipe(lambda: protocol, sys.stdin)
         await reader.read()
         pipe.close()
 

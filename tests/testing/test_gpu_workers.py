@@ -48,6 +48,7 @@ async def decoding(request: pytest.FixtureRequest) -> AsyncIterator[Decoding]:
             yield worker, caches, process
     finally:
         await process.communicate(b"")  # it ends with its standard input
+    assert process.returncode in (0, -signal.SIGKILL)
 
 
 async def load(worker: P2PWorker, name: str) -> dict[str, str]:
