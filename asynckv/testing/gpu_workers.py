@@ -22,7 +22,15 @@ from asynckv.testing.fake_devices import fake_device_of, stagings_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_processes import GpuKind
 
-__all__ = ("LOADED", "PROMPT", "SAVED", "content_of", "load_order", "worker_on")
+__all__ = (
+    "LOADED",
+    "PROMPT",
+    "SAVED",
+    "content_of",
+    "load_order",
+    "save_order",
+    "worker_on",
+)
 
 PROMPT: Final = tuple(range(64))
 SAVED: Final = (5, 1, 2, 7)
@@ -42,9 +50,12 @@ def content_of(layer: str) -> torch.Tensor:
 
 
 def worker_on(
-    kind: GpuKind, role: KVRole, url: str
+    kind: GpuKind, role: KVRole, url: str, **extra: object
 ) -> tuple[P2PWorker, dict[str, torch.Tensor]]:
-    """Return a worker that saves to ``url``, or fetches from there, and its caches."""
+    """Return a worker that saves to ``url``, or fetches from there, and its caches.
+
+    ``extra`` are options of connectors.
+    """
     producer = role == "kv_producer"
     config = KVTransferConfig(
         kv_connector="P2PConnector",
@@ -54,6 +65,7 @@ def worker_on(
         kv_connector_extra_config={
             "direction": "pull",
             "load_timeout_s": 20.0,
+            **extra,
             **({"listen": url} if producer else {"peers": {"P": url}}),
         },
     )
@@ -80,12 +92,16 @@ def load_order(name: str) -> LoadOrder:
     return LoadOrder(name, name, "P", (LOADED,), num_tokens=count, digest=digest)
 
 
+def save_order(name: str) -> SaveOrder:
+    """Order to save the prompt as ``name``."""
+    return SaveOrder(name, name, "D", PROMPT, (SAVED,))
+
+
 async def _save(kind: GpuKind, url: str) -> None:
     worker, _ = worker_on(kind, "kv_producer", url)
     async with worker:
         await worker.start()
-        order = SaveOrder("t", "t", "D", PROMPT, (SAVED,))
-        worker.bind_connector_metadata(P2PMetadata(saves=(order,)))
+        worker.bind_connector_metadata(P2PMetadata(saves=(save_order("t"),)))
         await worker.wait_for_save()
         await until(lambda: not worker.statistics().saving)
         failed = worker.get_finished().failed_sending

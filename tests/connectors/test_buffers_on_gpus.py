@@ -16,6 +16,7 @@ import pytest
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.p2p_orders import P2PMetadata
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.errors import GPUUnavailable
 from asynckv.testing.blocked import until
@@ -30,7 +31,9 @@ from asynckv.testing.engines.toy_pairs import (
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.fake_gpus.gates import Gate
+from asynckv.testing.fake_gpus.tensors import FakeTensors
 from asynckv.testing.gpu_processes import why_not
+from asynckv.testing.gpu_workers import save_order, worker_on
 
 MODEL = ToyModel(layers=2, head_dim=128)
 """A layer of 70 tokens is larger than what stays in host memory."""
@@ -215,6 +218,30 @@ async def test_aborted_requests_give_all_memory_back(gpus: FakeGpus) -> None:
             await asyncio.wait([task])
         assert await hand_over(pair, prompt()) == 70
         await all_quiet(pair)
+
+
+async def test_a_save_is_given_up_whose_stream_does_not_get_on() -> None:
+    options = {"direction": "pull", "save_timeout_s": 0.05}
+    worker, _ = worker_on("fake", "kv_producer", "mem://stuck-gpu", **options)
+    async with worker:
+        await worker.start()
+        gate = stop_stream(worker)
+        worker.bind_connector_metadata(P2PMetadata(saves=(save_order("t"),)))
+        await worker.wait_for_save()
+        results = worker.get_finished()
+        assert results.failed_sending == {"t"}
+        assert "took longer than 0.05 s" in results.reasons["t"]
+        gate.open()
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
+
+
+def stop_stream(worker: P2PWorker) -> Gate:
+    """Let the engine's stream stop here."""
+    assert worker._device is not None
+    tensors, gate = worker._device.open().tensors, Gate()
+    assert isinstance(tensors, FakeTensors)
+    tensors.stream(0).add(gate)
+    return gate
 
 
 @pytest.mark.skipif(why_not("real") == "", reason="there is a GPU here")
