@@ -160,3 +160,13 @@ async def test_a_place_on_the_gpu_that_does_not_fit_gives_the_entry_back(
         await peer.lookup.drop_select([1], into={"key": gpu.tensor(noise(8))})
     await until(lambda: not local.statistics().leased)
     assert is_same((await peer.lookup.drop_select([1])).hidden, noise(8))
+
+
+async def test_it_is_known_whether_a_peers_memory_is_read_where_it_lies(
+    gpus: FakeGpus, pair: GpuPair
+) -> None:
+    assert not pair.peer.lookup.shows_gpu_memory
+    async with open_gpu_pair(gpus) as shared:
+        assert shared.peer.lookup.shows_gpu_memory
+        shared.peer.abort()
+        assert not shared.peer.lookup.shows_gpu_memory
