@@ -1,12 +1,15 @@
-"""Where the demo's processes compute, and in whose memory KV waits and lands."""
+"""Where the demo's processes compute, and in whose memory KV waits and lands.
+
+The parent of both needs no torch, unless there is a GPU to be looked for.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from asynckv.tensors.devices import Device, device_named
-from asynckv.tensors.open_device import open_device
+if TYPE_CHECKING:
+    from asynckv.tensors.devices import Device
 
 __all__ = ("HOST", "Place", "check_place", "place_named")
 
@@ -56,6 +59,10 @@ def place_named(name: str) -> Place:
 
     :raises ConfigError: there is no such device
     """
+    if name == "cpu":
+        return HOST
+    from asynckv.tensors.devices import device_named
+
     device = device_named(name)
     return HOST if device is None else Place(device.name, device)
 
@@ -68,4 +75,7 @@ async def check_place(place: Place) -> None:
     :raises GPUUnavailable: CuPy, a driver, that GPU or a torch for it is missing
     :raises GPUFailed: CUDA failed, or did not answer
     """
-    await open_device(place.device)
+    if place.device is not None:
+        from asynckv.tensors.open_device import open_device
+
+        await open_device(place.device)
