@@ -40,6 +40,11 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         return self._device is not None
 
     @property
+    def device(self) -> str:
+        """Where what it holds is: ``"cpu"``, or as torch calls the GPU."""
+        return "cpu" if self._device is None else self._device.name
+
+    @property
     def open_device(self) -> Device | None:
         """The GPU that its memory is on, once there is some."""
         pages = self._growth.device_pages

@@ -216,6 +216,11 @@ class RemoteLookupBuffer(KVLookupBuffer):
         """Abort the peer."""
         self._peer.abort()
 
+    @property
+    def shows_gpu_memory(self) -> bool:
+        """Does a ``drop_select`` read a peer's memory of this side's own GPU now?"""
+        return self._peer.is_connected and self._peer.transport == "cuda_ipc"
+
     async def _insert(
         self,
         draft: Draft,

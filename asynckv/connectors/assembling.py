@@ -148,8 +148,9 @@ class Assembly:
                 target, [source[first : first + len(ids)] for source in sources]
             )
         else:
-            pool = self._scratch.moves.pool
-            await pool.make_and_run(functools.partial(self._jobs, layer, sources))
+            moves = self._scratch.moves
+            sources = await moves.fetch(sources)  # they are taken apart by the host
+            await moves.pool.make_and_run(functools.partial(self._jobs, layer, sources))
         return target
 
     def _jobs(self, layer: str, sources: list[torch.Tensor]) -> list[CopyJob]:

@@ -16,8 +16,11 @@ from asynckv.connectors.caches import PagedCaches
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
+from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.gpu_pools import GpuPools, gpu_mark
+from asynckv.tensors.on_gpu import at_once
 from asynckv.tensors.stream_marks import StreamMarks
+from asynckv.tensors.views import empty_tensor, spec_of
 
 __all__ = ("BlockMoves",)
 
@@ -43,6 +46,15 @@ class BlockMoves:
     def is_on_gpu(self) -> bool:
         """Whether the host can only read blocks by way of copies."""
         return self._gpu is not None
+
+    def fit(self, device: str) -> bool:
+        """Whether blocks go to a buffer on ``device`` without leaving their GPU."""
+        pools = (p for layer in self.caches.layers for p in self.caches.pools(layer))
+        return (
+            self._gpu is not None
+            and str(self.caches.device) == device
+            and all(pool.is_contiguous() for pool in pools)
+        )
 
     def mark(self) -> Event | None:
         """Mark where the calling thread's current stream is; ``None`` for the host's.
@@ -73,6 +85,29 @@ class BlockMoves:
             raise self._followed.with_traceback(None)
         return self._followed  # type: ignore[return-value]
 
+    async def reached(self, mark: Event | None) -> None:
+        """Wait until the stream of ``mark`` has got there. Cancelled: no trace.
+
+        :raises GPUFailed: it failed, or does not get there
+        """
+        await self._marks.reached(mark)
+
+    async def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return them in host memory: those of a GPU, which are ready, as copies.
+
+        A cancelled call ends when they are read no more.
+
+        :raises GPUFailed: CUDA failed
+        """
+        if self._gpu is None:  # then none of them is on one
+            return list(tensors)
+        found = {at: one for at, one in enumerate(tensors) if gpu_of(one) is not None}
+        copies = [empty_tensor(spec_of(one)) for one in found.values()]
+        sources = [at_once(one, self.pool.stagings.tensors) for one in found.values()]
+        await self.pool.copy(sources, copies, digest=False)
+        copied = dict(zip(found, copies, strict=True))
+        return [copied.get(at, one) for at, one in enumerate(tensors)]
+
     async def gather(
         self,
         sources: Sequence[KVBlocks],
@@ -89,7 +124,7 @@ class BlockMoves:
         if self._gpu is None:
             await self.pool.copy(sources, targets, digest=False)
             return
-        await self._marks.reached(mark)
+        await self.reached(mark)
         make = functools.partial(self._gpu.gathering, sources, targets)
         await self.pool.make_and_run(make)
 
@@ -99,8 +134,9 @@ class BlockMoves:
         targets: Sequence[KVBlocks],
         mark: Event | None,
     ) -> None:
-        """Copy tensors of the host into blocks, after all that was before ``mark``.
+        """Copy tensors into blocks, after all that was before ``mark``.
 
+        They are the host's, or on the GPU of the blocks, and ready there.
         It is there on return: no stream need wait for it. A cancelled call, or one that
         fails, ends when no block is written any more; they may hold a part then.
 
@@ -111,6 +147,6 @@ class BlockMoves:
         if self._gpu is None:
             await self.pool.copy(sources, targets, digest=False)
             return
-        await self._marks.reached(mark)
+        await self.reached(mark)
         make = functools.partial(self._gpu.scattering, sources, targets)
         await self.pool.make_and_run(make)

@@ -14,6 +14,7 @@ from asynckv.connectors.headers import HEADER, EntryHeader, NotSaved
 from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.connectors.peers import identity_of
+from asynckv.connectors.whole_entries import forget_locals, open_entry
 from asynckv.errors import IncompatiblePeer
 from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
@@ -125,7 +126,7 @@ class P2PLoad:
         try:
             async with asyncio.timeout(self._timeout_s) as silence:
                 buffer = await find()
-                async with buffer.open_drop_select(entry_id=entry_id) as stream:
+                async with open_entry(buffer, entry_id) as stream:
                     self._unseen.discard(rank)
                     if not _is_of(stream, self.order):
                         del self._untaken[rank]
@@ -134,6 +135,7 @@ class P2PLoad:
                         await self._fill(stream, read, silence)
                     except (IncompatiblePeer, NotSaved) as exc:
                         refusal = exc
+                        forget_locals(exc)
                     has_read = True
         except (asyncio.CancelledError, TimeoutError) as exc:
             if has_read:  # the acknowledgement has left, only its answer has not come
@@ -168,7 +170,9 @@ class P2PLoad:
     async def _assembly(self, stream: SelectStream, read: RankRead | None) -> Assembly:
         order = self.order
         EntryHeader.check_spec(stream.specs.get(HEADER))
-        header = EntryHeader.of(await stream.wait_for(HEADER))
+        told = await stream.wait_for(HEADER)
+        (told,) = await self._scratch.moves.fetch([told])
+        header = EntryHeader.of(told)
         header.check_saved()
         if header.salt != order.salt:
             raise IncompatiblePeer(
@@ -194,7 +198,7 @@ async def release(source: Source, order: LoadOrder, timeout_s: float) -> None:
     find, entry_id = source
     async with asyncio.timeout(timeout_s):
         buffer = await find()
-        async with buffer.open_drop_select(entry_id=entry_id) as stream:
+        async with open_entry(buffer, entry_id) as stream:
             if not _is_of(stream, order):
                 raise _another_prompt(stream)
 

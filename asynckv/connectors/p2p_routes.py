@@ -22,6 +22,7 @@ from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
 from asynckv.parallel.shapes import EngineShape
 from asynckv.protocol.values import PeerIdentity
+from asynckv.tensors.devices import Device
 
 __all__ = ("P2PRoutes",)
 
@@ -53,16 +54,24 @@ class P2PRoutes:
             return self._config.is_kv_producer
         return self._config.is_kv_consumer
 
-    async def open(self) -> None:
+    async def open(self, device: Device | None = None) -> None:
         """Serve the own buffer, where there is one. Cancelled, nothing is open.
 
+        With ``device`` what it keeps, and what is fetched, has memory of that GPU.
+
         :raises ConfigError: the address cannot be listened on
+        :raises GPUUnavailable: CuPy, a driver or that GPU is missing
+        :raises GPUFailed: it has not so much memory left
         """
+        self.peers.device = device
         if not self.serves or self.buffer is not None:
             return
         config, engine = self._config, self._engine
         buffer = LookupBuffer(
-            config.max_bytes, fingerprint=config.fingerprint, drain_s=_DRAIN_S
+            config.max_bytes,
+            fingerprint=config.fingerprint,
+            drain_s=_DRAIN_S,
+            device=device,
         )
         server = serve(
             url_of_rank(self._options.listen or config.url, engine.rank),

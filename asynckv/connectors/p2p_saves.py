@@ -32,7 +32,8 @@ class P2PSave:
 
     The blocks are read until :attr:`quiet` is set; what was staged before goes on from
     its copy. Blocks on a GPU are put from copies in ``staging`` alone, as which each
-    layer comes to the host once, however many targets there are.
+    layer comes to the host once, however many targets there are; where the target
+    ``is_on_their_gpu``, as blocks of the host are.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class P2PSave:
         *,
         staging: Staging | None = None,
         is_local: bool = False,
+        is_on_their_gpu: bool = False,
     ) -> None:
         self.order = order
         self.nbytes = 0
@@ -62,7 +64,9 @@ class P2PSave:
         self._copy: StagedCopy | None = None
         self._ungathered = len(caches.layers)
         self._gathering: LayerGathering | None = None
-        if moves.is_on_gpu:
+        self._marks: dict[str, Event | None] = {}
+        self._last_mark: Event | None = None
+        if moves.is_on_gpu and not is_on_their_gpu:
             self._gathering = LayerGathering(
                 moves, staging or Staging(0), self._blocks, self._on_gathered
             )
@@ -82,6 +86,7 @@ class P2PSave:
         if layer not in self._caches.layers or layer in self._offered:
             return
         self._offered.append(layer)
+        self._marks[layer] = self._last_mark = mark
         if self._gathering is not None:
             self._gathering.offer(layer, mark)
         else:
@@ -126,7 +131,7 @@ class P2PSave:
             return False  # it is being done, if there is room
         unread = [layer for layer, count in self._unread.items() if count]
         blocks = {layer: self._blocks(layer) for layer in unread}
-        copy = await staging.copy(blocks, self._moves)
+        copy = await staging.copy(blocks, self._moves, self._last_mark)
         if copy is None:
             return False
         if self.quiet.is_set():
@@ -208,6 +213,7 @@ class P2PSave:
                 async with asyncio.timeout(None) as reading:
                     self._readings.add(reading)
                     try:
+                        await self._moves.reached(self._marks[layer])
                         await writer.put(name, blocks)
                     finally:
                         self._readings.discard(reading)

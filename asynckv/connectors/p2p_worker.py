@@ -41,6 +41,7 @@ from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
+from asynckv.tensors.devices import Device, device_named
 from asynckv.tensors.stagings import Stagings
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
@@ -99,11 +100,14 @@ class P2PWorker(
         engine: KVEngine,
         *,
         stagings: Stagings | None = None,
+        device: Device | None = None,
     ) -> None:
+        """``device`` is the GPU of the caches, where it is not told by its name."""
         self.config = config
         self.engine = engine
         self.options = ConnectorOptions.of(config)
         self.routes = P2PRoutes(config, engine)
+        self._device = device
         self._pool = CopyPool(stagings=stagings)
         self._transfers = Transfers()
         self._staging = Staging(config.max_bytes)
@@ -149,7 +153,7 @@ class P2PWorker(
         self._check_loop()
         if self._transfers.is_closing:
             raise RuntimeError("this worker was closed: make another one")
-        await self.routes.open()
+        await self.routes.open(self._buffer_device())
 
     def get_handshake_metadata(self) -> KVConnectorHandshake | None:
         server = self.routes.server
@@ -306,6 +310,18 @@ class P2PWorker(
         self.config.check_device(str(caches.device))
         self._moves = BlockMoves(caches, self._pool)
 
+    def _buffer_device(self) -> Device | None:
+        """Return the GPU that what is kept, and fetched, has its memory on.
+
+        What is pushed comes to the host: layers cannot be sent into a peer's GPU.
+        """
+        name = self.config.kv_buffer_device
+        if name == "cpu" or self.options.direction == "push":
+            return None
+        if self._moves is not None:
+            name = str(self._moves.caches.device)
+        return self._device or device_named(name, local_rank=self.config.local_rank)
+
     def _registered(self) -> BlockMoves:
         if self._moves is None:
             raise RuntimeError("register_kv_caches() comes first")
@@ -353,18 +369,10 @@ class P2PWorker(
             self._notices.release_all(load.order, load.untaken_sources)
 
     def _begin_save(self, order: SaveOrder) -> None:
-        moves = self._registered()
         if order.refusal:
             self._notices.tell_failure(order, self._header_of(order), order.refusal)
             return
-        save = P2PSave(
-            moves,
-            order,
-            self._header_of(order),
-            self.options.ttl_s,
-            staging=self._staging,
-            is_local=self.options.direction == "pull",
-        )
+        save = self._new_save(order)
         life: Life | None = self._transfers.begin(
             order.request_id,
             "send",
@@ -376,6 +384,19 @@ class P2PWorker(
             self._notices.tell_failure(order, self._header_of(order), reason)
         else:
             self._saves[life] = save
+
+    def _new_save(self, order: SaveOrder) -> P2PSave:
+        moves = self._registered()
+        buffer = self.routes.buffer if self.options.direction == "pull" else None
+        return P2PSave(
+            moves,
+            order,
+            self._header_of(order),
+            self.options.ttl_s,
+            staging=self._staging,
+            is_local=buffer is not None,
+            is_on_their_gpu=buffer is not None and moves.fit(buffer.device),
+        )
 
     def _header_of(self, order: SaveOrder) -> EntryHeader:
         return EntryHeader(

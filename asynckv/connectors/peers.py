@@ -18,6 +18,7 @@ from asynckv.connectors.options import ConnectorOptions
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
+from asynckv.tensors.devices import Device
 
 __all__ = ("PeerLine", "Peers", "identity_of")
 
@@ -32,8 +33,15 @@ def identity_of(engine_id: str, rank: int) -> str:
 class PeerLine:
     """One rank of one peer, dialled when it is needed."""
 
-    def __init__(self, url: str, config: KVTransferConfig, identity: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: KVTransferConfig,
+        identity: str,
+        device: Device | None = None,
+    ) -> None:
         self.url = url
+        self._device = device
         self._config = config
         self._identity = identity
         self._peer: Peer | None = None
@@ -120,6 +128,7 @@ class PeerLine:
                     tls=config.tls,
                     allow_plaintext=config.allow_plaintext,
                     identity=self._identity,
+                    device=self._device,
                 ).__aenter__()
         except (OSError, TimeoutError) as exc:
             raise PeerLost(f"nobody serves at {self.url}: {exc}") from exc
@@ -146,6 +155,8 @@ class Peers(LoopBound):
         self._options = ConnectorOptions.of(config)
         self._lines: dict[tuple[str, int], PeerLine] = {}
         self._is_closed = False
+        self.device: Device | None = None
+        """The GPU in whose memory is received what is fetched, if in one's."""
 
     def line(self, name: str, rank: int) -> PeerLine:
         """Return the way to one rank of a peer of that name in the configuration.
@@ -156,7 +167,7 @@ class Peers(LoopBound):
         identity = identity_of(self._engine.engine_id, self._engine.rank)
         found = self._lines.get((name, rank))
         if found is None:
-            found = PeerLine(url, self._config, identity)
+            found = PeerLine(url, self._config, identity, self.device)
             self._lines[name, rank] = found
         return found
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias, TypeVar
 
+import numpy
 import torch
 
 from asynckv.protocol.digests import Digester, digest_of
@@ -170,9 +171,14 @@ def _is_on_gpu(place: KVMemory | Runs | KVOnGpu) -> bool:
 
 
 def _blocks_of(blocks: KVBlocks, pool: DeviceMemory) -> tuple[DeviceMemory, ...]:
-    nbytes = blocks.block_nbytes
-    starts = [int(number) * nbytes for number in blocks.block_ids]
-    return tuple(pool.part(start, start + nbytes) for start in starts)
+    """Return the memory of blocks; those that follow each other are one piece."""
+    nbytes, ids = blocks.block_nbytes, blocks.block_ids
+    begins = numpy.flatnonzero(numpy.diff(ids, prepend=-2) != 1)
+    firsts, lasts = ids[begins].tolist(), ids[[*(begins[1:] - 1), -1][: len(begins)]]
+    return tuple(
+        pool.part(first * nbytes, (last + 1) * nbytes)
+        for first, last in zip(firsts, lasts.tolist(), strict=True)
+    )
 
 
 class _DeviceCopy(CopyJob):

@@ -1,7 +1,8 @@
 """Blocks of pools on a GPU into tensors of the host, and back: jobs of a copy pool.
 
 The blocks of all pools that are alike move by one kernel at a time, through pinned
-memory. Nothing here waits for anybody's stream: whoever asks has waited.
+memory; from tensors of the same GPU, straight. Nothing here waits for anybody's stream:
+whoever asks has waited.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.device_blocks import Addresses, DeviceBlocks
-from asynckv.tensors.device_tensors import DeviceTensors
+from asynckv.tensors.device_tensors import DeviceTensors, gpu_of
 from asynckv.tensors.jobs import CopyJob
+from asynckv.tensors.on_gpu import at_once
 from asynckv.tensors.runs import copied
 from asynckv.tensors.stagings import Stagings
 from asynckv.tensors.views import bytes_of
@@ -64,15 +66,29 @@ class GpuPools:
     def scattering(
         self, sources: Sequence[torch.Tensor], targets: Sequence[KVBlocks]
     ) -> list[CopyJob]:
-        """Return what copies tensors of the host into blocks of these pools.
+        """Return what copies tensors, of the host or the GPU, into blocks of these.
 
         :raises ValueError: a source is not as its blocks are, or a block is there twice
         """
-        groups = self._alike(targets, sources)
-        for some in groups:
-            if len(numpy.unique(some.addresses)) < len(some.addresses):
-                raise ValueError("a block is there twice: what should land in it?")
-        return [_Scattering(self._blocks_of(some), some) for some in groups]
+        jobs: list[CopyJob] = []
+        for is_here, kind in ((False, _Scattering), (True, _Landing)):
+            pairs = [
+                (one, blocks)
+                for one, blocks in zip(sources, targets, strict=True)
+                if (gpu_of(one) is not None) is is_here
+            ]
+            tensors, places = [one for one, _ in pairs], [place for _, place in pairs]
+            groups = self._alike(places, tensors)
+            for some in groups:
+                if len(numpy.unique(some.addresses)) < len(some.addresses):
+                    raise ValueError("a block is there twice: what should land in it?")
+            jobs += [kind(self._blocks_of(some), some) for some in groups]
+        return jobs
+
+    def _memory(self, tensor: torch.Tensor) -> memoryview | DeviceMemory:
+        if gpu_of(tensor) is None:
+            return bytes_of(tensor)
+        return at_once(tensor, self._stagings.tensors).memory
 
     def _blocks_of(self, some: _Alike) -> DeviceBlocks:
         return self._stagings.blocks(some.caches[0].device)
@@ -94,13 +110,15 @@ class GpuPools:
             most = self._stagings.blocks(place.device).chunk_nbytes
             piece = _piece_of(one.block_nbytes, most)
             some = found.setdefault((place.device, piece), _Alike(piece))
-            some.add(_addresses(one, place, piece), place, bytes_of(tensor))
+            some.add(_addresses(one, place, piece), place, self._memory(tensor))
         return list(found.values())
 
 
 @dataclasses.dataclass
 class _Alike:
-    """Pieces of one size, on one GPU, and where they lie in the host's memory."""
+    """Pieces of one size, on one GPU, and what they are in the order of: ``host``
+    memory, or ``here``, on that GPU.
+    """
 
     piece_nbytes: int
     addresses: Addresses = dataclasses.field(
@@ -108,11 +126,30 @@ class _Alike:
     )
     caches: list[DeviceMemory] = dataclasses.field(default_factory=list)
     host: list[memoryview] = dataclasses.field(default_factory=list)
+    here: list[DeviceMemory] = dataclasses.field(default_factory=list)
 
-    def add(self, addresses: Addresses, cache: DeviceMemory, host: memoryview) -> None:
+    def add(
+        self,
+        addresses: Addresses,
+        cache: DeviceMemory,
+        packed: memoryview | DeviceMemory,
+    ) -> None:
         self.addresses = numpy.concatenate([self.addresses, addresses])
         self.caches.append(cache)
-        self.host.append(host)
+        if isinstance(packed, DeviceMemory):
+            self.here.append(packed)
+        else:
+            self.host.append(packed)
+
+    def packed(self) -> Addresses:
+        """Return where each piece is in what is here."""
+        return numpy.concatenate(
+            [
+                numpy.uint64(memory.address)
+                + numpy.arange(0, memory.nbytes, self.piece_nbytes, dtype=numpy.uint64)
+                for memory in self.here
+            ]
+        )
 
     def spans(self, first: int, nbytes: int) -> Iterator[memoryview]:
         """Return where so many bytes lie, from a piece on."""
@@ -163,6 +200,16 @@ class _Scattering(_Moving):
         )
         with contextlib.closing(writing) as slots:  # type: ignore[type-var]
             yield from slots
+
+
+class _Landing(_Moving):
+    """From tensors of the same GPU."""
+
+    def steps(self) -> Iterator[None]:
+        some = self._some
+        used = [*some.caches, *some.here]
+        self._blocks.copy(some.packed(), some.addresses, some.piece_nbytes, used)
+        yield
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

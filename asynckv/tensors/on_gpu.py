@@ -11,7 +11,7 @@ from asynckv.tensors.device_tensors import DeviceTensors, gpu_of
 from asynckv.tensors.views import spec_of
 from asynckv.types import TensorSpec
 
-__all__ = ("KVOnGpu", "caught")
+__all__ = ("KVOnGpu", "at_once", "caught")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +43,18 @@ class KVOnGpu:
     def spec(self) -> TensorSpec:
         """Shape and dtype."""
         return spec_of(self.tensor)
+
+
+def at_once(tensor: torch.Tensor, tensors: DeviceTensors) -> KVOnGpu:
+    """Return a tensor of a GPU that is ready, and that no stream is to be waited for.
+
+    :raises ValueError: it is on no GPU, or its memory is not its elements in order
+    :raises GPUFailed: CUDA refused
+    """
+    memory = tensors.memory_of(tensor)
+    if memory.ready is not None:
+        memory.ready.close()
+    return KVOnGpu(tensor, dataclasses.replace(memory, ready=None))
 
 
 def caught(tensor: torch.Tensor, tensors: DeviceTensors) -> KVOnGpu | None:

@@ -23,8 +23,7 @@ DECODE = _GIVEN.get(2, "http://127.0.0.1:8200")
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    async with httpx.AsyncClient(timeout=None) as client:
-        app.state.client = client
+    async with httpx.AsyncClient(timeout=None) as app.state.client:
         yield
 
 
@@ -53,9 +52,8 @@ async def complete(request: Request) -> Response:
     carried = body | {"kv_transfer_params": await prefill(client, path, body)}
     sending = client.build_request("POST", DECODE + path, json=carried)
     answer = await client.send(sending, stream=True)
-    kind = {"content-type": answer.headers["content-type"]}
-    end = BackgroundTask(answer.aclose)
-    return StreamingResponse(answer.aiter_raw(), answer.status_code, kind, None, end)
+    kind, end = answer.headers.get("content-type"), BackgroundTask(answer.aclose)
+    return StreamingResponse(answer.aiter_raw(), answer.status_code, None, kind, end)
 
 
 if __name__ == "__main__":

@@ -284,3 +284,13 @@ async def test_a_served_lookup_on_a_gpu_keeps_what_every_one_keeps(
         connect(pair.peer.url) as producer,
     ):
         await check(producer.lookup, pair.peer.lookup, pair.buffer)
+
+
+async def test_it_is_known_whether_a_peers_memory_is_read_where_it_lies(
+    gpus: FakeGpus, pair: GpuPair
+) -> None:
+    assert not pair.peer.lookup.shows_gpu_memory
+    async with open_gpu_pair(gpus) as shared:
+        assert shared.peer.lookup.shows_gpu_memory
+        shared.peer.abort()
+        assert not shared.peer.lookup.shows_gpu_memory

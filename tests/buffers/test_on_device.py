@@ -131,3 +131,8 @@ async def test_tensors_of_the_buffers_own_memory_are_inserted_where_they_are(
         await buffer.insert([1], None, key, None, None)  # a copy has no room
         del key
         assert is_same(only(await buffer.drop_select([1])), noise(MIB + 8))
+
+
+def test_a_buffer_says_where_it_is(gpu: FakeDevice) -> None:
+    assert LookupBuffer("1MiB").device == "cpu"
+    assert LookupBuffer("1MiB", device=gpu.device).device == "cuda:0"

@@ -7,6 +7,7 @@ from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.errors import GPUFailed
 from asynckv.tensors.copying import CopyPool
+from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
 
 
 async def test_blocks_of_the_host_are_copied_and_nothing_is_marked() -> None:
@@ -32,3 +33,30 @@ async def test_what_the_other_thread_had_in_place_of_a_mark_is_raised() -> None:
     moves.follow(GPUFailed("an illegal access"))
     with pytest.raises(GPUFailed, match="an illegal access"):
         moves.now()
+
+
+def moves_on(gpu: FakeDevice, cache: torch.Tensor) -> BlockMoves:
+    pool = CopyPool(stagings=stagings_of(gpu))
+    return BlockMoves(PagedCaches({"a": cache}, None), pool)
+
+
+async def test_what_is_on_the_gpu_is_fetched_and_nothing_else() -> None:
+    with fake_device() as gpu:
+        moves = moves_on(gpu, gpu.tensor(torch.zeros(8, 4)))
+        there, here = gpu.tensor(torch.arange(5000.0)), torch.ones(2)
+        found = await moves.fetch([here, there])
+        assert found[0] is here and not found[1].is_cuda
+        assert torch.equal(found[1], torch.arange(5000.0))
+        moves.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "fits"), [("cuda:0", True), ("cuda:1", False), ("cpu", False)]
+)
+def test_blocks_go_straight_to_a_buffer_on_their_gpu(device: str, fits: bool) -> None:
+    with fake_device() as gpu:
+        cache = gpu.tensor(torch.zeros(8, 2, 4))
+        assert moves_on(gpu, cache).fit(device) is fits
+        assert not moves_on(gpu, cache[:, 1]).fit(device)
+    host = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
+    assert not host.fit("cpu")

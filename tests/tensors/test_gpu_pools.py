@@ -79,3 +79,29 @@ async def test_what_does_not_fit_is_refused(
     twice = torch.zeros(2, 16, dtype=torch.uint8)
     with pytest.raises(ValueError, match="there twice"):
         pools.scattering([twice], [KVBlocks(cache, [1, 1])])
+
+
+@pytest.mark.parametrize("width", [16, 7, 4096])
+async def test_tensors_of_the_gpu_land_in_blocks_without_leaving_it(
+    pool: CopyPool, tensors: FakeTensors, stagings: Stagings, width: int
+) -> None:
+    caches = _pools(width)
+    on_gpu = [tensors.on_gpu(cache) for cache in caches]
+    pools, values = GpuPools(on_gpu, stagings), [cache[2:5] for cache in caches]
+    landing = [KVBlocks(cache, [0, 8, 1]) for cache in on_gpu]
+    sources = [tensors.on_gpu(values[0]), values[1], tensors.on_gpu(values[2])]
+    await pool.make_and_run(lambda: pools.scattering(sources, landing))
+    for cache, value, now in zip(caches, values, on_gpu, strict=True):
+        expected = cache.clone()
+        expected[[0, 8, 1]] = value
+        assert torch.equal(now.cpu(), expected)
+
+
+async def test_no_block_is_landed_in_twice_from_the_gpu(
+    tensors: FakeTensors, stagings: Stagings
+) -> None:
+    cache = tensors.on_gpu(_pools()[0])
+    with pytest.raises(ValueError, match="twice"):
+        GpuPools([cache], stagings).scattering(
+            [tensors.on_gpu(_pools()[0][:2])], [KVBlocks(cache, [4, 4])]
+        )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.tensors.on_gpu import caught
+from asynckv.tensors.on_gpu import at_once, caught
 from asynckv.testing.fake_gpus.tensors import FakeTensors
 from asynckv.types import TensorSpec
 
@@ -21,3 +21,8 @@ def test_what_is_caught_has_the_tensors_shape_and_bytes(tensors: FakeTensors) ->
 def test_what_is_not_its_elements_in_order_is_refused(tensors: FakeTensors) -> None:
     with pytest.raises(ValueError, match="in order"):
         caught(tensors.on_gpu(torch.zeros(2, 3)).T, tensors)
+
+
+def test_what_is_ready_waits_for_no_stream(tensors: FakeTensors) -> None:
+    found = at_once(tensors.on_gpu(torch.zeros(2, 3)), tensors)
+    assert found.memory.ready is None and found.nbytes == 24

@@ -74,7 +74,7 @@ class Acts:
     async def load(self, decode: Worker, *, warm_up: bool = True) -> Ready:
         """Let a decode process load the model and connect."""
         ready = self._ready
-        order = Load(ready.folder, ready.url, ready.prompt, warm_up)
+        order = Load(ready.folder, ready.url, ready.prompt, ready.max_bytes, warm_up)
         return await decode.ask(order, Ready)
 
     async def recompute(self, decode: Worker) -> Recompute:

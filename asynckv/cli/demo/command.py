@@ -17,15 +17,18 @@ from rich.text import Text
 from asynckv.cli.demo.acts import ActFailed
 from asynckv.cli.demo.live import LiveDisplay, final_table
 from asynckv.cli.demo.page import render_page
+from asynckv.cli.demo.place import Place, check_place, place_named
 from asynckv.cli.demo.play import play_demo
 from asynckv.cli.demo.processes import WorkerEnded, WorkerFailed
 from asynckv.cli.demo.prompt import read_prompt
 from asynckv.cli.demo.report import DemoReport
+from asynckv.errors import AsyncKVError
 
 __all__ = ("demo",)
 
 _INTERRUPTED = 130
 _POLITE_ENDS = (signal.SIGTERM, signal.SIGHUP)
+_FAILURES = (ActFailed, AsyncKVError, OSError, ValueError, WorkerEnded, WorkerFailed)
 
 
 def demo(
@@ -33,6 +36,7 @@ def demo(
     model: str = "smollm2",
     prompt: Path | None = None,
     html: Path = Path("asynckv-demo.html"),
+    device: str = "cpu",
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Prefill a prompt in one process, decode it in another, and compare.
@@ -49,16 +53,19 @@ def demo(
         A text file to prefill instead of the story that ships with the demo.
     html
         Where to write the page with timeline and numbers.
+    device
+        ``cuda`` or ``cuda:1``: both processes compute on that GPU, and what waits and
+        lands is in its memory.
     json
         Print the report as JSON instead of the live display.
     """
     console = Console(stderr=json)
     try:
-        report = _run(model, read_prompt(prompt), console)
+        report = _run(model, place_named(device), read_prompt(prompt), console)
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; nothing is left behind")
         return _INTERRUPTED
-    except (ActFailed, OSError, ValueError, WorkerEnded, WorkerFailed) as exc:
+    except _FAILURES as exc:
         console.print(Text(f"the demo failed: {exc}", style="bold red"))
         return 1
     html.write_text(render_page(report), encoding="utf-8")
@@ -70,22 +77,25 @@ def demo(
     return 1 if report.problems else 0
 
 
-def _run(model: str, text: str, console: Console) -> DemoReport:
+def _run(model: str, place: Place, text: str, console: Console) -> DemoReport:
     with tempfile.TemporaryDirectory(prefix="asynckv-demo-") as folder:
         scratch = Path(folder)
         (scratch / "prompt").write_text(text, encoding="utf-8")
-        return asyncio.run(_play(model, scratch, console))
+        return asyncio.run(_play(model, place, scratch, console))
 
 
-async def _play(model: str, scratch: Path, console: Console) -> DemoReport:
+async def _play(
+    model: str, place: Place, scratch: Path, console: Console
+) -> DemoReport:
     # asyncio.run turns Ctrl-C into a cancellation; other polite ends are no different.
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     if task is not None:
         for number in _POLITE_ENDS:
             loop.add_signal_handler(number, task.cancel)
     try:
+        await check_place(place)  # before any process starts
         with LiveDisplay(console) as display:
-            return await play_demo(model, scratch, display)
+            return await play_demo(model, scratch, display, device=place.name)
     finally:
         for number in _POLITE_ENDS:
             loop.remove_signal_handler(number)

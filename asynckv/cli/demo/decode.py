@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import asynckv
 from asynckv.abc import KVLookupBuffer
@@ -27,6 +29,7 @@ from asynckv.cli.demo.messages import (
     SlowlySelected,
 )
 from asynckv.cli.demo.models import load_model, loading
+from asynckv.cli.demo.place import HOST, Place, place_named
 from asynckv.cli.demo.stage import Stage
 from asynckv.integrations.transformers import (
     LayerEvent,
@@ -43,10 +46,14 @@ class DecodeWorker:
     """Carries out the parent's orders."""
 
     def __init__(
-        self, tell: Callable[[Note], None], stack: contextlib.AsyncExitStack
+        self,
+        tell: Callable[[Note], None],
+        stack: contextlib.AsyncExitStack,
+        place: Place = HOST,
     ) -> None:
         self._tell = tell
         self._stack = stack
+        self._place = place
         self._loaded: tuple[Engine, KVLookupBuffer] | None = None
 
     async def do(self, order: Order) -> Note:
@@ -71,11 +78,14 @@ class DecodeWorker:
     async def _load(self, order: Load) -> Ready:
         # Nothing else happens on this loop yet.
         with loading():
-            engine = Engine(load_model(Path(order.folder)), order.prompt)
+            model = load_model(Path(order.folder), self._place.computes_on)
+            engine = Engine(model, order.prompt, self._place)
         self._stack.callback(engine.close)
-        fingerprint = fingerprint_of(engine.model)
+        options: dict[str, Any] = {"fingerprint": fingerprint_of(engine.model)}
+        if self._place.device is not None:  # that much is allocated at once
+            options |= {"device": self._place.device, "max_bytes": order.max_bytes}
         peer = await self._stack.enter_async_context(
-            asynckv.connect(order.url, fingerprint=fingerprint)
+            asynckv.connect(order.url, **options)
         )
         if order.warm_up:
             await engine.compute(lambda: engine.generate(TokenClock()))
@@ -180,14 +190,14 @@ def _generated(
     )
 
 
-def main() -> None:
-    """Do what the parent asks until it hangs up."""
-    asyncio.run(_work(Stage()))
+def main(find_place: Callable[[str], Place] = place_named) -> None:
+    """Do what the parent asks, on the device of ``argv``, until it hangs up."""
+    asyncio.run(_work(Stage(), find_place(sys.argv[1])))
 
 
-async def _work(stage: Stage) -> None:
+async def _work(stage: Stage, place: Place) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        await stage.perform(DecodeWorker(stage.tell, stack).do)
+        await stage.perform(DecodeWorker(stage.tell, stack, place).do)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from asynckv.cli.demo.measurements import LayerClock, PositionCounter, TokenClock
+from asynckv.cli.demo.place import HOST, Place
 
 __all__ = ("MAX_NEW_TOKENS", "Continuation", "Engine", "Recording")
 
@@ -32,12 +33,22 @@ class Continuation:
 
 
 class Engine:
-    """One model and one prompt, computed in one thread at a time."""
+    """One model and one prompt, computed in one thread at a time.
 
-    def __init__(self, model: PreTrainedModel, prompt: tuple[int, ...]) -> None:
+    ``place`` is where the model is; ``prompt`` is in host memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt: tuple[int, ...],
+        place: Place = HOST,
+    ) -> None:
         torch.set_num_threads(os.cpu_count() or 1)
         self.model = model
+        self.place = place
         self.prompt = torch.tensor([prompt], dtype=torch.int64)
+        self._inputs = self.prompt.to(model.device)
         self.layers = _decoder_layers(model)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "demo compute")
 
@@ -53,15 +64,16 @@ class Engine:
         """Compute the prompt into ``cache``. Blocks."""
         with torch.inference_mode():
             self.model(
-                self.prompt, past_key_values=cache, use_cache=True, logits_to_keep=1
+                self._inputs, past_key_values=cache, use_cache=True, logits_to_keep=1
             )
+        self.place.settle()
 
     def generate(self, streamer: TokenClock) -> torch.Tensor:
         """Compute the prompt and go on greedily. Blocks."""
         options = self.options(streamer)
-        mask = torch.ones_like(self.prompt)
+        mask = torch.ones_like(self._inputs)
         generate: Any = self.model.generate
-        sequences: torch.Tensor = generate(self.prompt, attention_mask=mask, **options)
+        sequences: torch.Tensor = generate(self._inputs, attention_mask=mask, **options)
         return sequences
 
     def options(self, streamer: TokenClock) -> dict[str, Any]:
@@ -80,7 +92,7 @@ class Engine:
 
     def layer_clock(self) -> LayerClock:
         """A clock for the layers of this model."""
-        return LayerClock(self.layers)
+        return LayerClock(self.layers, self.place.settle)
 
     def continuation(
         self, recording: Recording, sequences: torch.Tensor

@@ -99,10 +99,16 @@ class PositionCounter:
 
 
 class LayerClock:
-    """Notes when each decoder layer of a model computes, from the forward's thread."""
+    """Notes when each decoder layer of a model computes, from the forward's thread.
 
-    def __init__(self, layers: torch.nn.ModuleList) -> None:
+    ``settle`` waits there for what was only begun: a GPU is given layers ahead.
+    """
+
+    def __init__(
+        self, layers: torch.nn.ModuleList, settle: Callable[[], None] = lambda: None
+    ) -> None:
         self._layers = layers
+        self._settle = settle
         self.spans: list[tuple[float, float]] = []
 
     @contextlib.contextmanager
@@ -115,6 +121,7 @@ class LayerClock:
             began.append(time.monotonic())
 
         def end(*_: object) -> None:
+            self._settle()
             spans.append((began.pop(), time.monotonic()))
             computed(len(spans) - 1)
 

@@ -49,11 +49,15 @@ class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=Tr
 
 
 class Load(_Base, frozen=True, tag="load"):
-    """Load the prepared model, connect to the prefill's buffer, and warm up."""
+    """Load the prepared model, connect to the prefill's buffer, and warm up.
+
+    On a GPU ``max_bytes`` of its memory are for what is received.
+    """
 
     folder: str
     url: str
     prompt: tuple[int, ...]
+    max_bytes: int
     warm_up: bool = True
 
 
@@ -127,6 +131,7 @@ class Ready(_Base, frozen=True, tag="ready"):
     max_bytes: int = 0
     layers: int = 0
     transport: str = ""
+    device: str = ""
 
 
 class Computed(_Base, frozen=True, tag="computed"):

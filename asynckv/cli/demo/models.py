@@ -120,8 +120,8 @@ def prepare_model(model: str, scratch: Path) -> PreparedModel:
     return PreparedModel(folder.name, folder, _tokenizer_in(folder))
 
 
-def load_model(folder: Path) -> PreTrainedModel:
-    """Load a prepared model, in float32 and ready to generate greedily."""
+def load_model(folder: Path, computes_on: str = "cpu") -> PreTrainedModel:
+    """Load a prepared model, in float32 and ready to generate greedily there."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -129,6 +129,9 @@ def load_model(folder: Path) -> PreTrainedModel:
         folder, dtype=torch.float32, local_files_only=True
     )
     model.train(False)
+    if computes_on != "cpu":
+        placed: Any = model  # what transformers puts before `to` is not typed
+        placed.to(computes_on)
     return model
 
 

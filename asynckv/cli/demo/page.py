@@ -53,7 +53,8 @@ def _head(report: DemoReport) -> str:
     facts = (
         f"{report.model} · {report.prompt_tokens:,} prompt tokens · "
         f"{write_bytes(report.kv_bytes)} of KV · prefill process {report.prefill_pid}, "
-        f"decode process {report.decode_pid} · {report.transport}"
+        f"decode process {report.decode_pid} · both on {report.device} · "
+        f"{report.transport}"
     )
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in report.problems)
     listed = f'<ul class="problems">{problems}</ul>' if problems else ""
@@ -141,8 +142,9 @@ def _text(report: DemoReport) -> str:
 
 
 def _foot(report: DemoReport) -> str:
-    took = write_seconds(report.seconds)
+    took, device = write_seconds(report.seconds), report.device
+    shared = "its cores" if device == "cpu" else f"its {escape(device)}"
     return (
         f"<footer>Written by <code>asynckv demo</code> in {took}, loading included. "
-        "Both processes ran on this machine and share its cores.</footer>"
+        f"Both processes ran on this machine and share {shared}.</footer>"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Awaitable, Callable
@@ -18,14 +19,28 @@ from asynckv.cli.demo.processes import Worker
 from asynckv.cli.demo.report import DemoReport, HandOver
 from asynckv.cli.demo.wording import write_bytes, write_seconds
 
-__all__ = ("play_demo",)
-
-_PREFILL = "asynckv.cli.demo.prefill"
-_DECODE = "asynckv.cli.demo.decode"
+__all__ = ("Programs", "play_demo")
 
 
-async def play_demo(model: str, scratch: Path, display: LiveDisplay) -> DemoReport:
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The modules that the processes run."""
+
+    prefill: str = "asynckv.cli.demo.prefill"
+    decode: str = "asynckv.cli.demo.decode"
+
+
+async def play_demo(
+    model: str,
+    scratch: Path,
+    display: LiveDisplay,
+    *,
+    device: str = "cpu",
+    programs: Programs = Programs(),
+) -> DemoReport:
     """Play all five acts with ``model`` and the text in ``scratch/prompt``.
+
+    Both processes compute on ``device``, and have their buffers there.
 
     Cancelled or not, no process is left behind; what the processes write they
     write into ``scratch``.
@@ -37,11 +52,12 @@ async def play_demo(model: str, scratch: Path, display: LiveDisplay) -> DemoRepo
     began_s = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         start = functools.partial(_start, stack, display)
-        prefill = await start(_PREFILL, model, str(scratch))
-        decode = await start(_DECODE)
+        prefill = await start(programs.prefill, model, str(scratch), device)
+        start_decoder = functools.partial(start, programs.decode, device)
+        decode = await start_decoder()
         display.begin(f"load ({model}): prefill process {prefill.pid}")
         ready = await prefill.expect(Ready)
-        report = await _play(prefill, decode, ready, start, display)
+        report = await _play(prefill, decode, ready, start_decoder, display)
     report = msgspec.structs.replace(report, seconds=time.monotonic() - began_s)
     return msgspec.structs.replace(report, problems=tuple(find_problems(report)))
 
@@ -61,10 +77,10 @@ async def _play(
     prefill: Worker,
     decode: Worker,
     ready: Ready,
-    start: Callable[..., Awaitable[Worker]],
+    start_decoder: Callable[[], Awaitable[Worker]],
     display: LiveDisplay,
 ) -> DemoReport:
-    acts = Acts(prefill, ready, functools.partial(start, _DECODE))
+    acts = Acts(prefill, ready, start_decoder)
     display.expect_layers(ready.layers)
     connected = await acts.load(decode)
     display.end(f"decode process {decode.pid}, {len(ready.prompt):,} prompt tokens")
@@ -79,11 +95,9 @@ async def _play(
     display.end(_words(layerwise))
     display.begin("4  slow decoder")
     slow = await acts.slow_decoder(decode)
-    display.end(
-        f"insert waited {write_seconds(slow.longest_wait_s)} at "
-        f"{write_bytes(slow.max_bytes)}, memory +"
-        f"{write_bytes(slow.resident_growth_bytes)}"
-    )
+    growth = write_bytes(slow.resident_growth_bytes)
+    waited, room = write_seconds(slow.longest_wait_s), write_bytes(slow.max_bytes)
+    display.end(f"insert waited {waited} at {room}, memory +{growth}")
     display.begin("5  decoder killed in mid-transfer")
     survival, successor = await acts.kill_decoder(decode)
     display.end(
@@ -97,6 +111,7 @@ async def _play(
         prefill_pid=prefill.pid,
         decode_pid=decode.pid,
         transport=connected.transport,
+        device=ready.device,
         recompute=recompute,
         bulk=bulk,
         layerwise=layerwise,

@@ -38,6 +38,7 @@ from asynckv.cli.demo.models import (
     loading,
     prepare_model,
 )
+from asynckv.cli.demo.place import Place, place_named
 from asynckv.cli.demo.report import BackpressureSample
 from asynckv.cli.demo.stage import Stage
 from asynckv.integrations.transformers import (
@@ -131,7 +132,11 @@ class PrefillWorker:
 
     def _compute(self) -> float:
         """Compute the prompt and keep its KV. In the computing thread."""
-        self._engine.prefill(StreamingCache(self._engine.model, self._keep))
+        engine = self._engine
+        cache = StreamingCache(
+            engine.model, self._keep, stays_on_gpu=engine.place.is_gpu
+        )
+        engine.prefill(cache)
         return time.monotonic()
 
     def _keep(self, plan: LayerPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -193,15 +198,15 @@ def _by_layer(times: dict[int, float], layers: int) -> tuple[float, ...]:
     return tuple(times.get(layer, earliest) for layer in range(layers))
 
 
-def main() -> None:
+def main(find_place: Callable[[str], Place] = place_named) -> None:
     """Prepare the model of ``argv``, then serve until the parent hangs up."""
-    model, scratch = sys.argv[1], Path(sys.argv[2])
+    model, scratch, place = sys.argv[1], Path(sys.argv[2]), find_place(sys.argv[3])
     stage = Stage()
     with loading():
         prepared = prepare_model(model, scratch / "model")
         text = (scratch / "prompt").read_text(encoding="utf-8")
         prompt = tuple(prepared.tokenizer.encode_prompt(text))
-        engine = Engine(load_model(prepared.folder), prompt)
+        engine = Engine(load_model(prepared.folder, place.computes_on), prompt, place)
     asyncio.run(_serve(stage, engine, prepared, prompt))
 
 
@@ -222,8 +227,10 @@ async def _serve(
     max_bytes = int(kv_bytes * _ROOM_IN_ENTRIES)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(engine.close)
-        lookup = LookupBuffer(max_bytes, fingerprint=fingerprint_of(engine.model))
+        fingerprint, device = fingerprint_of(engine.model), engine.place.device
+        lookup = LookupBuffer(max_bytes, fingerprint=fingerprint, device=device)
         stack.callback(lookup.abort)
+        await lookup.open()
         server = await stack.enter_async_context(
             asynckv.serve("tcp://127.0.0.1:0", lookup=lookup)
         )
@@ -238,6 +245,7 @@ async def _serve(
                 kv_bytes=kv_bytes,
                 max_bytes=max_bytes,
                 layers=len(engine.layers),
+                device=engine.place.describe(),
             )
         )
         await stage.perform(worker.do)

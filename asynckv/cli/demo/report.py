@@ -104,6 +104,7 @@ class Survival(msgspec.Struct, frozen=True):
 class DemoReport(msgspec.Struct, frozen=True):
     """Everything one run of the demo measured.
 
+    ``device`` is what both processes compute on, and have their buffers on.
     ``problems`` is empty exactly when the run kept what it promises.
     """
 
@@ -113,6 +114,7 @@ class DemoReport(msgspec.Struct, frozen=True):
     prefill_pid: int
     decode_pid: int
     transport: str
+    device: str
     recompute: Recompute
     bulk: HandOver
     layerwise: HandOver

@@ -113,14 +113,18 @@ def _marks(hand_over: HandOver, scale: _Scale, bottom: float) -> list[str]:
     end, first = scale.x(hand_over.prefill_s), scale.x(hand_over.first_token_s)
     early = hand_over.wait_s <= 0.0
     when = "before that" if early else f"+{write_seconds(hand_over.wait_s)}"
-    wait = f"first token here, {when}"
-    # Both labels stand left of their lines: the lines are at the right edge.
-    return [
-        _line("mark", end, _TOP - 4, end, bottom),
-        _line("mark first", first, _TOP - 18, first, bottom),
-        _text("label", end - 6, _TOP - 1, "prefill computed"),
-        _text("label strong", first - 6, _TOP - 15, wait),
+    marks = [
+        (end, "mark", "label", "prefill computed"),
+        (first, "mark first", "label strong", f"first token here, {when}"),
     ]
+    marks.sort(key=lambda mark: mark[0])
+    parts = []
+    # Labels stand left of their lines, which are at the right edge: the line that is
+    # further right has the upper label, so that the other does not cross it.
+    for (x, line, label, text), up in zip(marks, (0, 14), strict=True):
+        parts.append(_line(line, x, _TOP - 4 - up, x, bottom))
+        parts.append(_text(label, x - 6, _TOP - 1 - up, text))
+    return parts
 
 
 def draw_bars(bars: list[tuple[str, float, str]]) -> str:

@@ -45,7 +45,11 @@ def figures_of(report: DemoReport) -> tuple[Figure, ...]:
     recompute_s = report.recompute.first_token_s
     share = layerwise.tail_s / layerwise.prefill_s
     return (
-        Figure("prompt tokens", f"{report.prompt_tokens:,}", report.model),
+        Figure(
+            "prompt tokens",
+            f"{report.prompt_tokens:,}",
+            f"{report.model} on {report.device}",
+        ),
         Figure("KV moved", write_bytes(report.kv_bytes), report.transport),
         Figure(
             "prefill compute", write_seconds(layerwise.prefill_s), "while layers leave"

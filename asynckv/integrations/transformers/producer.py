@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from asynckv.abc import InsertWriter, KVLookupBuffer
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import ConfigError
 from asynckv.integrations.transformers.carried import (
     DEFAULT_CARRY,
@@ -90,7 +91,8 @@ async def prefill(
     """
     prompt = Prompt.of(input_ids, attention_mask)
     plans = await read_plans(model.config)
-    run = _Prefill(model, prompt, plans, carry, observe)
+    stays = _stays_on_gpu(model, lookup)
+    run = _Prefill(model, prompt, plans, carry, observe, stays_on_gpu=stays)
     packed = pack_fingerprint(fingerprint_of(model, name=name, plans=plans))
     async with lookup.open_insert(
         run.prompt.tokens,
@@ -104,7 +106,9 @@ async def prefill(
         return await run.into(writer)
 
 
-_Layer: TypeAlias = "tuple[LayerPlan, torch.Tensor, torch.Tensor]"
+_Layer: TypeAlias = (
+    "tuple[LayerPlan, torch.Tensor, torch.Tensor, torch.cuda.Event | None]"
+)
 _Result: TypeAlias = "tuple[Carried, float]"
 
 
@@ -118,6 +122,8 @@ class _Prefill:
         plans: Sequence[LayerPlan],
         carry: Collection[Carry],
         observe: LayerObserver | None,
+        *,
+        stays_on_gpu: bool,
     ) -> None:
         self.prompt = prompt
         self._model, self._carry, self._observe = model, frozenset(carry), observe
@@ -125,7 +131,9 @@ class _Prefill:
         self._loop = asyncio.get_running_loop()
         # None is put when the forward has ended, after its last layer.
         self._computed: asyncio.Queue[_Layer | None] = asyncio.Queue()
-        self._cache = StreamingCache(model, self._hand_over, plans)
+        self._cache = StreamingCache(
+            model, self._hand_over, plans, stays_on_gpu=stays_on_gpu
+        )
 
     def specs(self, fingerprint: torch.Tensor) -> dict[str, TensorSpec]:
         batch, length = self.prompt.batch, self.prompt.length
@@ -170,7 +178,10 @@ class _Prefill:
         plan: LayerPlan,
         keys: torch.Tensor,
         values: torch.Tensor,
+        made: torch.cuda.Event | None,
     ) -> None:
+        if made is not None:  # what is put is what this thread's stream has waited for
+            torch.cuda.current_stream(keys.device).wait_event(made)
         await _put(writer, {f"{plan.name}.key": keys, f"{plan.name}.value": values})
         self._tell(LayerEvent(plan.index, "sent"))
 
@@ -179,7 +190,9 @@ class _Prefill:
     ) -> None:
         """Let the loop have a layer. In the forward's thread."""
         self._loop.call_soon_threadsafe(
-            self._take_over, LayerEvent(plan.index, "computed"), (plan, keys, values)
+            self._take_over,
+            LayerEvent(plan.index, "computed"),
+            (plan, keys, values, _mark(keys)),
         )
 
     def _take_over(self, event: LayerEvent, layer: _Layer) -> None:
@@ -204,6 +217,21 @@ class _Prefill:
                 raise ConfigError(f"{type(self._model).__name__} gives no logits")
             carried = Carried.of(output.logits[:, -1], hidden, self._carry)
         return carried, time.monotonic()
+
+
+def _stays_on_gpu(model: PreTrainedModel, lookup: KVLookupBuffer) -> bool:
+    """Can layers go into the buffer without leaving their GPU?"""
+    on = lookup.device if isinstance(lookup, LookupBuffer) else "cpu"
+    return on != "cpu" and model.device == torch.device(on)
+
+
+def _mark(computed: torch.Tensor) -> torch.cuda.Event | None:
+    """Mark where the forward's stream is, which is not that of the loop's thread."""
+    if not computed.is_cuda:
+        return None
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record(torch.cuda.current_stream(computed.device))
+    return mark
 
 
 async def _put(writer: InsertWriter, tensors: Mapping[str, torch.Tensor]) -> None:

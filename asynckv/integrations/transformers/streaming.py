@@ -24,6 +24,8 @@ class StreamingCache(DynamicCache):
     ``hand_over(plan, keys, values)`` is called in the forward's thread, once a
     layer, with the positions that travel. Later forwards hand over nothing.
     ``plans`` are what ``plan_layers`` says of the model, if that is known already.
+    What travels is in host memory; with ``stays_on_gpu`` it is where the model is, and
+    only what the thread's current stream is given to compute.
     """
 
     def __init__(
@@ -31,8 +33,11 @@ class StreamingCache(DynamicCache):
         model: PreTrainedModel,
         hand_over: _HandOver,
         plans: Sequence[LayerPlan] | None = None,
+        *,
+        stays_on_gpu: bool = False,
     ) -> None:
         super().__init__()
+        self._stays_on_gpu = stays_on_gpu
         self._plans = plan_layers(model.config) if plans is None else plans
         self.layer_class_to_replicate = None
         self.layers = [plan.empty_layer() for plan in self._plans]
@@ -73,7 +78,8 @@ class StreamingCache(DynamicCache):
 
     def _last_rows(self, plan: LayerPlan, states: torch.Tensor) -> torch.Tensor:
         rows = plan.rows_to_carry(states.shape[-2])
-        return states[..., states.shape[-2] - rows :, :].detach().cpu()
+        carried = states[..., states.shape[-2] - rows :, :].detach()
+        return carried if self._stays_on_gpu else carried.cpu()
 
     def _check(self, plan: LayerPlan, carried: Sequence[torch.Tensor]) -> None:
         batch, rows = carried[0].shape[0], carried[0].shape[-2]

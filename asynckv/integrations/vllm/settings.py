@@ -124,6 +124,8 @@ def _config_of(
         kv_connector=_MODES[mode],
         engine_id=given.engine_id,
         kv_role=given.kv_role,
+        # vLLM's own are "cuda" and 1e9 for whoever has said nothing.
+        kv_buffer_device=extra.pop("buffer_device", "cpu"),
         kv_buffer_size=extra.pop("max_bytes", "2GiB"),
         kv_connector_extra_config=extra,
         kv_load_failure_policy=given.kv_load_failure_policy,

@@ -83,7 +83,7 @@ def _worker(
     stagings = stagings_of(gpu)
     if find_connector(config).name == "StoreConnector":
         return StoreWorker(config, place, stagings=stagings)
-    return P2PWorker(config, place, stagings=stagings)
+    return P2PWorker(config, place, stagings=stagings, device=gpu.device)
 
 
 def pair_configs(
@@ -92,6 +92,7 @@ def pair_configs(
     extra: Mapping[str, object] | None = None,
     *,
     roles: tuple[KVRole, KVRole] = ("kv_producer", "kv_consumer"),
+    buffer_device: str = "cpu",
 ) -> tuple[KVTransferConfig, KVTransferConfig]:
     """Return the configurations of P and D, given the URL of each of their ranks."""
     more = dict(extra or {})
@@ -99,6 +100,7 @@ def pair_configs(
         KVTransferConfig(
             kv_connector="P2PConnector",
             kv_buffer_size="16MiB",
+            kv_buffer_device=buffer_device,
             kv_role=roles[0],
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={
@@ -111,6 +113,7 @@ def pair_configs(
         KVTransferConfig(
             kv_connector="P2PConnector",
             kv_buffer_size="16MiB",
+            kv_buffer_device=buffer_device,
             kv_role=roles[1],
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={

@@ -58,6 +58,13 @@ class FakeTensor(torch.Tensor):
             )
         return plain.clone()
 
+    def to(self, *args: Any, **options: Any) -> torch.Tensor:
+        """As :meth:`cpu`, if that is where it is to go."""
+        target = options.get("device", args[0] if args else None)
+        if isinstance(target, str | torch.device) and str(target) == "cpu":
+            return self.cpu()
+        return super().to(*args, **options)
+
 
 class FakeTensors:
     """Fits :class:`~asynckv.tensors.device_tensors.DeviceTensors`.

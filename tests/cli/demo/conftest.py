@@ -100,6 +100,7 @@ def sample_report() -> DemoReport:
         prefill_pid=4711,
         decode_pid=4712,
         transport="tcp, inline",
+        device="cpu",
         recompute=Recompute(first_token_s=2.45, prompt_positions=1822, tokens=_TOKENS),
         bulk=hand_over("Bulk", layerwise=False),
         layerwise=hand_over("Layer-wise", layerwise=True),

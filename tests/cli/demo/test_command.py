@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asynckv.cli.demo.command import demo
+from asynckv.testing.gpu_processes import why_not
 
 COMMAND = (sys.executable, "-m", "asynckv", "demo", "--model", "random-tiny")
 
@@ -33,6 +34,24 @@ def test_a_prompt_that_is_not_there_is_an_error(
 ) -> None:
     assert demo(prompt=tmp_path / "none.txt", html=tmp_path / "page.html") == 1
     assert "none.txt" in capsys.readouterr().out.replace("\n", "")
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.skipif(why_not("real") == "", reason="there is a GPU here")
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [("cuda", why_not("real").partition(" (")[0]), ("tpu", "device 'tpu' is unknown")],
+)
+def test_a_gpu_that_is_not_there_is_an_error_before_any_process_starts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "none")  # nothing can be started
+    assert demo(device=device, html=tmp_path / "page.html") == 1
+    assert words in capsys.readouterr().out.replace("\n", " ")
     assert not (tmp_path / "page.html").exists()
 
 

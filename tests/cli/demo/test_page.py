@@ -140,3 +140,9 @@ def test_a_narrow_window_does_not_scroll_sideways(
 ) -> None:
     seen = look_at(render_page(sample_report), tmp_path, dark=False, width=420)
     assert (seen["overflow"], seen["clipped"]) == (0, 0)
+
+
+def test_the_page_says_which_device_both_are_on(sample_report: DemoReport) -> None:
+    assert "share its cores" in render_page(sample_report)
+    on_gpu = msgspec.structs.replace(sample_report, device="cuda:0 (<H200>)")
+    assert render_page(on_gpu).count("cuda:0 (&lt;H200&gt;)") == 3

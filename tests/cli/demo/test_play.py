@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -8,12 +9,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from asynckv.cli.demo.live import LiveDisplay
+from asynckv.cli.demo.play import Programs, play_demo
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(120)]
 
 # Whatever a shell starts in the background ignores SIGINT, and so do its children.
 HEED = ("env", "--default-signal=INT")
 COMMAND = (sys.executable, "-u", "-m", "asynckv", "demo", "--model", "random-tiny")
+
+
+ON_A_FAKE_GPU = """
+from asynckv.cli.demo.{role} import main
+from asynckv.cli.demo.place import Place
+from asynckv.testing.fake_devices import fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+gpu = fake_device_of(FakeGpus().process())
+main(lambda name: Place("cpu", gpu.device))
+"""
 
 
 def belonging_to(folder: Path) -> Iterator[int]:
@@ -25,6 +40,23 @@ def belonging_to(folder: Path) -> Iterator[int]:
                 yield int(process.name)
         except OSError:
             continue  # it has just ended
+
+
+async def test_all_acts_play_with_buffers_on_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for role in ("prefill", "decode"):
+        program = ON_A_FAKE_GPU.format(role=role)
+        (tmp_path / f"{role}_on_gpu.py").write_text(program, encoding="utf-8")
+    (tmp_path / "prompt").write_text(60 * "a tale ", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    display = LiveDisplay(Console(file=io.StringIO()))
+    programs = Programs("prefill_on_gpu", "decode_on_gpu")
+    report = await play_demo(
+        "random", tmp_path, display, device="cuda:0", programs=programs
+    )
+    assert report.problems == () and report.tokens_identical
+    assert report.transport == "tcp, cuda_ipc payload" and report.device == "cuda:0"
 
 
 @pytest.mark.parametrize(

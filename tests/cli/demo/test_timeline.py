@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import xml.etree.ElementTree as ET
 
 import msgspec
@@ -34,6 +35,24 @@ def test_any_number_of_layers_fits(sample_report: DemoReport, layers: int) -> No
     bulk = msgspec.structs.replace(sample_report.bulk, layers=lanes)
     root = ET.fromstring(draw_timeline(bulk, 2.6))
     assert float(root.get("viewBox", "").split()[3]) < 500
+
+
+@pytest.mark.parametrize("first_token_s", [1.9, 2.4, 2.46])
+def test_no_line_crosses_a_label(
+    sample_report: DemoReport, first_token_s: float
+) -> None:
+    one = msgspec.structs.replace(sample_report.layerwise, first_token_s=first_token_s)
+    root = ET.fromstring(draw_timeline(one, 2.5))
+    lines = [line for line in root.iter("line") if "mark" in line.get("class", "")]
+    labels = [text for text in root.iter("text") if "label" in text.get("class", "")]
+    assert len(lines) == len(labels) == 2
+    for label, line in itertools.product(labels, lines):
+        is_left = number(line, "x1") < number(label, "x")
+        assert not is_left or number(line, "y1") > number(label, "y")
+
+
+def number(shape: ET.Element, name: str) -> float:
+    return float(shape.get(name, "nan"))
 
 
 def test_what_lies_beyond_the_axis_stays_on_it(sample_report: DemoReport) -> None:

@@ -86,6 +86,14 @@ def test_an_engine_fetches_from_its_peers_unless_it_says_otherwise() -> None:
     assert pushed.config.kv_connector_extra_config["direction"] == "push"
 
 
+def test_kv_waits_in_host_memory_unless_it_is_said_otherwise() -> None:
+    plain = Settings.of(vllm_config(), cache_config(), side="worker")
+    assert plain.config.kv_buffer_device == "cpu"
+    on_gpu = vllm_config(extra={"buffer_device": "cuda"})
+    settings = Settings.of(on_gpu, cache_config(), side="worker")
+    assert settings.config.kv_buffer_device == "cuda"
+
+
 def test_the_scheduler_is_of_no_rank() -> None:
     config = vllm_config(tp=2, rank=1)
     assert Settings.of(config, cache_config(), side="worker").engine.rank == 1

@@ -36,14 +36,14 @@ def new_worker(
     config, first = side.config, side.workers[0].engine
     extra = {**config.kv_connector_extra_config, "listen": listen}
     engine = msgspec.structs.replace(first, engine_id=f"{side.engine_id}-2")
-    worker = P2PWorker(
+    worker = side.new_worker(
         msgspec.structs.replace(config, kv_connector_extra_config=extra), engine
     )
     shape = first.shape
     if shape is None:
         raise RuntimeError("the engines here have a shape")
     place = (ground.prefill, ground.decode).index(side)
-    caches = ToyCaches(ground.model, shape, 0, place)
+    caches = ToyCaches(ground.model, shape, 0, place, side.gpu)
     worker.register_kv_caches(caches.layers)
     return worker, caches
 

@@ -26,6 +26,7 @@ ONE_STEP: Final = frozenset(
         "MultiScheduler.start",
         "P2PWorker.start_load_kv",
         "StoreWorker.start_load_kv",
+        "WholeEntry.wait_for",
     }
 )
 """Coroutines that never wait: they can only be cancelled before they begin."""

@@ -37,6 +37,7 @@ GROUNDS: Final = (
     "to two ranks",
     "from two ranks",
     "on GPUs",
+    "buffers on GPUs",
     "on GPUs from two ranks",
     "store",
     "store large",
@@ -66,6 +67,8 @@ async def open_ground(name: str) -> AsyncIterator[_Opened]:
             opened = open_p2p("unix", "push", (2, 1))
         case "on GPUs":
             opened = open_p2p("unix", "push", on_gpus=True)
+        case "buffers on GPUs":
+            opened = open_p2p("unix", model=LARGE, on_gpus=True, are_buffers_there=True)
         case "on GPUs from two ranks":
             opened = open_p2p("unix", "push", (2, 1), on_gpus=True)
         case "store" | "store large":

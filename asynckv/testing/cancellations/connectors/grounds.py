@@ -28,7 +28,12 @@ from asynckv.testing.cancellations.quiet import Watched, everything_is_quiet, ta
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import free_urls, pair_configs, toy_shape
 from asynckv.testing.expectations import expect
-from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
+from asynckv.testing.fake_devices import (
+    FakeDevice,
+    fake_device,
+    fake_device_of,
+    stagings_of,
+)
 
 __all__ = (
     "LARGE",
@@ -57,12 +62,20 @@ _FOLDER: Final = Path(tempfile.gettempdir())
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One engine: a worker and its caches for each rank."""
+    """One engine: a worker and its caches for each rank, on ``gpu`` if there is one."""
 
     engine_id: str
     config: KVTransferConfig
     workers: tuple[P2PWorker, ...]
     caches: tuple[ToyCaches, ...]
+    gpu: FakeDevice | None = None
+
+    def new_worker(self, config: KVTransferConfig, engine: KVEngine) -> P2PWorker:
+        """Return a worker for caches where those of this side are."""
+        if self.gpu is None:
+            return P2PWorker(config, engine)
+        stagings, device = stagings_of(self.gpu), self.gpu.device
+        return P2PWorker(config, engine, stagings=stagings, device=device)
 
     def clear(self) -> None:
         """The step is over."""
@@ -273,10 +286,12 @@ async def open_p2p(
     model: ToyModel = SMALL,
     *,
     on_gpus: bool = False,
+    are_buffers_there: bool = False,
 ) -> AsyncIterator[P2PGround]:
     """Open engines of so many ranks, P and D, each of which has handed over once.
 
-    ``on_gpus``: their caches are on a GPU that is not there.
+    ``on_gpus``: their caches are on a GPU that is not there, and with
+    ``are_buffers_there`` so is what they keep and fetch, as of two processes.
     """
     extra = {
         "direction": direction,
@@ -284,15 +299,17 @@ async def open_p2p(
         "save_timeout_s": _TIMEOUT_S,
     }
     async with contextlib.AsyncExitStack() as stack:
-        gpu = None
+        gpus: list[FakeDevice | None] = [None, None]
         if on_gpus:
             gpu = stack.enter_context(fake_device(seed=1, max_delay=2))
+            other = fake_device_of(gpu.process.gpus.process())
+            gpus = [gpu, other if are_buffers_there else gpu]
         urls = stack.enter_context(urls_of(scheme, *sizes))
+        buffers_on = "cuda" if are_buffers_there else "cpu"
+        configs = pair_configs(urls[0], urls[1], extra, buffer_device=buffers_on)
         sides = [
             await stack.enter_async_context(_side(name, config, size, model, gpu))
-            for name, config, size in zip(
-                "PD", pair_configs(urls[0], urls[1], extra), sizes, strict=True
-            )
+            for name, config, size, gpu in zip("PD", configs, sizes, gpus, strict=True)
         ]
         store = await stack.enter_async_context(StoreBuffer("1MiB"))
         ground = P2PGround(scheme, direction, model, sides[0], sides[1], store)
@@ -311,18 +328,17 @@ async def _side(
     gpu: FakeDevice | None,
 ) -> AsyncIterator[Side]:
     shape = toy_shape(model, tp_size=size)
+    side = Side(name, config, (), (), gpu)
     async with contextlib.AsyncExitStack() as stack:
         workers, caches = [], []
         for rank in range(size):
             engine = KVEngine(
                 engine_id=name, block_size=16, rank=rank, tp_size=size, shape=shape
             )
-            worker = await stack.enter_async_context(
-                P2PWorker(config, engine, stagings=stagings_of(gpu))
-            )
+            worker = await stack.enter_async_context(side.new_worker(config, engine))
             mine = ToyCaches(model, shape, rank, "PD".index(name), gpu)
             worker.register_kv_caches(mine.layers)
             await worker.start()
             workers.append(worker)
             caches.append(mine)
-        yield Side(name, config, tuple(workers), tuple(caches))
+        yield dataclasses.replace(side, workers=tuple(workers), caches=tuple(caches))

@@ -78,17 +78,7 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
     async def before() -> None:
         nonlocal save
         caches.compute()
-        order = ground.save_order(ground.new_name())
-        header = EntryHeader(
-            engine_id="P",
-            rank=0,
-            block_size=worker.engine.block_size,
-            layers=ground.model.layer_names,
-            shape=worker.engine.shape,
-        )
-        save = P2PSave(
-            worker._registered(), order, header, _TIMEOUT_S, staging=worker._staging
-        )
+        save = worker._new_save(ground.save_order(ground.new_name()))
         save.offer_rest(worker._registered().now())
         await sweeper.pause()
 
@@ -184,7 +174,15 @@ async def _clear_others(ground: P2PGround) -> None:
 
 MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ConnectorScenario(
-        a_load, ("Scratch.write", "Scratch.leave", "P2PLoad.run", "Assembly.place")
+        a_load,
+        (
+            "Scratch.write",
+            "Scratch.leave",
+            "P2PLoad.run",
+            "Assembly.place",
+            "BlockMoves.reached",
+            "BlockMoves.fetch",
+        ),
     ),
     ConnectorScenario(
         a_save,

@@ -1,0 +1,86 @@
+"""How a load selects an entry: as it lands, or whole, where it lies on this GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import AsyncIterator
+
+import torch
+
+from asynckv.abc import KVEntry, KVLookupBuffer, SelectStream
+from asynckv.buffers.contents import flatten
+from asynckv.buffers.remote_lookup import RemoteLookupBuffer
+from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.views import spec_of
+
+__all__ = ("WholeEntry", "forget_locals", "open_entry")
+
+
+@contextlib.asynccontextmanager
+async def open_entry(
+    buffer: KVLookupBuffer, entry_id: str
+) -> AsyncIterator[SelectStream]:
+    """Select an entry as ``open_drop_select`` does.
+
+    In a peer's memory of this GPU it is waited for until it is whole, and its tensors
+    are views, which nobody may keep: what streams there comes through host memory.
+    """
+    if not (isinstance(buffer, RemoteLookupBuffer) and buffer.shows_gpu_memory):
+        async with buffer.open_drop_select(entry_id=entry_id) as stream:
+            yield stream
+        return
+    async with buffer.drop_select(entry_id=entry_id) as entry:
+        whole = WholeEntry(entry)
+        del entry  # its views are to end with this
+        try:
+            yield whole
+        except BaseException as exc:
+            forget_locals(exc)
+            raise
+        finally:
+            whole.close()
+
+
+def forget_locals(error: BaseException) -> None:
+    """Let the calls that ``error`` has ended hold no tensor, whoever keeps the error.
+
+    The peer's memory that a view is of is nobody else's as long as it lives.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+
+
+class WholeEntry(SelectStream):
+    """An entry that is here, as if its tensors landed one after the other."""
+
+    def __init__(self, entry: KVEntry) -> None:
+        self.entry_id = entry.entry_id
+        self.attempt = entry.attempt
+        self.matched_tokens = entry.matched_tokens
+        self.input_tokens = entry.input_tokens
+        self.roi = entry.roi
+        named = flatten(entry.key, entry.value, entry.hidden, entry.extras)
+        self._tensors = {
+            name: tensor
+            for name, tensor in named.items()
+            if not isinstance(tensor, KVBlocks)  # which no entry holds
+        }
+        self.specs = {name: spec_of(tensor) for name, tensor in self._tensors.items()}
+        self._left = list(self._tensors)
+
+    async def __anext__(self) -> tuple[str, torch.Tensor]:
+        if not self._left:
+            raise StopAsyncIteration
+        name = self._left.pop(0)
+        return name, self._tensors[name]
+
+    async def wait_for(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def close(self) -> None:
+        """Nobody reads it any more. Never waits."""
+        self._left.clear()
+        self._tensors.clear()

@@ -1,0 +1,119 @@
+"""A connector's worker with caches on a GPU, real or not: here, and in a process.
+
+``python -m asynckv.testing.gpu_workers KIND URL`` saves :data:`PROMPT`, says so, and
+serves until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Final
+
+import torch
+
+from asynckv.config import KVRole, KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.keys import prompt_digest
+from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_devices import fake_device_of, stagings_of
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_processes import GpuKind
+
+__all__ = (
+    "LOADED",
+    "PROMPT",
+    "SAVED",
+    "content_of",
+    "load_order",
+    "save_order",
+    "worker_on",
+)
+
+PROMPT: Final = tuple(range(64))
+SAVED: Final = (5, 1, 2, 7)
+"""The blocks of the prompt where it is saved, 16 tokens each."""
+LOADED: Final = (0, 6, 3, 4)
+"""And where it is loaded."""
+
+_LAYERS: Final = ("a", "b")
+_SHAPE: Final = (9, 16, 8, 128)
+
+
+def content_of(layer: str) -> torch.Tensor:
+    """Return what a layer's cache holds where the prompt is saved."""
+    start = 1000 * _LAYERS.index(layer)
+    count = torch.Size(_SHAPE).numel()
+    return (torch.arange(start, start + count) % 9973).float().view(_SHAPE)
+
+
+def worker_on(
+    kind: GpuKind, role: KVRole, url: str, **extra: object
+) -> tuple[P2PWorker, dict[str, torch.Tensor]]:
+    """Return a worker that saves to ``url``, or fetches from there, and its caches.
+
+    ``extra`` are options of connectors.
+    """
+    producer = role == "kv_producer"
+    config = KVTransferConfig(
+        kv_connector="P2PConnector",
+        kv_role=role,
+        kv_buffer_size="16MiB",
+        kv_buffer_device="cuda:0",
+        kv_connector_extra_config={
+            "direction": "pull",
+            "load_timeout_s": 20.0,
+            **extra,
+            **({"listen": url} if producer else {"peers": {"P": url}}),
+        },
+    )
+    engine = KVEngine(engine_id="P" if producer else "D", block_size=16)
+    content = {
+        layer: content_of(layer) if producer else torch.zeros(_SHAPE)
+        for layer in _LAYERS
+    }
+    if kind == "real":
+        worker = P2PWorker(config, engine)
+        caches = {layer: one.cuda() for layer, one in content.items()}
+    else:
+        gpu = fake_device_of(FakeGpus().process())
+        stagings, device = stagings_of(gpu), gpu.device
+        worker = P2PWorker(config, engine, stagings=stagings, device=device)
+        caches = {layer: gpu.tensor(one) for layer, one in content.items()}
+    worker.register_kv_caches(caches)
+    return worker, caches
+
+
+def load_order(name: str) -> LoadOrder:
+    """Order what was saved as ``name``."""
+    digest, count = prompt_digest(PROMPT, len(PROMPT)), len(PROMPT)
+    return LoadOrder(name, name, "P", (LOADED,), num_tokens=count, digest=digest)
+
+
+def save_order(name: str) -> SaveOrder:
+    """Order to save the prompt as ``name``."""
+    return SaveOrder(name, name, "D", PROMPT, (SAVED,))
+
+
+async def _save(kind: GpuKind, url: str) -> None:
+    worker, _ = worker_on(kind, "kv_producer", url)
+    async with worker:
+        await worker.start()
+        worker.bind_connector_metadata(P2PMetadata(saves=(save_order("t"),)))
+        await worker.wait_for_save()
+        await until(lambda: not worker.statistics().saving)
+        failed = worker.get_finished().failed_sending
+        sys.stdout.write(f"failed {failed}\n" if failed else "saved\n")
+        sys.stdout.flush()
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop = asyncio.get_running_loop()
+        pipe, _ = await loop.connect_read_pipe(lambda: protocol, sys.stdin)
+        await reader.read()
+        pipe.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_save("real" if sys.argv[1] == "real" else "fake", sys.argv[2]))

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import torch
+
+from asynckv.abc import SelectStream
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.connectors.whole_entries import WholeEntry, forget_locals, open_entry
+from asynckv.testing.blocked import until
+from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
+from asynckv.testing.lookup_checks.values import MIB, noise
+
+
+@pytest.fixture
+def gpus() -> Iterator[FakeGpus]:
+    gpus = FakeGpus()
+    yield gpus
+    gpus.close()
+    assert gpus.faults == []
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    async with open_gpu_pair(gpus) as pair:
+        await pair.buffer.insert(
+            [1], None, {"a": noise(MIB)}, None, noise(8), entry_id="e"
+        )
+        yield pair
+
+
+async def test_on_the_same_gpu_its_tensors_are_views(pair: GpuPair) -> None:
+    async with open_entry(pair.peer.lookup, "e") as entry:
+        assert isinstance(entry, WholeEntry)
+        found = {name: one.is_cuda async for name, one in entry}
+        assert found == {"a.key": True, "hidden": True} == dict.fromkeys(found, True)
+        assert is_same((await entry.wait_for("a.key")).cpu(), noise(MIB))
+        assert entry.specs["a.key"].nbytes == MIB and pair.peer.on_gpu is not None
+        assert not pair.peer.on_gpu.arena.used_bytes
+    await until(lambda: not pair.buffer.statistics().used_bytes)
+
+
+async def test_elsewhere_it_comes_as_it_lands() -> None:
+    async with LookupBuffer("4MiB") as buffer:
+        await buffer.insert([1], None, noise(8), None, None, entry_id="e")
+        async with open_entry(buffer, "e") as entry:
+            assert not isinstance(entry, WholeEntry)
+            assert is_same(await entry.wait_for("key"), noise(8))
+        assert not buffer.statistics().entries
+
+
+async def read_and_fail(entry: SelectStream) -> None:
+    kept = await entry.wait_for("a.key")
+    raise ValueError(f"no use for {kept.nbytes} bytes")
+
+
+async def test_an_error_that_is_kept_keeps_no_memory(pair: GpuPair) -> None:
+    with pytest.raises(ValueError, match="no use") as kept:
+        async with open_entry(pair.peer.lookup, "e") as entry:
+            await read_and_fail(entry)
+    await until(lambda: not pair.buffer.statistics().leased)
+    assert await pair.buffer.withdraw("e")
+    await until(lambda: not pair.buffer.statistics().used_bytes)
+    assert kept.value.__traceback__ is not None
+
+
+def test_what_led_to_an_error_is_forgotten_too() -> None:
+    def fail() -> None:
+        held = torch.zeros(2)
+        raise ValueError(held.nbytes)
+
+    def fail_again() -> None:
+        try:
+            fail()
+        except ValueError as exc:
+            raise KeyError from exc
+
+    with pytest.raises(KeyError) as caught:
+        fail_again()
+    forget_locals(caught.value)
+    cause = caught.value.__cause__
+    assert cause is not None and cause.__traceback__ is not None
+    last = cause.__traceback__.tb_next
+    assert last is not None and last.tb_frame.f_locals == {}
