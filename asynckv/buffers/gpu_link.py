@@ -76,6 +76,7 @@ class GpuLink:
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._is_unwanted = False
+        self._call_closed: Callable[[], None] = lambda: None
         self._arrivals: weakref.WeakSet[Arrivals] = weakref.WeakSet()
 
     @classmethod
@@ -118,6 +119,10 @@ class GpuLink:
         else:
             self._opening.add_done_callback(lambda _: callback())
 
+    def call_when_closed(self, callback: Callable[[], None]) -> None:
+        """Call back once it is closed, and the GPU has let go. Said before it is."""
+        self._call_closed = callback
+
     def expect(self, arrivals: Arrivals) -> None:
         """Tell ``arrivals``, if it is still there, once nothing more can come."""
         self._arrivals.add(arrivals)
@@ -148,6 +153,7 @@ class GpuLink:
             self.progress.stop()
             loop = asyncio.get_running_loop()
             self._closing = loop.create_task(self._close(), name="asynckv: close NCCL")
+            self._closing.add_done_callback(lambda _: self._call_closed())
         return self._closing
 
     async def aclose(self) -> None:

@@ -293,6 +293,8 @@ class GpuImports:
         if self._is_forced:
             raise ValueError("the URL asks for another way")
         self._ways[link] = way = await GpuLink.make(link, device, self._digest)
+        # It refers to its link: as long as it is known here, neither is collected.
+        way.call_when_closed(lambda: self._ways.pop(link, None))
         await way.open(open_devices(link, way.transport))
 
     def _check_here(self, link: Link) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -128,6 +130,18 @@ async def test_a_link_that_is_cut_is_connected_again(pair: NcclBuffers) -> None:
     pair.peer._linked().abort()
     assert is_same((await select).key, noise(MIB))  # type: ignore[arg-type]
     assert pair.peer.transport == "nccl" and pair.has_moved
+
+
+async def test_a_link_that_was_cut_is_kept_by_nobody(pair: NcclBuffers) -> None:
+    link = weakref.ref(pair.peer._linked())
+    pair.peer._linked().abort()
+    await until(lambda: pair.peer.is_connected and pair.peer.transport == "nccl")
+
+    def is_gone() -> bool:
+        gc.collect()
+        return link() is None
+
+    await until(is_gone)
 
 
 @asynccontextmanager
