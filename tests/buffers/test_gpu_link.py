@@ -76,7 +76,7 @@ async def test_without_nccl_there_is_no_way(
 
 
 async def test_a_url_that_asks_for_lanes_gets_them(two_gpus: FakeGpus) -> None:
-    async with open_nccl_buffers(two_gpus, url="?payload=map") as pair:
+    async with open_nccl_buffers(two_gpus, url="?payload=inline") as pair:
         await check_comes_by_host(pair)
 
 
