@@ -90,9 +90,9 @@ class DeviceService:
         """Wait while the peer's GPU waits for this one. Cancelling leaves no trace."""
         way = self.way
         if way is not None and way.is_opening:
-            opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            way.call_when_opened(lambda: opened.cancelled() or opened.set_result(None))
-            await opened
+            opened = asyncio.Event()
+            way.call_when_opened(opened.set)
+            await opened.wait()
 
     def abort(self) -> None:
         """End what is under way. Never waits."""

@@ -236,18 +236,22 @@ async def test_a_cancelled_connect_leaves_both_workers_to_others(
         await sweep_cancellation(use, check, modes=("task", "completion"))
 
 
+async def meet(met: asyncio.Event) -> None:
+    await met.wait()
+
+
 async def test_a_server_that_leaves_lets_workers_meet_first(pair: NcclBuffers) -> None:
     way, (services,) = pair.way, pair.server._services
     await services.devices.wait_idle()
     for is_given_up in (True, False):
-        opening = asyncio.get_running_loop().create_future()
-        way._opening = opening
+        met = asyncio.Event()
+        way._opening = asyncio.create_task(meet(met))
         leaving = asyncio.create_task(services.devices.wait_idle())
         await until_blocked(leaving)
         if is_given_up:
             leaving.cancel()
             await asyncio.wait({leaving})
-        opening.set_result(None)
+        met.set()
         await asyncio.wait({leaving})
         assert leaving.cancelled() == is_given_up
 
