@@ -297,7 +297,11 @@ async def test_one_that_is_opened_in_the_tick_of_a_cancellation_is_closed(
     met = asyncio.Event()
     opening = asyncio.create_task(unopened.open(met.wait()))
     await until_blocked(opening)
-    unopened.call_when_opened(opening.cancel)
+
+    def cancel() -> None:
+        opening.cancel()
+
+    unopened.call_when_opened(cancel)
     met.set()
     await unopened.closed()
     assert opening.cancelled() and not unopened.is_open
