@@ -23,7 +23,7 @@ from asynckv.transports.nccl.transport import NcclTransport
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.workers import WorkerUse, worker_of
 
-__all__ = ("GpuLink", "GpuPathLost")
+__all__ = ("Arrivals", "GpuLink", "GpuPathLost")
 
 logger = logging.getLogger(__name__)
 
