@@ -135,7 +135,9 @@ async def test_a_part_that_nobody_asked_for_ends_the_link(
         offering.stream.send(SentDevices(transfer, 0, "off"))
 
     monkeypatch.setattr(Offering, "grant", lie)
-    async with open_nccl_buffers(two_gpus, url="?payload=inline", reconnect_s=0) as pair:
+    async with open_nccl_buffers(
+        two_gpus, url="?payload=inline", reconnect_s=0
+    ) as pair:
         with pytest.raises(PeerLost):
             await take(pair)
 
