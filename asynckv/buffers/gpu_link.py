@@ -23,7 +23,7 @@ from asynckv.transports.nccl.transport import NcclTransport
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.workers import WorkerUse, worker_of
 
-__all__ = ("GpuLink", "GpuPathLost")
+__all__ = ("Arrivals", "GpuLink", "GpuPathLost")
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class GpuLink:
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._is_unwanted = False
-        self._call_closed: Callable[[], None] = lambda: None
+        self._over: asyncio.Future[None] = loop.create_future()
         self._arrivals: weakref.WeakSet[Arrivals] = weakref.WeakSet()
 
     @classmethod
@@ -120,8 +120,8 @@ class GpuLink:
             self._opening.add_done_callback(lambda _: callback())
 
     def call_when_closed(self, callback: Callable[[], None]) -> None:
-        """Call back once it is closed, and the GPU has let go. Said before it is."""
-        self._call_closed = callback
+        """Call back once :meth:`closed` would return: now, or later."""
+        self._over.add_done_callback(lambda _: callback())
 
     def expect(self, arrivals: Arrivals) -> None:
         """Tell ``arrivals``, if it is still there, once nothing more can come."""
@@ -153,8 +153,14 @@ class GpuLink:
             self.progress.stop()
             loop = asyncio.get_running_loop()
             self._closing = loop.create_task(self._close(), name="asynckv: close NCCL")
-            self._closing.add_done_callback(lambda _: self._call_closed())
         return self._closing
+
+    async def closed(self) -> None:
+        """Wait until it was closed, and the GPU has let go or 1 s is over.
+
+        A cancelled call changes nothing.
+        """
+        await asyncio.shield(self._over)
 
     async def aclose(self) -> None:
         """Close it, and wait until the GPU has let go, about 2 s at most. Shielded.
@@ -168,7 +174,10 @@ class GpuLink:
 
     async def _close(self) -> None:
         self.transport.abort()
-        await self.transport.aclose()
+        try:
+            await self.transport.aclose()
+        finally:
+            self._over.set_result(None)
         self._end_use()
 
     def _end_use(self) -> None:

@@ -88,8 +88,11 @@ class DeviceService:
 
     async def wait_idle(self) -> None:
         """Wait while the peer's GPU waits for this one. Cancelling leaves no trace."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
+        way = self.way
+        if way is not None and way.is_opening:
+            opened = asyncio.Event()
+            way.call_when_opened(opened.set)
+            await opened.wait()
 
     def abort(self) -> None:
         """End what is under way. Never waits."""
@@ -106,6 +109,7 @@ class DeviceService:
     async def _open(
         self, channel: DeviceStream, asked: OpenDevices, device: Device
     ) -> None:
+        way = None
         try:
             way = await GpuLink.make(self.link, device, self._digest)
             channel.send(Devices(way.transport.describe()))
@@ -114,6 +118,8 @@ class DeviceService:
         except (AsyncKVError, OSError, TimeoutError) as exc:
             logger.info("no way from GPU to GPU to %s: %s", self.link.peer.id, exc)
             channel.refuse(exc)
+        if way is not None:
+            await way.closed()  # until then the buffers' memory may be sent from
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

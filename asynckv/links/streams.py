@@ -19,6 +19,8 @@ from asynckv.security.tls_socket import Connection, TlsSocket
 __all__ = ("ControlStream", "SocketStream", "StreamOwner")
 
 _RECEIVE_BYTES: Final = 64 * 1024
+_MOST_BYTES: Final = 256 * 1024
+"""Who says much is heard so much at a time: each time costs a wake-up and writes."""
 
 
 class StreamOwner(Protocol):
@@ -86,6 +88,7 @@ class SocketStream(ControlStream):
         self._loop = loop
         self._owner: StreamOwner | None = None
         self._unsent = memoryview(b"")
+        self._at_once = _RECEIVE_BYTES
         self._reads = False
         self._finishing = False
         self._closed = False
@@ -167,12 +170,13 @@ class SocketStream(ControlStream):
         if not self._reads:
             return
         try:
-            data = self._sock.recv(_RECEIVE_BYTES)
+            data = self._sock.recv(self._at_once)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as exc:
             self._end(exc)
             return
+        self._at_once = _RECEIVE_BYTES if len(data) < _RECEIVE_BYTES else _MOST_BYTES
         if not data:
             self._end(None)
         elif self._owner is not None:

@@ -100,7 +100,9 @@ class KVBlocks:
         step = self.pool.stride(0) * self.pool.element_size()
         if len(self) > 1 and step < self.block_nbytes:
             return True
-        return len(numpy.unique(self.block_ids)) < len(self)
+        is_used = numpy.zeros(len(self.pool), dtype=bool)
+        is_used[self.block_ids] = True
+        return int(numpy.count_nonzero(is_used)) < len(self)
 
     def memory(self) -> Memory:
         """Return where the blocks lie."""

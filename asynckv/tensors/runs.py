@@ -14,6 +14,8 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
+from asynckv.tensors.small_blocks import FEW_NBYTES, SmallBlocks
+
 __all__ = (
     "AnyMemory",
     "Memory",
@@ -29,27 +31,33 @@ __all__ = (
 )
 
 
+_Offsets: TypeAlias = Sequence[int] | numpy.typing.NDArray[numpy.int64]
+
+
 class Runs:
     """Some of the bytes of ``base``, in an order of their own.
 
     Each run lies from its start to its stop in ``base``; ``ends`` are where runs
-    end in the memory that they make up.
+    end in the memory that they make up. Where most are short, ``small_blocks`` copies
+    them together.
     """
 
-    __slots__ = ("_base", "_ends", "_starts", "_stops", "nbytes")
+    __slots__ = ("_base", "_ends", "_starts", "_stops", "nbytes", "small_blocks")
 
     def __init__(
         self,
         base: memoryview,
-        starts: Sequence[int],
-        stops: Sequence[int],
-        ends: Sequence[int],
+        starts: _Offsets,
+        stops: _Offsets,
+        ends: _Offsets,
+        small_blocks: SmallBlocks | None = None,
     ) -> None:
+        self.small_blocks = small_blocks
         self._base = base
         self._starts = starts
         self._stops = stops
         self._ends = ends
-        self.nbytes = ends[-1] if ends else 0
+        self.nbytes = int(ends[-1]) if len(ends) else 0
 
     def __len__(self) -> int:
         """How many runs there are."""
@@ -141,6 +149,10 @@ def runs_in(
         return base[place : place + len(starts) * nbytes]
     ends = numpy.append(first[1:], len(starts)) * nbytes
     stops = places + numpy.diff(ends, prepend=0)
+    if len(starts) * nbytes < len(places) * FEW_NBYTES:
+        # Lists would be made for nobody: they are hardly ever looked at.
+        small_blocks = SmallBlocks(base, starts, nbytes)
+        return Runs(base, places, stops, ends, small_blocks)
     return Runs(base, places.tolist(), stops.tolist(), ends.tolist())
 
 
@@ -163,7 +175,12 @@ def copied(source: AnyMemory, target: AnyMemory, nbytes: int) -> Iterator[memory
     while start < source.nbytes:
         stop = min(start + nbytes, source.nbytes)
         stop = min(_reach(source, start, stop), _reach(target, start, stop))
-        yield from _scattered(pieces_of(source, start, stop), target, start, stop)
+        blocks = source.small_blocks if isinstance(source, Runs) else None
+        if blocks is not None and isinstance(target, memoryview):
+            blocks.take(start, target[start:stop])
+            yield target[start:stop]
+        else:
+            yield from _scattered(pieces_of(source, start, stop), target, start, stop)
         start = stop
 
 

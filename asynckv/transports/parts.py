@@ -16,6 +16,7 @@ from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.chunks import Chunk
 from asynckv.protocol.digests import Digester
 from asynckv.tensors.runs import Memory, pieces_of
+from asynckv.tensors.small_blocks import SmallBlocks
 
 __all__ = ("DoneCallback", "Part", "PartTable")
 
@@ -63,6 +64,12 @@ class Part:
     def left_bytes(self) -> int:
         """Bytes that have not moved yet."""
         return self.memory.nbytes - self.moved_bytes
+
+    @property
+    def small_blocks(self) -> SmallBlocks | None:
+        """What copies its memory, if that is many small blocks."""
+        memory = self.memory
+        return None if isinstance(memory, memoryview) else memory.small_blocks
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         """Return these bytes: several pieces where the memory is in several places."""

@@ -20,7 +20,10 @@ _PIECE_NBYTES: Final = 512 * 1024
 
 
 class ReceiveLane:
-    """Receives chunks straight into the memory that waits for them."""
+    """Receives chunks straight into the memory that waits for them.
+
+    Only small blocks go through 512 KiB of the lane's own, where they are digested.
+    """
 
     def __init__(
         self, lane: LaneSocket, owner: LaneOwner, table: PartTable, max_chunk_bytes: int
@@ -66,9 +69,15 @@ class ReceiveLane:
         while part.moved_bytes < end and not part.stopped:
             start = part.moved_bytes
             stop = min(start + _PIECE_NBYTES, end)
-            pieces = part.pieces(start, stop)
+            blocks = part.small_blocks
+            if blocks is None:
+                pieces = part.pieces(start, stop)
+            else:
+                pieces = [self._room(stop - start)]
             self._lane.receive(pieces)
             part.add_to_digest(pieces)
+            if blocks is not None:
+                blocks.put(start, pieces[0])
             part.moved_bytes = stop
 
     def _leave(self, part: Part) -> None:
@@ -79,9 +88,12 @@ class ReceiveLane:
             self._owner.part_left()
 
     def _drop(self, nbytes: int) -> None:
-        if nbytes and not self._scratch:
-            self._scratch = memoryview(bytearray(_PIECE_NBYTES))
         while nbytes:
-            piece = self._scratch[: min(nbytes, _PIECE_NBYTES)]
+            piece = self._room(min(nbytes, _PIECE_NBYTES))
             self._lane.receive([piece])
             nbytes -= piece.nbytes
+
+    def _room(self, nbytes: int) -> memoryview:
+        if not self._scratch:
+            self._scratch = memoryview(bytearray(_PIECE_NBYTES))
+        return self._scratch[:nbytes]

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import collections
 import threading
+from typing import Final
 
 from asynckv.protocol.chunks import encode_chunk_header
+from asynckv.tensors.small_blocks import SmallBlocks
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
 from asynckv.transports.parts import Part
 
 __all__ = ("SendLane",)
+
+_PIECE_NBYTES: Final = 512 * 1024
+"""Of small blocks so much is copied, digested and sent while it is in the cache."""
 
 
 class SendLane:
@@ -33,6 +38,7 @@ class SendLane:
         self._has_thread = False
         self._ended = False
         self.queued_bytes = 0
+        self._room = memoryview(b"")
 
     def put(self, part: Part) -> bool:
         """Queue ``part``; ``True`` if a thread had to be started for it."""
@@ -85,11 +91,28 @@ class SendLane:
     def _send_chunk_of(self, part: Part) -> int:
         start = part.moved_bytes
         nbytes = min(part.left_bytes, self._max_chunk_bytes)
+        header = encode_chunk_header(part.transfer, part.number, start, nbytes)
+        blocks = part.small_blocks
+        if blocks is not None:
+            self._send_blocks(part, blocks, header, nbytes)
+            return nbytes
         pieces = part.pieces(start, start + nbytes)
         part.add_to_digest(pieces)
-        header = encode_chunk_header(part.transfer, part.number, start, nbytes)
         self._lane.send(header, pieces)
         return nbytes
+
+    def _send_blocks(
+        self, part: Part, blocks: SmallBlocks, header: bytes, nbytes: int
+    ) -> None:
+        if not self._room:
+            self._room = memoryview(bytearray(_PIECE_NBYTES))
+        start = part.moved_bytes
+        for done in range(0, nbytes, _PIECE_NBYTES):
+            piece = self._room[: min(_PIECE_NBYTES, nbytes - done)]
+            blocks.take(start + done, piece)
+            part.add_to_digest([piece])
+            self._lane.send(header, [piece])
+            header = b""
 
     def _leave(self, part: Part, nbytes: int) -> None:
         with self._changed:

@@ -264,6 +264,25 @@ async def test_a_lookup_and_a_store_are_both_read_where_they_lie(
         assert peer.getting_by(peer._linked()).reader is not None
 
 
+async def test_entries_in_host_memory_take_the_way_of_the_store_beside_them(
+    two_gpus: FakeGpus,
+) -> None:
+    here = fake_device_of(two_gpus.process()).device
+    there = fake_device_of(two_gpus.process(), 1).device
+    async with (
+        LookupBuffer("4MiB", drain_s=0) as lookup,
+        StoreBuffer("4MiB", device=here) as store,
+        serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
+        connect(server.url, device=there, max_bytes="8MiB") as peer,
+    ):
+        assert peer.transport == "nccl"
+        for number in range(3):
+            await lookup.insert([1], None, noise(MIB, number), None, noise(8, 3))
+            entry = await peer.lookup.drop_select([1])
+            assert only(entry.key).is_cuda and is_same(entry.hidden, noise(8, 3))
+            assert is_same(only(entry.key), noise(MIB, number))
+
+
 async def test_buffers_on_two_gpus_go_through_host_memory(two_gpus: FakeGpus) -> None:
     process = two_gpus.process()
     here, beside = (fake_device_of(process, index).device for index in (0, 1))

@@ -51,12 +51,14 @@ class Owner:
 
     def __init__(self, stream: ControlStream) -> None:
         self.data = bytearray()
+        self.sizes: list[int] = []
         self.ends: list[OSError | None] = []
         self.writable = 0
         stream.start(self)
 
     def on_bytes(self, data: bytes) -> None:
         self.data += data
+        self.sizes.append(len(data))
 
     def on_writable(self) -> None:
         self.writable += 1
@@ -74,6 +76,21 @@ async def test_bytes_come_out_as_they_went_in(make: Callable[[], Pair]) -> None:
     await until(lambda: len(owner.data) == 6)
     assert owner.data == b"onetwo"
     assert near.sent_bytes == 6
+
+
+async def test_who_says_much_is_heard_more_at_a_time() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        far.setblocking(False)
+        owner = Owner(SocketStream(far, asyncio.get_running_loop()))
+        expected: list[int] = []
+        for nbytes in (2**18, 1, 2**18):
+            sent = near.send(bytes(nbytes))
+            expected.extend([2**16, sent - 2**16] if sent > 2**16 else [sent])
+            await until(lambda: sum(owner.sizes) == sum(expected))
+        assert owner.sizes == expected
+        asyncio.get_running_loop().remove_reader(far)
 
 
 async def test_what_does_not_leave_at_once_leaves_later(

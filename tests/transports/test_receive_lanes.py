@@ -4,10 +4,12 @@ import queue
 import socket
 import threading
 
+import numpy
 import pytest
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.chunks import encode_chunk_header
+from asynckv.tensors.runs import runs_in
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
 from asynckv.transports.parts import Part, PartTable
 from asynckv.transports.receive_lanes import ReceiveLane
@@ -30,6 +32,22 @@ def test_a_chunk_lands_in_its_part(
     far.sendall(encode_chunk_header(1, 0, 2, 4) + b"cdef")
     assert said.get(timeout=5) is part
     assert memory == b"abcdef"
+    far.close()
+    assert said.get(timeout=5) == "ended"
+
+
+def test_small_blocks_land_where_they_lie(
+    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    table, memory = PartTable(), bytearray(8)
+    blocks = runs_in(memoryview(memory), numpy.array([4, 0]), 3)
+    part = Part(1, 0, blocks, lambda *_: None, None)
+    table.add(part)
+    ReceiveLane(lane, owner, table, _CHUNK).start()
+    far.sendall(encode_chunk_header(1, 0, 0, 2) + b"ab")
+    far.sendall(encode_chunk_header(1, 0, 2, 4) + b"cdef")
+    assert said.get(timeout=5) is part
+    assert memory == b"def\0abc\0"
     far.close()
     assert said.get(timeout=5) == "ended"
 

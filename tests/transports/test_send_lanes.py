@@ -4,7 +4,10 @@ import queue
 import socket
 import threading
 
+import numpy
+
 from asynckv.protocol.chunks import CHUNK_HEADER_BYTES, encode_chunk_header
+from asynckv.tensors.runs import runs_in
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
 from asynckv.transports.parts import Part
 from asynckv.transports.send_lanes import SendLane
@@ -35,6 +38,21 @@ def test_a_part_leaves_in_chunks(
     assert _read(far, len(first + second)) == first + second
     assert said.get(timeout=5) is part
     assert sender.queued_bytes == 0
+    sender.end()
+    assert said.get(timeout=5) == "ended"
+
+
+def test_small_blocks_leave_in_their_order(
+    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    sender = SendLane(lane, owner, 2**20)
+    source = numpy.random.default_rng(0).bytes(2**20)
+    starts = numpy.arange(2**20 - 1024, -1, -1024)
+    expected = b"".join(source[start : start + 1024] for start in starts)
+    blocks = runs_in(memoryview(source), starts, 1024)
+    sender.put(part := Part(3, 4, blocks, lambda *_: None, None))
+    assert _read(far, CHUNK_HEADER_BYTES + 2**20)[CHUNK_HEADER_BYTES:] == expected
+    assert said.get(timeout=5) is part
     sender.end()
     assert said.get(timeout=5) == "ended"
 
