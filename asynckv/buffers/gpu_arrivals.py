@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -49,6 +50,7 @@ class GpuArrivals:
         self._parts: dict[int, _Part] = {}
         self._comparing: set[asyncio.Task[None]] = set()
         self._is_stopped = False
+        self._lost: weakref.WeakMethod[Callable[[GpuPathLost], None]] | None = None
         gpus.expect(self)
 
     @property
@@ -96,10 +98,19 @@ class GpuArrivals:
         part.kind = frame.kind
         self._compare_if_due(frame.part)
 
+    def call_when_lost(self, lost: Callable[[GpuPathLost], None]) -> None:
+        """Call a method, if its object is still there, once nothing more can come.
+
+        Also where what is left rides: nobody watches any more whether that comes.
+        """
+        self._lost = weakref.WeakMethod(lost)
+
     def fail(self, error: GpuPathLost) -> None:
         """Nothing more comes: whoever waits for a part is told."""
         for part in list(self._parts.values()):
             part.done(b"", error)
+        if self._lost is not None and (lost := self._lost()) is not None:
+            lost(error)
 
     def stop(self, transfer: int) -> None:
         self._is_stopped = True

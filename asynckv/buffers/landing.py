@@ -87,6 +87,8 @@ class Landing:
             payload=arrivals,
             progress=None if arrivals is None else arrivals.progress,
         )
+        if arrivals is not None:
+            arrivals.call_when_lost(reception.fail)
         if targets:
             self._lent += (reception,)
         reception.begin(whole=delivery.is_complete)

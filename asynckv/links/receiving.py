@@ -155,6 +155,13 @@ class Reception:
             if self._is_stopped:
                 return
 
+    def fail(self, error: BaseException) -> None:
+        """Stop, and tell the sink why, if it still waits for something."""
+        sink = self._sink
+        self.stop()
+        if sink is not None and isinstance(error, Exception):
+            sink.reception_failed(error)
+
     def stop(self) -> None:
         """Let nothing more land. The memory is quiet after :meth:`quiesce`."""
         self._is_stopped = True
@@ -178,7 +185,7 @@ class Reception:
             if error is None:
                 self._land(index, digest)
             elif not self._is_the_links:
-                self._fail(error)
+                self.fail(error)
 
         return done  # an error of the link's own ends it too, and is told by on_lost
 
@@ -209,7 +216,7 @@ class Reception:
         if sink is None:
             return
         if landed != sent:
-            self._fail(
+            self.fail(
                 ChecksumError(
                     f"part {index} arrived with other bytes than were sent",
                     hint="the delivery was refused; nothing of it was used",
@@ -220,9 +227,3 @@ class Reception:
             if not self._unverified:
                 self._sink = None
             sink.part_verified(index, landed)
-
-    def _fail(self, error: BaseException) -> None:
-        sink = self._sink
-        self.stop()
-        if sink is not None and isinstance(error, Exception):
-            sink.reception_failed(error)

@@ -18,6 +18,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, GPUUnavailable, PeerLost
+from asynckv.links import progress
 from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
@@ -109,6 +110,25 @@ async def test_what_was_under_way_when_the_way_broke_comes_by_host(
     getattr(pair, end)._stalled(PeerLost("nothing has come for long"))
     assert is_same((await select).key, noise(MIB))  # type: ignore[arg-type]
     assert pair.peer.transport == "inline" and not pair.peer.budget.used_bytes
+
+
+async def test_what_rides_and_does_not_come_is_asked_for_again(
+    pair: NcclBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait(*anything: object, **options: object) -> list[bytes]:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    await pair.buffer.insert([1], None, noise(MIB), None, noise(8))
+    with monkeypatch.context() as patch:
+        patch.setattr(progress, "STALL_S", 0.3)
+        patch.setattr(pair.buffer.pool, "copy", wait)
+        select = asyncio.create_task(pair.peer.lookup.drop_select([1]))
+        await until(lambda: pair.peer.transport == "inline")
+    async with asyncio.timeout(10):
+        entry = await select
+    assert is_same(entry.hidden, noise(8))
+    assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
 
 
 async def test_memory_that_a_lost_gpu_may_write_to_gets_no_other_bytes(
