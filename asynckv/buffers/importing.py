@@ -294,8 +294,11 @@ class GpuImports:
             raise ValueError("the URL asks for another way")
         self._ways[link] = way = await GpuLink.make(link, device, self._digest)
         # It refers to its link: as long as it is known here, neither is collected.
-        way.call_when_closed(lambda: self._ways.pop(link, None))
+        way.call_when_closed(lambda: self._forget(link))
         await way.open(open_devices(link, way.transport))
+
+    def _forget(self, link: Link) -> None:
+        self._ways.pop(link, None)
 
     def _check_here(self, link: Link) -> None:
         if not link.may_map:
