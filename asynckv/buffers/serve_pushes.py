@@ -213,10 +213,13 @@ class _Pushed:
         self.index = frame.part
         self.reception = Reception(link, frame.transfer, [landing.memory], self)
         self._pushes = pushes
-        self._landing = landing
+        # Until it has landed: of a GPU's part it has a copy in host memory.
+        self._landing: PartLanding | None = landing
 
     def part_verified(self, index: int, digest: bytes) -> None:
-        self._pushes.verified(self.index, digest, self._landing)
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            self._pushes.verified(self.index, digest, landing)
 
     def reception_failed(self, error: Exception) -> None:
         self._pushes.failed(error)

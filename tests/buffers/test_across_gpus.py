@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -16,6 +17,7 @@ from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.errors import GPUFailed, LeaseLost
+from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
@@ -225,6 +227,24 @@ async def test_a_place_on_the_gpu_that_does_not_fit_gives_the_entry_back(
         await peer.lookup.drop_select([1], into={"key": gpu.tensor(noise(8))})
     await until(lambda: not local.statistics().leased)
     assert is_same((await peer.lookup.drop_select([1])).hidden, noise(8))
+
+
+async def test_of_a_layer_that_is_on_the_gpu_the_host_keeps_nothing(
+    pair: GpuPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, copies = pair.buffer.pool, list[weakref.ref[torch.Tensor]]()
+
+    def note(spec: TensorSpec) -> torch.Tensor:
+        copies.append(weakref.ref(copy := empty_tensor(spec)))
+        return copy
+
+    monkeypatch.setattr(pool, "host_empty", note)
+    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+        await writer.put("key", noise(MIB))
+        (entry,) = pair.buffer.ledger.book.entries.values()
+        await until(lambda: 0 in entry.landed)
+        await until(lambda: copies[0]() is None)
+        await writer.put("hidden", noise(8))
 
 
 async def test_an_entry_that_leaves_while_a_layer_is_lifted_needs_it_no_more(
