@@ -85,9 +85,13 @@ class GpuPools:
             jobs += [kind(self._blocks_of(some), some) for some in groups]
         return jobs
 
-    def _memory(self, tensor: torch.Tensor) -> memoryview | DeviceMemory:
+    def _memory(
+        self, tensor: torch.Tensor, place: DeviceMemory
+    ) -> memoryview | DeviceMemory:
         if gpu_of(tensor) is None:
             return bytes_of(tensor)
+        if gpu_of(tensor) != place.device:  # whose memory no kernel there may read
+            raise ValueError(f"it is on {tensor.device}, its blocks on another GPU")
         return at_once(tensor, self._stagings.tensors).memory
 
     def _blocks_of(self, some: _Alike) -> DeviceBlocks:
@@ -110,7 +114,7 @@ class GpuPools:
             most = self._stagings.blocks(place.device).chunk_nbytes
             piece = _piece_of(one.block_nbytes, most)
             some = found.setdefault((place.device, piece), _Alike(piece))
-            some.add(_addresses(one, place, piece), place, self._memory(tensor))
+            some.add(_addresses(one, place, piece), place, self._memory(tensor, place))
         return list(found.values())
 
 

@@ -69,6 +69,16 @@ async def test_pools_may_lie_beside_each_other_in_one_tensor(
     assert torch.equal(found, cache[[8, 2], 1])
 
 
+async def test_what_is_on_another_gpu_is_refused(
+    tensors: FakeTensors, stagings: Stagings
+) -> None:
+    cache = tensors.on_gpu(_pools()[0])
+    pools = GpuPools([cache], stagings)
+    elsewhere = tensors.on_gpu(torch.zeros(1, 16, dtype=torch.uint8), 1)
+    with pytest.raises(ValueError, match="is on cuda:1"):
+        pools.scattering([elsewhere], [KVBlocks(cache, [1])])
+
+
 async def test_what_does_not_fit_is_refused(
     tensors: FakeTensors, stagings: Stagings
 ) -> None:
