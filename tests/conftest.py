@@ -23,6 +23,7 @@ from blockbuster import blockbuster_ctx
 from pytest_asyncio import is_async_test
 
 from asynckv.testing.certificates import Authority
+from asynckv.testing.fake_gpus import FakeGpus
 
 GRACE_S: Final = 1.0
 """How long what was closed or cancelled may take to be gone."""
@@ -250,3 +251,14 @@ def _descriptors() -> Iterator[tuple[int, str]]:
             continue  # the descriptor of this listing
         if not target.startswith("/") or target.startswith(("/memfd:", "/dev/shm/")):
             yield int(name), target
+
+
+@pytest.fixture
+def two_gpus() -> Iterator[FakeGpus]:
+    """For processes on GPUs that differ: nothing is done that hardware punishes."""
+    gpus = FakeGpus(2)
+    yield gpus
+    for _ in range(2):  # the first lets views go, the second what they were of
+        gc.collect()
+    gpus.close()
+    assert not gpus.faults

@@ -13,7 +13,6 @@ from typing import Final, Literal, Self
 import anyio
 
 from asynckv.buffers.backoff import Backoff
-from asynckv.buffers.gpu_arrivals import GpuArrivals
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.map_reader import MapReader
@@ -24,6 +23,7 @@ from asynckv.buffers.remote_store import RemoteStoreBuffer
 from asynckv.buffers.watchers import Watchers
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.dial import dial
+from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.links.options import (
     Digest,

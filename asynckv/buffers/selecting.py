@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.gpu_arrivals import GpuArrivals, Ways
 from asynckv.buffers.gpu_places import may_land_on_gpu, places_on_gpu
 from asynckv.buffers.lifting import on_host
 from asynckv.buffers.manifest import unpack
@@ -22,6 +21,7 @@ from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.watchers import Watchers
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
+from asynckv.links.gpu_arrivals import GpuArrivals, Ways
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
 from asynckv.protocol.device_frames import GrantDevices, SentDevices

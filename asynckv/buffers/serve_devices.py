@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from asynckv.buffers.gpu_link import GpuLink
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.links.device_streams import DeviceStream
+from asynckv.links.gpu_link import GpuLink
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.tensors.devices import Device

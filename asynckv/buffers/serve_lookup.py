@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asynckv.buffers.entries import EntryState
-from asynckv.buffers.gpu_link import GpuLink
 from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import TOKEN_NBYTES
@@ -20,6 +19,7 @@ from asynckv.buffers.serve_writer import ServedWriter
 from asynckv.buffers.sharing import MapDigest, MapHolder
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
+from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.device_frames import OpenDevices

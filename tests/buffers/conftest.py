@@ -82,17 +82,6 @@ def gpus() -> Iterator[FakeGpus]:
 
 
 @pytest.fixture
-def two_gpus() -> Iterator[FakeGpus]:
-    """As ``gpus``, for processes on GPUs that differ."""
-    gpus = FakeGpus(2)
-    yield gpus
-    for _ in range(2):  # the first lets views go, the second what they were of
-        gc.collect()
-    gpus.close()
-    assert not gpus.faults
-
-
-@pytest.fixture
 def far_link() -> Callable[[Server, Peer], Link]:
     """Return the server's end of a peer's link."""
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.gpu_arrivals import GpuArrivals
 from asynckv.buffers.serve_offer import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
+from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.options import Digest
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer

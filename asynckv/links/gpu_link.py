@@ -11,10 +11,10 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from asynckv.buffers.sharing import MapDigest
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
+from asynckv.protocol.handshake import DigestMode
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.devices import Device
 from asynckv.transports.nccl.settings import NcclSettings
@@ -46,10 +46,10 @@ class GpuLink:
     ``digest`` is what this side wants to be compared of what came.
     """
 
-    def __init__(self, link: Link, use: WorkerUse, digest: MapDigest) -> None:
+    def __init__(self, link: Link, use: WorkerUse, digest: DigestMode) -> None:
         loop = asyncio.get_running_loop()
         self.link = link
-        self.digest: MapDigest = digest
+        self.digest: DigestMode = digest
         self.is_open = False
         """Whether deliveries may go this way now."""
         self.transport = NcclTransport(
@@ -60,7 +60,7 @@ class GpuLink:
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
-    async def make(cls, link: Link, device: Device, digest: MapDigest) -> GpuLink:
+    async def make(cls, link: Link, device: Device, digest: DigestMode) -> GpuLink:
         """Return one that is not open yet.
 
         :raises GPUUnavailable: CuPy, NCCL, a driver or that GPU is missing

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.buffers.gpu_link import GpuPathLost
 from asynckv.errors import GPUFailed, GPUUnavailable, PeerLost
+from asynckv.links.gpu_link import GpuPathLost
 from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
