@@ -12,12 +12,13 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-import torch
-
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
+from asynckv.pipes.arrivals import Arrival
+from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
+from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Flushed,
@@ -28,35 +29,10 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
-from asynckv.types import TensorSpec
 
-__all__ = ("Arrival", "Inbound")
+__all__ = ("Inbound",)
 
 _NOTHING: Final = memoryview(b"")
-
-
-class Arrival:
-    """One tensor, or None, that the peer has announced."""
-
-    __slots__ = ("inbound", "is_verified", "reception", "spec", "tensor", "transfer")
-
-    def __init__(self, inbound: Inbound, frame: Push) -> None:
-        self.inbound = inbound
-        self.spec: TensorSpec | None = frame.spec
-        self.transfer = frame.transfer
-        self.tensor: torch.Tensor | None = None
-        self.reception: Reception | None = None
-        self.is_verified = False
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.spec is None else self.spec.nbytes
-
-    def part_verified(self, index: int, digest: bytes) -> None:
-        self.inbound.verified(self)
-
-    def reception_failed(self, error: Exception) -> None:
-        self.inbound.fail(self, str(error))
 
 
 class Inbound:
@@ -83,6 +59,7 @@ class Inbound:
         self._queue: collections.deque[Arrival] = collections.deque()
         self._unverified: collections.deque[Arrival] = collections.deque()
         self._landing: dict[int, Arrival] = {}
+        self.gpus: GpuSide | None = None
         self._credit_bytes = 0
         self._credit_tensors = 0
         self._owed_bytes = 0
@@ -137,6 +114,7 @@ class Inbound:
         self.held_bytes -= arrival.nbytes
         self.received_bytes += arrival.nbytes
         self.received_tensors += 1
+        arrival.let_go()
         self._owe(arrival.nbytes, 1)
 
     def check(self, arrival: Arrival) -> None:
@@ -173,6 +151,21 @@ class Inbound:
         if arrival is None or arrival.reception is None:
             raise RemoteProtocolError("a Done for what was never granted")
         arrival.reception.on_done(frame)
+
+    def on_sent_devices(self, frame: SentDevices) -> None:
+        """The peer has sent a tensor's last byte from its GPU to this one's."""
+        arrival = self._landing.get(frame.transfer)
+        if arrival is None:
+            raise RemoteProtocolError("a tensor of a GPU that was never granted")
+        arrival.on_sent_devices(frame)
+
+    def land_again(self, arrival: Arrival) -> None:
+        """It cannot come from GPU to GPU: let it come through host memory."""
+        if self._lost is None:
+            # Without memory for it now, it comes when the application waits.
+            with contextlib.suppress(MemoryError):
+                self._grant(arrival)
+            self._changed.set()
 
     def verified(self, arrival: Arrival) -> None:
         """All bytes of it are here, and are those that were sent."""
@@ -219,6 +212,8 @@ class Inbound:
         while self._unverified and self._queue:
             self._cut()
         if not keep:
+            for arrival in self._queue:
+                arrival.let_go()
             self._queue.clear()
             self.held_bytes = 0
             self._was_cut = False
@@ -269,6 +264,13 @@ class Inbound:
     def _grant(self, arrival: Arrival) -> None:
         if arrival.spec is None or arrival.reception is not None:
             return
+        on_gpu = None
+        if self.gpus is not None:
+            on_gpu = arrival.land_on_gpu(self._link, self.gpus)
+        if on_gpu is not None:
+            self._landing[arrival.transfer] = arrival
+            self._send(on_gpu, _NOTHING)
+            return
         if self._memory.awaits(arrival.nbytes):
             self._to_grant[arrival] = None
             return
@@ -296,6 +298,7 @@ class Inbound:
         self._to_grant.pop(arrival, None)
         if arrival.reception is not None:
             arrival.reception.stop()
+        arrival.let_go()
         self._landing.pop(arrival.transfer, None)
         if self._unverified and self._unverified[-1] is arrival:
             self._unverified.pop()
