@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
 import torch
@@ -72,11 +72,16 @@ class GpuSide:
 
     def ask(self) -> None:
         """Open the way: this side begins. Never waits."""
-        self._open(self._ask())
+        self._open(self._ask)
 
     def answer(self, channel: DeviceStream, frame: OpenDevices) -> None:
         """Open the way that the peer has asked for. Never waits."""
-        self._open(self._answer(channel, frame))
+        self._open(partial(self._answer, channel, frame))
+
+    async def settled(self) -> None:
+        """Wait until the way is open, or is known not to be."""
+        if self._opening is not None:
+            await asyncio.wait({self._opening})
 
     def spare(self, nbytes: int) -> DeviceRegion | None:
         """Take memory of the GPU, if there is so much now. Never waits."""
@@ -146,14 +151,14 @@ class GpuSide:
         self.pool.close()
         self._growth.close()
 
-    def _open(self, opening: Coroutine[Any, Any, None]) -> None:
+    def _open(self, opening: Callable[[], Awaitable[None]]) -> None:
         self._opening = asyncio.get_running_loop().create_task(
             self._try(opening), name=f"asynckv: connect GPUs with {self._link.peer.id}"
         )
 
-    async def _try(self, opening: Coroutine[Any, Any, None]) -> None:
+    async def _try(self, opening: Callable[[], Awaitable[None]]) -> None:
         try:
-            await opening
+            await opening()
         except (AsyncKVError, OSError, TimeoutError) as exc:
             self._close()
             if self._link.is_open:

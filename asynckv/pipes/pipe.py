@@ -92,6 +92,16 @@ class Pipe(KVPipe, LoopBound):
         """
         return self._link.transport_name
 
+    async def gpus_settled(self) -> None:
+        """Wait until the way to the peer's GPU is open, or is known not to be.
+
+        That is bounded once the peer has accepted the pipe. :attr:`transport` says
+        which it is. A cancelled call leaves no trace.
+        """
+        self._check_loop()
+        if (gpus := self._sends.gpus) is not None:
+            await gpus.settled()
+
     def statistics(self) -> PipeStatistics:
         """Return what went through and what is in it now. Never waits."""
         outbound, inbound = self._outbound, self._inbound

@@ -12,7 +12,7 @@ from asynckv.links.options import Digest
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
-from asynckv.testing.blocked import until
+from asynckv.testing.expectations import expect
 from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.pipe_checks.values import PIPE_BYTES
@@ -97,5 +97,7 @@ async def open_nccl_pipes(
         await listener.accept() as far,
     ):
         if is_connected:
-            await until(lambda: {near.transport, far.transport} == {"nccl"})
+            await near.gpus_settled()
+            await far.gpus_settled()
+            expect(near.transport == far.transport == "nccl", "no way was opened")
         yield NcclPipes(near, far, ours, theirs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -132,10 +133,11 @@ async def test_a_pipe_within_one_process_goes_by_host(
     two_gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    device = fake_device_of(two_gpus.process()).device
+    options: Any = {"device": fake_device_of(two_gpus.process()).device}
+    options["max_bytes"] = PIPE_BYTES
     async with (
-        listen_pipe("tcp://127.0.0.1:0", device=device) as listener,
-        open_pipe(listener.url, device=device) as near,
+        listen_pipe("tcp://127.0.0.1:0", **options) as listener,
+        open_pipe(listener.url, **options) as near,
         await listener.accept() as far,
     ):
         await until(lambda: BY_HOST in caplog.text)
@@ -295,8 +297,6 @@ async def test_the_pipes_of_a_group_are_connected(two_gpus: FakeGpus) -> None:
         pipe = groups[0].next_pipe
         assert pipe is groups[0].pipe_to(1)
         for one in (groups[0].pipe_to(1), groups[1].pipe_to(0)):
-            gpus = one._sends.gpus
-            assert gpus is not None
-            assert gpus._opening is not None
-            await asyncio.wait({gpus._opening})
+            assert one._sends.gpus is not None
+            await one.gpus_settled()
             assert one.transport == "inline"  # both ranks are of one process
