@@ -35,7 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 class GpuSide:
-    """One allocation of up to ``max_bytes``, for both directions of a pipe together.
+    """One allocation for both directions of a pipe together: twice ``max_bytes``.
+
+    So what is sent and what is received has room there, and what the application has
+    of it too unless that is much: without room torch allocates, for which CUDA may wait
+    for the peer. Where there is less memory it is less.
 
     ``digest`` is what this side wants to be compared of what goes from GPU to GPU.
     What has no room here goes through host memory.
@@ -48,7 +52,7 @@ class GpuSide:
         self._link = link
         self._device = opened.device
         self._tensors = opened.gpus.tensors
-        self._growth = Growth(max_bytes, device=opened.device)
+        self._growth = Growth(2 * max_bytes, device=opened.device)
         self.pool = DeviceCopyPool(
             *(opened.device, lambda: opened.gpus), empty=self._growth.lending.spare
         )

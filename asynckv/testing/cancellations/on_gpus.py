@@ -359,6 +359,7 @@ def _calls_of_cuda() -> list[str]:
 _LOOKUP: Final = ("LookupBuffer.__aenter__", "LookupBuffer.open")
 _STORE: Final = ("StoreBuffer.__aenter__", "StoreBuffer.open")
 _PIPE: Final = ("open_pipe", "PipeListener.__aenter__")
+_OPEN: Final = (*_PIPE, "Pipe.gpus_settled")
 _RECEIVE: Final = ("KVPipe.recv_tensor",)
 _WAY: Final = ("connect",)
 _SEND: Final = ("KVPipe.send_tensor",)
@@ -373,7 +374,7 @@ ON_GPUS: Final = (
     Scenario(a_way_between_gpus, _WAY, ("local",), sizes=(0,), is_costly=True),
     Scenario(a_select_between_gpus, _SELECT, ("local",), (LARGE,), is_costly=True),
     Scenario(a_borrow_between_gpus, _SELECT, ("local",), (LARGE,), is_costly=True),
-    Scenario(a_pipe_between_gpus, _PIPE, ("local",), sizes=(0,), is_costly=True),
+    Scenario(a_pipe_between_gpus, _OPEN, ("local",), sizes=(0,), is_costly=True),
     Scenario(a_send_between_gpus, _SEND, ("local",), (LARGE,), is_costly=True),
     Scenario(a_receive_between_gpus, _RECEIVE, ("local",), (LARGE,), is_costly=True),
     Scenario(a_flush_between_gpus, _FLUSH, ("local",), (LARGE,), is_costly=True),
