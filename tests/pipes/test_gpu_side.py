@@ -126,7 +126,7 @@ async def test_a_peer_without_a_gpu_refuses(
     ):
         await until(lambda: "no GPU to connect" in caplog.text)
         await near.send_tensor(noise(LARGE, 1))
-        assert is_same(await far.recv_tensor(), noise(LARGE, 1))  # type: ignore[arg-type]
+        assert is_same(await far.recv_tensor(), noise(LARGE, 1))
 
 
 async def test_a_pipe_within_one_process_goes_by_host(
@@ -202,7 +202,7 @@ async def test_what_has_come_can_be_taken_from_a_peer_that_died(
     await pair.near.flush()
     pair.near.abort()
     await until(lambda: not pair.far._link.is_open)
-    assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))  # type: ignore[arg-type]
+    assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))
     with pytest.raises(PeerLost):
         await pair.far.recv_tensor()
 
@@ -235,7 +235,7 @@ async def test_what_cannot_be_compared_comes_by_host(
 
     monkeypatch.setattr(far.pool, "edges", fail)
     await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
-    assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))  # type: ignore[arg-type]
+    assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))
     await until(lambda: not pair.used_bytes)
 
 
@@ -269,7 +269,7 @@ async def test_what_has_no_room_on_a_gpu_comes_by_host(two_gpus: FakeGpus) -> No
 
 async def test_a_tensor_above_the_bound_goes_by_host(pair: NcclPipes) -> None:
     await pair.near.send_tensor(pair.ours.tensor(noise(9 * LARGE, 1)))
-    assert is_same(await pair.far.recv_tensor(), noise(9 * LARGE, 1))  # type: ignore[arg-type]
+    assert is_same(await pair.far.recv_tensor(), noise(9 * LARGE, 1))
     assert not pair.moved and pair.near.transport == "nccl"
 
 

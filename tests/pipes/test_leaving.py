@@ -9,17 +9,15 @@ import pytest
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.options import Digest
 from asynckv.links.requests import LinkStream
-from asynckv.pipes.arrivals import Arrival
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
-from asynckv.protocol.frames import Frame, Push
+from asynckv.protocol.frames import Frame
 from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 from asynckv.testing.pipe_checks.values import LARGE
 from asynckv.testing.pipe_pairs import open_pipe_pair
-from asynckv.types import TensorSpec
 
 
 @pytest.fixture
@@ -77,26 +75,3 @@ async def test_a_pipe_without_a_gpu_sends_from_none() -> None:
     async with open_pipe_pair() as (near, _):
         with pytest.raises(RemoteProtocolError, match="waits for none"):
             near._outbound.leaving.on_grant_devices(GrantDevices(1, "off"))
-
-
-async def test_what_was_not_asked_for_does_not_come(pair: NcclPipes) -> None:
-    inbound = pair.far._inbound
-    with pytest.raises(RemoteProtocolError, match="never granted"):
-        inbound.on_sent_devices(SentDevices(99, 0, "off"))
-    arrival = Arrival(inbound, Push(1, 0, False, TensorSpec((LARGE,), "uint8")))
-    with pytest.raises(RemoteProtocolError, match="not asked for"):
-        arrival.on_sent_devices(SentDevices(1, 0, "off"))
-
-
-async def test_what_was_granted_again_may_have_been_sent_meanwhile(
-    pair: NcclPipes,
-) -> None:
-    inbound = pair.far._inbound
-    assert inbound.gpus is not None
-    arrival = Arrival(inbound, Push(1, 0, False, TensorSpec((LARGE,), "uint8")))
-    assert arrival.land_on_gpu(pair.far._link, inbound.gpus) is not None
-    assert arrival.reception is not None
-    arrival.reception.stop()
-    arrival.let_go()
-    arrival.on_sent_devices(SentDevices(1, 0, "edges"))
-    assert arrival.land_on_gpu(pair.far._link, inbound.gpus) is None
