@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import os
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, TypeAlias
@@ -28,6 +29,7 @@ _DEFAULT_PORT: Final = 14579
 _DEFAULT_STORE_TIMEOUT_S: Final = 300.0
 _DEFAULT_WAITING_BYTES: Final = "256MiB"
 _ENV_PREFIX: Final = "ASYNCKV_"
+_DEVICE: Final = re.compile(r"(cpu|cuda(:(0|[1-9][0-9]{0,3}))?)\Z")
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,16 +200,28 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         rank, name = self.local_rank, self.kv_buffer_device
         return name if name != "cuda" or rank is None else f"cuda:{rank}"
 
-    def check_device(self) -> None:
-        """Refuse a ``kv_buffer_device`` that connectors have no buffer on.
+    def check_device(self, caches_on: str | None = None) -> None:
+        """Refuse a ``kv_buffer_device`` that is none, or is not where caches are.
 
-        :raises ConfigError: it is not the CPU
+        Any caches go with ``"cpu"``, and with ``"cuda"`` those on the GPU of
+        :attr:`local_rank` or ``LOCAL_RANK``; if neither is set, on any.
+
+        :raises ConfigError: there is no such device, or ``caches_on`` is another
         """
-        if self.kv_buffer_device != "cpu":
+        name = self.kv_buffer_device
+        if not _DEVICE.match(name):
             raise ConfigError(
-                f"kv_buffer_device is {self.kv_buffer_device!r}: connectors keep KV in "
-                "CPU memory only, so far",
-                hint='write "cpu" and move tensors with .cpu()',
+                f"kv_buffer_device {name!r} is unknown",
+                hint='write "cpu", "cuda" or "cuda:1"',
+            )
+        if name == "cuda":
+            name = self._named_gpu()
+        if name == "cpu" or caches_on is None or caches_on == name:
+            return
+        if name != "cuda" or not caches_on.startswith("cuda"):
+            raise ConfigError(
+                f"kv_buffer_device is {name}, and the caches are on {caches_on}",
+                hint='write "cpu": then caches may be on any device',
             )
 
     @property
@@ -293,6 +307,15 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"kv_connector_extra_config.max_waiting_bytes: {exc}",
                 hint=f"it is {what}",
             ) from exc
+
+    def _named_gpu(self) -> str:
+        """Return which GPU ``"cuda"`` is, by its number if a rank is known."""
+        rank = os.environ.get("LOCAL_RANK") if self.device == "cuda" else None
+        if rank is None:
+            return self.device
+        if not rank.isdecimal():
+            raise ConfigError(f"LOCAL_RANK is {rank!r}, not the number of a rank")
+        return f"cuda:{int(rank)}"
 
     def _extra(self, key: str, kind: Any, default: Any, what: str) -> Any:
         value = self.kv_connector_extra_config.get(key, default)

@@ -30,6 +30,7 @@ from asynckv.abc.connectors import (
     SupportsHMA,
     SupportsHostCopies,
     SupportsLayerwise,
+    SupportsStreams,
     TakesHandshakes,
     supports_hma,
 )
@@ -80,6 +81,7 @@ __all__ = (
     "SupportsHeldBlocks",
     "SupportsHostCopies",
     "SupportsLayerwise",
+    "SupportsStreams",
     "TakesHandshakes",
     "TokenIds",
     "supports_hma",

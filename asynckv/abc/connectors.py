@@ -38,6 +38,7 @@ __all__ = (
     "SupportsHeldBlocks",
     "SupportsHostCopies",
     "SupportsLayerwise",
+    "SupportsStreams",
     "TakesHandshakes",
     "supports_hma",
 )
@@ -283,6 +284,33 @@ class SupportsHeldBlocks(abc.ABC):
 
         Their saves go on without them, or fail within the time that a step may wait;
         ``wait_for_save`` returns then. Never waits.
+        """
+
+
+class SupportsStreams(abc.ABC):
+    """A worker for engines with caches on a GPU that work in another thread.
+
+    What is saved is what the engine's current stream had been given to compute, and no
+    block is written by a load that it may still read. A worker that is called in the
+    engine's own thread sees by itself where that stream is.
+    """
+
+    @abc.abstractmethod
+    def mark_stream(self) -> object:
+        """Mark where the calling thread's current stream of the caches' GPU is.
+
+        In any thread, once caches are registered. Never waits. In host memory there
+        is nothing to mark: ``None``.
+
+        :raises GPUFailed: CUDA refused
+        """
+
+    @abc.abstractmethod
+    def follow(self, mark: object) -> None:
+        """What is issued from now on comes after ``mark``, whatever thread issues it.
+
+        Until the next one. Never waits. An error that :meth:`mark_stream` raised may
+        be followed too: what is issued then fails by it.
         """
 
 

@@ -15,6 +15,7 @@ from asynckv.buffers.remote_stream import RemoteStream
 from asynckv.buffers.selecting import Selecting
 from asynckv.errors import EntryAborted, LeaseLost, PeerLost, PeerRestarted
 from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links.link import Link
 from asynckv.observability.waits import LoggedWaits
 from asynckv.protocol.frames import Settle
 from asynckv.tensors.blocks import KVMemory
@@ -89,40 +90,46 @@ class RemoteConsumer:
         streams: bool = False,
         views: bool = False,
     ) -> tuple[Selecting, Delivery]:
-        peer = self._peer
         while True:
-            link = peer.link_nowait() or await peer.link()
-            selecting = Selecting(
-                *(link, query, targets, peer.budget),
+            # Each of thousands that wait has this frame: it is kept small.
+            selecting = self._ask(
+                *(self._peer.link_nowait() or await self._peer.link(), query, targets),
                 streams=streams,
-                reader=peer.reader(link, views=views),
-                ways=None if peer.on_gpu is None else peer,
+                views=views,
             )
-            self._waits.begin(selecting)
             try:
                 delivery = await selecting.delivered()
-                if peer.on_gpu is not None and not streams:
-                    await lift_all(delivery, targets, peer.pool)
+                if not streams:
+                    await self._lift(delivery, targets)
                 return selecting, delivery
-            except PeerLost:
-                selecting.close()
-                await selecting.quiesce()
-                if link.is_open:
-                    raise  # the peer says so, of something else
-            except GpuPathLost as exc:
-                selecting.cancel()
-                await selecting.quiesce()
-                if targets and not exc.is_quiet:
-                    raise  # what the GPU may write to is not used for other bytes
-            except EntryAborted:  # before anything of it was handed out
-                selecting.close()
-                await selecting.quiesce()
-            except BaseException:
-                selecting.cancel()
-                await selecting.quiesce()
-                raise
+            except BaseException as exc:
+                if not await _may_ask_again(selecting, exc):
+                    raise
             finally:
                 self._waits.end(selecting)
+
+    def _ask(
+        self,
+        link: Link,
+        query: Query,
+        targets: Mapping[str, KVMemory],
+        *,
+        streams: bool,
+        views: bool,
+    ) -> Selecting:
+        peer = self._peer
+        selecting = Selecting(
+            *(link, query, targets, peer.budget),
+            streams=streams,
+            reader=peer.reader(link, views=views),
+            ways=None if peer.on_gpu is None else peer,
+        )
+        self._waits.begin(selecting)
+        return selecting
+
+    async def _lift(self, delivery: Delivery, targets: Mapping[str, KVMemory]) -> None:
+        if self._peer.on_gpu is not None:
+            await lift_all(delivery, targets, self._peer.pool)
 
     async def _settle(self, selecting: Selecting, delivery: Delivery) -> bool:
         """Acknowledge receipt of what is not small; ``False`` if it did not count."""
@@ -144,7 +151,8 @@ class RemoteConsumer:
     async def _counted(self, selecting: Selecting, delivery: Delivery) -> bool:
         """The link was cut around the acknowledgement: ask on the next one."""
         question = Settle(delivery.offer.entry_id, delivery.offer.token)
-        answer = await ask(self._peer, question, incarnation=selecting.incarnation)
+        asked = selecting.link.peer.incarnation  # it changes when memory was lost
+        answer = await ask(self._peer, question, incarnation=asked)
         return bool(answer.value)
 
     async def _has_counted(self, selecting: Selecting, delivery: Delivery) -> bool:
@@ -172,6 +180,21 @@ class RemoteConsumer:
         finally:
             selecting.close()
             await selecting.quiesce()
+
+
+async def _may_ask_again(selecting: Selecting, error: BaseException) -> bool:
+    """End what has failed before anything of it was handed out; whether to go on."""
+    if isinstance(error, PeerLost | EntryAborted):
+        selecting.close()
+    else:
+        selecting.cancel()
+    await selecting.quiesce()
+    if isinstance(error, PeerLost):
+        return not selecting.link.is_open  # else the peer says so, of something else
+    if isinstance(error, GpuPathLost):
+        # What the GPU may write to is not used for other bytes.
+        return error.is_quiet or not selecting.targets
+    return isinstance(error, EntryAborted)
 
 
 async def _give_back(

@@ -209,6 +209,13 @@ class GpuImports:
         way = self._ways.get(link)
         return way if way is not None and way.is_open else None
 
+    def leave(self, link: Link) -> None:
+        """End a link that was not opened: now, or when no GPU waits for this one."""
+        if (way := self._ways.get(link)) is not None:
+            way.call_when_opened(link.abort)
+        else:
+            link.abort()
+
     def close(self) -> None:
         """Nothing is kept but by links and views."""
 
@@ -283,6 +290,7 @@ class GpuImports:
         except BaseException:
             asking.cancel()
             _leave(sock, allocation)
+            del asking  # it keeps the error, which keeps this frame, and that memory
             raise
         digest = strictest(self._digest, exported.digest)
         return ImportedMemory(sock, allocation, digest, own)

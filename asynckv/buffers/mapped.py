@@ -207,6 +207,10 @@ class Mappings:
         """Return what ``link`` shows of the peer's memory, if it does."""
         return self._of_link.get(link) if link.may_map else None
 
+    def leave(self, link: Link) -> None:
+        """End a link that was not opened. Never waits."""
+        link.abort()
+
     def close(self) -> None:
         """Forget the file. What there are views of stays mapped. Never waits."""
         file, self._file = self._file, None

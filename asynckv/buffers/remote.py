@@ -202,7 +202,8 @@ class Peer(LoopBound):
         try:
             self._use(await self._dial(_DIAL_S))
         except BaseException:
-            self.abort()  # a GPU's memory does not wait for the garbage collector
+            if self.on_gpu is not None:
+                self.abort()  # its memory does not wait for the garbage collector
             raise
         return self
 
@@ -261,7 +262,7 @@ class Peer(LoopBound):
         try:
             await self._mappings.open(link)
         except BaseException:
-            link.abort()
+            self._mappings.leave(link)
             raise
         return link
 

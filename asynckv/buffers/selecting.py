@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.gpu_places import may_land_on_gpu, places_on_gpu
+from asynckv.buffers.landing import Landing, read_offer
 from asynckv.buffers.lifting import on_host
-from asynckv.buffers.manifest import unpack
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.watchers import Watchers
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
-from asynckv.links.gpu_arrivals import GpuArrivals, Ways
+from asynckv.links.gpu_arrivals import Ways
 from asynckv.links.link import Link
-from asynckv.links.receiving import Reception
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import (
     Accepted,
     Ack,
@@ -40,8 +39,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.protocol.payload_frames import Done, Grant, Riders
-from asynckv.protocol.values import MappedOffer
+from asynckv.protocol.payload_frames import Done, Riders
 from asynckv.tensors.blocks import KVMemory
 
 __all__ = ("Selecting", "check_key_fits")
@@ -60,7 +58,7 @@ class Selecting:
     _is_answered = False
     _is_accepted = False
     _ways: Ways | None = None
-    _arrivals: GpuArrivals | None = None
+    _landing: Landing | None = None
 
     def __init__(
         self,
@@ -77,11 +75,10 @@ class Selecting:
         if ways is not None:
             self._ways = ways
         self.query = query
-        self._link = link
-        self._targets = targets
+        self.link = link
+        self.targets = targets
         self._budget = budget
         self._streams = streams
-        self._lent: tuple[Reception, ...] = ()
         self._watchers = Watchers()
         key = query.key or b""
         check_key_fits(key, link.limits.max_body_bytes)
@@ -94,11 +91,6 @@ class Selecting:
         )
         self._stream = link.open_stream(self, frame, key)
 
-    @property
-    def incarnation(self) -> str:
-        """Whom it asks: changes when the peer has lost its memory."""
-        return self._link.peer.incarnation
-
     async def delivered(self) -> Delivery:
         """Wait for an entry; unless the query streams, for all of it, verified.
 
@@ -109,14 +101,7 @@ class Selecting:
         while True:
             while (delivery := self.delivery) is None:
                 await self.changed()
-            if delivery.offer.inline:
-                delivery.read_inline(self._host_targets)
-            elif delivery.mapped is not None and self._reader is not None:
-                await self._reader.take(
-                    delivery, self._targets, self._budget, self._stands
-                )
-            else:
-                await self._accept_somewhere(delivery)
+            await self._take_in(delivery)
             if self._error is not None:
                 raise self._error
             while self.delivery is delivery:
@@ -208,9 +193,8 @@ class Selecting:
 
     async def quiesce(self) -> None:
         """Wait until nothing touches memory that the caller lent (at most 1 s)."""
-        while self._lent:
-            await self._lent[-1].quiesce()
-            self._lent = self._lent[:-1]
+        if self._landing is not None:
+            await self._landing.quiesce()
 
     def release(self) -> None:
         """The tensors are the application's now: no longer charged."""
@@ -261,24 +245,13 @@ class Selecting:
     def _on_offer(self, offer: Offer, body: bytes) -> None:
         if self.delivery is not None:
             raise RemoteProtocolError("a second offer, the first one stands")
-        if offer.mapped is not None:
-            self._on_mapped(offer, offer.mapped, body)
-            return
-        manifest = unpack(body, inline=offer.inline)
-        if not offer.inline:
-            self._link.payload.announce(offer.transfer)
-        self.delivery = Delivery(offer, manifest)
+        delivery = read_offer(self.link, offer, body, self._reader)
+        # What is mapped, and nobody wants any more, is let go.
+        if offer.mapped is None or self._error is None:
+            self.delivery = delivery
 
     def _stands(self, delivery: Delivery) -> bool:
         return self.delivery is delivery and self._error is None
-
-    def _on_mapped(self, offer: Offer, mapped: MappedOffer, body: bytes) -> None:
-        reader = self._reader
-        if reader is None or offer.inline or not offer.complete:
-            raise RemoteProtocolError("an offer of memory that is not mapped")
-        manifest, parts = reader.unpack(offer, mapped, body)
-        if self._error is None:  # else nobody wants it: let it go
-            self.delivery = Delivery(offer, manifest, parts)
 
     def _on_retract(self, delivery: Delivery) -> None:
         self.delivery = None
@@ -286,75 +259,27 @@ class Selecting:
         if delivery.reception is not None:
             delivery.reception.stop()
 
-    @property
-    def _host_targets(self) -> Mapping[str, KVMemory]:
-        """Made when it is asked for: thousands may wait with targets of their own."""
-        return on_host(self._targets)
-
     def _on_parts(self, frame: Done | Riders | SentDevices, body: bytes) -> None:
         reception = None if self.delivery is None else self.delivery.reception
-        if reception is None or reception.transfer != frame.transfer:
+        landing = self._landing
+        if reception is None or landing is None:
             return
-        if not isinstance(frame, SentDevices):
-            reception.on_parts(frame, body)
-        elif self._arrivals is None:
-            raise RemoteProtocolError("a part of a GPU that was not asked for")
+        if reception.transfer == frame.transfer:
+            landing.on_parts(reception, frame, body)
+
+    async def _take_in(self, delivery: Delivery) -> None:
+        """Let its bytes land, or read them where they are."""
+        reader = self._reader
+        if delivery.offer.inline:
+            delivery.read_inline(on_host(self.targets))
+        elif delivery.mapped is not None and reader is not None:
+            await reader.take(delivery, self.targets, self._budget, self._stands)
         else:
-            self._arrivals.sent(frame)
-            reception.on_done(Done(frame.transfer, frame.part, frame.digest))
-
-    async def _accept_somewhere(self, delivery: Delivery) -> None:
-        ways, self._arrivals = self._ways, None
-        if ways is not None and may_land_on_gpu(self._targets):
-            self._arrivals = ways.arrivals(self._link)
-        if self._arrivals is None:
-            await self._accept(delivery)
-        else:
-            await self._accept_on_gpu(delivery, self._arrivals)
-
-    async def _accept_on_gpu(self, delivery: Delivery, arrivals: GpuArrivals) -> None:
-        """As :meth:`_accept`, but what does not ride lands where it is wanted."""
-        nbytes = delivery.own_nbytes(self._targets)
-        await self._budget.reserve(nbytes, in_host=False)
-        delivery.charged_bytes = nbytes
-        await self.quiesce()  # what was lent to an offer that was retracted
-        pool, specs = arrivals.pool, delivery.manifest.specs
-        tensors, places = await places_on_gpu(specs, self._targets, pool)
-        if not self._stands(delivery):
-            delivery.uncharge(self._budget)
-            return
-        transfer = delivery.offer.transfer
-        reception = Reception(
-            *(self._link, transfer, places, self),
-            has_riders=True,
-            payload=arrivals,
-            progress=arrivals.progress,
-        )
-        delivery.tensors, delivery.reception = tensors, reception
-        self._names, self._landed = [*tensors], delivery.landed
-        if self._targets:
-            self._lent += (reception,)
-        reception.begin(whole=delivery.is_complete)
-        self._stream.send(GrantDevices(transfer, arrivals.digest))
-
-    async def _accept(self, delivery: Delivery) -> None:
-        """Make room for an offer, and grant it."""
-        nbytes = delivery.own_nbytes(self._host_targets)
-        await self._budget.reserve(nbytes)
-        delivery.charged_bytes = nbytes
-        views = await delivery.allocate(self._host_targets, self._budget)
-        await self.quiesce()  # what was lent to an offer that was retracted
-        if not self._stands(delivery):
-            delivery.uncharge(self._budget)
-            return
-        transfer = delivery.offer.transfer
-        reception = Reception(self._link, transfer, views, self, has_riders=True)
-        delivery.reception = reception
-        self._names, self._landed = [*delivery.tensors], delivery.landed
-        if self._host_targets:
-            self._lent += (reception,)
-        reception.begin(whole=delivery.is_complete)
-        self._stream.send(Grant(transfer))
+            if self._landing is None:
+                mine = self.targets, self._budget, self._ways
+                self._landing = Landing(self.link, self._stream, *mine)
+            self._names, self._landed = [*delivery.manifest.specs], delivery.landed
+            await self._landing.accept(delivery, self, partial(self._stands, delivery))
 
 
 def check_key_fits(key: bytes, max_body_bytes: int) -> None:

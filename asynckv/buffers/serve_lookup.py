@@ -128,6 +128,8 @@ class LookupService:
     @property
     def is_idle(self) -> bool:
         """Nothing is under way for this peer; what waits for room is not."""
+        if self.way is not None and self.way.is_opening:
+            return False  # the peer's GPU waits for this one
         entries = self.buffer.ledger.book.entries
         return not self.deliveries and all(
             (entry := entries.get(entry_id)) is not None

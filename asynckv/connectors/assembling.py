@@ -3,24 +3,76 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from asynckv.connectors.caches import REGION_NAMES, PagedCaches
+from asynckv.connectors.block_moves import BlockMoves
+from asynckv.connectors.caches import REGION_NAMES
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.copies import Span, StridedCopy
 from asynckv.parallel.plans import RankRead
-from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.blocks import KVBlocks, KVMemory
+from asynckv.tensors.cuda import Event
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.resharding import reshard_jobs
+from asynckv.tensors.views import dtype_of
 from asynckv.types import TensorSpec
 
-__all__ = ("Assembly",)
+__all__ = ("Assembly", "Scratch")
+
+
+class Scratch:
+    """Where one load's layers are put together: in their blocks, if the host can.
+
+    Blocks on a GPU are put together in host memory, and go to the GPU when all sources
+    of a layer have come: heads and tokens of several are not scattered one by one.
+    """
+
+    def __init__(self, moves: BlockMoves, order: LoadOrder, mark: Event | None) -> None:
+        self.moves = moves
+        self.order = order
+        self._mark = mark
+        self._tensors: dict[str, list[torch.Tensor]] = {}
+
+    def blocks(self, layer: str) -> list[KVBlocks]:
+        """Return the blocks of a layer that are loaded."""
+        caches = self.moves.caches
+        ids = self.order.block_ids[caches.group_of(layer)]
+        return [KVBlocks(region, ids) for region in caches.pools(layer)]
+
+    def landing(self, layer: str) -> Sequence[KVMemory]:
+        """Return what parts of a layer are copied into."""
+        if not self.moves.is_on_gpu:
+            return self.blocks(layer)
+        return self._tensors.setdefault(
+            layer, [_zeros(one.spec) for one in self.blocks(layer)]
+        )
+
+    async def write(self, layer: str, sources: Sequence[torch.Tensor]) -> None:
+        """Copy whole blocks of a layer to where they belong.
+
+        A cancelled call no longer touches the blocks; they may hold a part.
+        """
+        await self.moves.scatter(sources, self.blocks(layer), self._mark)
+
+    async def leave(self, layer: str) -> None:
+        """Take a layer to its blocks, all parts of which have landed.
+
+        A cancelled call no longer touches the blocks; they may hold a part.
+        """
+        if (tensors := self._tensors.get(layer)) is None:
+            return
+        await self.write(layer, tensors)
+        self.moves.pool.free(self._tensors.pop(layer))
+
+    def drop(self) -> None:
+        """Forget what did not get to its blocks; nothing is put together any more."""
+        for layer in list(self._tensors):
+            self.moves.pool.free(self._tensors.pop(layer))
 
 
 class Assembly:
@@ -32,13 +84,13 @@ class Assembly:
     def __init__(
         self,
         engine: KVEngine,
-        caches: PagedCaches,
-        order: LoadOrder,
+        scratch: Scratch,
         header: EntryHeader,
         read: RankRead | None,
         specs: Mapping[str, TensorSpec],
     ) -> None:
-        self._engine, self._caches, self._order = engine, caches, order
+        self._engine, self._scratch = engine, scratch
+        self._caches, self._order = scratch.moves.caches, scratch.order
         self._read = read
         expected = None if read is None else read.plan.source
         if header.shape != expected or (
@@ -81,8 +133,8 @@ class Assembly:
         landed[name] = tensor
         return layer if len(landed) == len(self._regions[layer]) else None
 
-    async def place(self, layer: str, pool: CopyPool) -> str:
-        """Copy a whole layer into this rank's blocks; return its name here.
+    async def place(self, layer: str) -> str:
+        """Copy a whole layer into this rank's scratch; return its name here.
 
         A cancelled call no longer touches the blocks; they may hold a part.
         """
@@ -92,12 +144,11 @@ class Assembly:
         ids = self._order.block_ids[self._caches.group_of(target)]
         if self._read is None or self._read.plan.is_identity:
             first = self._order.first_block
-            await pool.copy(
-                [source[first : first + len(ids)] for source in sources],
-                [KVBlocks(region, ids) for region in self._caches.pools(target)],
-                digest=False,
+            await self._scratch.write(
+                target, [source[first : first + len(ids)] for source in sources]
             )
         else:
+            pool = self._scratch.moves.pool
             await pool.make_and_run(functools.partial(self._jobs, layer, sources))
         return target
 
@@ -106,13 +157,11 @@ class Assembly:
         read, order = self._read, self._order
         if read is None:
             raise RuntimeError("whole blocks are not taken apart")
-        target = self._layers[layer]
-        ids = order.block_ids[self._caches.group_of(target)]
         span = Span(
             tokens=order.num_tokens,
             target_start=order.first_block * self._engine.block_size,
         )
-        landing = [KVBlocks(region, ids) for region in self._caches.pools(target)]
+        landing = self._scratch.landing(self._layers[layer])
         try:
             return reshard_jobs(self._copies[layer], sources, landing, span)
         except ValueError as exc:
@@ -183,6 +232,12 @@ class Assembly:
         if self._read is None:
             return here
         return 2 if self._read.plan.source.layout.split_k_and_v else 1
+
+
+def _zeros(spec: TensorSpec) -> torch.Tensor:
+    """Return what nothing of another request can be seen in."""
+    flat = torch.zeros(spec.nbytes, dtype=torch.uint8)
+    return flat.view(dtype_of(spec.dtype)).view(spec.shape)
 
 
 def _misshapen(name: str) -> IncompatiblePeer:

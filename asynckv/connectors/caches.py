@@ -21,7 +21,8 @@ class PagedCaches:
     """Layers in the order of the model, and each one's pools: blocks come first.
 
     With a layout that splits keys from values a layer's tensor holds two pools,
-    otherwise it is one. ``groups`` says which of a request's lists of blocks is whose.
+    otherwise it is one. All are in host memory, or on one GPU. ``groups`` says which
+    of a request's lists of blocks is whose.
 
     :raises ValueError: they are no such caches, or have no plain contiguous blocks
     """
@@ -39,6 +40,11 @@ class PagedCaches:
         }
         self._groups = dict(groups or {})
         self.layers = tuple(self._pools)
+        devices = {pool.device for pools in self._pools.values() for pool in pools}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"the caches of one rank are on several devices: {names}")
+        (self.device,) = devices
 
     @classmethod
     def across_layers(
@@ -59,6 +65,11 @@ class PagedCaches:
             )
         layers = dict(zip(layer_names, kv_cache, strict=True))
         return cls(layers, shape)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether they are on a GPU; else they are in host memory."""
+        return self.device.type == "cuda"
 
     def group_of(self, layer: str) -> int:
         """Return which of a request's lists of blocks is the layer's."""
@@ -91,8 +102,8 @@ class PagedCaches:
 def _pools_of(
     layer: str, cache: torch.Tensor, shape: EngineShape | None
 ) -> tuple[torch.Tensor, ...]:
-    if cache.device.type != "cpu":
-        raise ValueError(f"{layer} is on {cache.device}: only CPU memory is here yet")
+    if cache.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{layer} is on {cache.device}, not a GPU and not the host's")
     is_split = shape is not None and shape.layout.split_k_and_v
     if is_split and (not cache.dim() or len(cache) != 2):
         raise ValueError(f"{layer}: keys first, then values, is not {cache.shape}")

@@ -51,6 +51,11 @@ def explain(config: KVTransferConfig) -> Explained:
             if config.kv_load_failure_policy == "recompute"
             else "a load that fails makes its request fail (kv_load_failure_policy)"
         )
+        if config.kv_buffer_device.startswith("cuda"):
+            facts.append(
+                f"caches must be on {config.kv_buffer_device} (kv_buffer_device); what "
+                "waits is in host memory all the same"
+            )
     except ConfigError as exc:
         problems.append(str(exc))
     if config.kv_role is None:

@@ -19,6 +19,7 @@ from asynckv.abc import (
     KVTransferResults,
     SupportsHandshake,
     SupportsLayerwise,
+    SupportsStreams,
 )
 from asynckv.connectors.multi_scheduler import MultiMetadata
 from asynckv.shielding import wait_or_stop
@@ -36,7 +37,9 @@ class _BeginsToWait(Protocol):
         """As ``wait_for_save``, of the step that is now, whenever it is awaited."""
 
 
-class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
+class MultiWorker(
+    KVConnectorWorker, SupportsHandshake, SupportsLayerwise, SupportsStreams
+):
     """Does what each of its connectors does.
 
     What they finished comes out in ``parts``, each one's apart. In the whole a request
@@ -62,6 +65,18 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
     ) -> None:
         for child in self.children:
             child.register_kv_caches(kv_caches, groups)
+
+    def mark_stream(self) -> object:
+        """One mark is for all of them: they have the same caches."""
+        for child in self.children:
+            if isinstance(child, SupportsStreams):
+                return child.mark_stream()
+        return None
+
+    def follow(self, mark: object) -> None:
+        for child in self.children:
+            if isinstance(child, SupportsStreams):
+                child.follow(mark)
 
     async def start(self) -> None:
         """As the contract says; if it fails or is cancelled, all of them are closed."""
@@ -117,14 +132,7 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
 
         All of them know of which step it is when this coroutine has begun.
         """
-        waits = [
-            asyncio.ensure_future(
-                child.begin_to_wait()
-                if isinstance(child, _BeginsToWait)
-                else child.wait_for_save()
-            )
-            for child in self.children
-        ]
+        waits = [_begun(child) for child in self.children]
 
         def stop() -> None:
             for wait in waits:
@@ -186,3 +194,15 @@ class MultiWorker(KVConnectorWorker, SupportsHandshake, SupportsLayerwise):
     def abort(self) -> None:
         for child in self.children:
             child.abort()
+
+
+def _begun(child: KVConnectorWorker) -> asyncio.Future[None]:
+    """Let its wait begin; if that fails, the wait does."""
+    try:
+        if isinstance(child, _BeginsToWait):
+            return asyncio.ensure_future(child.begin_to_wait())
+        return asyncio.ensure_future(child.wait_for_save())
+    except Exception as exc:  # noqa: BLE001 - the wait raises it
+        failed = asyncio.get_running_loop().create_future()
+        failed.set_exception(exc)
+        return failed

@@ -21,6 +21,7 @@ _OF_THE_NODE: Final = frozenset(
     {
         "port_offset",
         "store_timeout",
+        "local_rank",
         "peer_url",
         "fingerprint",
         "secret_file",

@@ -13,7 +13,6 @@ from asynckv.connectors.p2p_saves import P2PSave
 from asynckv.connectors.staging import Staging
 from asynckv.connectors.transfers import Transfers
 from asynckv.observability.lines import as_line
-from asynckv.tensors.copying import CopyPool
 
 __all__ = ("P2PLeaving",)
 
@@ -33,11 +32,12 @@ class P2PLeaving:
     For 50 ms saves go on from the blocks. What is not put then is copied to staging,
     if there is room, and goes on from there. What has no such room after 0.2 s fails.
     A save into this process's own buffer that has room there waits for nobody: it is
-    let finish. ``hang_up`` ends the links that a save goes over.
+    let finish. So is one of blocks on a GPU, which is copied to staging from the first,
+    while there is room. ``hang_up`` ends the links that a save goes over.
     """
 
-    def __init__(self, transfers: Transfers, staging: Staging, pool: CopyPool) -> None:
-        self._transfers, self._staging, self._pool = transfers, staging, pool
+    def __init__(self, transfers: Transfers, staging: Staging) -> None:
+        self._transfers, self._staging = transfers, staging
         self._wanted = asyncio.Event()
         self.late = 0
 
@@ -75,6 +75,8 @@ class P2PLeaving:
                 await self._stage(save)
         await _wait_quiet(_busy(saves), _FROM_BLOCKS_S)
         late = _busy(saves)
+        for save in saves.values():
+            save.hurry()
         for life in late:
             self.late += 1
             self._transfers.fail(life, _TOO_LATE)
@@ -86,7 +88,7 @@ class P2PLeaving:
     async def _stage(self, save: P2PSave) -> None:
         """Copy it, if that can be done: else its blocks are read on, and it fails."""
         try:
-            await save.stage(self._staging, self._pool)
+            await save.stage(self._staging)
         except Exception:
             request = as_line(save.order.request_id)
             logger.exception("the save of %s could not be staged", request)

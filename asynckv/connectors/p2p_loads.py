@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeAlias
 
 from asynckv.abc import KVLookupBuffer, SelectStream
-from asynckv.connectors.assembling import Assembly
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.assembling import Assembly, Scratch
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import HEADER, EntryHeader, NotSaved
 from asynckv.connectors.keys import prompt_digest
@@ -17,7 +17,6 @@ from asynckv.connectors.peers import identity_of
 from asynckv.errors import IncompatiblePeer
 from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
-from asynckv.tensors.copying import CopyPool
 
 __all__ = ("P2PLoad", "Source", "release")
 
@@ -35,8 +34,7 @@ class P2PLoad:
     def __init__(
         self,
         engine: KVEngine,
-        caches: PagedCaches,
-        pool: CopyPool,
+        moves: BlockMoves,
         order: LoadOrder,
         timeout_s: float,
     ) -> None:
@@ -44,11 +42,12 @@ class P2PLoad:
         self.nbytes = 0
         self._untaken: dict[int, Source] = {}
         self._unseen: set[int] = set()
-        self._engine, self._caches, self._pool = engine, caches, pool
+        self._engine, self._caches = engine, moves.caches
+        self._scratch = Scratch(moves, order, moves.now())
         self._timeout_s = timeout_s
         self._is_over = False
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._missing = dict.fromkeys(caches.layers, 0)
+        self._missing = dict.fromkeys(moves.caches.layers, 0)
         self.has_begun = False
 
     @property
@@ -75,10 +74,7 @@ class P2PLoad:
         :raises IncompatiblePeer: what came was not this prompt's, or another model's,
             or not all of it
         """
-        self._untaken, self._unseen = dict(sources), set(sources)
-        for read in reads.values():
-            for layer in self._engine.layers_of(read, self._caches.layers):
-                self._missing[layer] += 1
+        self._expect(reads, sources)
         self.has_begun = True
         try:
             async with asyncio.TaskGroup() as group:
@@ -95,9 +91,19 @@ class P2PLoad:
                 field="layers",
             )
 
+    def _expect(
+        self, reads: Mapping[int, RankRead | None], sources: Mapping[int, Source]
+    ) -> None:
+        """Count what is to come: a layer is there when its last part is."""
+        self._untaken, self._unseen = dict(sources), set(sources)
+        for read in reads.values():
+            for layer in self._engine.layers_of(read, self._caches.layers):
+                self._missing[layer] += 1
+
     def end(self) -> None:
-        """Nothing more will come: nobody waits any longer. Never waits."""
+        """Nothing more will come, and nothing is copied: nobody waits. Never waits."""
         self._is_over = True
+        self._scratch.drop()
         for future in self._waiting.values():
             _set_done(future)
 
@@ -154,7 +160,10 @@ class P2PLoad:
             self.nbytes += tensor.nbytes
             layer = assembly.land(name, tensor)
             if layer is not None:
-                self._landed(await assembly.place(layer, self._pool))
+                placed = await assembly.place(layer)
+                if self._missing[placed] == 1:
+                    await self._scratch.leave(placed)
+                self._landed(placed)
 
     async def _assembly(self, stream: SelectStream, read: RankRead | None) -> Assembly:
         order = self.order
@@ -166,7 +175,7 @@ class P2PLoad:
                 "the entry's prompt has another cache salt, LoRA adapter or images",
                 field="salt",
             )
-        return Assembly(self._engine, self._caches, order, header, read, stream.specs)
+        return Assembly(self._engine, self._scratch, header, read, stream.specs)
 
     def _landed(self, layer: str) -> None:
         self._missing[layer] -= 1

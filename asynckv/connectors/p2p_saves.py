@@ -10,12 +10,13 @@ import msgspec
 import torch
 
 from asynckv.abc import InsertWriter, KVLookupBuffer
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.block_moves import BlockMoves
+from asynckv.connectors.gathering import LayerGathering
 from asynckv.connectors.headers import HEADER, EntryHeader
 from asynckv.connectors.p2p_orders import SaveOrder
 from asynckv.connectors.staging import StagedCopy, Staging
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import Event
 from asynckv.types import TensorSpec
 
 __all__ = ("P2PSave", "Target", "tell_failure")
@@ -30,23 +31,26 @@ class P2PSave:
     """Puts each layer into one entry or more, as soon as it is computed.
 
     The blocks are read until :attr:`quiet` is set; what was staged before goes on from
-    its copy.
+    its copy. Blocks on a GPU are put from copies in ``staging`` alone, as which each
+    layer comes to the host once, however many targets there are.
     """
 
     def __init__(
         self,
-        caches: PagedCaches,
+        moves: BlockMoves,
         order: SaveOrder,
         header: EntryHeader,
         ttl_s: float,
         *,
+        staging: Staging | None = None,
         is_local: bool = False,
     ) -> None:
         self.order = order
         self.nbytes = 0
         self.quiet = asyncio.Event()
         self.must_leave = False
-        self._caches = caches
+        self._moves = moves
+        self._caches = caches = moves.caches
         self._header = header
         self._ttl_s = ttl_s
         self._is_local = is_local
@@ -56,23 +60,38 @@ class P2PSave:
         self._unread = dict.fromkeys(caches.layers, 1)
         self._readings: set[asyncio.Timeout] = set()
         self._copy: StagedCopy | None = None
+        self._ungathered = len(caches.layers)
+        self._gathering: LayerGathering | None = None
+        if moves.is_on_gpu:
+            self._gathering = LayerGathering(
+                moves, staging or Staging(0), self._blocks, self._on_gathered
+            )
 
     @property
     def is_copying(self) -> bool:
         """Whether it waits for nobody any more, but for memory of this process."""
+        if self._gathering is not None:
+            return not self._gathering.is_waiting_for_room
         return self._is_local and not self._not_admitted
 
-    def offer(self, layer: str) -> None:
-        """The layer is computed: copy it soon. Never waits; again is nothing."""
-        if layer in self._caches.layers and layer not in self._offered:
-            self._offered.append(layer)
+    def offer(self, layer: str, mark: Event | None = None) -> None:
+        """The layer is computed at ``mark``: copy it soon. Never waits.
+
+        Again is nothing.
+        """
+        if layer not in self._caches.layers or layer in self._offered:
+            return
+        self._offered.append(layer)
+        if self._gathering is not None:
+            self._gathering.offer(layer, mark)
+        else:
             for queue in self._queues:
                 queue.put_nowait(layer)
 
-    def offer_rest(self) -> None:
-        """All layers are computed."""
+    def offer_rest(self, mark: Event | None = None) -> None:
+        """All layers are computed at ``mark``."""
         for layer in self._caches.layers:
-            self.offer(layer)
+            self.offer(layer, mark)
 
     async def run(self, targets: Sequence[Target]) -> None:
         """Save it all.
@@ -86,14 +105,16 @@ class P2PSave:
             async with asyncio.TaskGroup() as group:
                 for target in targets:
                     queue: asyncio.Queue[str] = asyncio.Queue()
-                    for layer in self._offered:
+                    for layer in self._offered if self._gathering is None else ():
                         queue.put_nowait(layer)
                     self._queues.append(queue)
                     group.create_task(self._write(target, queue))
+                if self._gathering is not None and targets:
+                    group.create_task(self._gathering.run(len(self._caches.layers)))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def stage(self, staging: Staging, pool: CopyPool) -> bool:
+    async def stage(self, staging: Staging) -> bool:
         """Copy what is not put yet, so that the save goes on from there.
 
         ``False``: there is no room for that. All layers must have been offered. It
@@ -101,9 +122,11 @@ class P2PSave:
         """
         if self._copy is not None or self.quiet.is_set():
             return True
+        if self._gathering is not None:
+            return False  # it is being done, if there is room
         unread = [layer for layer, count in self._unread.items() if count]
         blocks = {layer: self._blocks(layer) for layer in unread}
-        copy = await staging.copy(blocks, pool)
+        copy = await staging.copy(blocks, self._moves)
         if copy is None:
             return False
         if self.quiet.is_set():
@@ -118,11 +141,24 @@ class P2PSave:
         self._look()
         return True
 
+    def hurry(self) -> None:
+        """No step waits any longer for room in staging. Never waits."""
+        if self._gathering is not None:
+            self._gathering.may_wait_for_room = False
+
     def end(self) -> None:
         """It has ended, in whatever way. Never waits."""
         self.quiet.set()
         if self._copy is not None:
             self._copy.drop()
+        if self._gathering is not None:
+            self._gathering.drop()
+
+    def _on_gathered(self, layer: str) -> None:
+        self._ungathered -= 1
+        for queue in self._queues:
+            queue.put_nowait(layer)
+        self._look()
 
     def _blocks(self, layer: str) -> dict[str, KVBlocks]:
         return self._caches.blocks(layer, self.order.block_ids)
@@ -130,6 +166,7 @@ class P2PSave:
     def _look(self) -> None:
         """See whether the blocks are still read, or will be."""
         is_copied = self._copy is not None and not self._readings
+        is_copied |= self._gathering is not None and not self._ungathered
         if is_copied or not any(self._unread.values()):
             self.quiet.set()
 
@@ -161,6 +198,10 @@ class P2PSave:
         self, writer: InsertWriter, layer: str, name: str, blocks: KVBlocks
     ) -> None:
         """Put one tensor from where it lies; from its copy, once there is one."""
+        if self._gathering is not None:
+            gathered = self._gathering.copy_of(layer)
+            await writer.put(name, gathered.tensor(layer, name))
+            return
         if self._copy is None:
             try:
                 # It is ended by `stage`: by then there is a copy.
@@ -185,6 +226,8 @@ class P2PSave:
         self._unread[layer] -= 1
         if not self._unread[layer] and self._copy is not None:
             self._copy.drop(layer)
+        if not self._unread[layer] and self._gathering is not None:
+            self._gathering.drop(layer)
         self._look()
 
 

@@ -19,8 +19,10 @@ from asynckv.abc import (
     SupportsHandshake,
     SupportsHeldBlocks,
     SupportsLayerwise,
+    SupportsStreams,
 )
 from asynckv.config import KVTransferConfig
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
@@ -34,9 +36,12 @@ from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saves import P2PSave
 from asynckv.connectors.staging import Staging
 from asynckv.connectors.transfers import Transfers, reason_of
+from asynckv.errors import GPUFailed
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import Event
+from asynckv.tensors.stagings import Stagings
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
 
@@ -48,7 +53,8 @@ class P2PWorkerStatistics:
     """One rank's transfers: under way, ended, and what was said of them in vain.
 
     ``staged_saves`` were copied since no step could wait for them, ``staged_bytes`` of
-    them are left; ``late_saves`` were given up, as there was no room for that.
+    them are left; ``late_saves`` were given up, as there was no room for that. From a
+    GPU all is copied, and each layer is counted.
     """
 
     loading: int
@@ -72,6 +78,7 @@ class P2PWorker(
     SupportsHandshake,
     SupportsHeldBlocks,
     SupportsLayerwise,
+    SupportsStreams,
 ):
     """Moves what :class:`~asynckv.connectors.P2PScheduler` decides, for one rank.
 
@@ -86,17 +93,23 @@ class P2PWorker(
 
     metadata_type = P2PMetadata
 
-    def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        engine: KVEngine,
+        *,
+        stagings: Stagings | None = None,
+    ) -> None:
         self.config = config
         self.engine = engine
         self.options = ConnectorOptions.of(config)
         self.routes = P2PRoutes(config, engine)
-        self._pool = CopyPool()
+        self._pool = CopyPool(stagings=stagings)
         self._transfers = Transfers()
         self._staging = Staging(config.max_bytes)
-        self._leaving = P2PLeaving(self._transfers, self._staging, self._pool)
+        self._leaving = P2PLeaving(self._transfers, self._staging)
         self._notices = P2PNotices(self._transfers, self.routes, self.options)
-        self._caches: PagedCaches | None = None
+        self._moves: BlockMoves | None = None
         self._orders: P2PMetadata | None = None
         self._saves: dict[Life, P2PSave] = {}
         self._held: dict[Life, P2PSave] = {}
@@ -115,15 +128,22 @@ class P2PWorker(
         groups: Mapping[str, int] | None = None,
     ) -> None:
         self._check_loop_if_bound()
-        self._caches = PagedCaches(kv_caches, self.engine.shape, groups)
+        self._register(PagedCaches(kv_caches, self.engine.shape, groups))
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, layer_names: Sequence[str]
     ) -> None:
         self._check_loop_if_bound()
-        self._caches = PagedCaches.across_layers(
-            kv_cache, layer_names, self.engine.shape
-        )
+        shape = self.engine.shape
+        self._register(PagedCaches.across_layers(kv_cache, layer_names, shape))
+
+    def mark_stream(self) -> Event | None:
+        return None if self._moves is None else self._moves.mark()
+
+    def follow(self, mark: object) -> None:
+        self._check_loop()
+        if self._moves is not None:
+            self._moves.follow(mark)
 
     async def start(self) -> None:
         self._check_loop()
@@ -189,20 +209,28 @@ class P2PWorker(
         **kwargs: object,
     ) -> None:
         self._check_loop()
-        if self.options.layerwise:
+        if self.options.layerwise and self._saves:
+            mark = self._registered().now()
             for save in self._saves.values():
-                save.offer(layer_name)
+                save.offer(layer_name, mark)
 
     async def wait_for_save(self) -> None:
         await self.begin_to_wait()
 
     def begin_to_wait(self) -> Coroutine[Any, Any, None]:
         self._check_loop()
-        return self._wait_for_saves(dict(self._saves))
+        saves = dict(self._saves)
+        try:
+            mark = self._registered().now() if saves else None
+        except GPUFailed as exc:
+            return self._give_up(saves, exc)
+        return self._wait_for_saves(saves, mark)
 
-    async def _wait_for_saves(self, saves: dict[Life, P2PSave]) -> None:
+    async def _wait_for_saves(
+        self, saves: dict[Life, P2PSave], mark: Event | None
+    ) -> None:
         for life, save in saves.items():
-            save.offer_rest()
+            save.offer_rest(mark)
             self._transfers.fail_after(life, self.options.save_timeout_s)
         if self.engine.holds_saved_blocks:
             self._held |= saves
@@ -213,6 +241,14 @@ class P2PWorker(
                     self._held.pop(life, None)
         else:
             await self._leaving.leave(saves, self.routes.hang_up)
+
+    async def _give_up(self, saves: dict[Life, P2PSave], error: GPUFailed) -> None:
+        """Fail them: when their layers are computed cannot be known."""
+        for life in saves:
+            self._transfers.fail(life, reason_of(error))
+        for save in saves.values():
+            await save.quiet.wait()
+        raise error
 
     def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
         self._check_loop()
@@ -266,16 +302,19 @@ class P2PWorker(
         self.routes.abort()
         self._pool.close()
 
-    def _registered(self) -> PagedCaches:
-        if self._caches is None:
+    def _register(self, caches: PagedCaches) -> None:
+        self.config.check_device(str(caches.device))
+        self._moves = BlockMoves(caches, self._pool)
+
+    def _registered(self) -> BlockMoves:
+        if self._moves is None:
             raise RuntimeError("register_kv_caches() comes first")
-        return self._caches
+        return self._moves
 
     def _begin_load(self, order: LoadOrder) -> None:
         load = P2PLoad(
             self.engine,
             self._registered(),
-            self._pool,
             order,
             self.options.load_timeout_s,
         )
@@ -314,15 +353,16 @@ class P2PWorker(
             self._notices.release_all(load.order, load.untaken_sources)
 
     def _begin_save(self, order: SaveOrder) -> None:
-        caches = self._registered()
+        moves = self._registered()
         if order.refusal:
             self._notices.tell_failure(order, self._header_of(order), order.refusal)
             return
         save = P2PSave(
-            caches,
+            moves,
             order,
             self._header_of(order),
             self.options.ttl_s,
+            staging=self._staging,
             is_local=self.options.direction == "pull",
         )
         life: Life | None = self._transfers.begin(
@@ -342,7 +382,7 @@ class P2PWorker(
             engine_id=self.engine.engine_id,
             rank=self.engine.rank,
             block_size=self.engine.block_size,
-            layers=self._registered().layers,
+            layers=self._registered().caches.layers,
             shape=self.engine.shape,
             salt=order.salt,
         )

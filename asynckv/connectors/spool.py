@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from asynckv.abc import BlockIds
-from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import Event
 from asynckv.tensors.views import bytes_of
 
 __all__ = ("Spool",)
@@ -28,9 +28,9 @@ class Spool:
     after a digest of what these are: their names, dtypes and shapes.
     """
 
-    def __init__(self, caches: PagedCaches, pool: CopyPool) -> None:
-        self._caches = caches
-        self._pool = pool
+    def __init__(self, moves: BlockMoves) -> None:
+        self._caches = caches = moves.caches
+        self._moves = moves
         pools = [
             (layer, pool) for layer in caches.layers for pool in caches.pools(layer)
         ]
@@ -42,21 +42,27 @@ class Spool:
             KVBlocks(pool, ()).block_nbytes for _, pool in pools
         )
 
-    async def gather(self, block_ids: BlockIds, index: int) -> torch.Tensor:
-        """Return the bytes of the blocks at ``index`` of each group.
+    async def gather(
+        self, block_ids: BlockIds, index: int, mark: Event | None = None
+    ) -> torch.Tensor:
+        """Return the bytes of the blocks at ``index`` of each group, as at ``mark``.
 
         A cancelled call no longer reads the blocks.
         """
         value = torch.empty(self.block_nbytes, dtype=torch.uint8)
         value[:_MARK_NBYTES] = self._mark
         parts = self._parts(value, block_ids, index)
-        await self._pool.copy(
-            [blocks for blocks, _ in parts], [part for _, part in parts], digest=False
+        await self._moves.gather(
+            [blocks for blocks, _ in parts], [part for _, part in parts], mark
         )
         return value
 
     async def scatter(
-        self, value: torch.Tensor, block_ids: BlockIds, index: int
+        self,
+        value: torch.Tensor,
+        block_ids: BlockIds,
+        index: int,
+        mark: Event | None = None,
     ) -> None:
         """Put the bytes of one value into the blocks at ``index`` of each group.
 
@@ -71,8 +77,8 @@ class Spool:
         if not torch.equal(value[:_MARK_NBYTES], self._mark):
             raise ValueError("a value of other layers, or of another dtype or layout")
         parts = self._parts(value, block_ids, index)
-        await self._pool.copy(
-            [part for _, part in parts], [blocks for blocks, _ in parts], digest=False
+        await self._moves.scatter(
+            [part for _, part in parts], [blocks for blocks, _ in parts], mark
         )
 
     def _parts(

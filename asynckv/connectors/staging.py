@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 import torch
 
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import Event
 from asynckv.tensors.views import empty_tensor
 
 __all__ = ("StagedCopy", "Staging")
@@ -24,11 +27,15 @@ class Staging:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.copies = 0
+        self._has_room = asyncio.Event()
 
     async def copy(
-        self, blocks: Mapping[str, Mapping[str, KVBlocks]], pool: CopyPool
+        self,
+        blocks: Mapping[str, Mapping[str, KVBlocks]],
+        moves: BlockMoves,
+        mark: Event | None = None,
     ) -> StagedCopy | None:
-        """Copy the tensors of some layers; ``None`` if there is no room for all.
+        """Copy the tensors of some layers as at ``mark``; ``None``: no room for all.
 
         It waits for memory alone. A cancelled call leaves no trace, and reads no block.
         """
@@ -41,14 +48,23 @@ class Staging:
         self.used_bytes += nbytes
         try:
             tensors = {name: empty_tensor(one.spec) for name, one in sources.items()}
-            await pool.copy(
-                list(sources.values()), list(tensors.values()), digest=False
-            )
+            await moves.gather(list(sources.values()), list(tensors.values()), mark)
         except BaseException:
-            self.used_bytes -= nbytes
+            self.let_go(nbytes)
             raise
         self.copies += 1
-        return StagedCopy(self, tensors, pool)
+        return StagedCopy(self, tensors, moves.pool)
+
+    @property
+    def more_room(self) -> asyncio.Event:
+        """Set when something is dropped the next time."""
+        return self._has_room
+
+    def let_go(self, nbytes: int) -> None:
+        """There is room for so much more. Never waits."""
+        self.used_bytes -= nbytes
+        self._has_room.set()
+        self._has_room = asyncio.Event()
 
 
 class StagedCopy:
@@ -74,6 +90,8 @@ class StagedCopy:
     def drop(self, layer: str | None = None) -> None:
         """Forget those of a layer, or all: nobody reads them. Again is nothing."""
         names = [one for one in self._tensors if layer in (None, one[0])]
+        if not names:
+            return
         dropped = [self._tensors.pop(name) for name in names]
-        self._staging.used_bytes -= sum(tensor.nbytes for tensor in dropped)
+        self._staging.let_go(sum(tensor.nbytes for tensor in dropped))
         self._pool.free(dropped)

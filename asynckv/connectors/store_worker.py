@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import anyio
@@ -19,8 +19,10 @@ from asynckv.abc import (
     KVStoreBuffer,
     KVTransferResults,
     SupportsCrossLayerCaches,
+    SupportsStreams,
 )
 from asynckv.config import KVTransferConfig
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import rank_block_keys
@@ -35,6 +37,8 @@ from asynckv.errors import EntryAborted
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import Event
+from asynckv.tensors.stagings import Stagings
 
 __all__ = ("StoreWorker", "StoreWorkerStatistics")
 
@@ -80,7 +84,9 @@ class StoreWorkerStatistics:
     lives: LifeCounters
 
 
-class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
+class StoreWorker(
+    LoopBound, KVConnectorWorker, SupportsCrossLayerCaches, SupportsStreams
+):
     """Loads and saves what :class:`~asynckv.connectors.StoreScheduler` decides.
 
     ``wait_for_save`` waits until blocks are copied, not until they are stored: that
@@ -97,13 +103,17 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         config: KVTransferConfig,
         engine: KVEngine,
         store: KVStoreBuffer | None = None,
+        *,
+        stagings: Stagings | None = None,
     ) -> None:
+        self.config = config
         self.engine = engine
         self.options = ConnectorOptions.of(config)
         self._namespace = namespace_of(engine)
         self._line = StoreLine(config, engine, store, str(engine.rank))
-        self._pool = CopyPool()
+        self._pool = CopyPool(stagings=stagings)
         self._transfers = Transfers()
+        self._moves: BlockMoves | None = None
         self._spool: Spool | None = None
         self._orders: StoreMetadata | None = None
         self._saves: collections.deque[_Save] = collections.deque()
@@ -122,15 +132,22 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         groups: Mapping[str, int] | None = None,
     ) -> None:
         self._check_loop_if_bound()
-        caches = PagedCaches(kv_caches, self.engine.shape, groups)
-        self._spool = Spool(caches, self._pool)
+        self._register(PagedCaches(kv_caches, self.engine.shape, groups))
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, layer_names: Sequence[str]
     ) -> None:
         self._check_loop_if_bound()
-        caches = PagedCaches.across_layers(kv_cache, layer_names, self.engine.shape)
-        self._spool = Spool(caches, self._pool)
+        shape = self.engine.shape
+        self._register(PagedCaches.across_layers(kv_cache, layer_names, shape))
+
+    def mark_stream(self) -> Event | None:
+        return None if self._moves is None else self._moves.mark()
+
+    def follow(self, mark: object) -> None:
+        self._check_loop()
+        if self._moves is not None:
+            self._moves.follow(mark)
 
     async def start(self) -> None:
         """Nothing to open: the store is dialled when it is needed."""
@@ -186,9 +203,11 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
 
     def begin_to_wait(self) -> Coroutine[Any, Any, None]:
         self._check_loop()
-        return self._wait_for_saves(self._saves)
+        return self._wait_for_saves(self._saves, self._now() if self._saves else None)
 
-    async def _wait_for_saves(self, saves: collections.deque[_Save]) -> None:
+    async def _wait_for_saves(
+        self, saves: collections.deque[_Save], mark: Event | None
+    ) -> None:
         until_s = asyncio.get_running_loop().time() + _WAIT_S
         while saves:
             save = saves[0]
@@ -197,7 +216,7 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
                 self._skipped_blocks += 1
             else:
                 spool = self._registered()
-                value = await spool.gather(save.order.block_ids, save.offset)
+                value = await spool.gather(save.order.block_ids, save.offset, mark)
                 put = functools.partial(self._put, save, value)
                 self._transfers.begin_untold(put, f"put {save.key}")
                 self._staged += 1
@@ -250,6 +269,15 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self._line.abort()
         self._pool.close()
 
+    def _register(self, caches: PagedCaches) -> None:
+        self.config.check_device(str(caches.device))
+        self._moves = BlockMoves(caches, self._pool)
+        self._spool = Spool(self._moves)
+
+    def _now(self) -> Event | None:
+        """Return where the engine's stream is."""
+        return None if self._moves is None else self._moves.now()
+
     def _registered(self) -> Spool:
         if self._spool is None:
             raise RuntimeError("register_kv_caches() comes first")
@@ -281,18 +309,20 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
             del self._ends[next(iter(self._ends))]
 
     def _begin_load(self, order: StoreOrder) -> None:
-        spool = self._registered()
+        spool, mark = self._registered(), self._now()
         self._transfers.begin(
             order.request_id,
             "recv",
-            lambda: self._load(order, spool),
+            lambda: self._load(order, spool, mark),
             {block for group in order.block_ids for block in group},
         )
 
     def _keys_of(self, order: StoreOrder) -> list[str]:
         return rank_block_keys(order.block_keys, self._namespace, self.engine.rank)
 
-    async def _load(self, order: StoreOrder, spool: Spool) -> None:
+    async def _load(
+        self, order: StoreOrder, spool: Spool, mark: Event | None = None
+    ) -> None:
         keys = self._keys_of(order)
         async with asyncio.timeout(self.options.load_timeout_s):
             store = await self._line.store()
@@ -306,8 +336,13 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
                 try:
                     async with asyncio.TaskGroup() as group:
                         for index, key in enumerate(keys):
-                            one = self._load_block(store, key, order, index, spool)
-                            group.create_task(one)
+                            scatter = functools.partial(
+                                spool.scatter,
+                                block_ids=order.block_ids,
+                                index=index,
+                                mark=mark,
+                            )
+                            group.create_task(self._load_block(store, key, scatter))
                 except ExceptionGroup as failed:
                     raise failed.exceptions[0] from None
 
@@ -315,15 +350,13 @@ class StoreWorker(LoopBound, KVConnectorWorker, SupportsCrossLayerCaches):
         self,
         store: KVStoreBuffer,
         key: str,
-        order: StoreOrder,
-        index: int,
-        spool: Spool,
+        scatter: Callable[[torch.Tensor], Awaitable[None]],
     ) -> None:
         async with self._at_once:
             value = await store.get(key)
             if value is None:
                 raise EntryAborted("a block is not stored any more", reason="deleted")
-            await spool.scatter(value, order.block_ids, index)
+            await scatter(value)
             self._loaded_blocks += 1
 
     async def _put(self, save: _Save, value: torch.Tensor) -> None:

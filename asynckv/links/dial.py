@@ -31,17 +31,27 @@ from asynckv.security.proofs import new_nonce
 from asynckv.security.tls_socket import Connection, TlsSocket, has_hung_up
 from asynckv.types import KVFingerprint
 
-__all__ = ("dial", "make_terms")
+__all__ = ("cores", "default_lanes", "dial", "make_terms")
 
 _DEFAULT_LIMITS: Final = Limits()
 _MAX_DEFAULT_LANES: Final = 4
 
 
-def _cores() -> int:
+def cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def default_lanes(cores: int) -> int:
+    """Return how many lanes a link has where nobody says: one for two cores, up to 4.
+
+    The other core is for the event loop, and where both peers are on one host for the
+    other end of the lane: on two cores one lane moved as much as a lone raw stream or
+    more, and two and four lanes less (``benchmarks.lanes``, ``nox -s peers``).
+    """
+    return min(max(cores // 2, 1), _MAX_DEFAULT_LANES)
 
 
 def make_terms(
@@ -58,7 +68,7 @@ def make_terms(
     :raises ConfigError: an impossible number of lanes, or payload path
     """
     if lanes is None:
-        lanes = min(_cores(), _MAX_DEFAULT_LANES)
+        lanes = default_lanes(cores())
     if not 1 <= lanes <= MAX_LANES:
         raise ConfigError(f"{lanes} lanes; a link has 1 to {MAX_LANES}")
     return Terms(

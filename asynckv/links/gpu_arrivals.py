@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.gpu_link import GpuLink
+from asynckv.links.gpu_link import GpuLink, GpuPathLost
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
 from asynckv.protocol.device_frames import SentDevices
@@ -48,6 +48,7 @@ class GpuArrivals:
         self._parts: dict[int, _Part] = {}
         self._comparing: set[asyncio.Task[None]] = set()
         self._is_stopped = False
+        gpus.expect(self)
 
     @property
     def progress(self) -> Progress:
@@ -93,6 +94,11 @@ class GpuArrivals:
             raise RemoteProtocolError(f"digests of {frame.kind}, not of {own}")
         part.kind = frame.kind
         self._compare_if_due(frame.part)
+
+    def fail(self, error: GpuPathLost) -> None:
+        """Nothing more comes: whoever waits for a part is told."""
+        for part in list(self._parts.values()):
+            part.done(b"", error)
 
     def stop(self, transfer: int) -> None:
         self._is_stopped = True

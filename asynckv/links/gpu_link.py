@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, Final
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
 
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links.link import Link
@@ -19,6 +20,7 @@ from asynckv.shielding import wait_shielded
 from asynckv.tensors.devices import Device
 from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.transport import NcclTransport
+from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.workers import WorkerUse, worker_of
 
 __all__ = ("GpuLink", "GpuPathLost")
@@ -26,18 +28,32 @@ __all__ = ("GpuLink", "GpuPathLost")
 logger = logging.getLogger(__name__)
 
 _OPEN_S: Final = 10.0
+_CLOSE_S: Final = 1.0
+_LOOK_AGAIN_S: Final = 0.5
 _SETTINGS: Final = NcclSettings(open_s=_OPEN_S)
 
 
 class GpuPathLost(GPUFailed):
     """Payload does not go from GPU to GPU any more, for that link.
 
-    With ``is_quiet`` nothing of what was under way touches memory any more.
+    Whoever has lent memory waits until it is quiet, and looks at :attr:`is_quiet` then.
     """
 
-    def __init__(self, error: BaseException, *, is_quiet: bool) -> None:
+    def __init__(self, error: BaseException, worker: DeviceWorker) -> None:
         super().__init__(f"the way from GPU to GPU was lost: {error}")
-        self.is_quiet = is_quiet
+        self._worker = worker
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether what was under way will leave memory alone: else it never may."""
+        return self._worker.error is None
+
+
+class Arrivals(Protocol):
+    """What comes by a link's way."""
+
+    def fail(self, error: GpuPathLost) -> None:
+        """Nothing more comes. Never waits."""
 
 
 class GpuLink:
@@ -57,30 +73,65 @@ class GpuLink:
         )
         self.progress = Progress(self.transport, self._stalled)
         self._use = use
+        self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._is_unwanted = False
+        self._arrivals: weakref.WeakSet[Arrivals] = weakref.WeakSet()
 
     @classmethod
     async def make(cls, link: Link, device: Device, digest: DigestMode) -> GpuLink:
         """Return one that is not open yet.
 
         :raises GPUUnavailable: CuPy, NCCL, a driver or that GPU is missing
-        :raises GPUFailed: the GPU's worker was given up
+        :raises GPUFailed: the GPU's worker was given up, or is blocked
         """
         return cls(link, await worker_of(device), digest)
 
     async def open(self, opening: Coroutine[Any, Any, object]) -> None:
         """Wait for the transport's opening, at most 10 s.
 
-        If that fails, or is cancelled, it is over.
+        If that fails it is over. A cancelled call leaves it to go on for as long, and
+        to be over then: the peer's worker may wait for this one in a call that nobody
+        can end. The link is to be kept meanwhile: see :meth:`call_when_opened`.
 
         :raises Exception: why it is not open
         """
+        loop = asyncio.get_running_loop()
+        self._opening = loop.create_task(self._open(opening), name="asynckv: open NCCL")
+        try:
+            await asyncio.shield(self._opening)
+        except asyncio.CancelledError:
+            self._is_unwanted = True
+            if not self.is_opening:
+                self.close()
+            raise
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether both sides' workers may be about to meet."""
+        return self._opening is not None and not self._opening.done()
+
+    def call_when_opened(self, callback: Callable[[], None]) -> None:
+        """Call back when it is being opened no more: now, or later."""
+        if self._opening is None or self._opening.done():
+            callback()
+        else:
+            self._opening.add_done_callback(lambda _: callback())
+
+    def expect(self, arrivals: Arrivals) -> None:
+        """Tell ``arrivals``, if it is still there, once nothing more can come."""
+        self._arrivals.add(arrivals)
+
+    async def _open(self, opening: Coroutine[Any, Any, object]) -> None:
         try:
             async with asyncio.timeout(_OPEN_S):
                 await opening
         except BaseException:
             self.close()
             raise
+        if self._is_unwanted:
+            self.close()
+            return
         self.is_open = True
         self.link.use_nccl()
         self.link.call_when_lost(self._link_lost)
@@ -88,7 +139,7 @@ class GpuLink:
 
     def lost(self, error: BaseException) -> GpuPathLost:
         """Return what is raised of a transfer that ``error`` has ended."""
-        return GpuPathLost(error, is_quiet=self._use.worker.error is None)
+        return GpuPathLost(error, self._use.worker)
 
     def close(self) -> asyncio.Task[None]:
         """Move nothing more. Never waits; what is returned waits for the GPU."""
@@ -100,14 +151,27 @@ class GpuLink:
         return self._closing
 
     async def aclose(self) -> None:
-        """Close it, and wait until the GPU has let go, about 1 s at most. Shielded."""
-        await wait_shielded(self.close())
+        """Close it, and wait until the GPU has let go, about 2 s at most. Shielded.
+
+        What is being opened for nobody has 1 s of them; then it closes itself.
+        """
+        if self._opening is not None:
+            await wait_shielded(self._opening, timeout_s=_CLOSE_S)
+        if not self.is_opening:
+            await wait_shielded(self.close())
 
     async def _close(self) -> None:
         self.transport.abort()
         await self.transport.aclose()
+        self._end_use()
+
+    def _end_use(self) -> None:
+        """Leave the worker when it has left this transport: now, or looked at later."""
         if self.transport.is_quiet:
-            self._use.end()  # else its worker is left to whoever comes: it has work
+            self._use.end()
+        elif self._use.worker.error is None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_LOOK_AGAIN_S, self._end_use)
 
     def _link_lost(self, _: PeerLost) -> None:
         self.close()
@@ -125,3 +189,6 @@ class GpuLink:
                 self.link.peer.id,
                 error,
             )
+        # A worker that is blocked lets nobody know for long: nobody waits for it.
+        for arrivals in list(self._arrivals):
+            arrivals.fail(self.lost(error))

@@ -129,6 +129,8 @@ class PipeEnd:
         self._end(error)
         self.inbound.end(error, keep=False)
         try:
+            if self.gpus is not None:
+                await self.gpus.let_meet()
             await self.link.aclose()
         finally:
             with anyio.CancelScope(shield=True):

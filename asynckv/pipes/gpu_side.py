@@ -136,8 +136,17 @@ class GpuSide:
             self._opening.cancel()
         self._close()
 
+    async def let_meet(self) -> None:
+        """Let both GPUs' workers meet that are about to, for 1 s. Shielded.
+
+        To be called before the link is closed: the peer's could wait for this one in a
+        call that nobody can end.
+        """
+        if self._way is not None and self._way.is_opening:
+            await self._way.aclose()
+
     async def aclose(self) -> None:
-        """As :meth:`abort`, and wait for it: about 2 s at most. Shielded.
+        """As :meth:`abort`, and wait for it: about 3 s at most. Shielded.
 
         Tensors that the application has keep the memory.
         """
@@ -150,8 +159,8 @@ class GpuSide:
             await self._growth.aclose()
 
     def _close(self) -> None:
-        if self._way is not None:
-            self._way.close()
+        if self._way is not None and not self._way.is_opening:
+            self._way.close()  # else it is over with its opening, which nobody wants
         self.pool.close()
         self._growth.close()
 

@@ -169,10 +169,10 @@ class DeviceBlocks:
                 yield self._turns
                 self._wait_for_all()
             except BaseException:
-                try:
+                with contextlib.suppress(GPUFailed):
                     self._wait_for_all()
-                except GPUFailed:
-                    keep_for_ever(caches)
+                if self._is_stuck:  # whichever of the waits found it out
+                    keep_for_ever(tuple(caches))
                 raise
 
     def _wait_for_all(self) -> None:

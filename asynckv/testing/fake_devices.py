@@ -6,17 +6,22 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
+from asynckv.tensors.stagings import Stagings
 from asynckv.testing.expectations import expect
 from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
 from asynckv.testing.fake_gpus.tensors import FakeTensors
 from asynckv.types import TensorSpec
 
-__all__ = ("FakeDevice", "fake_device", "fake_device_of")
+__all__ = ("FakeDevice", "fake_device", "fake_device_of", "stagings_of")
+
+_CHUNK_NBYTES: Final = 4096
+"""Of a slot: blocks of a prompt take several."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,14 @@ def fake_device_of(process: FakeProcess, index: int = 0) -> FakeDevice:
         return tensors.empty(spec, index)
 
     return FakeDevice(process, tensors, Device(index, lambda: gpus, empty), index)
+
+
+def stagings_of(gpu: FakeDevice | None) -> Stagings | None:
+    """Return what stages the tensors of a GPU, in small slots."""
+    if gpu is None:
+        return None
+    process = gpu.process
+    return Stagings(lambda: process.cuda, gpu.tensors, chunk_nbytes=_CHUNK_NBYTES)
 
 
 @contextlib.contextmanager

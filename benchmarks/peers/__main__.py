@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from asynckv.cli.loops import run
+from asynckv.links.dial import cores, default_lanes
 from benchmarks.peers.kinds import KINDS, peers_of
 from benchmarks.peers.measuring import Options, run_peer
 from benchmarks.peers.report import PeerReport
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("peers", nargs="*", help=", ".join(KINDS))
     parser.add_argument("--folder", type=Path, default=Path(".cache/peers"))
     parser.add_argument("--rounds", type=int, default=6, help="even, for the A/A")
-    parser.add_argument("--lanes", type=int, default=4)
+    parser.add_argument("--lanes", type=int, default=default_lanes(cores()))
     parser.add_argument("--lag-s", type=float, default=4.0)
     parser.add_argument("--limit-s", type=float, default=_LIMIT_S, help="for each peer")
     parser.add_argument("--quick", action="store_true", help="only shows that it works")

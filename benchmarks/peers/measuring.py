@@ -44,7 +44,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How to measure."""
 
     rounds: int = 6
-    lanes: int = 4
+    lanes: int = 1
     lag_s: float = 4.0
     quick: bool = False
 
@@ -201,7 +201,7 @@ async def _nothing() -> None:
 
 
 def _begin(name: str, kind: type[Peer], options: Options) -> PeerReport:
-    path = "mapped memory" if kind.same_host else f"TCP, {options.lanes} lanes"
+    path = "mapped memory" if kind.same_host else f"TCP, lanes: {options.lanes}"
     return PeerReport(
         peer=name,
         how=kind.how,

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from asynckv.connectors.assembling import Assembly
+from asynckv.connectors.assembling import Assembly, Scratch
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
@@ -14,9 +16,11 @@ from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.shapes import EngineShape
 from asynckv.tensors.copying import CopyPool
+from asynckv.testing.blocked import until
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import toy_shape
 from asynckv.testing.engines.toy_rank import ToyRank
+from asynckv.testing.fake_devices import fake_device, stagings_of
 from asynckv.types import TensorSpec
 
 MODEL = ToyModel(layers=2)
@@ -48,25 +52,24 @@ def assembly_of(
         else:
             specs[name] = TensorSpec(specs[name].shape, spec)
     read = engine.reads_from(theirs)[0]
-    caches = PagedCaches(target.caches, ours)
-    return Assembly(engine, caches, order, header, read, specs), source, target
+    moves = BlockMoves(PagedCaches(target.caches, ours), CopyPool())
+    scratch = Scratch(moves, order, None)
+    return Assembly(engine, scratch, header, read, specs), source, target
 
 
 async def test_heads_and_tokens_come_to_where_they_are_here() -> None:
     theirs = toy_shape(MODEL, block_size=16)
     assembly, source, target = assembly_of(theirs, theirs, MODEL.layer_names)
-    pool = CopyPool()
     for layer in MODEL.layer_names:
         source.write(layer, [3, 1], TOKENS, 0)
         cache = source.caches[layer]
         assert assembly.land(f"{layer}.key", cache[0][[3, 1]]) is None
         assert assembly.land(f"{layer}.value", cache[1][[3, 1]]) == layer
-        assert await assembly.place(layer, pool) == layer
+        assert await assembly.place(layer) == layer
         there = target.read(layer, [5, 0, 2], 20)
         assert torch.equal(there, source.read(layer, [3, 1], 20))
     assert assembly.land("another layer.key", torch.zeros(1)) is None
     assert assembly.layers == MODEL.layer_names
-    pool.close()
 
 
 class _Watched(torch.Tensor):
@@ -90,9 +93,8 @@ async def test_nothing_that_came_is_looked_at_on_the_loop() -> None:
     for region, name in enumerate(("key", "value")):
         came = source.caches[layer][region][[3, 1]].as_subclass(_Watched)
         assembly.land(f"{layer}.{name}", came)
-    _Watched.threads, pool = set(), CopyPool()
-    await assembly.place(layer, pool)
-    pool.close()
+    _Watched.threads = set()
+    await assembly.place(layer)
     assert _Watched.threads
     assert threading.get_ident() not in _Watched.threads
 
@@ -109,18 +111,19 @@ def test_a_header_that_says_something_else_than_its_request_is_refused() -> None
 
 def test_whole_blocks_must_be_equal_and_enough() -> None:
     engine = KVEngine(engine_id="D", block_size=4)
-    caches = PagedCaches({"a": torch.zeros(8, 3)}, None)
+    moves = BlockMoves(PagedCaches({"a": torch.zeros(8, 3)}, None), CopyPool())
     header = EntryHeader(engine_id="P", rank=0, block_size=4, layers=("a",))
     order = LoadOrder("r", "t", "P", ((5, 0),), first_block=1, num_tokens=12)
+    scratch = Scratch(moves, order, None)
     for spec in (
         TensorSpec((2, 3), "float32"),
         TensorSpec((3, 4), "float32"),
         TensorSpec((3, 3), "int32"),
     ):
         with pytest.raises(IncompatiblePeer, match=r"asked for|int32 there"):
-            Assembly(engine, caches, order, header, None, {"a.key": spec})
+            Assembly(engine, scratch, header, None, {"a.key": spec})
     good = {"a.key": TensorSpec((3, 3), "float32")}
-    assert Assembly(engine, caches, order, header, None, good).layers == ("a",)
+    assert Assembly(engine, scratch, header, None, good).layers == ("a",)
 
 
 @pytest.mark.parametrize("block_size", [8, 16])
@@ -155,3 +158,29 @@ def test_a_tensor_that_comes_twice_is_refused() -> None:
     assert assembly.land(f"{layer}.key", key) is None
     with pytest.raises(IncompatiblePeer, match="twice"):
         assembly.land(f"{layer}.key", key)
+
+
+@pytest.mark.parametrize("has_come", [True, False])
+async def test_megabytes_on_their_way_to_a_gpu_are_not_freed_on_the_loop(
+    has_come: bool,
+) -> None:
+    with fake_device() as gpu:
+        cache, freed_by = gpu.tensor(torch.ones(4, 2**19)), list[int]()
+        pool = CopyPool(stagings=stagings_of(gpu))
+        order = LoadOrder("r", "t", "P", ((3,),), num_tokens=8)
+        scratch = Scratch(
+            BlockMoves(PagedCaches({"a": cache}, None), pool), order, None
+        )
+        weakref.finalize(
+            scratch.landing("a")[0], lambda: freed_by.append(threading.get_ident())
+        )
+        if has_come:
+            await scratch.leave("a")
+        scratch.drop()
+        await until(lambda: bool(freed_by))
+        assert freed_by != [threading.get_ident()]
+        assert cache.cpu()[3].any() != has_come
+        pool.close()
+        await until(
+            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
+        )

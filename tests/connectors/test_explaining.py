@@ -61,7 +61,7 @@ def test_other_connectors_are_explained_too() -> None:
         ('"kv_buffer_size": Infinity', "kv_buffer_size: inf is not"),
         (f'"kv_buffer_size": {10**400}', "is not a number of bytes"),
         ('"kv_rank": NaN', "kv_rank is nan"),
-        ('"kv_buffer_device": "cuda"', "kv_buffer_device is 'cuda': connectors keep"),
+        ('"kv_buffer_device": "tpu"', "kv_buffer_device 'tpu' is unknown"),
         ('"kv_connector_extra_config": {"ttl_s": Infinity}', "ttl_s is inf"),
         ('"kv_connector_extra_config": {"ttl_s": NaN}', "ttl_s is nan"),
         (f'"kv_connector_extra_config": {{"ttl_s": {10**400}}}', "ttl_s"),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -11,13 +11,18 @@ import torch
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
+from asynckv.connectors.block_moves import BlockMoves
+from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.multi_scheduler import MultiMetadata
 from asynckv.connectors.multi_worker import MultiWorker
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.connectors.registry import make_worker
+from asynckv.connectors.spool import Spool
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_worker import StoreWorker
+from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.cuda import Event
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import make_engine, pair_configs, toy_shape
@@ -134,6 +139,24 @@ async def test_where_one_fails_the_saves_of_the_others_are_waited_for() -> None:
             await waiting
 
 
+class Unbegun(Meeting):
+    """Its wait cannot even begin."""
+
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
+        raise RuntimeError("no mark")
+
+
+async def test_where_one_cannot_begin_the_saves_of_the_others_are_waited_for() -> None:
+    meeting = asyncio.Barrier(2)
+    async with MultiWorker([Meeting(meeting), Unbegun(meeting)]) as worker:
+        waiting = asyncio.create_task(worker.wait_for_save())
+        await until_blocked(waiting)
+        assert not waiting.done()
+        await meeting.wait()
+        with pytest.raises(RuntimeError, match="no mark"):
+            await waiting
+
+
 async def test_a_cancelled_wait_leaves_nobody_waiting() -> None:
     meeting = asyncio.Barrier(3)
     async with MultiWorker([Meeting(meeting), Meeting(meeting)]) as worker:
@@ -163,6 +186,39 @@ async def test_a_step_that_is_cleared_once_its_wait_has_begun_is_saved_by_all() 
             for child in children:
                 await child.flush()
                 assert child.statistics().saved_blocks == 2
+
+
+class Noting(BlockMoves):
+    """Notes as at which marks blocks are read."""
+
+    async def gather(
+        self,
+        sources: Sequence[KVBlocks],
+        targets: Sequence[torch.Tensor],
+        mark: Event | None,
+    ) -> None:
+        self.marks = [*getattr(self, "marks", []), mark]
+        await super().gather(sources, targets, mark)
+
+
+async def test_all_save_what_there_was_when_their_wait_began() -> None:
+    order = StoreOrder("r", ("one", "two"), ((1, 2),))
+    engine = KVEngine(engine_id="E", block_size=4)
+    config = KVTransferConfig(kv_role="kv_both")
+    caches = PagedCaches({"layer": torch.ones(8, 64)}, None)
+    async with StoreBuffer("16MiB") as store:
+        children = [StoreWorker(config, engine, store) for _ in range(2)]
+        noting = [Noting(caches, child._pool) for child in children]
+        async with MultiWorker(children) as worker:
+            for child, moves in zip(children, noting, strict=True):
+                child._moves, child._spool = moves, Spool(moves)
+            worker.bind_connector_metadata(MultiMetadata((encoded(order),) * 2))
+            worker.follow("then")
+            saving = asyncio.create_task(worker.wait_for_save())
+            await asyncio.sleep(0)
+            worker.follow("later")
+            await saving
+        assert [moves.marks for moves in noting] == [["then", "then"]] * 2
 
 
 def encoded(order: StoreOrder) -> bytes:

@@ -14,6 +14,7 @@ import torch
 
 from asynckv.abc import InsertWriter
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.options import Direction
@@ -254,7 +255,8 @@ async def test_who_does_not_let_go_of_blocks_is_hung_up_on() -> None:
     caches = PagedCaches({"a": torch.arange(8.0).view(4, 2)}, None)
     order = SaveOrder("r", "t", "", (1, 2, 3), ((2, 0),))
     header = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a",))
-    save, transfers = P2PSave(caches, order, header, 60), Transfers()
+    moves = BlockMoves(caches, CopyPool())
+    save, transfers = P2PSave(moves, order, header, 60), Transfers()
     async with StubbornBuffer("1MiB") as buffer:
         buffer.hung_up = asyncio.Event()
 
@@ -265,7 +267,7 @@ async def test_who_does_not_let_go_of_blocks_is_hung_up_on() -> None:
         life = transfers.begin("r", "send", run, ended=save.end)
         assert life is not None
         save.offer_rest()
-        leaving = P2PLeaving(transfers, Staging(0), CopyPool())
+        leaving = P2PLeaving(transfers, Staging(0))
         async with asyncio.timeout(SHORT_S):
             await leaving.leave({life: save}, lambda order: buffer.hung_up.set())
         assert (save.quiet.is_set(), leaving.late) == (True, 1)

@@ -8,6 +8,7 @@ import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.assembling import Assembly
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import HEADER, EntryHeader, NotSaved
@@ -36,7 +37,8 @@ def header_of(block_size: int = 4, salt: bytes = b"") -> torch.Tensor:
 def load_of(timeout_s: float = 5) -> tuple[P2PLoad, PagedCaches]:
     pools = {layer: torch.zeros(8, 5) for layer in "ab"}
     caches = PagedCaches(pools, None)
-    return P2PLoad(ENGINE, caches, CopyPool(), ORDER, timeout_s), caches
+    moves = BlockMoves(caches, CopyPool())
+    return P2PLoad(ENGINE, moves, ORDER, timeout_s), caches
 
 
 async def run(load: P2PLoad, buffer: LookupBuffer) -> None:

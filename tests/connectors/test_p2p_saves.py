@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.headers import EntryHeader, NotSaved
 from asynckv.connectors.p2p_orders import SaveOrder
 from asynckv.connectors.p2p_saves import P2PSave, tell_failure
 from asynckv.errors import EntryConflict
+from asynckv.tensors.copying import CopyPool
 
 ORDER = SaveOrder("r", "t", "", (1, 2, 3), ((2, 0),))
 HEADER = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a", "b"))
@@ -18,7 +20,7 @@ HEADER = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a", "b"))
 
 def save_of() -> tuple[P2PSave, PagedCaches]:
     caches = PagedCaches({layer: torch.arange(8.0).view(4, 2) for layer in "ab"}, None)
-    return P2PSave(caches, ORDER, HEADER, 60), caches
+    return P2PSave(BlockMoves(caches, CopyPool()), ORDER, HEADER, 60), caches
 
 
 async def test_each_layer_leaves_as_soon_as_it_is_offered() -> None:

@@ -3,14 +3,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.spool import Spool
 from asynckv.tensors.copying import CopyPool
 
 
+def spool_of(
+    pools: dict[str, torch.Tensor], groups: dict[str, int] | None = None
+) -> Spool:
+    return Spool(BlockMoves(PagedCaches(pools, None, groups), CopyPool()))
+
+
 async def test_a_block_of_all_layers_goes_out_and_in_again() -> None:
     pools = {name: torch.randn(6, 3) for name in "abc"}
-    spool = Spool(PagedCaches(pools, None, {"c": 1}), CopyPool())
+    spool = spool_of(pools, {"c": 1})
     before = {name: pool.clone() for name, pool in pools.items()}
     value = await spool.gather(((4, 2), (1, 5)), 1)
     assert value.nbytes == spool.block_nbytes == 64 + 3 * 12
@@ -23,7 +30,7 @@ async def test_a_block_of_all_layers_goes_out_and_in_again() -> None:
 
 
 async def test_a_value_of_another_size_is_refused() -> None:
-    spool = Spool(PagedCaches({"a": torch.zeros(6, 3)}, None), CopyPool())
+    spool = spool_of({"a": torch.zeros(6, 3)})
     with pytest.raises(ValueError, match="no block of 76"):
         await spool.scatter(torch.zeros(11, dtype=torch.uint8), ((0,),), 0)
 
@@ -40,8 +47,8 @@ async def test_a_value_of_other_caches_is_refused_although_it_is_as_large(
     others: dict[str, torch.Tensor],
 ) -> None:
     pools = {"a": torch.zeros(6, 2, 3)}
-    value = await Spool(PagedCaches(others, None), CopyPool()).gather(((0,),), 0)
-    spool = Spool(PagedCaches(pools, None), CopyPool())
+    value = await spool_of(others).gather(((0,),), 0)
+    spool = spool_of(pools)
     assert value.nbytes == spool.block_nbytes
     with pytest.raises(ValueError, match="other layers"):
         await spool.scatter(value, ((0,),), 0)

@@ -5,6 +5,8 @@ import weakref
 
 import torch
 
+from asynckv.connectors.block_moves import BlockMoves
+from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.staging import Staging
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
@@ -15,33 +17,37 @@ BLOCKS = {layer: {f"{layer}.key": KVBlocks(POOL, (5, 1))} for layer in "ab"}
 NBYTES = 2 * 2 * 16
 
 
+def moves_of() -> BlockMoves:
+    return BlockMoves(PagedCaches({"a": POOL}, None), CopyPool())
+
+
 async def test_copies_are_what_the_blocks_were() -> None:
     staging, pool = Staging(NBYTES), POOL.clone()
     blocks = {"a": {"a.key": KVBlocks(pool, (5, 1))}}
-    copy = await staging.copy(blocks, CopyPool())
+    copy = await staging.copy(blocks, moves_of())
     assert copy is not None
     pool.zero_()
     assert copy.tensor("a", "a.key").tolist() == POOL[[5, 1]].tolist()
 
 
 async def test_what_does_not_fit_is_not_copied_until_something_is_dropped() -> None:
-    staging, pool = Staging(NBYTES), CopyPool()
-    copy = await staging.copy(BLOCKS, pool)
+    staging, moves = Staging(NBYTES), moves_of()
+    copy = await staging.copy(BLOCKS, moves)
     assert copy is not None and staging.used_bytes == NBYTES
-    assert await staging.copy(BLOCKS, pool) is None
+    assert await staging.copy(BLOCKS, moves) is None
     copy.drop("a")
     copy.drop("a")
     assert staging.used_bytes == NBYTES // 2
-    assert await staging.copy(BLOCKS, pool) is None
+    assert await staging.copy(BLOCKS, moves) is None
     copy.drop()
     assert staging.used_bytes == 0
-    assert await staging.copy(BLOCKS, pool) is not None
+    assert await staging.copy(BLOCKS, moves) is not None
     assert staging.copies == 2
 
 
 async def test_megabytes_that_are_dropped_are_not_freed_on_the_loop() -> None:
-    large, pool, freed_by = torch.zeros(4, 2**20), CopyPool(), list[int]()
-    copy = await Staging(2**30).copy({"a": {"a.key": KVBlocks(large, (3, 0))}}, pool)
+    large, moves, freed_by = torch.zeros(4, 2**20), moves_of(), list[int]()
+    copy = await Staging(2**30).copy({"a": {"a.key": KVBlocks(large, (3, 0))}}, moves)
     assert copy is not None
     weakref.finalize(
         copy.tensor("a", "a.key"), lambda: freed_by.append(threading.get_ident())
@@ -49,4 +55,4 @@ async def test_megabytes_that_are_dropped_are_not_freed_on_the_loop() -> None:
     copy.drop()
     await until(lambda: bool(freed_by))
     assert freed_by != [threading.get_ident()]
-    pool.close()
+    moves.pool.close()

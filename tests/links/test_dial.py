@@ -17,7 +17,7 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.address import parse_url
-from asynckv.links.dial import dial, make_terms
+from asynckv.links.dial import cores, default_lanes, dial, make_terms
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.sockets import bind
 from asynckv.protocol.codec import encode_frame
@@ -205,7 +205,16 @@ async def test_an_impossible_number_of_lanes_is_refused(lanes: int) -> None:
         await dial("tcp://:1", identity=ME, lanes=lanes)
 
 
-def test_lanes_are_few_unless_told_otherwise() -> None:
+@pytest.mark.parametrize(
+    ("count", "lanes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (64, 4)]
+)
+def test_half_of_the_cores_have_a_lane_each_and_at_most_four(
+    count: int, lanes: int
+) -> None:
+    assert default_lanes(count) == lanes
+
+
+def test_lanes_are_those_of_the_cores_unless_told_otherwise() -> None:
     terms = make_terms(
         parse_url("tcp://:1"),
         identity=ME,
@@ -214,7 +223,7 @@ def test_lanes_are_few_unless_told_otherwise() -> None:
         lanes=None,
         limits=Limits(),
     )
-    assert 1 <= terms.lanes <= 4
+    assert terms.lanes == default_lanes(cores())
 
 
 async def test_a_killed_peer_is_lost_at_once() -> None:

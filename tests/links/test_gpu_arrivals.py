@@ -9,6 +9,7 @@ import pytest
 from asynckv.buffers.serve_offer import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.gpu_arrivals import GpuArrivals
+from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.options import Digest
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer
@@ -160,3 +161,16 @@ async def test_what_is_being_compared_ends_with_its_select(
         await until(lambda: not pair.buffer.statistics().leased)
         entry = await pair.peer.lookup.drop_select([1])
         assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+
+
+async def test_what_cannot_come_any_more_is_told(two_gpus: FakeGpus) -> None:
+    async with open_nccl_buffers(two_gpus) as pair:
+        assert isinstance(pair.peer.pool, DeviceCopyPool)
+        told: list[BaseException | None] = []
+        arrivals = GpuArrivals(pair.near_way, pair.peer.pool)
+        place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
+        arrivals.gpus.transport.abort()
+        arrivals.receive(1, 0, place, lambda digest, error: told.append(error))
+        await until(lambda: bool(told))
+        assert isinstance(told[0], GpuPathLost)
+        arrivals.stop(1)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, GPUUnavailable, PeerLost
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import (
+    CancelMode,
+    Outcome,
+    sweep_cancellation,
+)
 from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
@@ -117,3 +128,100 @@ async def test_a_link_that_is_cut_is_connected_again(pair: NcclBuffers) -> None:
     pair.peer._linked().abort()
     assert is_same((await select).key, noise(MIB))  # type: ignore[arg-type]
     assert pair.peer.transport == "nccl" and pair.has_moved
+
+
+@asynccontextmanager
+async def dying_peer(gpus: FakeGpus) -> AsyncIterator[tuple[NcclBuffers, Peer]]:
+    """Connect one more that leaves the server's worker alone, in the middle of NCCL."""
+    gpu = fake_device_of(gpus.process(), 1)
+    gpu.process.nccl.is_silent = True
+    try:
+        async with open_nccl_buffers(gpus) as pair:
+            pair.way.transport._worker._blocked_s = 0.05
+            url, where = pair.server.url, gpu.device
+            async with connect(url, device=where, max_bytes="4MiB") as peer:
+                yield pair, peer
+    finally:
+        gpus.close()  # nothing else lets the threads go
+        await until(
+            lambda: not any("asynckv-gpu-" in x.name for x in threading.enumerate())
+        )
+
+
+async def test_a_peer_that_dies_while_both_meet_holds_nobody_up(
+    two_gpus: FakeGpus,
+) -> None:
+    async with dying_peer(two_gpus) as (pair, peer):
+        await until(lambda: pair.peer.transport == "inline")
+        await check_comes_by_host(pair)
+        await pair.buffer.insert([3], None, noise(MIB), None, None)
+        entry = await peer.lookup.drop_select([3])
+        assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+        assert peer.transport == "inline"
+        worker = workers._workers[pair.ours.process.cuda, 0]
+        assert worker.is_blocked and worker.error is None
+
+
+async def test_who_comes_while_a_worker_is_blocked_does_not_wait(
+    two_gpus: FakeGpus,
+) -> None:
+    async with dying_peer(two_gpus) as (pair, _):
+        where = fake_device_of(two_gpus.process(), 1).device
+        async with connect(pair.server.url, device=where, max_bytes="1MiB") as late:
+            assert late.transport == "inline"
+
+
+async def test_what_is_under_way_while_a_worker_is_blocked_comes_by_host(
+    pair: NcclBuffers, two_gpus: FakeGpus
+) -> None:
+    pair.ours.process.nccl.is_silent = True
+    await pair.buffer.insert([1], None, noise(MIB), None, None)
+    into = {"key": pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))}
+    worker, returns = pair.near_way.transport._worker, threading.Event()
+    worker._blocked_s = 0.05
+    worker.run(lambda: keep_until(returns))
+    select = asyncio.create_task(pair.peer.lookup.drop_select([1], into=into))
+    assert is_same((await select).key, noise(MIB))  # type: ignore[arg-type]
+    assert pair.peer.transport == "inline" and worker.is_blocked
+    returns.set()
+
+
+def keep_until(returns: threading.Event) -> None:
+    """Be a call that takes long."""
+    returns.wait(10)
+
+
+async def test_a_cancelled_connect_leaves_both_workers_to_others(
+    two_gpus: FakeGpus,
+) -> None:
+    gpu, other = (
+        fake_device_of(two_gpus.process()),
+        fake_device_of(two_gpus.process(), 1),
+    )
+    async with (
+        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+    ):
+
+        async def use() -> None:
+            async with connect(server.url, device=other.device, max_bytes="1MiB"):
+                pass
+
+        def users() -> list[int]:
+            keys = (gpu.process.cuda, 0), (other.process.cuda, 1)
+            return [workers._users[key] for key in keys if key in workers._users]
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+            await until(lambda: not server._services and not users())
+
+        await sweep_cancellation(use, check, modes=("task", "completion"))
+
+
+async def test_a_server_that_leaves_lets_workers_meet_first(pair: NcclBuffers) -> None:
+    way, (services,) = pair.way, pair.server._services
+    assert services.lookup is not None and services.lookup.is_idle
+    opening = asyncio.get_running_loop().create_future()
+    way._opening = asyncio.ensure_future(opening)
+    assert not services.lookup.is_idle
+    opening.set_result(None)
+    assert services.lookup.is_idle

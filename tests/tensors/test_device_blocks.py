@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
+import gc
+import weakref
 from collections.abc import Iterator
 
 import numpy
@@ -116,6 +119,30 @@ def test_a_kernel_that_does_not_end_is_given_up(process: FakeProcess) -> None:
     with pytest.raises(GPUFailed, match="earlier"):
         list(blocks.read(_at(pool, 1), _BLOCK))
     blocks.close()
+
+
+class _Owner:
+    """Keeps memory allocated."""
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_memory_that_a_kernel_may_still_be_at_is_kept(
+    process: FakeProcess, count: int
+) -> None:
+    blocks = DeviceBlocks(
+        lambda: process.cuda, 0, chunk_nbytes=4 * _BLOCK, limit_s=0.05
+    )
+    pool, owner = _pool(process, 8), _Owner()
+    list(blocks.read(_at(pool, 1), _BLOCK))
+    for stream in process.streams.values():
+        stream.add(Gate())
+    cache = dataclasses.replace(pool, owner=owner)
+    with pytest.raises(GPUFailed, match="not ended"):
+        list(blocks.read(_at(pool, *range(count)), _BLOCK, [cache]))
+    kept = weakref.ref(owner)
+    del cache, owner
+    gc.collect()
+    assert kept() is not None
 
 
 def test_a_block_larger_than_a_slot_is_refused(

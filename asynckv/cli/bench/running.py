@@ -24,6 +24,7 @@ from asynckv.cli.bench.server import own_server
 from asynckv.cli.bench.settings import FULL, QUICK, Settings
 from asynckv.errors import AsyncKVError
 from asynckv.links.address import parse_url
+from asynckv.links.dial import cores
 
 __all__ = ("Progress", "run_bench", "run_case")
 
@@ -111,19 +112,12 @@ def _machine() -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         processor=_processor(),
-        cores=_cores(),
+        cores=cores(),
         load_before=os.getloadavg()[0],
         python=sys.version.split()[0],
         torch=str(torch.__version__),
         loop=f"{loop.__module__}.{loop.__qualname__}",
     )
-
-
-def _cores() -> int:
-    """Return how many this process may use, or has where nobody says which."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _processor() -> str:

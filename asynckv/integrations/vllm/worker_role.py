@@ -7,6 +7,7 @@ the loop and goes on; what has ended comes back by the bridge's queue.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any, Final, TypeAlias
@@ -21,8 +22,10 @@ from asynckv.abc import (
     SupportsHandshake,
     SupportsHeldBlocks,
     SupportsLayerwise,
+    SupportsStreams,
 )
 from asynckv.connectors.transfers import reason_of
+from asynckv.errors import GPUFailed
 from asynckv.integrations.bridge import Bridge
 from asynckv.integrations.vllm.counts import added
 
@@ -95,20 +98,20 @@ class WorkerRole:
     def start_loads(self) -> None:
         """Issue the loads of this step. Never waits."""
         if self._orders is not None and self._driver is not None:
-            self._bridge.call(self._driver.load)
+            self._bridge.call(self._driver.load, self._driver.mark())
 
     def save_layer(self, layer_name: str) -> None:
         """That layer is computed. Never waits."""
         driver = self._driver
         if self._orders is not None and driver is not None and driver.wants_layers:
-            self._bridge.call(driver.save_layer, layer_name)
+            self._bridge.call(driver.save_layer, layer_name, driver.mark())
 
     def end_step(self) -> None:
         """The forward is over: what was not saved by layers can be."""
         orders, self._orders = self._orders, None
         if orders is None or self._driver is None:
             return
-        self._bridge.call(self._driver.end)
+        self._bridge.call(self._driver.end, self._driver.mark())
         saves = getattr(orders, "saves", None)
         if saves and not self._tells_of_saves:
             self.wait_quiet(None)
@@ -191,6 +194,7 @@ class _Driver:
     ) -> None:
         self._worker = worker
         self._tell = tell
+        self._streams = worker if isinstance(worker, SupportsStreams) else None
         self._tells_of_saves = tells_of_saves
         self._parts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._bound: KVConnectorMetadata | None = None
@@ -238,13 +242,24 @@ class _Driver:
 
         self._parts.put_nowait(bind)
 
-    def load(self) -> None:
-        """Its loads can be issued."""
+    def mark(self) -> object:
+        """Mark where the stream of the calling thread is, which is the engine's.
+
+        Never waits, nor raises: by the error each transfer fails, with its reason.
+        """
+        try:
+            return self._streams.mark_stream() if self._streams is not None else None
+        except GPUFailed as exc:
+            return exc
+
+    def load(self, mark: object) -> None:
+        """Its loads can be issued, after ``mark``."""
         orders, self._bound = self._bound, None
 
         async def load() -> None:
             if orders is None or orders is self._refused:
                 return  # then it has been told already
+            self._follow(mark)
             try:
                 await self._worker.start_load_kv()
             except Exception as exc:
@@ -253,17 +268,18 @@ class _Driver:
 
         self._parts.put_nowait(load)
 
-    def save_layer(self, layer_name: str) -> None:
-        """One layer can be saved."""
+    def save_layer(self, layer_name: str, mark: object) -> None:
+        """One layer can be saved, as it is at ``mark``."""
 
         async def save() -> None:
+            self._follow(mark)
             self._worker.save_kv_layer(layer_name)
 
         self._parts.put_nowait(save)
 
-    def end(self) -> None:
-        """All can be saved, and the step is over."""
-        self._parts.put_nowait(self._end)
+    def end(self, mark: object) -> None:
+        """All can be saved, as it is at ``mark``, and the step is over."""
+        self._parts.put_nowait(functools.partial(self._end, mark))
 
     def note_ends(self, request_ids: Set[str]) -> None:
         """The saves of these requests have ended: they read no block any more."""
@@ -303,7 +319,12 @@ class _Driver:
                     task.cancel()
             raise
 
-    async def _end(self) -> None:
+    def _follow(self, mark: object) -> None:
+        if self._streams is not None:
+            self._streams.follow(mark)
+
+    async def _end(self, mark: object) -> None:
+        self._follow(mark)
         saving = asyncio.create_task(self._wait_for_save(self._saved))
         self._saving[saving] = self._saved
         saving.add_done_callback(self._saving.pop)

@@ -6,14 +6,18 @@ import contextlib
 import socket
 from collections.abc import Mapping
 
+from asynckv.abc import KVConnectorWorker
 from asynckv.config import KVLoadFailurePolicy, KVRole, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.registry import make_scheduler, make_worker
+from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.connectors.registry import find_connector, make_scheduler, make_worker
+from asynckv.connectors.store_worker import StoreWorker
 from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.engines.toy_engine import ToyEngine
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_rank import ToyRank
+from asynckv.testing.fake_devices import FakeDevice, stagings_of
 
 __all__ = ("free_urls", "make_engine", "pair_configs", "toy_shape")
 
@@ -45,8 +49,12 @@ def make_engine(
     num_blocks: int = 64,
     chunk: int = 64,
     policy: KVLoadFailurePolicy = "recompute",
+    gpu: FakeDevice | None = None,
 ) -> ToyEngine:
-    """Return an engine with the configured connector. Enter it, once."""
+    """Return an engine with the configured connector. Enter it, once.
+
+    Its caches are on ``gpu``, if there is one; not with a ``MultiConnector``.
+    """
     places = [
         KVEngine(
             engine_id=name,
@@ -58,13 +66,24 @@ def make_engine(
         for rank in range(shape.tp_size)
     ]
     return ToyEngine(
-        [ToyRank(model, shape, rank, num_blocks) for rank in range(shape.tp_size)],
+        [ToyRank(model, shape, rank, num_blocks, gpu) for rank in range(shape.tp_size)],
         make_scheduler(config, places[0]),
-        [make_worker(config, place) for place in places],
+        [_worker(config, place, gpu) for place in places],
         num_blocks=num_blocks,
         chunk=chunk,
         policy=policy,
     )
+
+
+def _worker(
+    config: KVTransferConfig, place: KVEngine, gpu: FakeDevice | None
+) -> KVConnectorWorker:
+    if gpu is None:
+        return make_worker(config, place)
+    stagings = stagings_of(gpu)
+    if find_connector(config).name == "StoreConnector":
+        return StoreWorker(config, place, stagings=stagings)
+    return P2PWorker(config, place, stagings=stagings)
 
 
 def pair_configs(

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.engines.toy_model import ToyModel
+from asynckv.testing.fake_devices import FakeDevice
 
 __all__ = ("ToyRank",)
 
 
 class ToyRank:
-    """Paged caches of every layer, for the heads of one rank."""
+    """Paged caches of every layer, for the heads of one rank.
+
+    On a GPU that is not there what it computes is work of its current stream, and is
+    done when somebody looks whether it is.
+    """
 
     def __init__(
-        self, model: ToyModel, shape: EngineShape, rank: int, num_blocks: int
+        self,
+        model: ToyModel,
+        shape: EngineShape,
+        rank: int,
+        num_blocks: int,
+        gpu: FakeDevice | None = None,
     ) -> None:
+        self._gpu = gpu
         self.model, self.shape = model, shape
         self.heads = shape.heads_of(rank)
         sizes = {
@@ -32,6 +43,8 @@ class ToyRank:
             layer: torch.full((*dims, model.head_dim), -1, dtype=torch.int32)
             for layer in model.layer_names
         }
+        if gpu is not None:
+            self.caches = {name: gpu.tensor(one) for name, one in self.caches.items()}
         self._order = [*(axes.index(axis) for axis in "BNKH"), len(axes)]
 
     def write(
@@ -41,12 +54,23 @@ class ToyRank:
         rows = self.model.rows(token_ids, start, self.model.layer_names.index(layer))
         mine = torch.from_numpy(rows)[:, :, self.heads.start : self.heads.stop]
         blocks, slots = self._slots(block_ids, start, len(token_ids))
-        self._view(layer)[blocks, slots] = mine
+
+        def compute() -> None:
+            self._view(layer)[blocks, slots] = mine
+
+        if self._gpu is None:
+            compute()
+        else:
+            self._gpu.tensors.stream(self._gpu.device.index).add(_Computing(compute))
 
     def read(self, layer: str, block_ids: Sequence[int], count: int) -> torch.Tensor:
         """Return a layer's KV of ``count`` tokens: (tokens, 2, heads, head_dim)."""
         blocks, slots = self._slots(block_ids, 0, count)
-        return self._view(layer)[blocks, slots]
+        if self._gpu is not None:
+            stream = self._gpu.tensors.stream(self._gpu.device.index)
+            while stream.work:
+                self._gpu.process.gpus.progress()
+        return self._view(layer)[blocks, slots].cpu()
 
     def sums(self, block_ids: Sequence[int], count: int) -> dict[tuple[int, int], int]:
         """Return what each (layer, head) comes to, as the model counts it."""
@@ -67,3 +91,14 @@ class ToyRank:
         places = torch.arange(start, stop)
         size = self.shape.block_size
         return torch.tensor(block_ids, dtype=torch.int64)[places // size], places % size
+
+
+class _Computing:
+    """A kernel of the engine's."""
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        self._compute = compute
+
+    def run(self) -> bool:
+        self._compute()
+        return True

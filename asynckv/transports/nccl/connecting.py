@@ -170,7 +170,11 @@ class Connector:
 
     def _ask_turn(self, begin: Callable[[], None]) -> None:
         def have_turn() -> None:
-            if self._turn is not None and not self._is_over:
+            if self._turn is None or self._is_over:
+                return
+            if (why_not := self._worker.why_not) is not None:
+                self._lose(why_not)  # else the peer's worker would wait for this one
+            else:
                 begin()
 
         self._turn = self._worker.turns.ask(lambda: call_on(self._loop, have_turn))
@@ -260,6 +264,8 @@ class Connector:
             if life.failures > _MAX_FAILURES:
                 self._lose(_lost_by(error))
             self._be_quiet(index)
+        if self._is_over and self.is_quiet:
+            self._end_turn()
         self._changed()
 
     def _be_quiet(self, index: int) -> None:
@@ -278,19 +284,22 @@ class Connector:
     def _end_turn_if_over(self) -> None:
         is_asked = self._leads and self._asked != (None, None)
         if not is_asked and not any(life.state == "opening" for life in self._lives):
-            turn, self._turn = self._turn, None
-            if turn is not None:
-                self._worker.turns.end(turn)
-                if self._leads and self._timer is None:
-                    self._timer = self._loop.call_later(0, self.start)
+            had_turn = self._turn is not None
+            self._end_turn()
+            if had_turn and self._leads and self._timer is None:
+                self._timer = self._loop.call_later(0, self.start)
+
+    def _end_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._worker.turns.end(turn)
 
     def _end(self) -> None:
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            self._worker.turns.end(turn)
+        if self.is_quiet:  # else the worker may still be kept by what it opens
+            self._end_turn()
         for user in self._users:
             user.close()
 

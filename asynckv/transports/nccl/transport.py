@@ -296,8 +296,8 @@ class NcclTransport(PayloadTransport):
     def _check(self) -> None:
         """Look now and then whether the worker is stuck, until nothing is left."""
         self._worker.check()
-        if self._worker.error is not None:
-            self._lose(self._worker.error)
+        if (why_not := self._worker.why_not) is not None:
+            self._lose(why_not)
         if self._ending.error is None or self._is_touching():
             self._watch = self._loop.call_later(_WATCH_S, self._check)
         self._settle()

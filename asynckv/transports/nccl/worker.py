@@ -45,7 +45,10 @@ class Job(Protocol):
         """Queue it, and return the event behind it. On the worker's thread."""
 
     def settle(self, error: Exception | None) -> None:
-        """Its event has fired: nothing touches its memory. On the worker's thread."""
+        """Nothing touches its memory: its event has fired, on the worker's thread.
+
+        Or it was never issued, and its pipe is aborted: then on any thread.
+        """
 
     def abandon(self, error: Exception) -> None:
         """The worker was given up: whoever waits is told. On any thread, once."""
@@ -83,8 +86,9 @@ class DeviceWorker:
 
     To be made off the loop: it asks CUDA for the GPU's UUID and NCCL for its version.
 
-    ``stuck_s``: a call that takes longer will never return. ``abort_grace_s``: so long
-    after an abort its events may take to fire.
+    ``stuck_s``: a call that takes longer will never return. ``blocked_s``: while one
+    takes longer than that, nobody waits for the worker who has another way.
+    ``abort_grace_s``: so long after an abort its events may take to fire.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class DeviceWorker:
         device: int,
         *,
         stuck_s: float = 60.0,
+        blocked_s: float = 5.0,
         abort_grace_s: float = 5.0,
     ) -> None:
         self.cuda = cuda
@@ -107,11 +112,13 @@ class DeviceWorker:
         self.kept: list[object] = []
         """What is never freed, because the GPU may still touch it."""
         self._stuck_s = stuck_s
+        self._blocked_s = blocked_s
         self._abort_grace_s = abort_grace_s
         self._commands: collections.deque[_Command] = collections.deque()
         self._came = threading.Event()
         self._lock = threading.Lock()
-        self._jobs: dict[Job, None] = {}
+        self._jobs: dict[Job, WorkerPipe | None] = {}
+        """All that have not settled; those that are not begun with their pipe."""
         self._flights: list[_Flight] = []
         self._pipes: list[WorkerPipe] = []
         self._thread: threading.Thread | None = None
@@ -127,6 +134,19 @@ class DeviceWorker:
     @property
     def error(self) -> Exception | None:
         """Why it was given up, if it was."""
+        return self._error
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it has been in one call for long, which may still return."""
+        since = self._busy_since
+        return since is not None and time.monotonic() - since > self._blocked_s
+
+    @property
+    def why_not(self) -> Exception | None:
+        """Why nobody should wait for it now, if so."""
+        if self._error is None and self.is_blocked:
+            return GPUFailed("the GPU's worker waits in NCCL for another peer")
         return self._error
 
     @property
@@ -151,11 +171,11 @@ class DeviceWorker:
     def issue(self, pipe: WorkerPipe, job: Job) -> None:
         """Post ``job``'s operation behind those of its pipe. From any thread."""
         with self._lock:
-            self._jobs[job] = None
+            self._jobs[job] = pipe
         if not self.run(lambda: self._issue(pipe, job)):
             with self._lock:
-                left = self._jobs.pop(job, self) is None
-            if left:
+                left = self._jobs.pop(job, None)
+            if left is not None:
                 job.abandon(self._error or GPUFailed("the GPU's worker has stopped"))
 
     def open(self, pipe: WorkerPipe, unique_id: bytes) -> None:
@@ -164,7 +184,16 @@ class DeviceWorker:
             pipe.lost(self._error or GPUFailed("the GPU's worker has stopped"))
 
     def abort(self, pipe: WorkerPipe, error: Exception) -> None:
-        """End ``pipe`` now; its jobs settle with ``error`` when they are quiet."""
+        """End ``pipe`` now; its jobs settle with ``error`` when they are quiet.
+
+        That is at once for those that were not begun: the thread may be blocked.
+        """
+        with self._lock:
+            queued = [job for job, its in self._jobs.items() if its is pipe]
+            for job in queued:
+                del self._jobs[job]
+        for job in queued:
+            job.settle(error)
         self.run(lambda: self._fail(pipe, error))
 
     def close(self, pipe: WorkerPipe) -> None:
@@ -243,6 +272,10 @@ class DeviceWorker:
         return self._commands.popleft() if self._commands else None
 
     def _issue(self, pipe: WorkerPipe, job: Job) -> None:
+        with self._lock:
+            if job not in self._jobs:
+                return  # somebody was told already
+            self._jobs[job] = None
         if pipe.error is not None:
             self._finish(job, pipe.error)
             return

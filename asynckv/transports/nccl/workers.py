@@ -54,7 +54,7 @@ def use_worker(device: Device) -> WorkerUse:
     """Return a use of the worker of ``device``, made if there is none. In a thread.
 
     :raises GPUUnavailable: CuPy, NCCL, a driver or that GPU is missing
-    :raises GPUFailed: the worker was given up
+    :raises GPUFailed: the worker was given up, or is blocked by what another link opens
     """
     gpus = device.opened()
     nccl = (gpus.open_nccl or open_nccl)()
@@ -65,8 +65,8 @@ def use_worker(device: Device) -> WorkerUse:
         worker = _workers.get(key)
         if worker is None:
             worker = DeviceWorker(gpus.cuda, nccl, device.index)
-        elif worker.error is not None:
-            raise worker.error
+        elif (why_not := worker.why_not) is not None:
+            raise why_not
         _workers[key] = worker
         _users[key] = _users.get(key, 0) + 1
     return WorkerUse(key, worker)

@@ -17,7 +17,9 @@ from asynckv.abc import (
     SupportsHandshake,
     SupportsHeldBlocks,
     SupportsLayerwise,
+    SupportsStreams,
 )
+from asynckv.errors import GPUFailed
 from asynckv.integrations.vllm.worker_role import WorkerRole
 
 
@@ -350,3 +352,49 @@ def test_loads_that_cannot_be_issued_fail_with_their_reason(
     worker.is_failing = False
     step(role, Orders(loads=(Order("b", ((1,),)),)))
     assert wait_for(role).finished_recving == {"b"}
+
+
+class _OnGpu(Worker, SupportsStreams):
+    """Notes whose stream was marked, and what came after which mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.markers: list[str] = []
+
+    def mark_stream(self) -> object:
+        self.markers.append(threading.current_thread().name)
+        return len(self.markers)
+
+    def follow(self, mark: object) -> None:
+        self.log.append(f"after {mark}")
+
+
+def test_each_part_of_a_step_comes_after_a_mark_of_the_engines_own_stream() -> None:
+    worker = _OnGpu()
+    role = WorkerRole("on a GPU", lambda: worker)
+    role.register({}, {})
+    worker.log.clear()
+    step(role, Orders(), "a")
+    settle(role)
+    role.shutdown()
+    assert worker.log[1:6] == ["after 1", "a", "after 2", "load", "after 3"]
+    assert set(worker.markers) == {threading.current_thread().name}
+
+
+class _Failing(_OnGpu):
+    def mark_stream(self) -> object:
+        raise GPUFailed("an illegal access")
+
+
+def test_a_stream_that_cannot_be_marked_fails_transfers_and_not_the_engines_step() -> (
+    None
+):
+    worker = _Failing()
+    role = WorkerRole("on a GPU", lambda: worker)
+    role.register({}, {})
+    worker.log.clear()
+    step(role, Orders(), "a")
+    settle(role)
+    role.shutdown()
+    failure = "after an illegal access"
+    assert worker.log[1:6] == [failure, "a", failure, "load", failure]

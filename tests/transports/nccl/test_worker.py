@@ -76,6 +76,56 @@ class Pipe(WorkerPipe):
         self.calls.put("aborted")
 
 
+def until_begun(worker: DeviceWorker) -> None:
+    """Wait until the thread has begun all that it was told."""
+    begun = threading.Event()
+    worker.run(begun.set)
+    assert begun.wait(5)
+
+
+def keep(worker: DeviceWorker, returns: threading.Event) -> None:
+    """Let the thread be in a call until ``returns``."""
+
+    def call() -> None:
+        returns.wait(5)
+
+    worker.run(call)
+
+
+def test_what_was_not_begun_settles_at_once_when_its_pipe_is_aborted(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe, other = Pipe(gpus, worker), Pipe(gpus, worker)
+    job, left, returns = Moving(worker), Moving(worker), threading.Event()
+    keep(worker, returns)
+    worker.issue(pipe, job)
+    worker.issue(other, left)
+    worker.abort(pipe, GPUFailed("no more"))
+    told = job.told.get_nowait()
+    assert isinstance(told, tuple) and told[0] == "settled" and left.told.empty()
+    returns.set()
+    assert pipe.calls.get(timeout=5) == "aborted" and job.told.empty()
+    left.event.has_fired = True
+    assert left.told.get(timeout=5)
+
+
+def test_nobody_should_wait_for_one_that_is_long_in_a_call(
+    worker: DeviceWorker,
+) -> None:
+    returns = threading.Event()
+    worker._blocked_s = 0.01
+    assert not worker.is_blocked and worker.why_not is None
+    keep(worker, returns)
+    while not worker.is_blocked:
+        threading.Event().wait(0.005)
+    assert "waits in NCCL" in str(worker.why_not) and worker.error is None
+    returns.set()
+    until_begun(worker)
+    while worker.is_blocked:
+        threading.Event().wait(0.005)
+    assert worker.why_not is None
+
+
 def test_everything_is_done_on_one_thread(worker: DeviceWorker) -> None:
     seen: queue.Queue[int] = queue.Queue()
     for _ in range(3):
@@ -148,6 +198,7 @@ def test_what_does_not_get_quiet_is_given_up_and_kept(
 ) -> None:
     pipe, job = Pipe(gpus, worker), Moving(worker)
     worker.issue(pipe, job)
+    until_begun(worker)
     worker.abort(pipe, GPUFailed("no more"))
     told = job.told.get(timeout=5)
     assert isinstance(told, tuple) and told[0] == "abandoned"

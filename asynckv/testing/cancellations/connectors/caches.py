@@ -10,6 +10,7 @@ from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_rank import ToyRank
 from asynckv.testing.expectations import expect
+from asynckv.testing.fake_devices import FakeDevice
 
 __all__ = ("ToyCaches",)
 
@@ -25,16 +26,23 @@ class ToyCaches:
     """
 
     def __init__(
-        self, model: ToyModel, shape: EngineShape, rank: int, place: int
+        self,
+        model: ToyModel,
+        shape: EngineShape,
+        rank: int,
+        place: int,
+        gpu: FakeDevice | None = None,
     ) -> None:
         self.block_ids = _PLACES[place]
         self.tokens = tuple(range(1000, 1000 + len(self.block_ids) * shape.block_size))
-        self._rank = ToyRank(model, shape, rank, _BLOCKS)
+        self._rank = ToyRank(model, shape, rank, _BLOCKS, gpu)
         self.layers = self._rank.caches
         for layer in self.layers:
             self._rank.write(layer, self.block_ids, self.tokens, 0)
-        self._computed = {layer: each.clone() for layer, each in self.layers.items()}
         self._expected = {layer: self._read(layer) for layer in self.layers}
+        self._computed = {layer: each.cpu() for layer, each in self.layers.items()}
+        if gpu is None:
+            self._computed = {layer: one.clone() for layer, one in self.layers.items()}
         self.spoil()
 
     @property

@@ -36,6 +36,8 @@ GROUNDS: Final = (
     "push large",
     "to two ranks",
     "from two ranks",
+    "on GPUs",
+    "on GPUs from two ranks",
     "store",
     "store large",
     "several",
@@ -62,6 +64,10 @@ async def open_ground(name: str) -> AsyncIterator[_Opened]:
             opened = open_p2p("tcp", sizes=(1, 2))
         case "from two ranks":
             opened = open_p2p("unix", "push", (2, 1))
+        case "on GPUs":
+            opened = open_p2p("unix", "push", on_gpus=True)
+        case "on GPUs from two ranks":
+            opened = open_p2p("unix", "push", (2, 1), on_gpus=True)
         case "store" | "store large":
             opened = open_store_ground("tcp", LARGE if "large" in name else SMALL)
         case "several":

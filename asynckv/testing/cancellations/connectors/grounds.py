@@ -28,6 +28,7 @@ from asynckv.testing.cancellations.quiet import Watched, everything_is_quiet, ta
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import free_urls, pair_configs, toy_shape
 from asynckv.testing.expectations import expect
+from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
 
 __all__ = (
     "LARGE",
@@ -270,17 +271,25 @@ async def open_p2p(
     direction: Direction = "pull",
     sizes: tuple[int, int] = (1, 1),
     model: ToyModel = SMALL,
+    *,
+    on_gpus: bool = False,
 ) -> AsyncIterator[P2PGround]:
-    """Open engines of so many ranks, P and D, each of which has handed over once."""
+    """Open engines of so many ranks, P and D, each of which has handed over once.
+
+    ``on_gpus``: their caches are on a GPU that is not there.
+    """
     extra = {
         "direction": direction,
         "load_timeout_s": _TIMEOUT_S,
         "save_timeout_s": _TIMEOUT_S,
     }
     async with contextlib.AsyncExitStack() as stack:
+        gpu = None
+        if on_gpus:
+            gpu = stack.enter_context(fake_device(seed=1, max_delay=2))
         urls = stack.enter_context(urls_of(scheme, *sizes))
         sides = [
-            await stack.enter_async_context(_side(name, config, size, model))
+            await stack.enter_async_context(_side(name, config, size, model, gpu))
             for name, config, size in zip(
                 "PD", pair_configs(urls[0], urls[1], extra), sizes, strict=True
             )
@@ -295,7 +304,11 @@ async def open_p2p(
 
 @contextlib.asynccontextmanager
 async def _side(
-    name: str, config: KVTransferConfig, size: int, model: ToyModel
+    name: str,
+    config: KVTransferConfig,
+    size: int,
+    model: ToyModel,
+    gpu: FakeDevice | None,
 ) -> AsyncIterator[Side]:
     shape = toy_shape(model, tp_size=size)
     async with contextlib.AsyncExitStack() as stack:
@@ -304,8 +317,10 @@ async def _side(
             engine = KVEngine(
                 engine_id=name, block_size=16, rank=rank, tp_size=size, shape=shape
             )
-            worker = await stack.enter_async_context(P2PWorker(config, engine))
-            mine = ToyCaches(model, shape, rank, "PD".index(name))
+            worker = await stack.enter_async_context(
+                P2PWorker(config, engine, stagings=stagings_of(gpu))
+            )
+            mine = ToyCaches(model, shape, rank, "PD".index(name), gpu)
             worker.register_kv_caches(mine.layers)
             await worker.start()
             workers.append(worker)

@@ -33,9 +33,7 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         await ground.save(name)
         caches.spoil()
         order = ground.load_order(name)
-        load = P2PLoad(
-            worker.engine, worker._registered(), worker._pool, order, _TIMEOUT_S
-        )
+        load = P2PLoad(worker.engine, worker._registered(), order, _TIMEOUT_S)
         await sweeper.pause()
 
     async def run() -> None:
@@ -49,7 +47,7 @@ async def a_load(ground: P2PGround, sweeper: Sweeper) -> None:
         nonlocal has_begun
         has_begun = True
         reads, sources = worker.routes.sources(load.order)
-        load._untaken = dict(sources)
+        load._expect(reads, sources)
         for rank, source in sources.items():
             await load._read(rank, source, reads[rank])
         caches.expect_computed()
@@ -88,8 +86,10 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
             layers=ground.model.layer_names,
             shape=worker.engine.shape,
         )
-        save = P2PSave(worker._registered(), order, header, _TIMEOUT_S)
-        save.offer_rest()
+        save = P2PSave(
+            worker._registered(), order, header, _TIMEOUT_S, staging=worker._staging
+        )
+        save.offer_rest(worker._registered().now())
         await sweeper.pause()
 
     async def run() -> None:
@@ -97,6 +97,8 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
 
     async def write() -> None:
         """As ``run``, for one reader after the other, and not in tasks."""
+        if save._gathering is not None:
+            await save._gathering.run(len(ground.model.layer_names))
         for target in worker.routes.targets(save.order):
             queue: asyncio.Queue[str] = asyncio.Queue()
             for layer in ground.model.layer_names:
@@ -104,6 +106,8 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
             await save._write(target, queue)
 
     async def check(outcome: Outcome[None]) -> None:
+        save.end()
+        expect(not worker._staging.used_bytes, "room in host memory is still taken")
         caches.spoil()
         for find, entry_id, _ in worker.routes.targets(save.order):
             buffer = await find()
@@ -179,8 +183,16 @@ async def _clear_others(ground: P2PGround) -> None:
 
 
 MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
-    ConnectorScenario(a_load, ("P2PLoad.run", "Assembly.place")),
-    ConnectorScenario(a_save, ("P2PSave.run",)),
+    ConnectorScenario(
+        a_load, ("Scratch.write", "Scratch.leave", "P2PLoad.run", "Assembly.place")
+    ),
+    ConnectorScenario(
+        a_save,
+        (
+            "LayerGathering.run",
+            "P2PSave.run",
+        ),
+    ),
     ConnectorScenario(a_release, ("release",)),
     ConnectorScenario(a_failure, ("tell_failure",)),
 )

@@ -254,7 +254,10 @@ STORES: Final[tuple[ConnectorScenario[StoreGround], ...]] = (
     ConnectorScenario(a_flush, ("StoreWorker.flush", "Transfers.wait_others")),
     ConnectorScenario(a_question, ("StoreScheduler.ask", "StoreHolds.hold")),
     ConnectorScenario(a_load_of_blocks, ()),
-    ConnectorScenario(a_spool, ("Spool.gather", "Spool.scatter")),
+    ConnectorScenario(
+        a_spool,
+        ("Spool.gather", "Spool.scatter", "BlockMoves.gather", "BlockMoves.scatter"),
+    ),
     ConnectorScenario(a_store_that_is_found, ("StoreLine.store",)),
     ConnectorScenario(a_lines_end, ("StoreLine.aclose",)),
     ConnectorScenario(

@@ -1,0 +1,116 @@
+"""From the blocks of registered caches to tensors of the host and back.
+
+Wherever the caches are. On a GPU what is read is what the engine's stream had been
+given to compute, and nothing is written that it may still read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from asynckv.connectors.caches import PagedCaches
+from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import Event
+from asynckv.tensors.gpu_pools import GpuPools, gpu_mark
+from asynckv.tensors.stream_marks import StreamMarks
+
+__all__ = ("BlockMoves",)
+
+_NOT_FOLLOWED: Final = object()
+
+
+class BlockMoves:
+    """Gathers and scatters blocks of one rank's caches, in the threads of ``pool``.
+
+    :raises ValueError: caches on several devices
+    """
+
+    def __init__(self, caches: PagedCaches, pool: CopyPool) -> None:
+        self.caches = caches
+        self.pool = pool
+        self._marks = StreamMarks()
+        self._followed: object = _NOT_FOLLOWED
+        pools = [one for layer in caches.layers for one in caches.pools(layer)]
+        self._gpu = GpuPools(pools, pool.stagings) if caches.is_on_gpu else None
+        self._any_pool = pools[0]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the host can only read blocks by way of copies."""
+        return self._gpu is not None
+
+    def mark(self) -> Event | None:
+        """Mark where the calling thread's current stream is; ``None`` for the host's.
+
+        In any thread. Never waits.
+
+        :raises GPUFailed: CUDA refused
+        """
+        if self._gpu is None:
+            return None
+        return gpu_mark(self._any_pool, self.pool.stagings.tensors)
+
+    def follow(self, mark: object) -> None:
+        """Let :meth:`now` be ``mark``, which another thread made of its stream.
+
+        Or raise it: an error that the other thread had instead.
+        """
+        self._followed = mark
+
+    def now(self) -> Event | None:
+        """Return the mark that was followed last, else one of this thread's stream.
+
+        :raises GPUFailed: CUDA refused
+        """
+        if self._followed is _NOT_FOLLOWED:
+            return self.mark()
+        if isinstance(self._followed, Exception):
+            raise self._followed.with_traceback(None)
+        return self._followed  # type: ignore[return-value]
+
+    async def gather(
+        self,
+        sources: Sequence[KVBlocks],
+        targets: Sequence[torch.Tensor],
+        mark: Event | None,
+    ) -> None:
+        """Copy blocks into tensors of the host, as they are at ``mark``.
+
+        A cancelled call, or one that fails, ends when no block is read any more.
+
+        :raises GPUFailed: CUDA failed, or the stream of ``mark`` does not get there
+        :raises GPUUnavailable: CuPy or a driver is missing
+        """
+        if self._gpu is None:
+            await self.pool.copy(sources, targets, digest=False)
+            return
+        await self._marks.reached(mark)
+        make = functools.partial(self._gpu.gathering, sources, targets)
+        await self.pool.make_and_run(make)
+
+    async def scatter(
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[KVBlocks],
+        mark: Event | None,
+    ) -> None:
+        """Copy tensors of the host into blocks, after all that was before ``mark``.
+
+        It is there on return: no stream need wait for it. A cancelled call, or one that
+        fails, ends when no block is written any more; they may hold a part then.
+
+        :raises ValueError: a source is not as its blocks are, or a block is there twice
+        :raises GPUFailed: as :meth:`gather` does
+        :raises GPUUnavailable: as :meth:`gather` does
+        """
+        if self._gpu is None:
+            await self.pool.copy(sources, targets, digest=False)
+            return
+        await self._marks.reached(mark)
+        make = functools.partial(self._gpu.scattering, sources, targets)
+        await self.pool.make_and_run(make)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.gpu_pools import GpuPools
+from asynckv.tensors.stagings import Stagings
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_gpus import FakeProcess
+from asynckv.testing.fake_gpus.tensors import FakeTensors
+
+
+@pytest.fixture
+async def pool(stagings: Stagings) -> AsyncIterator[CopyPool]:
+    pool = CopyPool(stagings=stagings)
+    yield pool
+    pool.close()
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
+
+
+def _pools(width: int = 16) -> list[torch.Tensor]:
+    return [torch.randint(0, 256, (9, width), dtype=torch.uint8) for _ in range(3)]
+
+
+@pytest.mark.parametrize("width", [16, 7, 4096, 2500])
+async def test_blocks_of_some_pools_come_to_the_host_and_go_back(
+    pool: CopyPool, tensors: FakeTensors, stagings: Stagings, width: int
+) -> None:
+    caches, ids = _pools(width), [7, 3, 4]
+    on_gpu = [tensors.on_gpu(cache) for cache in caches]
+    pools = GpuPools(on_gpu, stagings)
+    found = [torch.zeros(3, width, dtype=torch.uint8) for _ in caches]
+    blocks = [KVBlocks(cache, ids) for cache in on_gpu]
+    await pool.make_and_run(lambda: pools.gathering(blocks, found))
+    assert all(torch.equal(f, c[ids]) for f, c in zip(found, caches, strict=True))
+    landing = [KVBlocks(cache, [0, 8, 1]) for cache in on_gpu]
+    await pool.make_and_run(lambda: pools.scattering(found, landing))
+    for cache, now in zip(caches, on_gpu, strict=True):
+        cache[[0, 8, 1]] = cache[ids]
+        assert torch.equal(now.cpu(), cache)
+
+
+async def test_one_kernel_takes_what_is_alike(
+    pool: CopyPool, tensors: FakeTensors, stagings: Stagings, process: FakeProcess
+) -> None:
+    on_gpu = [tensors.on_gpu(cache) for cache in (*_pools(16), *_pools(48))]
+    pools = GpuPools(on_gpu, stagings)
+    blocks = [KVBlocks(cache, [5, 1]) for cache in on_gpu]
+    found = [torch.zeros_like(cache.cpu()[:2]) for cache in on_gpu]
+    await pool.make_and_run(lambda: pools.gathering(blocks, found))
+    assert process.cuda.launches == 2
+    assert torch.equal(found[4], on_gpu[4].cpu()[[5, 1]])
+
+
+async def test_pools_may_lie_beside_each_other_in_one_tensor(
+    pool: CopyPool, tensors: FakeTensors, stagings: Stagings
+) -> None:
+    cache = torch.randint(0, 256, (9, 2, 16), dtype=torch.uint8)
+    on_gpu = tensors.on_gpu(cache)
+    values = on_gpu[:, 1]
+    found, blocks = torch.zeros(2, 16, dtype=torch.uint8), KVBlocks(values, [8, 2])
+    pools = GpuPools([values], stagings)
+    await pool.make_and_run(lambda: pools.gathering([blocks], [found]))
+    assert torch.equal(found, cache[[8, 2], 1])
+
+
+async def test_what_does_not_fit_is_refused(
+    tensors: FakeTensors, stagings: Stagings
+) -> None:
+    cache = tensors.on_gpu(_pools()[0])
+    pools = GpuPools([cache], stagings)
+    with pytest.raises(ValueError, match="are not a tensor"):
+        pools.gathering([KVBlocks(cache, [1])], [torch.zeros(1, 16)])
+    twice = torch.zeros(2, 16, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="there twice"):
+        pools.scattering([twice], [KVBlocks(cache, [1, 1])])
