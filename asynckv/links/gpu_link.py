@@ -102,6 +102,7 @@ class GpuLink:
             await asyncio.shield(self._opening)
         except asyncio.CancelledError:
             self._is_unwanted = True
+            self._opening.add_done_callback(_see)
             if not self.is_opening:
                 self.close()
             raise
@@ -192,3 +193,9 @@ class GpuLink:
         # A worker that is blocked lets nobody know for long: nobody waits for it.
         for arrivals in list(self._arrivals):
             arrivals.fail(self.lost(error))
+
+
+def _see(opening: asyncio.Task[None]) -> None:
+    """Nobody wants to know how it ended."""
+    if not opening.cancelled():
+        opening.exception()

@@ -57,7 +57,9 @@ def open_pipe(
     ``secret_file``, ``tls`` and ``allow_plaintext`` are as in :func:`asynckv.serve`.
     With ``device="cuda:0"`` what is received is on that GPU, wherever it was sent
     from; ``"cuda"`` is the GPU of ``LOCAL_RANK``. Entering then opens it first, which
-    may take 30 s more. Tensors of any GPU can be sent in any case.
+    may take 30 s more. Between two GPUs payload goes by NCCL as soon as that is open; a
+    pipe has twice ``max_bytes`` of its GPU then. Tensors of any GPU can be sent in any
+    case.
     Leaving flushes, says goodbye and hangs up; after an error it just hangs up.
 
     :raises ConfigError: an option that cannot be honoured, keys that cannot be
