@@ -123,7 +123,7 @@ class PipeEnd:
 
     async def aclose(self) -> None:
         """Say goodbye, and hang up. Bounded and shielded; may be called again."""
-        self.inbound.report()
+        self.inbound.reports.tell()
         error = PeerLost("the pipe was closed on this side")
         error.goodbye = True
         self._end(error)

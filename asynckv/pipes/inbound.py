@@ -18,14 +18,10 @@ from asynckv.links.receiving import Reception
 from asynckv.pipes.arrivals import Arrival
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
+from asynckv.pipes.reports import Reports
 from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import (
-    Flushed,
-    Frame,
-    Push,
-    Read,
-)
+from asynckv.protocol.frames import Frame, Push
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
@@ -60,13 +56,7 @@ class Inbound:
         self._unverified: collections.deque[Arrival] = collections.deque()
         self._landing: dict[int, Arrival] = {}
         self.gpus: GpuSide | None = None
-        self._credit_bytes = 0
-        self._credit_tensors = 0
-        self._owed_bytes = 0
-        self._owed_tensors = 0
-        self._verified_count = 0
-        self._reported_count = 0
-        self._report: asyncio.Handle | None = None
+        self.reports = Reports(send, max_bytes)
         self._changed = asyncio.Event()
         self._memory = Growth(max_bytes, self._grant_waiting)
         self._to_grant: dict[Arrival, None] = {}
@@ -82,7 +72,7 @@ class Inbound:
 
     def open(self) -> None:
         """Let the peer send. Never waits."""
-        self._owe(self.max_bytes, MAX_TENSORS)
+        self.reports.owe(self.max_bytes, MAX_TENSORS)
 
     async def head(self) -> Arrival:
         """Wait for the next tensor; it stays in the stream until it is taken.
@@ -115,7 +105,7 @@ class Inbound:
         self.received_bytes += arrival.nbytes
         self.received_tensors += 1
         arrival.let_go()
-        self._owe(arrival.nbytes, 1)
+        self.reports.owe(arrival.nbytes, 1)
 
     def check(self, arrival: Arrival) -> None:
         """Raise what :meth:`take` would. Never waits."""
@@ -125,7 +115,8 @@ class Inbound:
     def on_push(self, frame: Push, body: bytes) -> None:
         """The next tensor comes, with its bytes if they are few."""
         arrival = Arrival(self, frame)
-        self._charge(arrival)
+        self.reports.charge(arrival.nbytes)
+        self.held_bytes += arrival.nbytes
         if arrival.spec is not None:
             try:
                 dtype_of(arrival.spec.dtype)
@@ -172,10 +163,11 @@ class Inbound:
         arrival.is_verified = True
         arrival.reception = None
         self._landing.pop(arrival.transfer, None)
+        count = 0
         while self._unverified and self._unverified[0].is_verified:
             self._unverified.popleft()
-            self._verified_count += 1
-        self._report_soon()
+            count += 1
+        self.reports.verified(count)
         self._changed.set()
 
     def fail(self, arrival: Arrival, message: str) -> None:
@@ -185,21 +177,6 @@ class Inbound:
             while self._queue[-1] is not arrival:
                 self._cut()
             self._broke(self._checksum)
-
-    def report(self) -> None:
-        """Say what was verified and what was taken. Never waits."""
-        if self._report is not None:
-            self._report.cancel()
-            self._report = None
-        if self._verified_count > self._reported_count:
-            self._reported_count = self._verified_count
-            self._send(Flushed(self._verified_count), _NOTHING)
-        if self._owed_bytes or self._owed_tensors:
-            read = Read(self._owed_bytes, self._owed_tensors)
-            self._credit_bytes += read.nbytes
-            self._credit_tensors += read.tensors
-            self._owed_bytes = self._owed_tensors = 0
-            self._send(read, _NOTHING)
 
     def end(self, error: PeerLost, *, keep: bool = True) -> None:
         """Nothing comes any more. Never waits; only the first call counts.
@@ -217,9 +194,7 @@ class Inbound:
             self._queue.clear()
             self.held_bytes = 0
             self._was_cut = False
-        if self._report is not None:
-            self._report.cancel()
-            self._report = None
+        self.reports.end()
         self._changed.set()
 
     async def aclose(self) -> None:
@@ -239,16 +214,6 @@ class Inbound:
         error = PeerLost(lost.message, hint=lost.hint)
         error.__cause__ = lost.__cause__
         return error
-
-    def _charge(self, arrival: Arrival) -> None:
-        told_unread = self.max_bytes - self._credit_bytes
-        if self._credit_tensors < 1 or (
-            arrival.nbytes > self._credit_bytes and told_unread
-        ):
-            raise RemoteProtocolError("a tensor for which there is no room")
-        self._credit_bytes -= arrival.nbytes
-        self._credit_tensors -= 1
-        self.held_bytes += arrival.nbytes
 
     def _take_inline(self, arrival: Arrival, frame: Push, body: bytes) -> None:
         if len(body) != arrival.nbytes or arrival.nbytes > INLINE_NBYTES:
@@ -303,12 +268,3 @@ class Inbound:
         if self._unverified and self._unverified[-1] is arrival:
             self._unverified.pop()
         self.held_bytes -= arrival.nbytes
-
-    def _owe(self, nbytes: int, tensors: int) -> None:
-        self._owed_bytes += nbytes
-        self._owed_tensors += tensors
-        self._report_soon()
-
-    def _report_soon(self) -> None:
-        if self._report is None and self._lost is None:
-            self._report = asyncio.get_running_loop().call_soon(self.report)
