@@ -85,7 +85,7 @@ class PipeEnd:
 
         :raises ConfigError: this side has none, or was asked before
         """
-        if not self._may_be_asked or self._asked is not None:
+        if not self._may_be_asked or self._asked is not None or self._is_over:
             raise ConfigError("this side of the pipe has no GPU to connect")
         channel = DeviceStream(answers=True)
         channel.use(stream)

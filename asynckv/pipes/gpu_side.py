@@ -27,6 +27,7 @@ from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu, caught
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.paged_arena import PagedArena
+from asynckv.transports.nccl.environment import DeviceDescription, check_peer
 from asynckv.types import TensorSpec
 
 __all__ = ("GpuSide",)
@@ -187,7 +188,7 @@ class GpuSide:
         try:
             # Whenever it accepts the pipe: that is bounded by the link's life.
             description = await channel.description()
-            await self._growth.open()
+            await self._allocate_for(way, description)
             await way.open(way.transport.open(description, channel))
         except BaseException:
             channel.detach()
@@ -196,7 +197,7 @@ class GpuSide:
     async def _answer(self, channel: DeviceStream, frame: OpenDevices) -> None:
         try:
             way = await self._make_way()
-            await self._growth.open()
+            await self._allocate_for(way, frame.description)
             channel.send(Devices(way.transport.describe()))
             await way.open(way.transport.open(frame.description, channel))
         except Exception as exc:
@@ -209,6 +210,12 @@ class GpuSide:
     async def _make_way(self) -> GpuLink:
         self._way = await GpuLink.make(self._link, self._device, self.digest)
         return self._way
+
+    async def _allocate_for(self, way: GpuLink, description: bytes) -> None:
+        """Allocate the memory of the GPU, unless the peer's goes not with this one."""
+        own = DeviceDescription.decode(way.transport.describe())
+        check_peer(own, DeviceDescription.decode(description))
+        await self._growth.open()
 
 
 def _lent(region: DeviceRegion, spec: TensorSpec) -> torch.Tensor:

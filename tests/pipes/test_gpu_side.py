@@ -133,14 +133,15 @@ async def test_a_pipe_within_one_process_goes_by_host(
     two_gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    options: Any = {"device": fake_device_of(two_gpus.process()).device}
-    options["max_bytes"] = PIPE_BYTES
+    gpu = fake_device_of(two_gpus.process())
+    options: Any = {"device": gpu.device, "max_bytes": PIPE_BYTES}
     async with (
         listen_pipe("tcp://127.0.0.1:0", **options) as listener,
         open_pipe(listener.url, **options) as near,
         await listener.accept() as far,
     ):
         await until(lambda: BY_HOST in caplog.text)
+        assert not arenas_of(gpu)
         await near.send_tensor(noise(LARGE, 1))
         found = await far.recv_tensor()
         assert found is not None and found.is_cuda and is_same(found, noise(LARGE, 1))
