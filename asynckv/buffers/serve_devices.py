@@ -43,7 +43,7 @@ async def _open(
     asked: OpenDevices,
     device: Device,
 ) -> None:
-    link = service.link
+    link, way = service.link, None
     try:
         way = await GpuLink.make(link, device, service.map_digest)
         channel.send(Devices(way.transport.describe()))
@@ -52,3 +52,5 @@ async def _open(
     except (AsyncKVError, OSError, TimeoutError) as exc:
         logger.info("no way from GPU to GPU to %s: %s", link.peer.id, exc)
         channel.refuse(exc)
+    if way is not None:
+        await way.closed()  # until then the buffer's memory may be sent from

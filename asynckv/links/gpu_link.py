@@ -76,6 +76,7 @@ class GpuLink:
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._is_unwanted = False
+        self._over: asyncio.Future[None] = loop.create_future()
         self._arrivals: weakref.WeakSet[Arrivals] = weakref.WeakSet()
 
     @classmethod
@@ -151,6 +152,13 @@ class GpuLink:
             self._closing = loop.create_task(self._close(), name="asynckv: close NCCL")
         return self._closing
 
+    async def closed(self) -> None:
+        """Wait until it was closed, and the GPU has let go or 1 s is over.
+
+        A cancelled call changes nothing.
+        """
+        await asyncio.shield(self._over)
+
     async def aclose(self) -> None:
         """Close it, and wait until the GPU has let go, about 2 s at most. Shielded.
 
@@ -163,7 +171,10 @@ class GpuLink:
 
     async def _close(self) -> None:
         self.transport.abort()
-        await self.transport.aclose()
+        try:
+            await self.transport.aclose()
+        finally:
+            self._over.set_result(None)
         self._end_use()
 
     def _end_use(self) -> None:

@@ -241,6 +241,19 @@ async def test_what_belongs_to_no_standing_offer_is_ignored() -> None:
         delivered.cancel()
 
 
+async def test_what_comes_late_of_one_offer_is_not_of_the_next() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        selecting = selecting_on(pair, ReceiveBudget(MIB))
+        delivered = asyncio.create_task(selecting.delivered())
+        await until(lambda: bool(pair.service.asked))
+        stream = pair.service.asked[0][0]
+        offer(stream, 2, 100, inline=False)
+        assert await frames_of(pair, 1) == [Grant(2)]
+        stream.send(Riders(1, (0,), (b"another",)), bytes(100))
+        stream.send(Riders(2, (0,), (digest_of(bytes(100)),)), bytes(100))
+        assert (await delivered).is_whole and pair.near.is_open
+
+
 async def test_bytes_that_changed_on_a_lane_are_refused() -> None:
     async with linked("mem://", lambda *_: None) as pair:
         selecting = selecting_on(pair, ReceiveBudget(MIB))

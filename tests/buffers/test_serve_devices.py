@@ -8,12 +8,14 @@ from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.links.device_streams import DeviceStream
 from asynckv.links.dial import dial
 from asynckv.protocol.device_frames import GrantDevices, OpenDevices
-from asynckv.protocol.frames import Select
+from asynckv.protocol.frames import Offer, Select
 from asynckv.testing.blocked import until
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.link_pairs import name_of
+from asynckv.testing.link_pairs import Hearer, name_of
+from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import open_nccl_buffers
+from asynckv.transports.nccl import workers
 
 
 async def ask(url: str) -> None:
@@ -92,3 +94,30 @@ async def test_a_grant_of_what_is_not_offered_any_more_is_late(
         stream.send(GrantDevices(1, "off"))
         assert await pair.peer.lookup.peek([5]) == 0
         assert link.is_open and pair.buffer.statistics().waiting_selects == 1
+
+
+async def test_what_a_lost_way_did_not_send_is_not_said_to_be_sent(
+    two_gpus: FakeGpus,
+) -> None:
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.buffer.insert([1], None, noise(MIB), None, None)
+        hearer, link, way = Hearer(), pair.peer._linked(), pair.way
+        stream = link.open_stream(hearer, Select(has_key=False))
+        offer, _ = await hearer.next()
+        assert isinstance(offer, Offer)
+        way.transport.abort()
+        stream.send(GrantDevices(offer.transfer, "off"))
+        await until(lambda: bool(way.transport._late))
+        await until(lambda: not way.transport._late)  # it was told
+        assert await pair.peer.lookup.peek([1]) == 0
+        assert len(hearer.frames) == 1 and link.is_open
+
+
+async def test_a_server_that_has_left_moves_nothing_on_its_gpu(
+    two_gpus: FakeGpus,
+) -> None:
+    async with open_nccl_buffers(two_gpus) as pair:
+        way = pair.way
+        await pair.server.aclose()
+        assert way.transport.is_quiet and not pair.server._services
+        assert (pair.ours.process.cuda, 0) not in workers._users

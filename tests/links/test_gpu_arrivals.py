@@ -143,21 +143,25 @@ async def test_a_part_that_nobody_asked_for_ends_the_link(
 async def test_what_is_being_compared_ends_with_its_select(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    comparing = asyncio.Event()
+    comparing = list[asyncio.Task[None] | None]()
 
     async def wait(*anything: object) -> list[bytes]:
-        comparing.set()
+        comparing.append(asyncio.current_task())
         await asyncio.get_running_loop().create_future()
         raise AssertionError
 
     async with open_nccl_buffers(two_gpus) as pair:
         with monkeypatch.context() as patch:
             patch.setattr(DeviceCopyPool, "edges", wait)
-            taking = asyncio.create_task(take(pair))
-            await comparing.wait()
+            await pair.buffer.insert([1], None, noise(MIB), None, None)
+            into = {"key": pair.theirs.tensor(noise(MIB))}
+            lookup = pair.peer.lookup
+            taking = asyncio.create_task(lookup.drop_select([1], into=into))
+            await until(lambda: bool(comparing))
             taking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await taking
+            assert comparing[0] is not None and comparing[0].done()
         await until(lambda: not pair.buffer.statistics().leased)
         entry = await pair.peer.lookup.drop_select([1])
         assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, GPUUnavailable, PeerLost
-from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links import gpu_link
+from asynckv.links.gpu_link import GpuLink, GpuPathLost
 from asynckv.tensors.devices import Device
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
     CancelMode,
     Outcome,
@@ -25,12 +26,16 @@ from asynckv.testing.cancellation import (
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.link_pairs import linked
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.transports.nccl import workers
+from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.workers import WorkerUse, use_worker
 
 BY_HOST = "goes through host memory"
+IN_VAIN = {"the other rank", "the peer's first"}
+"""For what the workers wait of a server, and of a peer that it does not hear."""
 
 
 @pytest.fixture
@@ -135,17 +140,18 @@ async def dying_peer(gpus: FakeGpus) -> AsyncIterator[tuple[NcclBuffers, Peer]]:
     """Connect one more that leaves the server's worker alone, in the middle of NCCL."""
     gpu = fake_device_of(gpus.process(), 1)
     gpu.process.nccl.is_silent = True
-    try:
-        async with open_nccl_buffers(gpus) as pair:
-            pair.way.transport._worker._blocked_s = 0.05
-            url, where = pair.server.url, gpu.device
-            async with connect(url, device=where, max_bytes="4MiB") as peer:
-                yield pair, peer
-    finally:
-        gpus.close()  # nothing else lets the threads go
-        await until(
-            lambda: not any("asynckv-gpu-" in x.name for x in threading.enumerate())
-        )
+    async with open_nccl_buffers(gpus) as pair:
+        worker = pair.way.transport._worker
+        peer = connect(pair.server.url, device=gpu.device, max_bytes="4MiB")
+        entering = asyncio.create_task(peer.__aenter__())
+        await until(lambda: set(gpus.kept) == IN_VAIN)
+        worker._blocked_s = 0.0  # for long, from here on
+        try:
+            await entering
+            yield pair, peer
+        finally:
+            gpus.let_go()  # a real worker would be given up after a minute
+            await peer.aclose()
 
 
 async def test_a_peer_that_dies_while_both_meet_holds_nobody_up(
@@ -163,12 +169,15 @@ async def test_a_peer_that_dies_while_both_meet_holds_nobody_up(
 
 
 async def test_who_comes_while_a_worker_is_blocked_does_not_wait(
-    two_gpus: FakeGpus,
+    two_gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     async with dying_peer(two_gpus) as (pair, _):
+        caplog.clear()
         where = fake_device_of(two_gpus.process(), 1).device
         async with connect(pair.server.url, device=where, max_bytes="1MiB") as late:
-            assert late.transport == "inline"
+            assert late.transport == "inline" and "the other rank" in two_gpus.kept
+            assert "waits in NCCL for another peer" in caplog.text
 
 
 async def test_what_is_under_way_while_a_worker_is_blocked_comes_by_host(
@@ -177,18 +186,28 @@ async def test_what_is_under_way_while_a_worker_is_blocked_comes_by_host(
     pair.ours.process.nccl.is_silent = True
     await pair.buffer.insert([1], None, noise(MIB), None, None)
     into = {"key": pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))}
-    worker, returns = pair.near_way.transport._worker, threading.Event()
-    worker._blocked_s = 0.05
-    worker.run(lambda: keep_until(returns))
-    select = asyncio.create_task(pair.peer.lookup.drop_select([1], into=into))
-    assert is_same((await select).key, noise(MIB))  # type: ignore[arg-type]
-    assert pair.peer.transport == "inline" and worker.is_blocked
-    returns.set()
+    with kept(pair.near_way.transport._worker) as worker:
+        entry = await pair.peer.lookup.drop_select([1], into=into)
+        assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+        assert pair.peer.transport == "inline" and worker.is_blocked
 
 
-def keep_until(returns: threading.Event) -> None:
-    """Be a call that takes long."""
-    returns.wait(10)
+@contextmanager
+def kept(worker: DeviceWorker) -> Iterator[DeviceWorker]:
+    """Let a worker be in a call that takes long."""
+    entered, returns = threading.Event(), threading.Event()
+
+    def call() -> None:
+        entered.set()
+        returns.wait(60)
+
+    worker.run(call)
+    entered.wait(60)
+    worker._blocked_s = 0.0
+    try:
+        yield worker
+    finally:
+        returns.set()
 
 
 async def test_a_cancelled_connect_leaves_both_workers_to_others(
@@ -225,3 +244,54 @@ async def test_a_server_that_leaves_lets_workers_meet_first(pair: NcclBuffers) -
     assert not services.lookup.is_idle
     opening.set_result(None)
     assert services.lookup.is_idle
+
+
+@pytest.fixture
+async def unopened(two_gpus: FakeGpus) -> AsyncIterator[GpuLink]:
+    """One end that nobody has opened; its worker has no other user."""
+    device = fake_device_of(two_gpus.process()).device
+    async with linked() as links:
+        way = await GpuLink.make(links.near, device, "edges")
+        yield way
+        await way.closed()
+        assert way._use.worker not in workers._workers.values()
+
+
+async def test_one_that_was_not_opened_is_closed_at_once(unopened: GpuLink) -> None:
+    called: list[str] = []
+    unopened.call_when_opened(lambda: called.append("it is opened no more"))
+    assert called
+    await unopened.aclose()
+    assert unopened.transport.is_quiet
+
+
+async def test_what_is_opened_for_nobody_is_not_waited_for_but_closes_itself(
+    unopened: GpuLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_link, "_CLOSE_S", 0.01)
+    met, left = asyncio.Event(), list[str]()
+    opening = asyncio.create_task(unopened.open(met.wait()))
+    await until_blocked(opening)
+    opening.cancel()
+    unopened.call_when_opened(lambda: left.append("the link"))
+    await unopened.aclose()
+    assert opening.cancelled() and unopened.is_opening and not left
+    met.set()
+    await unopened.closed()
+    assert left and not unopened.is_open
+
+
+async def test_one_that_is_opened_in_the_tick_of_a_cancellation_is_closed(
+    unopened: GpuLink,
+) -> None:
+    met = asyncio.Event()
+    opening = asyncio.create_task(unopened.open(met.wait()))
+    await until_blocked(opening)
+
+    def cancel() -> None:
+        opening.cancel()
+
+    unopened.call_when_opened(cancel)
+    met.set()
+    await unopened.closed()
+    assert opening.cancelled() and not unopened.is_open

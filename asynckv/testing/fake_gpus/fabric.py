@@ -50,6 +50,14 @@ class FakeGpus:
         self._processes: list[FakeProcess] = []
         self._shared: dict[int, Allocation] = {}
         self._is_closed = False
+        self._kept: list[str] = []
+        self._keeps_nobody = False
+
+    @property
+    def kept(self) -> list[str]:
+        """For what threads are kept in a call now."""
+        with self.lock:
+            return list(self._kept)
 
     @property
     def is_closed(self) -> bool:
@@ -82,21 +90,34 @@ class FakeGpus:
     def block(self, is_over: Callable[[], bool], what: str) -> None:
         """Keep this thread until ``is_over()``, for ever if need be.
 
-        :raises GPUFailed: the test is over
+        :raises GPUFailed: it was let go, or the test is over
         """
         with self.changed:
-            while not is_over():
-                if self._is_closed:
-                    raise GPUFailed(f"nobody waits any more for {what}")
-                self.progress()
-                if not is_over():
-                    self.changed.wait(_LOOK_AGAIN_S)
+            self._kept.append(what)
+            try:
+                while not is_over():
+                    if self._keeps_nobody:
+                        raise GPUFailed(f"nobody waits any more for {what}")
+                    self.progress()
+                    if not is_over():
+                        self.changed.wait(_LOOK_AGAIN_S)
+            finally:
+                self._kept.remove(what)
+
+    def let_go(self) -> None:
+        """Keep no thread in a call from here on: one that would wait fails instead.
+
+        A real one would be kept for ever. Nothing else of the GPUs ends.
+        """
+        with self.changed:
+            self._keeps_nobody = True
+            self.changed.notify_all()
 
     def close(self) -> None:
         """Let every thread go that is kept in a call. To be called last."""
         with self.changed:
             self._is_closed = True
-            self.changed.notify_all()
+            self.let_go()
             for process in self._processes:
                 process.end()
             for allocation in self._shared.values():

@@ -45,6 +45,7 @@ class WorkerUse:
                 self.worker.stop()
 
 
+_BLOCKED_S: Final = 5.0
 _lock: Final = threading.Lock()
 _workers: Final[dict[tuple[CudaApi, int], DeviceWorker]] = {}
 _users: Final[dict[tuple[CudaApi, int], int]] = {}
@@ -64,7 +65,7 @@ def use_worker(device: Device) -> WorkerUse:
     with _lock:
         worker = _workers.get(key)
         if worker is None:
-            worker = DeviceWorker(gpus.cuda, nccl, device.index)
+            worker = DeviceWorker(gpus.cuda, nccl, device.index, blocked_s=_BLOCKED_S)
         elif (why_not := worker.why_not) is not None:
             raise why_not
         _workers[key] = worker

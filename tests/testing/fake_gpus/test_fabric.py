@@ -3,10 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from asynckv.errors import GPUFailed
+from asynckv.testing.blocked import until
 from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
 
 IMPORTER = """
@@ -43,6 +45,18 @@ def test_whoever_waits_is_let_go_at_the_end() -> None:
     with pytest.raises(GPUFailed, match="nobody waits any more for the moon"):
         gpus.block(lambda: False, "the moon")
     assert gpus.is_closed
+
+
+async def test_who_is_kept_can_be_let_go() -> None:
+    gpus = FakeGpus()
+    with ThreadPoolExecutor() as threads:
+        kept = threads.submit(gpus.block, lambda: False, "the moon")
+        await until(lambda: gpus.kept == ["the moon"])
+        gpus.let_go()
+        with pytest.raises(GPUFailed, match="nobody waits any more for the moon"):
+            kept.result()
+    gpus.block(lambda: True, "what is there")
+    assert not gpus.kept and not gpus.is_closed
 
 
 def test_delays_are_the_seeds_own() -> None:
