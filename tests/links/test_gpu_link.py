@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 import torch
 
-from asynckv.buffers import gpu_link
-from asynckv.buffers.gpu_link import GpuLink, GpuPathLost
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, GPUUnavailable, PeerLost
+from asynckv.links import gpu_link
+from asynckv.links.gpu_link import GpuLink, GpuPathLost
 from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
