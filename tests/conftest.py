@@ -22,7 +22,11 @@ import pytest
 from blockbuster import blockbuster_ctx
 from pytest_asyncio import is_async_test
 
+from asynckv.links import gpu_link
 from asynckv.testing.certificates import Authority
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.transports.nccl import workers
+from asynckv.transports.nccl.settings import NcclSettings
 
 GRACE_S: Final = 1.0
 """How long what was closed or cancelled may take to be gone."""
@@ -250,3 +254,20 @@ def _descriptors() -> Iterator[tuple[int, str]]:
             continue  # the descriptor of this listing
         if not target.startswith("/") or target.startswith(("/memfd:", "/dev/shm/")):
             yield int(name), target
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
+    """For processes on GPUs that differ: nothing is done that hardware punishes.
+
+    What connects them has time.
+    """
+    monkeypatch.setattr(gpu_link, "_OPEN_S", 60.0)
+    monkeypatch.setattr(gpu_link, "_SETTINGS", NcclSettings(patience_s=60.0))
+    monkeypatch.setattr(workers, "_BLOCKED_S", 60.0)
+    gpus = FakeGpus(2)
+    yield gpus
+    for _ in range(2):  # the first lets views go, the second what they were of
+        gc.collect()
+    gpus.close()
+    assert not gpus.faults

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from asynckv.abc import KVEntry, SelectStream
 from asynckv.buffers.asking import ask
 from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.gpu_link import GpuPathLost
 from asynckv.buffers.lifting import lift_all
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.remote_stream import RemoteStream
 from asynckv.buffers.selecting import Selecting
 from asynckv.errors import EntryAborted, LeaseLost, PeerLost, PeerRestarted
+from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.link import Link
 from asynckv.observability.waits import LoggedWaits
 from asynckv.protocol.frames import Settle

@@ -8,12 +8,12 @@ import torch
 
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.gpu_arrivals import Ways
 from asynckv.buffers.landing import Landing, read_offer
 from asynckv.buffers.lifting import lift_all, on_host
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import PeerLost, RemoteProtocolError
+from asynckv.links.gpu_arrivals import Ways
 from asynckv.links.link import Link
 from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import (

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeAlias
 
-from asynckv.buffers.gpu_link import GpuLink
+from asynckv.links.gpu_link import GpuLink
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.handshake import strictest

@@ -18,11 +18,11 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asynckv.buffers.answers import Answer, fail_by
-from asynckv.buffers.gpu_link import GpuLink
 from asynckv.buffers.mapped import MAP_S, MappedMemory, Mappings
 from asynckv.errors import AsyncKVError, GPUFailed, PeerLost
 from asynckv.links.device_streams import open_devices
 from asynckv.links.fd_socket import fetch_file
+from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest

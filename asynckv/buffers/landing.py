@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.gpu_arrivals import GpuArrivals, Ways
 from asynckv.buffers.gpu_places import may_land_on_gpu, places_on_gpu
 from asynckv.buffers.lifting import on_host
 from asynckv.buffers.manifest import unpack
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import RemoteProtocolError
+from asynckv.links.gpu_arrivals import GpuArrivals, Ways
 from asynckv.links.link import Link
 from asynckv.links.receiving import PartSink, Reception
 from asynckv.links.requests import LinkStream

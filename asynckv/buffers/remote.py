@@ -14,7 +14,6 @@ import anyio
 
 from asynckv.buffers.backoff import Backoff
 from asynckv.buffers.getting import GettingBy
-from asynckv.buffers.gpu_arrivals import GpuArrivals
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.lifted_reader import LiftedReader
@@ -26,6 +25,7 @@ from asynckv.buffers.remote_store import RemoteStoreBuffer
 from asynckv.buffers.watchers import Watchers
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.dial import dial
+from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.links.options import (
     Digest,

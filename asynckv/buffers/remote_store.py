@@ -13,12 +13,12 @@ import torch
 from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.asking import ANSWER_S, ask
 from asynckv.buffers.getting import Getting
-from asynckv.buffers.gpu_link import GpuPathLost
 from asynckv.buffers.pinning import Pinning
 from asynckv.buffers.pushing import dense
 from asynckv.buffers.putting import begin_put
 from asynckv.buffers.store import check_key
 from asynckv.errors import PeerLost
+from asynckv.links.gpu_link import GpuPathLost
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Contains, Delete
 from asynckv.tensors.views import check_landing_place

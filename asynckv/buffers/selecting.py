@@ -14,7 +14,6 @@ from functools import partial
 from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.gpu_arrivals import Ways
 from asynckv.buffers.landing import Landing, read_offer
 from asynckv.buffers.lifting import on_host
 from asynckv.buffers.map_reader import MapReader
@@ -22,6 +21,7 @@ from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.watchers import Watchers
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
+from asynckv.links.gpu_arrivals import Ways
 from asynckv.links.link import Link
 from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import (

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from asynckv.buffers.gpu_link import GpuLink
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.sharing import MapDigest
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
+from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.device_frames import Devices, OpenDevices

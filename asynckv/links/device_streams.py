@@ -18,7 +18,13 @@ from asynckv.protocol.device_frames import DeviceFrame, Devices, OpenDevices
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import Accepted, Failure, Frame
 
-__all__ = ("MAX_UNHEARD", "DeviceStream", "accept_devices", "open_devices")
+__all__ = (
+    "MAX_UNHEARD",
+    "DeviceStream",
+    "accept_devices",
+    "ask_devices",
+    "open_devices",
+)
 
 MAX_UNHEARD = 1024
 """So many frames may come before somebody hears them."""
@@ -136,6 +142,16 @@ class DeviceStream:
             self._stream.close()
 
 
+def ask_devices(link: Link, transport: PayloadTransport) -> DeviceStream:
+    """Ask the peer for its transport's description; return the channel. Never waits.
+
+    :raises PeerLost: the link is over
+    """
+    channel = DeviceStream(answers=False)
+    channel.use(link.open_stream(channel, OpenDevices(transport.describe())))
+    return channel
+
+
 async def open_devices(link: Link, transport: PayloadTransport) -> DeviceStream:
     """Open ``transport`` with the peer's by a stream of ``link``; return its channel.
 
@@ -144,8 +160,7 @@ async def open_devices(link: Link, transport: PayloadTransport) -> DeviceStream:
     :raises PeerLost: the link ended, or the GPUs' pipes cannot be opened
     :raises IncompatiblePeer: the GPUs do not go together
     """
-    channel = DeviceStream(answers=False)
-    channel.use(link.open_stream(channel, OpenDevices(transport.describe())))
+    channel = ask_devices(link, transport)
     try:
         await transport.open(await channel.description(), channel)
     except BaseException:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import anyio
 
-from asynckv.errors import ChecksumError, PeerLost, RemoteProtocolError
+from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
+from asynckv.links.device_streams import DeviceStream
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
+from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.outbound import Outbound
+from asynckv.protocol.device_frames import GrantDevices, OpenDevices, SentDevices
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import (
     Failure,
@@ -18,7 +21,9 @@ from asynckv.protocol.frames import (
     Push,
     Read,
 )
+from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.tensors.open_device import OpenDevice
 
 __all__ = ("PipeEnd",)
 
@@ -28,28 +33,66 @@ class PipeEnd:
 
     def __init__(self, link: Link, max_bytes: int) -> None:
         self.link = link
-        self.outbound = Outbound(link, self._send, max_bytes)
+        self.gpus: GpuSide | None = None
+        self.outbound = Outbound(link, self._send, max_bytes, self._break)
         self.inbound = Inbound(link, self._send, max_bytes, self._break)
         self._stream: LinkStream | None = None
         self._is_over = False
+        self._max_bytes = max_bytes
+        self._has_dialled = False
+        self._may_be_asked = False
+        self._terms: tuple[OpenDevice, DigestMode] | None = None
+        self._asked: tuple[DeviceStream, OpenDevices] | None = None
 
     @classmethod
     def dialled(cls, link: Link, max_bytes: int, name: str = "") -> PipeEnd:
         """Make ``link`` a pipe. The peer may send from here on."""
         end = cls(link, max_bytes)
+        end._has_dialled = True
         end._stream = link.open_stream(end, OpenPipe(name))
         end.inbound.open()
         return end
 
     @classmethod
-    def asked_for(cls, stream: LinkStream, max_bytes: int) -> PipeEnd:
+    def asked_for(
+        cls, stream: LinkStream, max_bytes: int, *, has_gpu: bool = False
+    ) -> PipeEnd:
         """Answer the peer that made its link a pipe.
 
-        It sends nothing before ``inbound.open()``.
+        It sends nothing before ``inbound.open()``. With ``has_gpu`` it may ask to
+        connect GPUs: :meth:`connect_gpus` is to follow.
         """
         end = cls(stream.link, max_bytes)
         end._stream = stream
+        end._may_be_asked = has_gpu
         return end
+
+    def connect_gpus(self, opened: OpenDevice | None, digest: DigestMode) -> None:
+        """Let payload go from GPU to GPU as soon as that can be. Never waits.
+
+        ``digest`` is what this side wants to be compared of it.
+        """
+        if opened is None or self._is_over or self.link.transport_name == "mem":
+            return
+        self._terms = opened, digest
+        if self._has_dialled:
+            self._on_gpu(*self._terms).ask()
+        elif self._asked is not None:
+            self._on_gpu(*self._terms).answer(*self._asked)
+
+    def asked_for_gpus(self, stream: LinkStream, frame: OpenDevices) -> DeviceStream:
+        """The peer asks to connect GPUs: that begins when this side can.
+
+        :raises ConfigError: this side has none, or was asked before
+        """
+        if not self._may_be_asked or self._asked is not None or self._is_over:
+            raise ConfigError("this side of the pipe has no GPU to connect")
+        channel = DeviceStream(answers=True)
+        channel.use(stream)
+        self._asked = channel, frame
+        if self._terms is not None:
+            self._on_gpu(*self._terms).answer(channel, frame)
+        return channel
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         if self._is_over:
@@ -60,7 +103,11 @@ class PipeEnd:
             case Done():
                 self.inbound.on_done(frame)
             case Grant():
-                self.outbound.on_grant(frame)
+                self.outbound.leaving.on_grant(frame)
+            case GrantDevices():
+                self.outbound.leaving.on_grant_devices(frame)
+            case SentDevices():
+                self.inbound.on_sent_devices(frame)
             case Read():
                 self.outbound.on_read(frame)
             case Flushed():
@@ -76,17 +123,21 @@ class PipeEnd:
 
     async def aclose(self) -> None:
         """Say goodbye, and hang up. Bounded and shielded; may be called again."""
-        self.inbound.report()
+        self.inbound.reports.tell()
         error = PeerLost("the pipe was closed on this side")
         error.goodbye = True
         self._end(error)
         self.inbound.end(error, keep=False)
         try:
+            if self.gpus is not None:
+                await self.gpus.let_meet()
             await self.link.aclose()
         finally:
             with anyio.CancelScope(shield=True):
                 await self.inbound.aclose()
                 await self.outbound.aclose()
+                if self.gpus is not None:
+                    await self.gpus.aclose()
 
     def abort(self, error: PeerLost | None = None) -> None:
         """Hang up now. What has come whole can be taken if the peer is at fault.
@@ -99,15 +150,22 @@ class PipeEnd:
             self.inbound.end(ours, keep=False)
             self.inbound.abort()
             self.outbound.abort()
+            if self.gpus is not None:
+                self.gpus.abort()
         self.link.abort(error or ours)
 
     def _send(self, frame: Frame, body: memoryview) -> None:
         if self._stream is not None:
             self._stream.send(frame, body)
 
-    def _break(self, error: ChecksumError) -> None:
+    def _on_gpu(self, opened: OpenDevice, digest: DigestMode) -> GpuSide:
+        gpus = GpuSide(self.link, opened, self._max_bytes, digest)
+        self.gpus = self.inbound.gpus = self.outbound.leaving.gpus = gpus
+        return gpus
+
+    def _break(self, error: Exception) -> None:
         self._send(to_failure(error), memoryview(b""))
-        self._end(PeerLost(f"the pipe is broken: {error.message}"))
+        self._end(PeerLost(f"the pipe is broken: {error}"))
 
     def _end(self, error: PeerLost) -> None:
         self._is_over = True

@@ -12,51 +12,23 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-import torch
-
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
+from asynckv.pipes.arrivals import Arrival
+from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
+from asynckv.pipes.reports import Reports
+from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import (
-    Flushed,
-    Frame,
-    Push,
-    Read,
-)
+from asynckv.protocol.frames import Frame, Push
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
-from asynckv.types import TensorSpec
 
-__all__ = ("Arrival", "Inbound")
+__all__ = ("Inbound",)
 
 _NOTHING: Final = memoryview(b"")
-
-
-class Arrival:
-    """One tensor, or None, that the peer has announced."""
-
-    __slots__ = ("inbound", "is_verified", "reception", "spec", "tensor", "transfer")
-
-    def __init__(self, inbound: Inbound, frame: Push) -> None:
-        self.inbound = inbound
-        self.spec: TensorSpec | None = frame.spec
-        self.transfer = frame.transfer
-        self.tensor: torch.Tensor | None = None
-        self.reception: Reception | None = None
-        self.is_verified = False
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.spec is None else self.spec.nbytes
-
-    def part_verified(self, index: int, digest: bytes) -> None:
-        self.inbound.verified(self)
-
-    def reception_failed(self, error: Exception) -> None:
-        self.inbound.fail(self, str(error))
 
 
 class Inbound:
@@ -83,13 +55,8 @@ class Inbound:
         self._queue: collections.deque[Arrival] = collections.deque()
         self._unverified: collections.deque[Arrival] = collections.deque()
         self._landing: dict[int, Arrival] = {}
-        self._credit_bytes = 0
-        self._credit_tensors = 0
-        self._owed_bytes = 0
-        self._owed_tensors = 0
-        self._verified_count = 0
-        self._reported_count = 0
-        self._report: asyncio.Handle | None = None
+        self.gpus: GpuSide | None = None
+        self.reports = Reports(send, max_bytes)
         self._changed = asyncio.Event()
         self._memory = Growth(max_bytes, self._grant_waiting)
         self._to_grant: dict[Arrival, None] = {}
@@ -105,7 +72,7 @@ class Inbound:
 
     def open(self) -> None:
         """Let the peer send. Never waits."""
-        self._owe(self.max_bytes, MAX_TENSORS)
+        self.reports.owe(self.max_bytes, MAX_TENSORS)
 
     async def head(self) -> Arrival:
         """Wait for the next tensor; it stays in the stream until it is taken.
@@ -137,7 +104,8 @@ class Inbound:
         self.held_bytes -= arrival.nbytes
         self.received_bytes += arrival.nbytes
         self.received_tensors += 1
-        self._owe(arrival.nbytes, 1)
+        arrival.let_go()
+        self.reports.owe(arrival.nbytes, 1)
 
     def check(self, arrival: Arrival) -> None:
         """Raise what :meth:`take` would. Never waits."""
@@ -147,7 +115,8 @@ class Inbound:
     def on_push(self, frame: Push, body: bytes) -> None:
         """The next tensor comes, with its bytes if they are few."""
         arrival = Arrival(self, frame)
-        self._charge(arrival)
+        self.reports.charge(arrival.nbytes)
+        self.held_bytes += arrival.nbytes
         if arrival.spec is not None:
             try:
                 dtype_of(arrival.spec.dtype)
@@ -174,15 +143,31 @@ class Inbound:
             raise RemoteProtocolError("a Done for what was never granted")
         arrival.reception.on_done(frame)
 
+    def on_sent_devices(self, frame: SentDevices) -> None:
+        """The peer has sent a tensor's last byte from its GPU to this one's."""
+        arrival = self._landing.get(frame.transfer)
+        if arrival is None:
+            raise RemoteProtocolError("a tensor of a GPU that was never granted")
+        arrival.on_sent_devices(frame)
+
+    def land_again(self, arrival: Arrival) -> None:
+        """It cannot come from GPU to GPU: let it come through host memory."""
+        if self._lost is None:
+            # Without memory for it now, it comes when the application waits.
+            with contextlib.suppress(MemoryError):
+                self._grant(arrival)
+            self._changed.set()
+
     def verified(self, arrival: Arrival) -> None:
         """All bytes of it are here, and are those that were sent."""
         arrival.is_verified = True
         arrival.reception = None
         self._landing.pop(arrival.transfer, None)
+        count = 0
         while self._unverified and self._unverified[0].is_verified:
             self._unverified.popleft()
-            self._verified_count += 1
-        self._report_soon()
+            count += 1
+        self.reports.verified(count)
         self._changed.set()
 
     def fail(self, arrival: Arrival, message: str) -> None:
@@ -192,21 +177,6 @@ class Inbound:
             while self._queue[-1] is not arrival:
                 self._cut()
             self._broke(self._checksum)
-
-    def report(self) -> None:
-        """Say what was verified and what was taken. Never waits."""
-        if self._report is not None:
-            self._report.cancel()
-            self._report = None
-        if self._verified_count > self._reported_count:
-            self._reported_count = self._verified_count
-            self._send(Flushed(self._verified_count), _NOTHING)
-        if self._owed_bytes or self._owed_tensors:
-            read = Read(self._owed_bytes, self._owed_tensors)
-            self._credit_bytes += read.nbytes
-            self._credit_tensors += read.tensors
-            self._owed_bytes = self._owed_tensors = 0
-            self._send(read, _NOTHING)
 
     def end(self, error: PeerLost, *, keep: bool = True) -> None:
         """Nothing comes any more. Never waits; only the first call counts.
@@ -219,12 +189,12 @@ class Inbound:
         while self._unverified and self._queue:
             self._cut()
         if not keep:
+            for arrival in self._queue:
+                arrival.let_go()
             self._queue.clear()
             self.held_bytes = 0
             self._was_cut = False
-        if self._report is not None:
-            self._report.cancel()
-            self._report = None
+        self.reports.end()
         self._changed.set()
 
     async def aclose(self) -> None:
@@ -245,16 +215,6 @@ class Inbound:
         error.__cause__ = lost.__cause__
         return error
 
-    def _charge(self, arrival: Arrival) -> None:
-        told_unread = self.max_bytes - self._credit_bytes
-        if self._credit_tensors < 1 or (
-            arrival.nbytes > self._credit_bytes and told_unread
-        ):
-            raise RemoteProtocolError("a tensor for which there is no room")
-        self._credit_bytes -= arrival.nbytes
-        self._credit_tensors -= 1
-        self.held_bytes += arrival.nbytes
-
     def _take_inline(self, arrival: Arrival, frame: Push, body: bytes) -> None:
         if len(body) != arrival.nbytes or arrival.nbytes > INLINE_NBYTES:
             raise RemoteProtocolError("a pushed tensor has not its declared size")
@@ -268,6 +228,13 @@ class Inbound:
 
     def _grant(self, arrival: Arrival) -> None:
         if arrival.spec is None or arrival.reception is not None:
+            return
+        on_gpu = None
+        if self.gpus is not None:
+            on_gpu = arrival.land_on_gpu(self._link, self.gpus)
+        if on_gpu is not None:
+            self._landing[arrival.transfer] = arrival
+            self._send(on_gpu, _NOTHING)
             return
         if self._memory.awaits(arrival.nbytes):
             self._to_grant[arrival] = None
@@ -296,16 +263,8 @@ class Inbound:
         self._to_grant.pop(arrival, None)
         if arrival.reception is not None:
             arrival.reception.stop()
+        arrival.let_go()
         self._landing.pop(arrival.transfer, None)
         if self._unverified and self._unverified[-1] is arrival:
             self._unverified.pop()
         self.held_bytes -= arrival.nbytes
-
-    def _owe(self, nbytes: int, tensors: int) -> None:
-        self._owed_bytes += nbytes
-        self._owed_tensors += tensors
-        self._report_soon()
-
-    def _report_soon(self) -> None:
-        if self._report is None and self._lost is None:
-            self._report = asyncio.get_running_loop().call_soon(self.report)

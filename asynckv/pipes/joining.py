@@ -12,13 +12,14 @@ from asynckv.links.dial import dial
 from asynckv.links.exposure import is_beyond_this_host
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
-from asynckv.links.options import new_identity
+from asynckv.links.options import map_digest, new_identity
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.opening import PipeListener
 from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader, Rendezvous, name_ranks
+from asynckv.protocol.device_frames import OpenDevices
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, OpenPipe
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.tensors.devices import Device
@@ -54,6 +55,7 @@ class Joining:
         self._max_bytes = max_bytes
         self._keyring = keyring
         self._device = device
+        self._opened: OpenDevice | None = None
         self._listener: LinkListener | None = None
         self._rendezvous: Rendezvous | None = None
         self._link: Link | None = None
@@ -73,7 +75,7 @@ class Joining:
         :raises GPUUnavailable: CuPy, a driver or the GPU is missing
         :raises GPUFailed: the GPU cannot be opened
         """
-        opened = await open_device(self._device)
+        opened = self._opened = await open_device(self._device)
         if self.size == 1:
             return {0: await self._loopback(opened)}
         try:
@@ -117,9 +119,14 @@ class Joining:
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
     ) -> StreamHandler:
-        """Answer another rank: it comes to rank 0, or opens its pipe to this one."""
+        """Answer another rank: it comes to rank 0, or opens its pipe to this one.
+
+        With that it may ask to connect both GPUs.
+        """
         if isinstance(frame, JoinGroup) and isinstance(self._rendezvous, Leader):
             return self._rendezvous.seat(stream, frame)
+        if isinstance(frame, OpenDevices):
+            return self._end_of(stream).asked_for_gpus(stream, frame)
         if not isinstance(frame, OpenPipe):
             raise ConfigError(
                 f"nothing here answers a {type(frame).__name__}",
@@ -127,10 +134,17 @@ class Joining:
             )
         if frame.name in self._callers or len(self._callers) >= _MAX_CALLERS:
             raise ConfigError("that rank has its pipe already")
-        end = PipeEnd.asked_for(stream, self._max_bytes)
+        has_gpu = self._device is not None
+        end = PipeEnd.asked_for(stream, self._max_bytes, has_gpu=has_gpu)
         self._callers[frame.name] = end
         self._changed.set()
         return end
+
+    def _end_of(self, stream: LinkStream) -> PipeEnd:
+        for end in (*self._callers.values(), *self._ends.values()):
+            if end.link is stream.link:
+                return end
+        raise ConfigError("this link is no pipe")
 
     # Joining, step by step.
 
@@ -203,9 +217,10 @@ class Joining:
             link = await dial(url, identity=new_identity(), keyring=self._keyring)
         except PeerLost as exc:
             raise PeerLost(f"rank {rank} takes no pipe: {exc.message}") from exc
-        return PipeEnd.dialled(
-            link, self._max_bytes, _caller(members.group_id, self.rank)
-        )
+        name = _caller(members.group_id, self.rank)
+        end = PipeEnd.dialled(link, self._max_bytes, name)
+        end.connect_gpus(self._opened, map_digest("auto"))
+        return end
 
     def _url_of(self, rank: int, members: Members) -> str:
         """Return where rank 0, which we have dialled ourselves, says that one is."""
@@ -239,6 +254,7 @@ class Joining:
         if self._listener is not None:
             self._listener.release(end.link)
         end.inbound.open()
+        end.connect_gpus(self._opened, map_digest("auto"))
         return end
 
     async def _loopback(self, opened: OpenDevice | None) -> Pipe:

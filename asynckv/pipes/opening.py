@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 from asynckv.errors import ConfigError, EndOfStream
 from asynckv.links.dial import dial
@@ -17,13 +17,15 @@ from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
     make_keyring,
+    map_digest,
     new_identity,
     payload_digest,
 )
-from asynckv.links.requests import LinkStream
+from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
+from asynckv.protocol.device_frames import OpenDevices
 from asynckv.protocol.frames import OpeningFrame, OpenPipe
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
@@ -55,7 +57,9 @@ def open_pipe(
     ``secret_file``, ``tls`` and ``allow_plaintext`` are as in :func:`asynckv.serve`.
     With ``device="cuda:0"`` what is received is on that GPU, wherever it was sent
     from; ``"cuda"`` is the GPU of ``LOCAL_RANK``. Entering then opens it first, which
-    may take 30 s more. Tensors of any GPU can be sent in any case.
+    may take 30 s more. Between two GPUs payload goes by NCCL as soon as that is open; a
+    pipe has twice ``max_bytes`` of its GPU then. Tensors of any GPU can be sent in any
+    case.
     Leaving flushes, says goodbye and hangs up; after an error it just hangs up.
 
     :raises ConfigError: an option that cannot be honoured, keys that cannot be
@@ -68,7 +72,7 @@ def open_pipe(
     keyring = make_keyring(secret_file, tls, allow_plaintext)
     return _opened(
         url,
-        payload_digest(digest),
+        digest,
         lanes,
         parse_bytes(max_bytes),
         keyring,
@@ -79,7 +83,7 @@ def open_pipe(
 @asynccontextmanager
 async def _opened(
     url: str,
-    digest: Literal["full", "off"],
+    digest: Digest,
     lanes: int | None,
     max_bytes: int,
     keyring: Keyring,
@@ -88,9 +92,15 @@ async def _opened(
 ) -> AsyncIterator[Pipe]:
     opened = await open_device(device)
     link = await dial(
-        url, identity=new_identity(), digest=digest, lanes=lanes, keyring=keyring
+        url,
+        identity=new_identity(),
+        digest=payload_digest(digest),
+        lanes=lanes,
+        keyring=keyring,
     )
     end = PipeEnd.dialled(link, max_bytes)
+    if "payload=" not in url:
+        end.connect_gpus(opened, map_digest(digest))
     async with Pipe(end, end, opened) as pipe:
         yield pipe
 
@@ -121,7 +131,7 @@ def listen_pipe(
     """
     return PipeListener(
         url,
-        digest=payload_digest(digest),
+        digest=digest,
         lanes=lanes,
         max_bytes=parse_bytes(max_bytes),
         keyring=make_keyring(secret_file, tls, allow_plaintext),
@@ -135,18 +145,22 @@ class _Door:
     def __init__(self, listener: PipeListener, link: Link) -> None:
         self._listener = listener
         self._link = link
-        self._was_opened = False
+        self._end: PipeEnd | None = None
 
-    def open(self, stream: LinkStream, frame: OpeningFrame, body: bytes) -> PipeEnd:
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler:
+        if isinstance(frame, OpenDevices) and self._end is not None:
+            return self._end.asked_for_gpus(stream, frame)
         if not isinstance(frame, OpenPipe):
             raise ConfigError(
                 f"nothing here answers a {type(frame).__name__}",
                 hint="a pipe listens at that address: open_pipe reaches it",
             )
-        if self._was_opened:
+        if self._end is not None:
             raise ConfigError("this link is a pipe already")
-        self._was_opened = True
-        return self._listener.arrived(stream)
+        self._end = self._listener.arrived(stream)
+        return self._end
 
 
 class PipeListener(LoopBound):
@@ -156,16 +170,17 @@ class PipeListener(LoopBound):
         self,
         url: str,
         *,
-        digest: Literal["full", "off"],
+        digest: Digest,
         lanes: int | None,
         max_bytes: int,
         keyring: Keyring = NO_KEYS,
         device: Device | None = None,
     ) -> None:
         self._asked_url = url
+        self._has_gpu = device is not None and "payload=" not in url
         self._device = device
         self._opened: OpenDevice | None = None
-        self._digest = digest
+        self._digest: Digest = digest
         self._lanes = lanes
         self._keyring = keyring
         self._max_bytes = max_bytes
@@ -207,6 +222,7 @@ class PipeListener(LoopBound):
                     if end.link.is_open:
                         self._listener.release(end.link)
                         end.inbound.open()
+                        end.connect_gpus(self._opened, map_digest(self._digest))
                         return end
                 self._changed.clear()
                 await self._changed.wait()
@@ -225,7 +241,7 @@ class PipeListener(LoopBound):
                 f"{_MAX_WAITING} pipes wait to be accepted here already",
                 hint="call accept() there, or open fewer",
             )
-        end = PipeEnd.asked_for(stream, self._max_bytes)
+        end = PipeEnd.asked_for(stream, self._max_bytes, has_gpu=self._has_gpu)
         self._waiting.append(end)
         self._changed.set()
         return end
@@ -239,7 +255,7 @@ class PipeListener(LoopBound):
             self._asked_url,
             identity=new_identity(),
             service_for=lambda link: _Door(self, link),
-            digest=self._digest,
+            digest=payload_digest(self._digest),
             lanes=self._lanes,
             keyring=self._keyring,
         )

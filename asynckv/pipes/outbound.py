@@ -17,6 +17,7 @@ import torch
 from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.observability.waits import LoggedWait
+from asynckv.pipes.leaving import Leaving
 from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
 from asynckv.pipes.room import Credit, SendRoom
 from asynckv.protocol.frames import (
@@ -25,7 +26,6 @@ from asynckv.protocol.frames import (
     Push,
     Read,
 )
-from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
@@ -38,11 +38,16 @@ _MAX_OUTGOING_BYTES: Final = 2**20
 class Outbound:
     """What one side sends through a pipe, in order.
 
-    ``send`` queues a frame on the pipe's stream and never waits.
+    ``send`` queues a frame on the pipe's stream and never waits. ``failed`` is told
+    what breaks the pipe.
     """
 
     def __init__(
-        self, link: Link, send: Callable[[Frame, memoryview], None], max_bytes: int
+        self,
+        link: Link,
+        send: Callable[[Frame, memoryview], None],
+        max_bytes: int,
+        failed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.sent_bytes = 0
         self.sent_tensors = 0
@@ -51,10 +56,10 @@ class Outbound:
         self._send = send
         self._queue: collections.deque[Parcel] = collections.deque()
         self._pushed: collections.deque[Parcel] = collections.deque()
-        self._to_grant: dict[int, Parcel] = {}
         self._verified_count = 0
         self.room = SendRoom(max_bytes, self._queue.append)
         self._memory = Growth(max_bytes)
+        self.leaving = Leaving(link, send, self._memory, failed)
         self._credit = Credit()
         self._awaits_drain = False
         self._is_refusing = False
@@ -94,6 +99,7 @@ class Outbound:
 
     def drop(self, parcel: Parcel) -> None:
         """Give up what was not put: its room, and its place. Never waits."""
+        parcel.let_go()
         if parcel.has_room:
             self._queue.remove(parcel)
             self.room.release(parcel)
@@ -141,25 +147,6 @@ class Outbound:
         self._credit.add(frame.nbytes, frame.tensors)
         self._advance()
 
-    def on_grant(self, frame: Grant) -> None:
-        """The peer's memory is ready for a tensor."""
-        parcel = self._to_grant.pop(frame.transfer, None)
-        if parcel is None or parcel.memory is None:
-            raise RemoteProtocolError("a Grant for what waits for none")
-
-        def done(digest: bytes, error: BaseException | None) -> None:
-            if error is None:
-                parcel.memory = None
-                self._send(Done(parcel.transfer, 0, digest), memoryview(b""))
-
-        self._link.payload.send(
-            parcel.transfer,
-            0,
-            bytes_of(parcel.memory),
-            done,
-            digest=parcel.digest or None,
-        )
-
     def on_flushed(self, frame: Flushed) -> None:
         """The peer's memory holds everything up to there."""
         count = frame.tensors - self._verified_count
@@ -167,9 +154,11 @@ class Outbound:
             raise RemoteProtocolError("a Flushed for what was never sent")
         for _ in range(count):
             parcel = self._pushed.popleft()
-            if parcel.memory is not None:
+            if not parcel.is_sent:
                 raise RemoteProtocolError("a Flushed for what is still on its way")
             self._verified_count += 1
+            self.leaving.forget(parcel)
+            parcel.let_go()
             self.room.release(parcel)
             parcel.settle(is_verified=True)
         self.room.admit()
@@ -182,19 +171,20 @@ class Outbound:
         given_up = [*self._pushed, *(p for p in self._queue if p.is_copied)]
         self.maybe_delivered = len(given_up)
         self._pushed.clear()
-        self._to_grant.clear()
+        self.leaving.end()
         left = [parcel for parcel in self._queue if not parcel.is_copied]
         self._queue.clear()
         self._queue.extend(left)
         for parcel in given_up:
             # The transport keeps the memory for as long as a thread reads it.
-            parcel.memory = None
+            parcel.let_go()
             self.room.release(parcel)
             parcel.settle(is_verified=False)
         self.room.close()
 
     async def aclose(self) -> None:
         """Give idle memory back. Bounded; what leaves still keeps its own."""
+        await self.leaving.aclose()
         await self._memory.aclose()
 
     def abort(self) -> None:
@@ -236,8 +226,9 @@ class Outbound:
         inline = parcel.nbytes <= INLINE_NBYTES
         digest = parcel.digest if inline else b""
         push = Push(parcel.transfer, 0, inline, parcel.spec, digest)
+        parcel.is_sent = inline
         if not inline:
-            self._to_grant[parcel.transfer] = parcel
+            self.leaving.add(parcel)
         body = memoryview(b"")
         if inline and parcel.memory is not None:
             body, parcel.memory = bytes_of(parcel.memory), None

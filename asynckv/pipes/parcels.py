@@ -7,6 +7,9 @@ from typing import Final
 
 import torch
 
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 
 __all__ = ("INLINE_NBYTES", "MAX_TENSORS", "Parcel")
@@ -21,15 +24,18 @@ MAX_TENSORS: Final = 4096
 class Parcel:
     """One tensor, or None, on its way to the peer.
 
-    ``memory`` is the pipe's own copy, while it is still needed.
+    ``memory`` is the pipe's own copy, while it is still needed; one on a GPU has a
+    ``region`` there. With ``is_sent`` its last byte has left.
     """
 
     __slots__ = (
         "digest",
         "has_room",
         "is_copied",
+        "is_sent",
         "memory",
         "nbytes",
+        "region",
         "spec",
         "transfer",
         "turn",
@@ -40,6 +46,8 @@ class Parcel:
         self.spec = spec
         self.nbytes = 0 if spec is None else spec.nbytes
         self.memory: torch.Tensor | None = None
+        self.region: DeviceRegion | None = None
+        self.is_sent = False
         self.digest = b""
         self.has_room = False
         self.is_copied = False
@@ -51,6 +59,30 @@ class Parcel:
         """Whoever waits for its room looks again."""
         if self.turn is not None and not self.turn.done():
             self.turn.set_result(None)
+
+    def source(self) -> memoryview | DeviceMemory:
+        """Return the bytes of the pipe's own copy, wherever it is."""
+        return self.place() if self.memory is None else bytes_of(self.memory)
+
+    def place(self) -> DeviceMemory:
+        """Return the bytes of the copy on the GPU; whoever has them keeps them."""
+        place = None
+        if self.region is not None and self.spec is not None:
+            place = self.region.place(self.spec)
+        if not isinstance(place, DeviceMemory):
+            raise RuntimeError("it is on no GPU")
+        return place
+
+    def let_go(self) -> None:
+        """No copy is needed any more."""
+        self.memory = None
+        self.leave_gpu()
+
+    def leave_gpu(self) -> None:
+        """The copy on the GPU is not needed any more."""
+        if self.region is not None:
+            self.region.release()
+            self.region = None
 
     def settle(self, *, is_verified: bool) -> None:
         """Whoever waits for its arrival learns whether the peer has it."""

@@ -12,11 +12,12 @@ import torch
 from asynckv.abc import KVPipe
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
 from asynckv.loops import LoopBound
+from asynckv.pipes.arrivals import Arrival
 from asynckv.pipes.end import PipeEnd
-from asynckv.pipes.inbound import Arrival
-from asynckv.pipes.parcels import Parcel
+from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
 from asynckv.pipes.placing import Placing
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.views import check_into, spec_of
 
@@ -66,7 +67,10 @@ class Pipe(KVPipe, LoopBound):
         self._outbound = sends.outbound
         self._inbound = receives.inbound
         self._pool = CopyPool() if device is None else device.make_pool()
-        self._placing = None if device is None else Placing(device, self._pool)
+        self._sends, self._receives = sends, receives
+        self._placing = None
+        if device is not None:
+            self._placing = Placing(device, self._pool, lambda: receives.gpus)
         self._turn_to_receive = asyncio.Lock()
         self._calls = 0
         self._told_loss = False
@@ -82,8 +86,21 @@ class Pipe(KVPipe, LoopBound):
 
     @property
     def transport(self) -> str:
-        """How payload moves: ``"inline"`` or ``"mem"``."""
+        """How payload moves now: ``"inline"``, ``"mem"`` or ``"nccl"``.
+
+        By ``"nccl"`` what is longer than 64 KiB goes from GPU to GPU.
+        """
         return self._link.transport_name
+
+    async def gpus_settled(self) -> None:
+        """Wait until the way to the peer's GPU is open, or is known not to be.
+
+        That is bounded once the peer has accepted the pipe. :attr:`transport` says
+        which it is. A cancelled call leaves no trace.
+        """
+        self._check_loop()
+        if (gpus := self._sends.gpus) is not None:
+            await gpus.settled()
 
     def statistics(self) -> PipeStatistics:
         """Return what went through and what is in it now. Never waits."""
@@ -114,12 +131,12 @@ class Pipe(KVPipe, LoopBound):
             await self._outbound.reserve(parcel)
             if source is None or parcel.spec is None:
                 self._outbound.put(parcel, None, b"")
-                return
-            memory = await self._outbound.memory_for(parcel.spec)
-            (digest,) = await self._pool.copy(
-                [source], [memory], digest=self._link.digest != "off"
-            )
-            self._outbound.put(parcel, memory, digest)
+            elif not await self._copied_on_gpu(source, parcel):
+                memory = await self._outbound.memory_for(parcel.spec)
+                (digest,) = await self._pool.copy(
+                    [source], [memory], digest=self._link.digest != "off"
+                )
+                self._outbound.put(parcel, memory, digest)
         except BaseException as exc:
             self._outbound.drop(parcel)
             self._note(exc)
@@ -220,11 +237,29 @@ class Pipe(KVPipe, LoopBound):
                 hint="await flush() first: it waits for as long as it takes",
             ) from None
 
+    async def _copied_on_gpu(
+        self, source: torch.Tensor | KVOnGpu, parcel: Parcel
+    ) -> bool:
+        """Send a copy that never leaves the GPU, where that can be; else ``False``."""
+        gpus = self._sends.gpus
+        if gpus is None or parcel.nbytes <= INLINE_NBYTES:
+            return False
+        parcel.region = gpus.spare_for(source, parcel.nbytes)
+        if parcel.region is None:
+            return False
+        await gpus.pool.copy([source], [parcel.place()], digest=False)
+        self._outbound.put(parcel, None, b"")
+        return True
+
     async def _landed(
         self, arrival: Arrival, into: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Return what has arrived where it is wanted; it stays in the stream."""
-        tensor, placing = arrival.tensor, self._placing
+        tensor, placing, gpus = arrival.tensor, self._placing, self._receives.gpus
+        if arrival.region is not None and arrival.spec is not None and gpus is not None:
+            if into is not None:
+                check_into(into, arrival.spec, "tensor")
+            return await gpus.taken(arrival.region, arrival.spec, into)
         if tensor is None or arrival.spec is None:
             return tensor
         if into is not None:

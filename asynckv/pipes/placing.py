@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from asynckv.pipes.gpu_side import GpuSide
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_calls import DeviceCalls
 from asynckv.tensors.open_device import OpenDevice
@@ -15,10 +16,17 @@ __all__ = ("Placing",)
 
 
 class Placing:
-    """Copies of one pipe's tensors on ``device``, made by ``pool``."""
+    """Copies of one pipe's tensors on ``device``, made by ``pool``.
 
-    def __init__(self, device: OpenDevice, pool: CopyPool) -> None:
+    They are in memory of ``gpus`` where it has room: to allocate may wait for work of
+    the GPU that waits for the peer.
+    """
+
+    def __init__(
+        self, device: OpenDevice, pool: CopyPool, gpus: Callable[[], GpuSide | None]
+    ) -> None:
         self._device = device
+        self._gpus = gpus
         self._pool = pool
         self._calls = DeviceCalls()
 
@@ -32,7 +40,10 @@ class Placing:
 
         :raises GPUFailed: the GPU has no memory left, failed, or did not answer
         """
-        made = await self._calls.call(self._device.maker(spec_of(tensor)))
-        check()
+        spec, gpus = spec_of(tensor), self._gpus()
+        made = None if gpus is None else gpus.made(spec)
+        if made is None:
+            made = await self._calls.call(self._device.maker(spec))
+            check()
         await self._pool.copy([tensor], [made], digest=False)
         return made.tensor

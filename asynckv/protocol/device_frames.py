@@ -4,7 +4,7 @@ One stream a link: :class:`OpenDevices`, :class:`Devices`, and then for each of 
 *pipes*, one a direction, what makes both sides post the same operation or none. A
 *generation* is one life of a pipe; numbers count its operations. What is said of
 another generation is void. :class:`GrantDevices` and :class:`SentDevices` belong to the
-stream of a delivery. As in :mod:`asynckv.protocol.frames`, values only.
+stream of a delivery, or of a pipe. As in :mod:`asynckv.protocol.frames`, values only.
 """
 
 from __future__ import annotations

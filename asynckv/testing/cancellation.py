@@ -7,6 +7,7 @@ suspension" is exact, and never sleeps.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import math
@@ -173,6 +174,8 @@ class Round:
                 task.cancel()
                 await asyncio.wait({task}, timeout=_GRACE_S)
         if task.cancelled():
+            with contextlib.suppress(asyncio.CancelledError):
+                task.result()  # the task keeps it else: a cycle, and memory in frames
             if self.has_fired:
                 return Outcome(cancelled=True)
             raise RuntimeError(f"cancelled by somebody else: {self}")
@@ -292,6 +295,7 @@ class _Driven(Generic[_T]):
                 return value
             except BaseException:
                 self._round.over()
+                error = None  # its traceback holds this frame, and others hold memory
                 raise
             self._round.at_suspension(self._coroutine, awaited, self._cancel)
             error = None

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from asynckv.buffers import gpu_link
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import Server, serve
@@ -21,8 +20,6 @@ from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.link_pairs import name_of
 from asynckv.testing.pairs import Peers, open_peers
 from asynckv.testing.raw_maps import RawMapper
-from asynckv.transports.nccl import workers
-from asynckv.transports.nccl.settings import NcclSettings
 
 CutWhen = Callable[[Link, type], None]
 
@@ -77,20 +74,6 @@ def cut_when(monkeypatch: pytest.MonkeyPatch) -> CutWhen:
 def gpus() -> Iterator[FakeGpus]:
     """GPUs of several processes; nothing is done to them that hardware punishes."""
     gpus = FakeGpus()
-    yield gpus
-    for _ in range(2):  # the first lets views go, the second what they were of
-        gc.collect()
-    gpus.close()
-    assert not gpus.faults
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
-    """As ``gpus``, for processes on GPUs that differ; what connects them has time."""
-    monkeypatch.setattr(gpu_link, "_OPEN_S", 60.0)
-    monkeypatch.setattr(gpu_link, "_SETTINGS", NcclSettings(patience_s=60.0))
-    monkeypatch.setattr(workers, "_BLOCKED_S", 60.0)
-    gpus = FakeGpus(2)
     yield gpus
     for _ in range(2):  # the first lets views go, the second what they were of
         gc.collect()

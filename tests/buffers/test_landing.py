@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.gpu_arrivals import GpuArrivals
 from asynckv.buffers.landing import Landing, read_offer
 from asynckv.buffers.manifest import pack
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import Server
 from asynckv.errors import RemoteProtocolError
+from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.digests import digest_of

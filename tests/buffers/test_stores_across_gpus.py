@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from asynckv.buffers.getting import Getting
-from asynckv.buffers.gpu_link import GpuPathLost
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ChecksumError, GPUFailed
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.gpu_link import GpuPathLost
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same

@@ -84,7 +84,7 @@ class Receiver:
             self.broken.append,
         )
         self.half.open()
-        self.half.report()
+        self.half.reports.tell()
         self.frames.clear()
 
     def push(self, nbytes: int, transfer: int = 1, dtype: str = "uint8") -> None:
@@ -112,7 +112,7 @@ async def test_the_peer_is_told_how_much_there_is_room_for() -> None:
         lambda error: None,
     )
     half.open()
-    half.report()
+    half.reports.tell()
     assert frames == [Read(BOUND, MAX_TENSORS)]
 
 
@@ -134,10 +134,10 @@ async def test_large_tensors_land_in_any_order_and_come_in_theirs() -> None:
     receiver.push(LARGE + 1, 2)
     assert receiver.frames == [Grant(1), Grant(2)]
     receiver.land(2)
-    receiver.half.report()
+    receiver.half.reports.tell()
     assert Flushed(1) not in receiver.frames
     receiver.land(1)
-    receiver.half.report()
+    receiver.half.reports.tell()
     assert receiver.frames[-1] == Flushed(2)
     first = await receiver.next()
     assert first is not None

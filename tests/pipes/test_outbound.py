@@ -70,7 +70,7 @@ class Sender:
 
     def deliver(self, transfer: int) -> None:
         """Let the peer grant the transfer, and the bytes leave."""
-        self.half.on_grant(Grant(transfer))
+        self.half.leaving.on_grant(Grant(transfer))
         self.link.sent[-1][1](b"d", None)
 
 
@@ -271,4 +271,4 @@ async def test_a_peer_grants_only_what_waits_for_it_and_once(nbytes: int) -> Non
     if nbytes == LARGE:
         sender.deliver(1)
     with pytest.raises(RemoteProtocolError, match="Grant"):
-        sender.half.on_grant(Grant(1))
+        sender.half.leaving.on_grant(Grant(1))

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Coroutine, Generator
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 import pytest
@@ -254,3 +256,26 @@ async def test_a_round_that_is_over_before_its_ticks_is_not_cancelled() -> None:
     round_ = Round("task", 3, ticks=5)
     outcome = await round_.run(three_suspensions, look_away)
     assert (outcome.value, round_.has_fired) == ("done", False)
+
+
+class Held(set[str]):
+    """Anything that can be referred to."""
+
+
+@pytest.mark.parametrize("mode", get_args(CancelMode))
+async def test_nothing_is_kept_of_what_was_cancelled(
+    mode: CancelMode, request: pytest.FixtureRequest
+) -> None:
+    held: list[weakref.ref[set[str]]] = []
+
+    async def hold() -> None:
+        value = Held()
+        held.append(weakref.ref(value))
+        await asyncio.sleep(0)
+
+    async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+        assert outcome.cancelled and held[0]() is None
+
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    await Round(mode, 1).run(hold, check)

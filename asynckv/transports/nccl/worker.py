@@ -256,7 +256,8 @@ class DeviceWorker:
                 command()
             elif self._is_stopping and not self._commands and not self._flights:
                 break  # in this order: no command comes once it is stopping
-            progressed = self._poll() or command is not None
+            has_come, command = command is not None, None  # it keeps its job's memory
+            progressed = self._poll() or has_come
             idle_s = _LEAST_IDLE_S if progressed else min(idle_s * 2, _MOST_IDLE_S)
         self._busy_since = None
 

@@ -4,6 +4,8 @@ import contextlib
 import math
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -107,6 +109,21 @@ def test_what_was_not_begun_settles_at_once_when_its_pipe_is_aborted(
     assert pipe.calls.get(timeout=5) == "aborted" and job.told.empty()
     left.event.has_fired = True
     assert left.told.get(timeout=5)
+
+
+def test_what_has_settled_is_kept_by_nobody(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    pipe, job = Pipe(gpus, worker), Moving(worker)
+    job.event.has_fired = True
+    worker.issue(pipe, job)
+    told, gone = job.told, weakref.ref(job)
+    assert told.get(timeout=5)
+    del job
+    deadline = time.monotonic() + 5
+    while gone() is not None and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
+    assert gone() is None
 
 
 def test_nobody_should_wait_for_one_that_is_long_in_a_call(

@@ -12,13 +12,12 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 import torch
 
-from asynckv.buffers import gpu_link
-from asynckv.buffers.gpu_link import GpuLink, GpuPathLost
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, GPUUnavailable, PeerLost
-from asynckv.links import progress
+from asynckv.links import gpu_link, progress
+from asynckv.links.gpu_link import GpuLink, GpuPathLost
 from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
@@ -32,7 +31,7 @@ from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.link_pairs import linked
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-from asynckv.transports.nccl import workers
+from asynckv.transports.nccl import transport, workers
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.workers import WorkerUse, use_worker
 
@@ -339,3 +338,16 @@ async def test_one_that_is_opened_in_the_tick_of_a_cancellation_is_closed(
     met.set()
     await unopened.closed()
     assert opening.cancelled() and not unopened.is_open
+
+
+async def test_a_worker_is_used_until_it_has_left_what_was_closed(
+    pair: NcclBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(gpu_link, "_LOOK_AGAIN_S", 0.01)
+    key, way = (pair.theirs.process.cuda, 1), pair.near_way
+    with kept(way.transport._worker):
+        await way.aclose()
+        assert not way.transport.is_quiet and workers._users[key] == 1
+    await until(lambda: key not in workers._users)
+    assert way.transport.is_quiet

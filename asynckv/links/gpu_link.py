@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 
-from asynckv.buffers.sharing import MapDigest
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
+from asynckv.protocol.handshake import DigestMode
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.devices import Device
 from asynckv.transports.nccl.settings import NcclSettings
@@ -62,10 +62,10 @@ class GpuLink:
     ``digest`` is what this side wants to be compared of what came.
     """
 
-    def __init__(self, link: Link, use: WorkerUse, digest: MapDigest) -> None:
+    def __init__(self, link: Link, use: WorkerUse, digest: DigestMode) -> None:
         loop = asyncio.get_running_loop()
         self.link = link
-        self.digest: MapDigest = digest
+        self.digest: DigestMode = digest
         self.is_open = False
         """Whether deliveries may go this way now."""
         self.transport = NcclTransport(
@@ -80,7 +80,7 @@ class GpuLink:
         self._arrivals: weakref.WeakSet[Arrivals] = weakref.WeakSet()
 
     @classmethod
-    async def make(cls, link: Link, device: Device, digest: MapDigest) -> GpuLink:
+    async def make(cls, link: Link, device: Device, digest: DigestMode) -> GpuLink:
         """Return one that is not open yet.
 
         :raises GPUUnavailable: CuPy, NCCL, a driver or that GPU is missing
@@ -103,6 +103,7 @@ class GpuLink:
             await asyncio.shield(self._opening)
         except asyncio.CancelledError:
             self._is_unwanted = True
+            self._opening.add_done_callback(_see)
             if not self.is_opening:
                 self.close()
             raise
@@ -207,3 +208,9 @@ class GpuLink:
         # A worker that is blocked lets nobody know for long: nobody waits for it.
         for arrivals in list(self._arrivals):
             arrivals.fail(self.lost(error))
+
+
+def _see(opening: asyncio.Task[None]) -> None:
+    """Nobody wants to know how it ended."""
+    if not opening.cancelled():
+        opening.exception()

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.gpu_arrivals import GpuArrivals
-from asynckv.buffers.gpu_link import GpuPathLost
 from asynckv.buffers.serve_offer import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
+from asynckv.links.gpu_arrivals import GpuArrivals
+from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.options import Digest
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer

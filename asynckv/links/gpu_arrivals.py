@@ -12,13 +12,12 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from asynckv.buffers.gpu_link import GpuLink, GpuPathLost
-from asynckv.buffers.sharing import MapDigest
 from asynckv.errors import RemoteProtocolError
+from asynckv.links.gpu_link import GpuLink, GpuPathLost
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
 from asynckv.protocol.device_frames import SentDevices
-from asynckv.protocol.handshake import strictest
+from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -33,7 +32,7 @@ _Done = Callable[[bytes, BaseException | None], None]
 class _Part:
     memory: DeviceMemory
     done: _Done
-    kind: MapDigest | None = None
+    kind: DigestMode | None = None
     has_landed: bool = False
 
 
@@ -59,7 +58,7 @@ class GpuArrivals:
         return self.gpus.progress
 
     @property
-    def digest(self) -> MapDigest:
+    def digest(self) -> DigestMode:
         """What this side wants to be compared."""
         return self.gpus.digest
 

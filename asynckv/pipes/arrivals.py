@@ -1,0 +1,119 @@
+"""One tensor that comes through a pipe: into memory of the host, or of a GPU."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from asynckv.errors import ChecksumError, RemoteProtocolError
+from asynckv.links.gpu_arrivals import GpuArrivals
+from asynckv.links.link import Link
+from asynckv.links.receiving import Reception
+from asynckv.pipes.gpu_side import GpuSide
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.frames import Push
+from asynckv.protocol.payload_frames import Done
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.types import TensorSpec
+
+__all__ = ("Arrival", "ArrivalSink")
+
+
+class ArrivalSink(Protocol):
+    """Who receives what comes. Called on the loop; never waits."""
+
+    def verified(self, arrival: Arrival) -> None:
+        """All bytes of it are here, and are those that were sent."""
+
+    def fail(self, arrival: Arrival, message: str) -> None:
+        """Its bytes changed on their way."""
+
+    def land_again(self, arrival: Arrival) -> None:
+        """It cannot come from GPU to GPU: the peer still has it."""
+
+
+class Arrival:
+    """One tensor, or None, that the peer has announced.
+
+    Verified, it is the ``tensor``, or lies in the ``region`` of a GPU.
+    """
+
+    __slots__ = (
+        "_by_gpu",
+        "_was_on_gpu",
+        "inbound",
+        "is_verified",
+        "reception",
+        "region",
+        "spec",
+        "tensor",
+        "transfer",
+    )
+
+    def __init__(self, inbound: ArrivalSink, frame: Push) -> None:
+        self.inbound = inbound
+        self.spec: TensorSpec | None = frame.spec
+        self.transfer = frame.transfer
+        self.tensor: torch.Tensor | None = None
+        self.region: DeviceRegion | None = None
+        self.reception: Reception | None = None
+        self.is_verified = False
+        self._by_gpu: GpuArrivals | None = None
+        self._was_on_gpu = False
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.spec is None else self.spec.nbytes
+
+    def land_on_gpu(self, link: Link, gpus: GpuSide) -> GrantDevices | None:
+        """Let it land in memory of the GPU, if there is a way and room; only once.
+
+        Returns what the peer is told then. Never waits.
+        """
+        by_gpu = None if self._was_on_gpu else gpus.arrivals()
+        region = None if by_gpu is None else gpus.spare(self.nbytes)
+        if self.spec is None or by_gpu is None or region is None:
+            return None
+        place = region.place(self.spec)
+        if not isinstance(place, DeviceMemory):
+            raise TypeError("a region of a GPU lies elsewhere")
+        self.region, self._by_gpu, self._was_on_gpu = region, by_gpu, True
+        self.reception = Reception(
+            *(link, self.transfer, [place], self),
+            payload=by_gpu,
+            progress=by_gpu.progress,
+        )
+        self.reception.begin()
+        return GrantDevices(self.transfer, by_gpu.digest)
+
+    def on_sent_devices(self, frame: SentDevices) -> None:
+        """The peer has sent it, from GPU to GPU.
+
+        :raises RemoteProtocolError: it was not to, or not so
+        """
+        if not self._was_on_gpu or frame.part:
+            raise RemoteProtocolError("a tensor of a GPU that was not asked for")
+        if self._by_gpu is not None and self.reception is not None:
+            self._by_gpu.sent(frame)
+            self.reception.on_done(Done(frame.transfer, 0, frame.digest))
+
+    def let_go(self) -> None:
+        """The memory of a GPU is not needed any more. Never waits."""
+        self._by_gpu = None
+        if self.region is not None:
+            self.region.release()
+            self.region = None
+
+    def part_verified(self, index: int, digest: bytes) -> None:
+        self._by_gpu = None
+        self.inbound.verified(self)
+
+    def reception_failed(self, error: Exception) -> None:
+        if self._by_gpu is None or isinstance(error, ChecksumError):
+            self.inbound.fail(self, str(error))
+            return
+        self.let_go()
+        self.reception = None
+        self.inbound.land_again(self)

@@ -1,0 +1,45 @@
+"""What lands on a GPU, and what a peer may say of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from asynckv.errors import RemoteProtocolError
+from asynckv.pipes.arrivals import Arrival
+from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.frames import Push
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
+from asynckv.testing.pipe_checks.values import LARGE
+from asynckv.types import TensorSpec
+
+
+@pytest.fixture
+async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclPipes]:
+    async with open_nccl_pipes(two_gpus) as pair:
+        yield pair
+
+
+async def test_what_was_not_asked_for_does_not_come(pair: NcclPipes) -> None:
+    inbound = pair.far._inbound
+    with pytest.raises(RemoteProtocolError, match="never granted"):
+        inbound.on_sent_devices(SentDevices(99, 0, "off"))
+    arrival = Arrival(inbound, Push(1, 0, False, TensorSpec((LARGE,), "uint8")))
+    with pytest.raises(RemoteProtocolError, match="not asked for"):
+        arrival.on_sent_devices(SentDevices(1, 0, "off"))
+
+
+async def test_what_was_granted_again_may_have_been_sent_meanwhile(
+    pair: NcclPipes,
+) -> None:
+    inbound = pair.far._inbound
+    assert inbound.gpus is not None
+    arrival = Arrival(inbound, Push(1, 0, False, TensorSpec((LARGE,), "uint8")))
+    assert arrival.land_on_gpu(pair.far._link, inbound.gpus) is not None
+    assert arrival.reception is not None
+    arrival.reception.stop()
+    arrival.let_go()
+    arrival.on_sent_devices(SentDevices(1, 0, "edges"))
+    assert arrival.land_on_gpu(pair.far._link, inbound.gpus) is None

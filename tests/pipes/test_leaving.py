@@ -1,0 +1,77 @@
+"""What a peer may ask for, and what digests it is told."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from asynckv.errors import RemoteProtocolError
+from asynckv.links.options import Digest
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.codec import Buffer
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.frames import Frame
+from asynckv.protocol.payload_frames import Grant
+from asynckv.testing.expectations import is_same, noise
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
+from asynckv.testing.pipe_checks.values import LARGE
+from asynckv.testing.pipe_pairs import open_pipe_pair
+
+
+@pytest.fixture
+async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclPipes]:
+    async with open_nccl_pipes(two_gpus) as pair:
+        yield pair
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[SentDevices]:
+    """All that is said of tensors that were sent from GPU to GPU."""
+    said: list[SentDevices] = []
+    send = LinkStream.send
+
+    def listen(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
+        if isinstance(frame, SentDevices):
+            said.append(frame)
+        send(stream, frame, body)
+
+    monkeypatch.setattr(LinkStream, "send", listen)
+    return said
+
+
+@pytest.mark.parametrize("is_on_gpu", [True, False])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kind"),
+    [("auto", "auto", "edges"), ("off", "off", "off"), ("off", "full", "full")],
+)
+async def test_the_stricter_digest_is_compared(
+    two_gpus: FakeGpus,
+    said: list[SentDevices],
+    ours: Digest,
+    theirs: Digest,
+    kind: str,
+    is_on_gpu: bool,
+) -> None:
+    async with open_nccl_pipes(two_gpus, listens=theirs, digest=ours) as pair:
+        source = noise(LARGE, 1)
+        await pair.near.send_tensor(pair.ours.tensor(source) if is_on_gpu else source)
+        found = await pair.far.recv_tensor()
+        assert found is not None and is_same(found, source)
+    assert [frame.kind for frame in said] == [kind]
+    assert bool(said[0].digest) is (kind != "off")
+
+
+async def test_what_was_never_sent_is_not_granted(pair: NcclPipes) -> None:
+    leaving = pair.near._outbound.leaving
+    with pytest.raises(RemoteProtocolError, match="GrantDevices for what waits"):
+        leaving.on_grant_devices(GrantDevices(99, "off"))
+    with pytest.raises(RemoteProtocolError, match="a Grant for what waits"):
+        leaving.on_grant(Grant(99))
+
+
+async def test_a_pipe_without_a_gpu_sends_from_none() -> None:
+    async with open_pipe_pair() as (near, _):
+        with pytest.raises(RemoteProtocolError, match="waits for none"):
+            near._outbound.leaving.on_grant_devices(GrantDevices(1, "off"))
