@@ -66,13 +66,22 @@ class P2PRoutes:
         self.peers.device = device
         if not self.serves or self.buffer is not None:
             return
-        config, engine = self._config, self._engine
+        config = self._config
         buffer = LookupBuffer(
             config.max_bytes,
             fingerprint=config.fingerprint,
             drain_s=_DRAIN_S,
             device=device,
         )
+        try:
+            self.server = await self._stack.enter_async_context(self._serving(buffer))
+        except BaseException:
+            buffer.abort()  # memory of a GPU does not wait for the garbage collector
+            raise
+        self.buffer = await self._stack.enter_async_context(buffer)
+
+    def _serving(self, buffer: LookupBuffer) -> Server:
+        config, engine = self._config, self._engine
         server = serve(
             url_of_rank(self._options.listen or config.url, engine.rank),
             lookup=buffer,
@@ -83,8 +92,7 @@ class P2PRoutes:
             allow_plaintext=config.allow_plaintext,
         )
         server.call_when_lost(self._on_lost)
-        self.server = await self._stack.enter_async_context(server)
-        self.buffer = await self._stack.enter_async_context(buffer)
+        return server
 
     def call_when_lost(self, callback: Callable[[str], None]) -> None:
         """Call back with the identity of each rank that was connected and is gone."""

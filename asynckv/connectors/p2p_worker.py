@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from typing import Any
 
@@ -25,28 +24,22 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.headers import EntryHeader
-from asynckv.connectors.lifecycle import Life, LifeCounters
+from asynckv.connectors.lifecycle import LifeCounters
 from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.p2p_leaving import P2PLeaving
-from asynckv.connectors.p2p_loads import P2PLoad
+from asynckv.connectors.p2p_loading import P2PLoading
 from asynckv.connectors.p2p_notices import P2PNotices
-from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.connectors.p2p_orders import P2PMetadata
 from asynckv.connectors.p2p_routes import P2PRoutes
-from asynckv.connectors.p2p_saves import P2PSave
+from asynckv.connectors.p2p_saving import P2PSaving
 from asynckv.connectors.staging import Staging
-from asynckv.connectors.transfers import Transfers, reason_of
-from asynckv.errors import GPUFailed
+from asynckv.connectors.transfers import Transfers
 from asynckv.loops import LoopBound
-from asynckv.observability.lines import as_line
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
 from asynckv.tensors.devices import Device, device_named
 from asynckv.tensors.stagings import Stagings
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +78,11 @@ class P2PWorker(
 
     It serves its own buffer where it prefills and keeps (``pull``), or where it decodes
     and is sent to (``push``). ``wait_for_save`` waits for blocks, as
-    :class:`P2PLeaving` says, not for peers; a save that takes ``save_timeout_s`` longer
-    than its step is given up. An engine that holds the blocks of saves lets them finish
-    until it wants the blocks. One that failed leaves an entry that says why, so that
-    its loads fail at once. A load that hears nothing for
-    ``load_timeout_s`` fails, as do all loads of a peer that is lost, at once.
+    :class:`~asynckv.connectors.p2p_leaving.P2PLeaving` says, not for peers; a save that
+    takes ``save_timeout_s`` longer than its step is given up. An engine that holds the
+    blocks of saves lets them finish until it wants the blocks. One that failed leaves
+    an entry that says why, so that its loads fail at once. A load that hears nothing
+    for ``load_timeout_s`` fails, as do all loads of a peer that is lost, at once.
     """
 
     metadata_type = P2PMetadata
@@ -111,16 +104,12 @@ class P2PWorker(
         self._pool = CopyPool(stagings=stagings)
         self._transfers = Transfers()
         self._staging = Staging(config.max_bytes)
-        self._leaving = P2PLeaving(self._transfers, self._staging)
-        self._notices = P2PNotices(self._transfers, self.routes, self.options)
         self._moves: BlockMoves | None = None
         self._orders: P2PMetadata | None = None
-        self._saves: dict[Life, P2PSave] = {}
-        self._held: dict[Life, P2PSave] = {}
-        self._loads: dict[P2PLoad, Life] = {}
-        self._awaited: list[P2PLoad] = []
-        self._loaded_bytes = self._saved_bytes = 0
-        self.routes.call_when_lost(self._on_lost)
+        notices = P2PNotices(self._transfers, self.routes, self.options)
+        of_all = engine, self.options, self.routes, self._transfers, notices
+        self._loading = P2PLoading(*of_all, moves=self._registered)
+        self._saving = P2PSaving(*of_all, moves=self._registered, staging=self._staging)
 
     @property
     def wants_layers(self) -> bool:
@@ -171,38 +160,26 @@ class P2PWorker(
             raise TypeError(f"{type(metadata).__name__} is another connector's")
         self._orders = metadata
         for order in metadata.saves:
-            self._begin_save(order)
+            self._saving.begin(order)
 
     def clear_connector_metadata(self) -> None:
         self._check_loop()
         self._orders = None
-        self._awaited.clear()
-        self._saves.clear()
+        self._loading.clear()
+        self._saving.clear()
 
     async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
         self._check_loop()
         # Taken, so that a second call in one step is nothing.
         orders, self._orders = self._orders or P2PMetadata(), None
         for order in orders.loads:
-            try:
-                if order.block_ids:
-                    self._begin_load(order)
-                else:
-                    self._notices.release(order)
-            except Exception as exc:
-                # The loads after it are not less wanted.
-                logger.exception("no load of %s began", as_line(order.request_id))
-                if order.block_ids:
-                    blocks = {block for group in order.block_ids for block in group}
-                    self._transfers.refuse(
-                        order.request_id, "recv", blocks, reason_of(exc)
-                    )
+            self._loading.begin(order)
         for request_id in orders.aborts:
             self._transfers.cancel(request_id, "recv")
 
     async def wait_for_layer_load(self, layer_name: str) -> None:
         self._check_loop()
-        for load in list(self._awaited):
+        for load in self._loading.awaited:
             await load.wait_for(layer_name)
 
     def save_kv_layer(
@@ -213,53 +190,19 @@ class P2PWorker(
         **kwargs: object,
     ) -> None:
         self._check_loop()
-        if self.options.layerwise and self._saves:
-            mark = self._registered().now()
-            for save in self._saves.values():
-                save.offer(layer_name, mark)
+        if self.options.layerwise:
+            self._saving.offer(layer_name)
 
     async def wait_for_save(self) -> None:
         await self.begin_to_wait()
 
     def begin_to_wait(self) -> Coroutine[Any, Any, None]:
         self._check_loop()
-        saves = dict(self._saves)
-        try:
-            mark = self._registered().now() if saves else None
-        except GPUFailed as exc:
-            return self._give_up(saves, exc)
-        return self._wait_for_saves(saves, mark)
-
-    async def _wait_for_saves(
-        self, saves: dict[Life, P2PSave], mark: Event | None
-    ) -> None:
-        for life, save in saves.items():
-            save.offer_rest(mark)
-            self._transfers.fail_after(life, self.options.save_timeout_s)
-        if self.engine.holds_saved_blocks:
-            self._held |= saves
-            try:
-                await self._leaving.leave_when_wanted(saves, self.routes.hang_up)
-            finally:
-                for life in saves:
-                    self._held.pop(life, None)
-        else:
-            await self._leaving.leave(saves, self.routes.hang_up)
-
-    async def _give_up(self, saves: dict[Life, P2PSave], error: GPUFailed) -> None:
-        """Fail them: when their layers are computed cannot be known."""
-        for life in saves:
-            self._transfers.fail(life, reason_of(error))
-        for save in saves.values():
-            await save.quiet.wait()
-        raise error
+        return self._saving.begin_to_wait()
 
     def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
         self._check_loop()
-        for save in self._held.values():
-            if request_ids is None or save.order.request_id in request_ids:
-                save.must_leave = True
-        self._leaving.want()
+        self._saving.let_go_of_blocks(request_ids)
 
     def get_finished(
         self, finished_req_ids: frozenset[str] = frozenset()
@@ -277,11 +220,11 @@ class P2PWorker(
             loading=transfers.count("recv"),
             saving=transfers.count("send"),
             releasing=transfers.others,
-            loaded_bytes=self._loaded_bytes,
-            saved_bytes=self._saved_bytes,
+            loaded_bytes=self._loading.nbytes,
+            saved_bytes=self._saving.nbytes,
             staged_bytes=self._staging.used_bytes,
             staged_saves=self._staging.copies,
-            late_saves=self._leaving.late,
+            late_saves=self._saving.late,
             connected_peers=routes.peers.connected,
             lost_peers=routes.peers.lost,
             lives=dataclasses.replace(transfers.counters),
@@ -326,96 +269,3 @@ class P2PWorker(
         if self._moves is None:
             raise RuntimeError("register_kv_caches() comes first")
         return self._moves
-
-    def _begin_load(self, order: LoadOrder) -> None:
-        load = P2PLoad(
-            self.engine,
-            self._registered(),
-            order,
-            self.options.load_timeout_s,
-        )
-        life = self._transfers.begin(
-            order.request_id,
-            "recv",
-            lambda: self._load(load),
-            {block for group in order.block_ids for block in group},
-            lambda: self._load_ended(load),
-        )
-        if life is None:
-            return
-        self._loads[load] = life
-        if not order.is_async:
-            self._awaited.append(load)
-
-    def _on_lost(self, identity: str) -> None:
-        """What it was to send will not come."""
-        for load, life in list(self._loads.items()):
-            rank = load.unseen_rank(identity)
-            if rank is not None and not self.routes.has_pushed(load.order, rank):
-                reason = f"PeerLost: {as_line(identity)} is gone, or has restarted"
-                self._transfers.fail(life, reason)
-
-    def _load_ended(self, load: P2PLoad) -> None:
-        self._loads.pop(load, None)
-        load.end()
-        if not load.has_begun:  # its task was cancelled before its first step
-            self._notices.release(load.order)
-
-    async def _load(self, load: P2PLoad) -> None:
-        try:
-            await load.run(*self.routes.sources(load.order))
-        finally:
-            self._loaded_bytes += load.nbytes
-            self._notices.release_all(load.order, load.untaken_sources)
-
-    def _begin_save(self, order: SaveOrder) -> None:
-        if order.refusal:
-            self._notices.tell_failure(order, self._header_of(order), order.refusal)
-            return
-        save = self._new_save(order)
-        life: Life | None = self._transfers.begin(
-            order.request_id,
-            "send",
-            lambda: self._save(save),
-            ended=lambda: self._save_ended(save, life),
-        )
-        if life is None:
-            reason = "an older save of that request has not ended"
-            self._notices.tell_failure(order, self._header_of(order), reason)
-        else:
-            self._saves[life] = save
-
-    def _new_save(self, order: SaveOrder) -> P2PSave:
-        moves = self._registered()
-        buffer = self.routes.buffer if self.options.direction == "pull" else None
-        return P2PSave(
-            moves,
-            order,
-            self._header_of(order),
-            self.options.ttl_s,
-            staging=self._staging,
-            is_local=buffer is not None,
-            is_on_their_gpu=buffer is not None and moves.fit(buffer.device),
-        )
-
-    def _header_of(self, order: SaveOrder) -> EntryHeader:
-        return EntryHeader(
-            engine_id=self.engine.engine_id,
-            rank=self.engine.rank,
-            block_size=self.engine.block_size,
-            layers=self._registered().caches.layers,
-            shape=self.engine.shape,
-            salt=order.salt,
-        )
-
-    def _save_ended(self, save: P2PSave, life: Life | None) -> None:
-        save.end()
-        if life is not None and life.reason:
-            header = self._header_of(save.order)
-            self._notices.tell_failure(save.order, header, life.reason)
-
-    async def _save(self, save: P2PSave) -> None:
-        try:
-            await save.run(self.routes.targets(save.order))
-        finally:
-            self._saved_bytes += save.nbytes

@@ -23,6 +23,9 @@ from asynckv.tensors.devices import Device
 __all__ = ("PeerLine", "Peers", "identity_of")
 
 _DIAL_S: Final = 5.0
+_OPEN_GPU_S: Final = 20.0
+"""So much more where there is a GPU: a way to the peer's has 10 s, or else there is
+another way, and the first calls of CUDA take their time."""
 
 
 def identity_of(engine_id: str, rank: int) -> str:
@@ -116,9 +119,11 @@ class PeerLine:
             self._peer.abort()
 
     async def _dial(self) -> Peer:
-        config = self._config
+        config, on_gpu = self._config, self._device is not None
         try:
-            async with asyncio.timeout(_DIAL_S):
+            async with asyncio.timeout(_DIAL_S + _OPEN_GPU_S * on_gpu):
+                if on_gpu and self._old:  # a GPU has no room for both
+                    await asyncio.wait(self._old)
                 peer = await connect(
                     self.url,
                     fingerprint=config.fingerprint,

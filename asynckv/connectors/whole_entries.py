@@ -48,7 +48,9 @@ def forget_locals(error: BaseException) -> None:
     The peer's memory that a view is of is nobody else's as long as it lives.
     """
     link: BaseException | None = error
-    while link is not None:
+    seen: set[int] = set()  # an error may be the cause of its own cause
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
         traceback.clear_frames(link.__traceback__)
         link = link.__cause__ or link.__context__
 

@@ -7,6 +7,7 @@ while the next is on its way.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias, TypeVar
@@ -135,7 +136,10 @@ class DeviceCopyPool(CopyPool):
             if not isinstance(place, KVOnGpu) and (event := _mark_of(end)) is not None
         ]
         return _DeviceCopy(
-            *(self.lanes, self._device.index, *ends), digest=digest, made=made
+            *(self.lanes, self._device.index, *ends),
+            nbytes=source.nbytes,
+            digest=digest,
+            made=made,
         )
 
     def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -152,14 +156,25 @@ class DeviceCopyPool(CopyPool):
         if isinstance(place, KVOnGpu):
             return (place.memory,)
         if isinstance(place, KVBlocks) and gpu_of(place.pool) is not None:
-            return _blocks_of(place, self._opened().tensors.memory_of(place.pool))
+            pool = self._opened().tensors.memory_of(place.pool)
+            return _PoolBlocks(place, pool)
         if isinstance(place, torch.Tensor) and gpu_of(place) is not None:
             return (self._opened().tensors.memory_of(self._dense(place)),)
         return place
 
 
-_End: TypeAlias = tuple[DeviceMemory, ...] | KVMemory | Runs
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PoolBlocks:
+    """Blocks of a pool on a GPU. There may be too many to look at each on a loop."""
+
+    blocks: KVBlocks
+    pool: DeviceMemory
+
+
+_Pieces: TypeAlias = tuple[DeviceMemory, ...] | KVMemory | Runs
 """Pieces of a GPU's memory, one after the other; or memory of the host."""
+
+_End: TypeAlias = _Pieces | _PoolBlocks
 
 
 def _is_on_gpu(place: KVMemory | Runs | KVOnGpu) -> bool:
@@ -191,6 +206,7 @@ class _DeviceCopy(CopyJob):
         source: _End,
         target: _End | None,
         *,
+        nbytes: int,
         digest: bool,
         made: list[Event],
     ) -> None:
@@ -200,7 +216,7 @@ class _DeviceCopy(CopyJob):
         self._source: _End | None = source
         self._target = target
         self._is_digested = digest
-        self._nbytes = sum(part.nbytes for part in _parts(source))
+        self._nbytes = nbytes
         self.digest = b""
 
     @property
@@ -208,8 +224,8 @@ class _DeviceCopy(CopyJob):
         return self._nbytes
 
     def steps(self) -> Iterator[None]:
-        source, target = self._source, self._target
         try:
+            source, target = _pieces(self._source), _pieces(self._target)
             with self._lanes.lane(self._device) as lane:
                 yield from _until_ready(source)
                 yield from _until_ready(target)
@@ -225,7 +241,7 @@ class _DeviceCopy(CopyJob):
             event.close()
 
     def _move(
-        self, lane: DeviceLane, source: _End | None, target: _End | None
+        self, lane: DeviceLane, source: _Pieces | None, target: _Pieces | None
     ) -> Iterator[None]:
         reading = _Reading(self._nbytes)
         if isinstance(source, tuple) and isinstance(target, tuple):
@@ -329,11 +345,12 @@ class _Reading:
         return digest_of(bytes(self._head + self._tail))
 
 
-def _parts(end: _End) -> Sequence[DeviceMemory | KVMemory | Runs]:
-    return end if isinstance(end, tuple) else (end,)
+def _pieces(end: _End | None) -> _Pieces | None:
+    """Return where the pieces of blocks lie; anything else as it is."""
+    return _blocks_of(end.blocks, end.pool) if isinstance(end, _PoolBlocks) else end
 
 
-def _until_ready(end: _End | None) -> Iterator[None]:
+def _until_ready(end: _Pieces | None) -> Iterator[None]:
     """Wait for what is queued before it: this thread may be told to stop meanwhile."""
     event = _mark_of(end)
     pause_s = _FIRST_PAUSE_S
@@ -345,10 +362,12 @@ def _until_ready(end: _End | None) -> Iterator[None]:
 
 def _mark_of(end: _End | None) -> Event | None:
     """Return what the bytes of a GPU wait for: of all pieces the same."""
+    if isinstance(end, _PoolBlocks):
+        return end.pool.ready
     return end[0].ready if isinstance(end, tuple) and end else None
 
 
-def _host(end: _End | None) -> KVMemory | Runs:
+def _host(end: _Pieces | None) -> KVMemory | Runs:
     if end is None or isinstance(end, tuple):
         raise TypeError("no memory of the host")
     return end

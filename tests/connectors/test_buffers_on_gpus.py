@@ -63,7 +63,7 @@ async def pair_of(
     urls = free_urls(sum(ranks))
     configs = pair_configs(urls[: ranks[0]], urls[ranks[0] :], {"direction": direction})
     async with contextlib.AsyncExitStack() as stack:
-        engines = []
+        engines, at = [], {"P": 0, "D": len(gpus.uuids) - 1}
         for name, config, tp_size in zip("PD", configs, ranks, strict=True):
             is_there = name in on_gpu
             config = msgspec.structs.replace(
@@ -74,7 +74,7 @@ async def pair_of(
             engine = make_engine(
                 *(name, config, toy_shape(MODEL, tp_size=tp_size), MODEL),
                 chunk=32,
-                gpu=fake_device_of(gpus.process()) if is_there else None,
+                gpu=fake_device_of(gpus.process(), at[name]) if is_there else None,
             )
             engines.append(await stack.enter_async_context(engine))
         yield engines[0], engines[1]
@@ -144,6 +144,19 @@ async def test_a_prompt_never_leaves_the_gpu(gpus: FakeGpus) -> None:
         (line,) = decode.routes.peers._lines.values()
         assert (await line.peer()).transport == "cuda_ipc"
         await all_quiet(pair)
+
+
+async def test_a_prompt_goes_from_one_gpu_to_another() -> None:
+    two = FakeGpus(2, seed=3, max_delay=2)
+    async with pair_of(two) as pair:
+        assert await hand_over(pair, prompt()) == 70
+        (decode,) = workers_of(pair[1])
+        (line,) = decode.routes.peers._lines.values()
+        assert (await line.peer()).transport == "nccl"
+        await all_quiet(pair)
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
+    assert not two.faults
+    two.close()
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])

@@ -59,7 +59,7 @@ async def test_a_peer_that_is_sending_fails_what_it_has_begun() -> None:
         save = ground.save_order(order.transfer_id)
         worker.bind_connector_metadata(P2PMetadata(saves=(save,)))
         worker.save_kv_layer(ground.model.layer_names[0])
-        (load,) = ground.decode.workers[0]._loads
+        (load,) = ground.decode.workers[0]._loading._loads
         await until(lambda: load.unseen_rank("P/0") is None)
         worker.routes.abort()
         await worker.wait_for_save()
@@ -71,7 +71,7 @@ async def test_a_peer_that_is_sending_fails_what_it_has_begun() -> None:
 async def test_another_peer_that_dies_fails_nothing() -> None:
     async with open_p2p("mem", "push") as ground:
         order = await begin_load(ground)
-        ground.decode.workers[0]._on_lost("P/1")
-        ground.decode.workers[0]._on_lost("Q/0")
+        ground.decode.workers[0]._loading._on_lost("P/1")
+        ground.decode.workers[0]._loading._on_lost("Q/0")
         await ground.save(order.transfer_id)
         await ground.end_load(order)

@@ -90,7 +90,8 @@ async def test_a_save_without_room_goes_on_from_a_copy(
 def held(ground: P2PGround, name: str) -> tuple[P2PWorker, asyncio.Task[None]]:
     """Begin to save for an engine that leaves the blocks alone meanwhile."""
     (worker,) = ground.prefill.workers
-    worker.engine = msgspec.structs.replace(worker.engine, holds_saved_blocks=True)
+    saving = worker._saving
+    saving.engine = msgspec.structs.replace(saving.engine, holds_saved_blocks=True)
     ground.begin_save(name)
     return worker, asyncio.create_task(worker.wait_for_save())
 
@@ -215,7 +216,8 @@ async def test_a_save_from_held_blocks_to_a_frozen_peer_is_given_up_in_its_time(
     proxied = through_a_proxy("unix", heartbeat_ms=None, model=HUGE)
     async with proxied as (ground, proxy):
         (worker,) = ground.prefill.workers
-        worker.options = msgspec.structs.replace(worker.options, save_timeout_s=0.1)
+        options = msgspec.structs.replace(worker.options, save_timeout_s=0.1)
+        worker._saving.options = options
         with proxy.add(Stall(kind=kind)):
             _, saving = held(ground, name := ground.new_name())
             async with asyncio.timeout(10):  # its link would be lost after 30 s

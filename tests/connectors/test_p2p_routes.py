@@ -6,10 +6,12 @@ import pytest
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
-from asynckv.errors import IncompatiblePeer, PeerLost
+from asynckv.errors import ConfigError, IncompatiblePeer, PeerLost
 from asynckv.parallel.shapes import EngineShape
+from asynckv.testing.blocked import until
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import pair_configs, toy_shape
+from asynckv.testing.fake_devices import fake_device
 
 MODEL = ToyModel()
 SAVE = SaveOrder("r", "t", "D", (1,), ((0,),))
@@ -37,6 +39,17 @@ async def test_who_keeps_prompts_serves() -> None:
         await routes.open()
         assert (routes.buffer is not None) == serves
         await routes.aclose()
+
+
+async def test_a_gpu_has_its_memory_back_from_who_cannot_serve() -> None:
+    first, second = routes_of("pull", 0), routes_of("pull", 0)
+    await first.open()
+    with fake_device() as gpu:
+        with pytest.raises(ConfigError) as refused:
+            await second.open(gpu.device)
+        await until(lambda: not gpu.process.space._mapped)
+        assert refused.value  # whoever keeps it keeps no memory
+    await first.aclose()
 
 
 def test_one_entry_is_read_by_two_ranks_or_pushed_to_each() -> None:

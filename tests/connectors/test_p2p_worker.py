@@ -408,14 +408,17 @@ async def test_start_load_kv_returns_whatever_the_peer_does() -> None:
 async def test_a_load_that_cannot_begin_fails_and_those_after_it_begin() -> None:
     worker = worker_alone("alone-six")
     worker.register_kv_caches(caches())
-    begin, orders = worker._begin_load, [LoadOrder(n, n, "D", ((1,),)) for n in "ab"]
+    begin, orders = (
+        worker._loading._begin,
+        [LoadOrder(n, n, "D", ((1,),)) for n in "ab"],
+    )
 
     def begin_some(order: LoadOrder) -> None:
         if order.request_id == "a":
             raise ArithmeticError("nobody thought of this")
         begin(order)
 
-    worker._begin_load = begin_some  # type: ignore[method-assign]
+    worker._loading._begin = begin_some  # type: ignore[method-assign]
     async with worker:
         worker.bind_connector_metadata(P2PMetadata(loads=tuple(orders)))
         await worker.start_load_kv()

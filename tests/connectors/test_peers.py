@@ -5,19 +5,24 @@ import asyncio
 import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import Server, serve
 from asynckv.config import KVTransferConfig
+from asynckv.connectors import peers as module
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.peers import Peers, identity_of
 from asynckv.errors import PeerLost, PeerRestarted
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.fake_devices import fake_device
 
 ENGINE = KVEngine(engine_id="D", block_size=16)
 
 
 def peers_of(peers: object) -> Peers:
     extra = {"peers": peers}
-    config = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
+    config = KVTransferConfig(
+        kv_role="kv_both", kv_buffer_size="1MiB", kv_connector_extra_config=extra
+    )
     return Peers(config, ENGINE)
 
 
@@ -50,6 +55,47 @@ async def test_a_lost_peer_is_dialled_again_by_the_next_who_needs_it() -> None:
             with pytest.raises(PeerRestarted):
                 await peers.find("P", 0, first.incarnation)
             assert peers.lost == 1
+            await peers.aclose()
+
+
+async def test_a_gpu_takes_its_time_to_open_beside_the_dialling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_DIAL_S", 0.0)
+    with fake_device() as gpu:
+        peers = peers_of({"P": "mem://peers"})
+        peers.device = gpu.device
+        async with LookupBuffer() as buffer, server_of(buffer):
+            assert (await peers.find("P", 0)).identity == "P/0"
+            await peers.aclose()
+
+
+async def test_a_gpu_has_memory_for_one_link_to_a_peer_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_close, entered, aclose = asyncio.Event(), [], Peer.aclose
+
+    async def close(peer: Peer) -> None:
+        await may_close.wait()
+        await aclose(peer)
+
+    async def enter(peer: Peer) -> Peer:
+        entered.append(peer)
+        return await aenter(peer)
+
+    aenter = Peer.__aenter__
+    with fake_device() as gpu:
+        peers = peers_of({"P": "mem://peers"})
+        peers.device = gpu.device
+        async with LookupBuffer() as buffer, server_of(buffer):
+            (await peers.find("P", 0)).abort()
+            monkeypatch.setattr(Peer, "aclose", close)
+            monkeypatch.setattr(Peer, "__aenter__", enter)
+            finding = asyncio.create_task(peers.find("P", 0))
+            await until_blocked(finding)
+            assert peers.lost == 1 and not entered
+            may_close.set()
+            assert (await finding).is_connected
             await peers.aclose()
 
 

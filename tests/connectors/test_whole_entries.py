@@ -85,3 +85,9 @@ def test_what_led_to_an_error_is_forgotten_too() -> None:
     assert cause is not None and cause.__traceback__ is not None
     last = cause.__traceback__.tb_next
     assert last is not None and last.tb_frame.f_locals == {}
+
+
+def test_an_error_that_is_the_cause_of_its_cause_is_looked_at_once() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__context__ = second, first
+    forget_locals(first)

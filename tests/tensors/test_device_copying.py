@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.blocks import KVBlocks
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import bytes_of
@@ -61,6 +63,21 @@ async def test_blocks_of_the_gpu_are_read_in_their_order(
     blocks = KVBlocks(gpu.tensor(cache), [5, 0, 6])
     await pool.copy([blocks], [target], digest=False)
     assert torch.equal(target, cache[[5, 0, 6]])
+
+
+async def test_the_loop_does_not_look_at_one_block_after_the_other(
+    gpu: FakeDevice, pool: DeviceCopyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, part = set(), DeviceMemory.part
+
+    def noted(memory: DeviceMemory, start: int, stop: int) -> DeviceMemory:
+        threads.add(threading.get_ident())
+        return part(memory, start, stop)
+
+    blocks = KVBlocks(gpu.tensor(noise(8 * 1024).view(8, 1024)), [5, 0, 6])
+    monkeypatch.setattr(DeviceMemory, "part", noted)
+    await pool.digest([blocks])
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_what_was_caught_is_ready_when_the_callers_stream_was_then(

@@ -78,7 +78,7 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
     async def before() -> None:
         nonlocal save
         caches.compute()
-        save = worker._new_save(ground.save_order(ground.new_name()))
+        save = worker._saving.new_save(ground.save_order(ground.new_name()))
         save.offer_rest(worker._registered().now())
         await sweeper.pause()
 

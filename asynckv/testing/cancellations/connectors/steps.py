@@ -72,7 +72,7 @@ async def _wait_for_saves(
 
     def hold(is_so: bool) -> None:
         for worker in ground.prefill.workers:
-            worker.engine = msgspec.structs.replace(
+            worker._saving.engine = msgspec.structs.replace(
                 worker.engine, holds_saved_blocks=is_so
             )
 

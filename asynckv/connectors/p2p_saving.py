@@ -1,0 +1,162 @@
+"""Which saves of one rank are under way, and which its step waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Set
+from typing import Any
+
+from asynckv.connectors.block_moves import BlockMoves
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.headers import EntryHeader
+from asynckv.connectors.lifecycle import Life
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.p2p_leaving import P2PLeaving
+from asynckv.connectors.p2p_notices import P2PNotices
+from asynckv.connectors.p2p_orders import SaveOrder
+from asynckv.connectors.p2p_routes import P2PRoutes
+from asynckv.connectors.p2p_saves import P2PSave
+from asynckv.connectors.staging import Staging
+from asynckv.connectors.transfers import Transfers, reason_of
+from asynckv.errors import GPUFailed
+from asynckv.tensors.cuda import Event
+
+__all__ = ("P2PSaving",)
+
+
+class P2PSaving:
+    """Begins saves, tells them of layers, and waits until they read no block.
+
+    ``moves`` returns how blocks move, and raises if there are none yet. One that failed
+    leaves an entry that says why.
+    """
+
+    def __init__(
+        self,
+        engine: KVEngine,
+        options: ConnectorOptions,
+        routes: P2PRoutes,
+        transfers: Transfers,
+        notices: P2PNotices,
+        *,
+        moves: Callable[[], BlockMoves],
+        staging: Staging,
+    ) -> None:
+        self.nbytes = 0
+        """Of what was saved."""
+        self.engine, self.options, self._moves = engine, options, moves
+        self._routes, self._transfers, self._notices = routes, transfers, notices
+        self._staging = staging
+        self._leaving = P2PLeaving(transfers, staging)
+        self._saves: dict[Life, P2PSave] = {}
+        self._held: dict[Life, P2PSave] = {}
+
+    @property
+    def late(self) -> int:
+        """How many were given up, as there was no room for them."""
+        return self._leaving.late
+
+    def begin(self, order: SaveOrder) -> None:
+        """Begin to listen for layers, or tell who waits why not. Never waits."""
+        if order.refusal:
+            self._notices.tell_failure(order, self._header_of(order), order.refusal)
+            return
+        save = self.new_save(order)
+        life: Life | None = self._transfers.begin(
+            order.request_id,
+            "send",
+            lambda: self._save(save),
+            ended=lambda: self._save_ended(save, life),
+        )
+        if life is None:
+            reason = "an older save of that request has not ended"
+            self._notices.tell_failure(order, self._header_of(order), reason)
+        else:
+            self._saves[life] = save
+
+    def new_save(self, order: SaveOrder) -> P2PSave:
+        """Return one that nobody runs yet."""
+        moves = self._moves()
+        buffer = self._routes.buffer if self.options.direction == "pull" else None
+        return P2PSave(
+            moves,
+            order,
+            self._header_of(order),
+            self.options.ttl_s,
+            staging=self._staging,
+            is_local=buffer is not None,
+            is_on_their_gpu=buffer is not None and moves.fit(buffer.device),
+        )
+
+    def offer(self, layer: str) -> None:
+        """The layer is computed where the engine's stream is now. Never waits.
+
+        :raises GPUFailed: where that is cannot be known
+        """
+        if self._saves:
+            mark = self._moves().now()
+            for save in self._saves.values():
+                save.offer(layer, mark)
+
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
+        """All layers are computed; return what waits until no block is read."""
+        saves = dict(self._saves)
+        try:
+            mark = self._moves().now() if saves else None
+        except GPUFailed as exc:
+            return self._give_up(saves, exc)
+        return self._wait(saves, mark)
+
+    def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
+        """The engine wants the blocks of these requests, or of all. Never waits."""
+        for save in self._held.values():
+            if request_ids is None or save.order.request_id in request_ids:
+                save.must_leave = True
+        self._leaving.want()
+
+    def clear(self) -> None:
+        """The step is over: nothing more is said of its layers."""
+        self._saves.clear()
+
+    async def _wait(self, saves: dict[Life, P2PSave], mark: Event | None) -> None:
+        for life, save in saves.items():
+            save.offer_rest(mark)
+            self._transfers.fail_after(life, self.options.save_timeout_s)
+        if self.engine.holds_saved_blocks:
+            self._held |= saves
+            try:
+                await self._leaving.leave_when_wanted(saves, self._routes.hang_up)
+            finally:
+                for life in saves:
+                    self._held.pop(life, None)
+        else:
+            await self._leaving.leave(saves, self._routes.hang_up)
+
+    async def _give_up(self, saves: dict[Life, P2PSave], error: GPUFailed) -> None:
+        """Fail them: when their layers are computed cannot be known."""
+        for life in saves:
+            self._transfers.fail(life, reason_of(error))
+        for save in saves.values():
+            await save.quiet.wait()
+        raise error
+
+    def _header_of(self, order: SaveOrder) -> EntryHeader:
+        return EntryHeader(
+            engine_id=self.engine.engine_id,
+            rank=self.engine.rank,
+            block_size=self.engine.block_size,
+            layers=self._moves().caches.layers,
+            shape=self.engine.shape,
+            salt=order.salt,
+        )
+
+    def _save_ended(self, save: P2PSave, life: Life | None) -> None:
+        save.end()
+        if life is not None and life.reason:
+            header = self._header_of(save.order)
+            self._notices.tell_failure(save.order, header, life.reason)
+
+    async def _save(self, save: P2PSave) -> None:
+        try:
+            await save.run(self._routes.targets(save.order))
+        finally:
+            self.nbytes += save.nbytes
