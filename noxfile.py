@@ -19,6 +19,11 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 ROOT = Path(__file__).parent
 WORKERS = ("-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal")
+# Buffers on GPUs are tested beside the links by which they reach each other.
+COVERING = (
+    *("tests/protocol", "tests/buffers"),
+    *("tests/links/test_gpu_link.py", "tests/links/test_gpu_arrivals.py"),
+)
 FUZZED = ("wire", "greeting", "chunks", "manifest", "urls", "peer")
 TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
 # What each peer of benchmarks/peers needs beside asynckv, which brings anyio, and gloo
@@ -82,7 +87,7 @@ def coverage(session: nox.Session) -> None:
     # await, so coverage.py misses it; slipcover writes its marks into the bytecode.
     install(session, ".[test]", "slipcover")
     pytest = ("pytest", "--assert=plain", "--hypothesis-profile=ci")
-    what = session.posargs or ("tests/protocol", "tests/buffers")
+    what = session.posargs or COVERING
     session.run("python", "-m", "slipcover", "-m", *pytest, *what)
 
 

@@ -25,7 +25,7 @@ SHARES: dict[Kind, int] = {"local": 5, "mem": 6, "tcp": 4, "unix": 4, "tls": 3}
 """Of the cancellations: a passage through all scenarios takes longest over TLS."""
 
 HERE = (
-    *("Local", "LookupBuffer.", "StoreBuffer."),
+    *("Local", "InMemoryBuffer.", "LookupBuffer.", "StoreBuffer."),
     *("MemTransport.", "InlineTransport.", "NcclTransport."),
 )
 BY_TCP = ("join_group:", "open:", "Group.", "LookupByRole.")
