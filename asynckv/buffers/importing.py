@@ -18,7 +18,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asynckv.buffers.answers import Answer, fail_by
-from asynckv.buffers.mapped import MAP_S, MappedMemory, Mappings
+from asynckv.buffers.mapped import MAP_S, MappedMemory, Mappings, taken_as_proof
 from asynckv.errors import AsyncKVError, GPUFailed, PeerLost
 from asynckv.links.device_streams import open_devices
 from asynckv.links.fd_socket import fetch_file
@@ -197,6 +197,7 @@ class GpuImports:
         digest: MapDigest,
         boot_id: str,
         *,
+        device_digest: MapDigest = "full",
         url: str = "",
     ) -> None:
         self._is_forced = "payload=" in url
@@ -206,6 +207,7 @@ class GpuImports:
         )
         self._growth = growth
         self._digest: MapDigest = digest
+        self._device_digest: MapDigest = device_digest
         self._boot_id = boot_id
         self._of_lookup, self._of_store = _OfLinks(), _OfLinks()
 
@@ -292,7 +294,7 @@ class GpuImports:
     async def _open_way(self, link: Link, device: Device) -> None:
         if self._is_forced:
             raise ValueError("the URL asks for another way")
-        self._ways[link] = way = await GpuLink.make(link, device, self._digest)
+        self._ways[link] = way = await GpuLink.make(link, device, self._device_digest)
         # It refers to its link: as long as it is known here, neither is collected.
         way.call_when_closed(lambda: self._forget(link))
         await way.open(open_devices(link, way.transport))
@@ -323,7 +325,7 @@ class GpuImports:
                 )
             asking.prove(nonce)
             # From here on the peer may offer what only this memory can show.
-            await asking.accepted
+            await taken_as_proof(link, asking.accepted)
         except BaseException:
             asking.cancel()
             _leave(sock, allocation)

@@ -36,12 +36,14 @@ from asynckv.tensors.shared_file import MappedFile
 if TYPE_CHECKING:
     from asynckv.buffers.sharing import MapDigest
 
-__all__ = ("MAP_S", "MappedMemory", "MappedPin", "Mappings")
+__all__ = ("MAP_S", "MappedMemory", "MappedPin", "Mappings", "taken_as_proof")
 
 logger = logging.getLogger(__name__)
 
 MAP_S: Final = 2.0
 """What two processes of one host need at most to agree; else lanes do."""
+
+_PROOF_S: Final = 10.0
 
 _NUMBER: Final = struct.Struct("!Q")
 
@@ -186,6 +188,25 @@ class _Asking:
         self.accepted.fail(error)
 
 
+async def taken_as_proof(link: Link, accepted: Answer[None]) -> None:
+    """Wait until the peer has accepted what was found in its memory; at most 10 s.
+
+    What it would offer meanwhile nobody could know: a peer that does not say has lost
+    the link.
+
+    :raises PeerLost: it did not say, or the link was lost
+    """
+    try:
+        async with asyncio.timeout(_PROOF_S):
+            await accepted
+    except TimeoutError:
+        link.abort()
+        raise PeerLost(
+            f"{link.peer.id} did not say for {_PROOF_S:g} s that its memory is shared",
+            hint="is that process stopped, or very busy?",
+        ) from None
+
+
 class Mappings:
     """Maps the memory of one peer, again on each link, but each file only once.
 
@@ -225,7 +246,7 @@ class Mappings:
         """Map the memory at the other end of ``link``, if that can be.
 
         If not, one line of the log says why. Waits at most 2 s for a live peer's
-        memory; a cancelled call leaves nothing behind.
+        memory, and 10 s for its last word; a cancelled call leaves nothing behind.
 
         :raises IncompatiblePeer: it cannot, and no other way is wanted
         :raises PeerLost: the link was lost meanwhile
@@ -236,6 +257,8 @@ class Mappings:
             self._check_here(link)
             memory = await self._agree(link)
         except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
+            if isinstance(exc, PeerLost) and not link.is_open:
+                raise
             if self._is_forced:
                 raise IncompatiblePeer(
                     f"the memory of {link.peer.id} cannot be mapped: {exc}",
@@ -269,7 +292,7 @@ class Mappings:
                 self._file = self._open_file(fd, mappable.nbytes)
             asking.prove(self._file.nonce)
             # From here on the peer may offer what only a mapping can read.
-            await asking.accepted
+            await taken_as_proof(link, asking.accepted)
         except BaseException:
             asking.cancel()
             if sock is not None:

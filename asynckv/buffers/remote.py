@@ -30,6 +30,7 @@ from asynckv.links.link import Link
 from asynckv.links.options import (
     Digest,
     Role,
+    device_digest,
     make_keyring,
     map_digest,
     new_identity,
@@ -68,6 +69,7 @@ class Peer(LoopBound):
         fingerprint: KVFingerprint | None,
         digest: Literal["full", "off"],
         map_digest: Literal["full", "edges", "off"] = "edges",
+        device_digest: Literal["full", "edges", "off"] = "full",
         lanes: int | None,
         reconnect_s: float,
         max_bytes: int,
@@ -85,7 +87,11 @@ class Peer(LoopBound):
         self._mappings: Mappings | GpuImports
         if self.on_gpu is not None:
             boot_id = own_identity.boot_id
-            self._mappings = GpuImports(*(self.on_gpu, map_digest, boot_id), url=url)
+            self._mappings = GpuImports(
+                *(self.on_gpu, map_digest, boot_id),
+                device_digest=device_digest,
+                url=url,
+            )
         else:
             self._mappings = Mappings(
                 map_digest, own_identity.boot_id, is_forced="payload=map" in url
@@ -369,6 +375,7 @@ def connect(
         fingerprint=KVFingerprint.of(fingerprint),
         digest=payload_digest(digest),
         map_digest=map_digest(digest),
+        device_digest=device_digest(digest),
         lanes=lanes,
         reconnect_s=reconnect_s,
         max_bytes=parse_bytes(max_bytes),

@@ -22,6 +22,7 @@ from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
     Role,
+    device_digest,
     make_keyring,
     map_digest,
     new_identity,
@@ -49,6 +50,7 @@ class _Services:
         kept: LinkBytes,
         map_digest: MapDigest,
         *,
+        device_digest: MapDigest,
         may_use_nccl: bool,
     ) -> None:
         self.link = link
@@ -56,7 +58,7 @@ class _Services:
         self.lookup = self.store = None
         buffers = [buffer for buffer in (lookup, store) if buffer is not None]
         self.devices = DeviceService(
-            *(buffers, link, map_digest), may_use_nccl=may_use_nccl
+            *(buffers, link, device_digest), may_use_nccl=may_use_nccl
         )
         if lookup is not None:
             self.lookup = LookupService(lookup, link, kept, self.devices, map_digest)
@@ -98,6 +100,7 @@ class Server(LoopBound):
         *,
         digest: Literal["full", "off"],
         map_digest: MapDigest = "edges",
+        device_digest: MapDigest = "full",
         lanes: int | None,
         identity: PeerIdentity,
         max_waiting_bytes: int,
@@ -110,6 +113,7 @@ class Server(LoopBound):
         self._store = store
         self._digest = digest
         self._map_digest: MapDigest = map_digest
+        self._device_digest: MapDigest = device_digest
         self._lanes = lanes
         self._keyring = keyring
         self._drain_s = drain_s
@@ -217,6 +221,7 @@ class Server(LoopBound):
         kept = self._waiting.for_link()
         services = _Services(
             *(link, self._lookup, self._store, kept, self._map_digest),
+            device_digest=self._device_digest,
             may_use_nccl="payload=" not in self._asked_url,
         )
         for service in services.all:
@@ -289,6 +294,7 @@ def serve(
         store,
         digest=payload_digest(digest),
         map_digest=map_digest(digest),
+        device_digest=device_digest(digest),
         lanes=lanes,
         identity=new_identity(identity, role),
         keyring=make_keyring(secret_file, tls, allow_plaintext),

@@ -19,6 +19,7 @@ from asynckv.security.tls import TLS
 __all__ = (
     "Digest",
     "Role",
+    "device_digest",
     "make_keyring",
     "map_digest",
     "new_identity",
@@ -61,6 +62,14 @@ def payload_digest(digest: Digest) -> Literal["full", "off"]:
 def map_digest(digest: Digest) -> Literal["full", "edges", "off"]:
     """Return what is compared where no byte moves: ``edges`` unless told otherwise."""
     return "edges" if digest == "auto" else digest
+
+
+def device_digest(digest: Digest) -> Literal["full", "edges", "off"]:
+    """Return what is compared of what goes from one GPU to another, by NCCL.
+
+    All of it unless told otherwise: bytes move, over whatever NCCL finds.
+    """
+    return "full" if digest == "auto" else digest
 
 
 def make_keyring(

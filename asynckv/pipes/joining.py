@@ -12,7 +12,7 @@ from asynckv.links.dial import dial
 from asynckv.links.exposure import is_beyond_this_host
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
-from asynckv.links.options import map_digest, new_identity
+from asynckv.links.options import device_digest, new_identity
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.end import PipeEnd
@@ -219,7 +219,7 @@ class Joining:
             raise PeerLost(f"rank {rank} takes no pipe: {exc.message}") from exc
         name = _caller(members.group_id, self.rank)
         end = PipeEnd.dialled(link, self._max_bytes, name)
-        end.connect_gpus(self._opened, map_digest("auto"))
+        end.connect_gpus(self._opened, device_digest("auto"))
         return end
 
     def _url_of(self, rank: int, members: Members) -> str:
@@ -254,7 +254,7 @@ class Joining:
         if self._listener is not None:
             self._listener.release(end.link)
         end.inbound.open()
-        end.connect_gpus(self._opened, map_digest("auto"))
+        end.connect_gpus(self._opened, device_digest("auto"))
         return end
 
     async def _loopback(self, opened: OpenDevice | None) -> Pipe:

@@ -16,8 +16,8 @@ from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
+    device_digest,
     make_keyring,
-    map_digest,
     new_identity,
     payload_digest,
 )
@@ -100,7 +100,7 @@ async def _opened(
     )
     end = PipeEnd.dialled(link, max_bytes)
     if "payload=" not in url:
-        end.connect_gpus(opened, map_digest(digest))
+        end.connect_gpus(opened, device_digest(digest))
     async with Pipe(end, end, opened) as pipe:
         yield pipe
 
@@ -222,7 +222,7 @@ class PipeListener(LoopBound):
                     if end.link.is_open:
                         self._listener.release(end.link)
                         end.inbound.open()
-                        end.connect_gpus(self._opened, map_digest(self._digest))
+                        end.connect_gpus(self._opened, device_digest(self._digest))
                         return end
                 self._changed.clear()
                 await self._changed.wait()

@@ -19,6 +19,7 @@ from asynckv.buffers.mapped import MappedMemory
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.sharing import MapHolder
+from asynckv.buffers.showing import _Proof
 from asynckv.errors import IncompatiblePeer, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.tensors.slab_arena import SlabArena
@@ -363,6 +364,16 @@ async def test_a_server_that_does_not_answer_costs_a_moment(
     monkeypatch.setattr(mapped_module, "MAP_S", 0.01)
     async with connect(server.url) as peer:
         assert peer.transport == "inline"
+
+
+async def test_a_server_that_never_accepts_the_proof_loses_the_link(
+    monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
+    monkeypatch.setattr(_Proof, "_on_found", lambda proof, found: None)
+    monkeypatch.setattr(mapped_module, "_PROOF_S", 0.01)
+    with pytest.raises(PeerLost, match="did not say"):
+        async with connect(server.url):
+            raise AssertionError
 
 
 async def test_a_cancelled_connect_leaves_nothing_behind(

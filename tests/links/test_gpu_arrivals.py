@@ -47,7 +47,13 @@ async def take(pair: NcclBuffers) -> None:
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "kind"),
-    [("auto", "auto", "edges"), ("off", "off", "off"), ("off", "full", "full")],
+    [
+        ("auto", "auto", "full"),
+        ("edges", "edges", "edges"),
+        ("off", "edges", "edges"),
+        ("off", "off", "off"),
+        ("off", "full", "full"),
+    ],
 )
 async def test_the_stricter_digest_is_compared(
     two_gpus: FakeGpus, said: list[SentDevices], ours: Digest, theirs: Digest, kind: str
@@ -95,19 +101,22 @@ async def test_what_cannot_be_compared_is_not_handed_out(
         raise GPUFailed("it has fallen off the bus")
 
     async with open_nccl_buffers(two_gpus) as pair:
-        monkeypatch.setattr(DeviceCopyPool, "edges", fail)
+        monkeypatch.setattr(DeviceCopyPool, "digest", fail)
         with pytest.raises(GPUFailed, match="off the bus"):
             await take(pair)
         await until(lambda: not pair.buffer.statistics().leased)
 
 
-async def test_other_bytes_than_were_inserted_are_noticed(two_gpus: FakeGpus) -> None:
-    async with open_nccl_buffers(two_gpus) as pair:
+@pytest.mark.parametrize("digest", ["auto", "edges"])
+async def test_other_bytes_than_were_inserted_are_noticed(
+    two_gpus: FakeGpus, digest: Digest
+) -> None:
+    async with open_nccl_buffers(two_gpus, serves=digest, digest=digest) as pair:
         await pair.buffer.insert([1], None, noise(MIB), None, None)
         (entry,) = pair.buffer.ledger.book.entries.values()
         region = entry.regions[0]
         assert isinstance(region, DeviceRegion)
-        region.edges = b"another digest.."
+        region.edges = entry.parts[0].digest = b"another digest.."
         with pytest.raises(ChecksumError):
             await pair.peer.lookup.drop_select([1])
 
@@ -154,7 +163,7 @@ async def test_what_is_being_compared_ends_with_its_select(
 
     async with open_nccl_buffers(two_gpus) as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceCopyPool, "edges", wait)
+            patch.setattr(DeviceCopyPool, "digest", wait)
             await pair.buffer.insert([1], None, noise(MIB), None, None)
             into = {"key": pair.theirs.tensor(noise(MIB))}
             lookup = pair.peer.lookup

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from asynckv.errors import ConfigError
-from asynckv.links.options import make_keyring, new_identity, payload_digest
+from asynckv.links.options import (
+    device_digest,
+    make_keyring,
+    new_identity,
+    payload_digest,
+)
 from asynckv.testing.certificates import Authority
 
 
@@ -26,6 +31,7 @@ def test_without_a_name_each_identity_has_one_of_its_own() -> None:
 def test_what_crosses_a_socket_is_digested_unless_that_is_off() -> None:
     assert payload_digest("auto") == payload_digest("edges") == "full"
     assert payload_digest("full") == "full"
+    assert device_digest("auto") == "full" and device_digest("edges") == "edges"
     assert payload_digest("off") == "off"
 
 

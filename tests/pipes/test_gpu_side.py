@@ -217,7 +217,7 @@ async def test_other_bytes_than_were_sent_are_noticed(
     async def lie(*anything: object) -> list[bytes]:
         return [b"another digest.."]
 
-    monkeypatch.setattr(near.pool, "edges", lie)
+    monkeypatch.setattr(near.pool, "digest", lie)
     await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
     with pytest.raises(ChecksumError):
         await pair.far.recv_tensor()
@@ -234,7 +234,7 @@ async def test_what_cannot_be_compared_comes_by_host(
     async def fail(*anything: object) -> list[bytes]:
         raise GPUFailed("it has fallen off the bus")
 
-    monkeypatch.setattr(far.pool, "edges", fail)
+    monkeypatch.setattr(far.pool, "digest", fail)
     await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
     assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))
     await until(lambda: not pair.used_bytes)
@@ -248,7 +248,7 @@ async def test_what_its_gpu_does_not_give_back_breaks_the_pipe(
 
     near = pair.near._sends.gpus
     assert near is not None
-    monkeypatch.setattr(near.pool, "edges", fail)
+    monkeypatch.setattr(near.pool, "digest", fail)
     await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
     with pytest.raises(PipeBroken, match="off the bus"):
         await pair.near.flush()
