@@ -214,12 +214,10 @@ class _Pushed:
         self.reception = Reception(link, frame.transfer, [landing.memory], self)
         self._pushes = pushes
         # Until it has landed: of a GPU's part it has a copy in host memory.
-        self._landing: PartLanding | None = landing
+        self._landing = [landing]
 
     def part_verified(self, index: int, digest: bytes) -> None:
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            self._pushes.verified(self.index, digest, landing)
+        self._pushes.verified(self.index, digest, self._landing.pop())
 
     def reception_failed(self, error: Exception) -> None:
         self._pushes.failed(error)
