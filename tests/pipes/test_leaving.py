@@ -44,7 +44,12 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[SentDevices]:
 @pytest.mark.parametrize("is_on_gpu", [True, False])
 @pytest.mark.parametrize(
     ("ours", "theirs", "kind"),
-    [("auto", "auto", "edges"), ("off", "off", "off"), ("off", "full", "full")],
+    [
+        ("auto", "auto", "full"),
+        ("edges", "edges", "edges"),
+        ("off", "off", "off"),
+        ("off", "full", "full"),
+    ],
 )
 async def test_the_stricter_digest_is_compared(
     two_gpus: FakeGpus,

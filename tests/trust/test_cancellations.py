@@ -26,6 +26,7 @@ SHARES: dict[Kind, int] = {"local": 5, "mem": 6, "tcp": 4, "unix": 4, "tls": 3}
 
 HERE = (
     *("Local", "InMemoryBuffer.", "LookupBuffer.", "StoreBuffer."),
+    "Pipe.gpus_settled",
     *("MemTransport.", "InlineTransport.", "NcclTransport."),
 )
 BY_TCP = ("join_group:", "open:", "Group.", "LookupByRole.")

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from asynckv.cli.bench import child
 from asynckv.cli.bench.child import ServerEnded, own_child
 
 # On a busy machine most of a process's time goes into its imports.
@@ -11,6 +12,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.multiprocess]
 
 SERVES = """
 import asyncio, os
+from asynckv.cli.bench import child
 from asynckv.cli.bench.child import until_hung_up
 print(os.getpid(), flush=True)
 asyncio.run(until_hung_up())
@@ -37,8 +39,10 @@ async def test_a_child_ends_when_it_is_hung_up_on() -> None:
     assert not is_there(pid)
 
 
-@pytest.mark.slow
-async def test_a_child_that_does_not_hear_is_killed() -> None:
+async def test_a_child_that_does_not_hear_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(child, "_STOP_GRACE_S", 0.1)
     async with own_child("-c", DEAF) as line:
         pid = int(line)
     assert not is_there(pid)

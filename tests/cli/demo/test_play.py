@@ -42,6 +42,7 @@ def belonging_to(folder: Path) -> Iterator[int]:
             continue  # it has just ended
 
 
+@pytest.mark.chaos
 async def test_all_acts_play_with_buffers_on_one_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
