@@ -18,7 +18,8 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
 ROOT = Path(__file__).parent
-WORKERS = ("-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal")
+# One more than there are cores: tests wait for a third of their time.
+PROCESSES = ("-n", str(1 + min(os.cpu_count() or 1, 8)))
 # Buffers on GPUs are tested beside the links by which they reach each other.
 COVERING = (
     *("tests/protocol", "tests/buffers"),
@@ -77,7 +78,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Test the installed package, in some processes. Arguments go to pytest."""
     install(session, ".[test]")
-    session.run("pytest", *WORKERS, *session.posargs)
+    session.run("pytest", *PROCESSES, "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
@@ -257,10 +258,9 @@ def _test_promises(session: nox.Session, scale: str) -> None:
     if session.posargs:
         session.run("pytest", "-m", promises, *session.posargs, env=env)
         return
-    # Half of them wait rather than work. Nothing else is collected: that takes longer.
     # One by one, the longest first: else the last two are left to one process.
-    one_by_one = ("--dist", "load", "--maxschedchunk", "1")
-    workers = ("-n", str(1 + int(WORKERS[1])), *one_by_one)
+    # Nothing else is collected: that takes longer.
+    workers = (*PROCESSES, "--dist", "load", "--maxschedchunk", "1")
     marked = _tests_marked("trust", "chaos", "refusal")
     together = ("-m", f"{promises} and not alone", *workers, *marked)
     alone = ("-m", f"{promises} and alone", *_tests_marked("alone"))

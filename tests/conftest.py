@@ -31,6 +31,9 @@ from asynckv.transports.nccl.settings import NcclSettings
 GRACE_S: Final = 1.0
 """How long what was closed or cancelled may take to be gone."""
 
+SLOW_S: Final = 0.02
+"""A search for garbage that took as long had to look at too much."""
+
 _has_failed = pytest.StashKey[bool]()
 
 
@@ -138,13 +141,42 @@ def nothing_blocks_the_loop() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def what_was_imported_is_no_garbage() -> Iterator[None]:
-    """Look for garbage in what the tests make: all the rest is much, and stays."""
-    gc.collect()
-    gc.freeze()
-    yield
+class _Garbage:
+    """Looks for garbage in what tests make: what they import is much, and stays."""
+
+    def __init__(self) -> None:
+        self._began_s = 0.0
+        self._is_slow = True
+
+    def note(self, phase: str, info: Mapping[str, int]) -> None:
+        """Be told by the collector that it begins, or has ended."""
+        if phase == "start":
+            self._began_s = time.perf_counter()
+        elif time.perf_counter() - self._began_s > SLOW_S:
+            self._is_slow = True
+
+    def tidy(self) -> None:
+        """Between tests: look no more at what is there now, if that has taken long."""
+        if self._is_slow:
+            gc.collect()
+            gc.freeze()
+            # It looks by itself only when a quarter has come to what it last saw.
+            gc.collect()
+            self._is_slow = False
+
+
+@pytest.fixture(scope="session")
+def garbage() -> Iterator[_Garbage]:
+    garbage = _Garbage()
+    gc.callbacks.append(garbage.note)
+    yield garbage
+    gc.callbacks.remove(garbage.note)
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def what_was_imported_is_no_garbage(garbage: _Garbage) -> None:
+    garbage.tidy()
 
 
 @pytest.fixture(autouse=True)

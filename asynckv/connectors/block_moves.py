@@ -42,6 +42,10 @@ class BlockMoves:
         self._gpu = GpuPools(pools, pool.stagings) if caches.is_on_gpu else None
         self._any_pool = pools[0]
 
+    def close(self) -> None:
+        """Let the thread that looks at streams end; the pool is its owner's."""
+        self._marks.close()
+
     @property
     def is_on_gpu(self) -> bool:
         """Whether the host can only read blocks by way of copies."""

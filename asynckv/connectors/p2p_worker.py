@@ -248,6 +248,8 @@ class P2PWorker(
         self._transfers.abort()
         self.routes.abort()
         self._pool.close()
+        if self._moves is not None:
+            self._moves.close()
 
     def _register(self, caches: PagedCaches) -> None:
         self.config.check_device(str(caches.device))

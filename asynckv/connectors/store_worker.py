@@ -268,6 +268,8 @@ class StoreWorker(
         self._transfers.abort()
         self._line.abort()
         self._pool.close()
+        if self._moves is not None:
+            self._moves.close()
 
     def _register(self, caches: PagedCaches) -> None:
         self.config.check_device(str(caches.device))

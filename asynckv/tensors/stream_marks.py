@@ -43,6 +43,13 @@ class StreamMarks:
         self._changed = threading.Condition()
         self._waiting: list[_Waiting] = []
         self._has_thread = False
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Let the thread end with what it has to do. Never waits, nor forbids more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
 
     async def reached(self, mark: Event | None) -> None:
         """Wait until a stream has done what it was given before ``mark``.
@@ -89,7 +96,7 @@ class StreamMarks:
         pause_s = _SHORTEST_S
         while True:
             with self._changed:
-                if not self._waiting:
+                if not self._waiting and not self._is_closed:
                     self._changed.wait(_IDLE_S)
                 if not self._waiting:  # what came as it woke up is waited for too
                     self._has_thread = False

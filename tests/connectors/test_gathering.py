@@ -31,7 +31,8 @@ def gpu() -> Iterator[FakeDevice]:
 async def moves(gpu: FakeDevice) -> AsyncIterator[BlockMoves]:
     pool = CopyPool(stagings=stagings_of(gpu))
     pools = {layer: gpu.tensor(torch.arange(32.0).view(8, 4)) for layer in "ab"}
-    yield BlockMoves(PagedCaches(pools, None), pool)
+    yield (moves := BlockMoves(PagedCaches(pools, None), pool))
+    moves.close()
     pool.close()
     await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
 

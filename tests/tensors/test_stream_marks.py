@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asynckv.errors import GPUFailed
+from asynckv.tensors import stream_marks
 from asynckv.tensors.cuda import Event, Stream
 from asynckv.tensors.stream_marks import StreamMarks
 from asynckv.testing.blocked import until, until_blocked
@@ -17,7 +18,8 @@ from asynckv.testing.fake_gpus.streams import FakeStream
 
 @pytest.fixture
 async def marks() -> AsyncIterator[StreamMarks]:
-    yield StreamMarks(limit_s=5)
+    yield (marks := StreamMarks(limit_s=5))
+    marks.close()
     await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))
 
 
@@ -43,6 +45,20 @@ async def test_it_waits_until_the_stream_is_there(
     assert not first.done()
     gate.open()
     await first
+
+
+async def test_its_thread_ends_when_it_is_closed_and_no_wait_is_left(
+    process: FakeProcess, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_marks, "_IDLE_S", 60.0)
+    gate, marks = Gate(), StreamMarks()
+    stream.add(gate)
+    waiting = asyncio.create_task(marks.reached(mark(process, stream)))
+    await until_blocked(waiting)
+    marks.close()
+    gate.open()
+    await waiting
+    await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))
 
 
 async def test_a_cancelled_wait_ends_at_once(

@@ -211,6 +211,7 @@ async def _sweep_stream(
         async with consumer.open_drop_select([1]) as stream:
             async for _, tensor in stream:
                 expect(same(tensor, noise(nbytes)), "the bytes")
+                del tensor  # as above
             await stream.wait_for("key")
 
     await _sweep_delivery(read, producer, consumer, local, nbytes)

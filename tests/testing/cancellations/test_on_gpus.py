@@ -8,7 +8,7 @@ from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper
 
 
-@pytest.mark.trust
+@pytest.mark.chaos
 @pytest.mark.parametrize("scenario", ON_GPUS, ids=lambda scenario: scenario.name)
 async def test_what_is_cancelled_on_a_gpu_keeps_nothing(scenario: Scenario) -> None:
     sweeper = Sweeper()

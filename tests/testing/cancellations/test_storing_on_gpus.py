@@ -8,7 +8,7 @@ from asynckv.testing.cancellations.storing_on_gpus import STORING_ON_GPUS
 from asynckv.testing.cancellations.sweeper import Sweeper
 
 
-@pytest.mark.trust
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     "scenario", STORING_ON_GPUS, ids=lambda scenario: scenario.name
 )
