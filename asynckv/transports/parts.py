@@ -71,6 +71,11 @@ class Part:
         memory = self.memory
         return None if isinstance(memory, memoryview) else memory.small_blocks
 
+    @property
+    def is_digested(self) -> bool:
+        """Whether its bytes are read once more as they move."""
+        return self._digester is not None
+
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         """Return these bytes: several pieces where the memory is in several places."""
         return pieces_of(self.memory, start, stop)

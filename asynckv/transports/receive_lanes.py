@@ -15,8 +15,11 @@ from asynckv.transports.parts import Part, PartTable
 
 __all__ = ("ReceiveLane",)
 
-_PIECE_NBYTES: Final = 512 * 1024
+_PIECE_NBYTES: Final = 2**20
 """As much is received before the digest, so that it is still in the cache."""
+
+_ROOM_NBYTES: Final = 512 * 1024
+"""Of small blocks, and of what is not wanted, as much comes at a time."""
 
 
 class ReceiveLane:
@@ -68,12 +71,13 @@ class ReceiveLane:
     def _receive_into(self, part: Part, end: int) -> None:
         while part.moved_bytes < end and not part.stopped:
             start = part.moved_bytes
-            stop = min(start + _PIECE_NBYTES, end)
             blocks = part.small_blocks
-            if blocks is None:
-                pieces = part.pieces(start, stop)
-            else:
+            if blocks is not None:
+                stop = min(start + _ROOM_NBYTES, end)
                 pieces = [self._room(stop - start)]
+            else:
+                stop = min(start + _PIECE_NBYTES, end) if part.is_digested else end
+                pieces = part.pieces(start, stop)
             self._lane.receive(pieces)
             part.add_to_digest(pieces)
             if blocks is not None:
@@ -89,11 +93,11 @@ class ReceiveLane:
 
     def _drop(self, nbytes: int) -> None:
         while nbytes:
-            piece = self._room(min(nbytes, _PIECE_NBYTES))
+            piece = self._room(min(nbytes, _ROOM_NBYTES))
             self._lane.receive([piece])
             nbytes -= piece.nbytes
 
     def _room(self, nbytes: int) -> memoryview:
         if not self._scratch:
-            self._scratch = memoryview(bytearray(_PIECE_NBYTES))
+            self._scratch = memoryview(bytearray(_ROOM_NBYTES))
         return self._scratch[:nbytes]

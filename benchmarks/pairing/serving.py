@@ -108,6 +108,7 @@ async def _serve(pipe: Connection, folder: str, keys: asynckv.TLS, large: bool) 
                 place,
                 lookup=lookup,
                 store=store,
+                digest="off",  # so who connects decides
                 lanes=_MAX_LANES,
                 tls=keys if place.startswith("tls") else None,
             )
