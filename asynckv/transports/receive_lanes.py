@@ -18,6 +18,9 @@ __all__ = ("ReceiveLane",)
 _PIECE_NBYTES: Final = 2**20
 """As much is received before the digest, so that it is still in the cache."""
 
+_PLAIN_NBYTES: Final = 2 * 2**20
+"""Without a digest; then it is asked whether the part was stopped."""
+
 _ROOM_NBYTES: Final = 512 * 1024
 """Of small blocks, and of what is not wanted, as much comes at a time."""
 
@@ -76,7 +79,8 @@ class ReceiveLane:
                 stop = min(start + _ROOM_NBYTES, end)
                 pieces = [self._room(stop - start)]
             else:
-                stop = min(start + _PIECE_NBYTES, end) if part.is_digested else end
+                nbytes = _PIECE_NBYTES if part.is_digested else _PLAIN_NBYTES
+                stop = min(start + nbytes, end)
                 pieces = part.pieces(start, stop)
             self._lane.receive(pieces)
             part.add_to_digest(pieces)
