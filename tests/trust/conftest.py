@@ -27,6 +27,7 @@ class Scale:
     waiters: int
     cancellations: int
     connector_cancellations: int
+    costly_grounds: bool
 
 
 _SCALES = {
@@ -43,6 +44,7 @@ _SCALES = {
         waiters=10_000,
         cancellations=20_000,
         connector_cancellations=1_000,
+        costly_grounds=False,
     ),
     "chaos": Scale(
         fuzz_inputs=20_000_000,
@@ -57,6 +59,7 @@ _SCALES = {
         waiters=10_000,
         cancellations=100_000,
         connector_cancellations=30_000,
+        costly_grounds=True,
     ),
 }
 
