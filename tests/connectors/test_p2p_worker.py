@@ -461,7 +461,7 @@ async def test_a_cancelled_wait_for_save_leaves_the_save_as_it_is() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "direction", ["pull", pytest.param("push", marks=pytest.mark.trust)]
+    "direction", ["pull", pytest.param("push", marks=pytest.mark.chaos)]
 )
 async def test_a_hundred_aborts_under_load_leave_nothing_behind(direction: str) -> None:
     chance = random.Random(7)

@@ -6,7 +6,6 @@ from asynckv.testing.nccl_schedules import Outcome, run_schedule
 from asynckv.transports.nccl.worker import DeviceWorker, _Flight
 
 QUICK = 8
-FEW = 80
 BATCH = 500
 BATCHES = 20
 
@@ -29,12 +28,6 @@ async def run_all(seeds: range) -> Outcome:
 async def test_no_schedule_is_stuck_and_no_memory_is_touched_too_late() -> None:
     total = await run_all(range(QUICK))
     assert total.moved and total.failed and total.stopped
-
-
-@pytest.mark.trust
-async def test_none_of_a_few_more_schedules_is_stuck() -> None:
-    total = await run_all(range(QUICK, QUICK + FEW))
-    assert total.moved and total.failed and total.stopped and total.given_up
 
 
 @pytest.mark.chaos

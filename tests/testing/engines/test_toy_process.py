@@ -67,8 +67,8 @@ async def started(
     [
         ((2, 1), "pull", KVLayout.kv_first()),
         ((1, 2), "pull", KVLayout.blocks_first("HND")),
-        pytest.param((2, 1), "push", KVLayout.fused(), marks=pytest.mark.trust),
-        pytest.param((1, 2), "push", KVLayout.kv_first(), marks=pytest.mark.trust),
+        pytest.param((2, 1), "push", KVLayout.fused(), marks=pytest.mark.chaos),
+        pytest.param((1, 2), "push", KVLayout.kv_first(), marks=pytest.mark.chaos),
     ],
 )
 async def test_the_caches_of_two_processes_are_byte_identical(
