@@ -110,7 +110,7 @@ def is_free(engine: ToyEngine) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("at", "transport"), [(None, "map"), (0, "cuda_ipc"), (1, "nccl")]
+    ("at", "transport"), [(None, "inline"), (0, "cuda_ipc"), (1, "nccl")]
 )
 async def test_blocks_come_to_the_gpu_wherever_the_store_is(
     gpus: FakeGpus, at: int | None, transport: str

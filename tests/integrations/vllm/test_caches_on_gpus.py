@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -131,13 +132,18 @@ def until_ended(role: WorkerRole) -> KVTransferResults:
     return ended
 
 
+def _same(worker: P2PWorker) -> P2PWorker:
+    return worker
+
+
 def engines(direction: str, gpus: FakeGpus) -> Iterator[_Engine]:
     """Return the one that prefills and the one that decodes, on one GPU."""
     (url,) = free_urls(1)
     sides: tuple[KVRole, ...] = ("kv_producer", "kv_consumer")
     for side in sides:
         worker, caches = worker_on("fake", side, url, gpus=gpus, direction=direction)
-        yield _Engine(WorkerRole(side, lambda one=worker: one), worker, caches)
+        role = WorkerRole(side, functools.partial(_same, worker))
+        yield _Engine(role, worker, caches)
 
 
 @pytest.mark.parametrize("direction", ["pull", "push"])
@@ -155,7 +161,7 @@ def test_what_waits_for_another_engine_waits_on_a_gpu(direction: str) -> None:
     assert not until_ended(prefill.role).failed_sending
     for layer, cache in decode.caches.items():
         assert torch.equal(cache.cpu()[list(LOADED)], content_of(layer)[list(SAVED)])
-    for one in (prefill, decode):
+    for one in (decode, prefill):  # whose memory it may have open
         one.role.shutdown()
     gpus.close()
 
@@ -186,4 +192,4 @@ def test_what_a_store_has_lands_on_the_gpu(gpu: FakeDevice) -> None:
 
 
 async def stored(store: StoreBuffer) -> None:
-    await until(lambda: store.statistics().keys >= len(KEYS))
+    await until(lambda: store.statistics().keys > len(KEYS))  # and what they are of

@@ -29,8 +29,6 @@ SCENARIOS: Final[tuple[ConnectorScenario[Any], ...]] = (*_P2P, *STORES, *SEVERAL
 
 _Opened: TypeAlias = tuple[Any, _Scenarios]
 
-_THERE: Final[dict[str, bool]] = {"on_gpus": True, "are_buffers_there": True}
-
 _OPENING: Final[Mapping[str, Callable[[], Any]]] = {
     "pull": lambda: open_p2p("unix"),
     "pull large": lambda: open_p2p("tcp", model=LARGE),
@@ -39,8 +37,12 @@ _OPENING: Final[Mapping[str, Callable[[], Any]]] = {
     "to two ranks": lambda: open_p2p("tcp", sizes=(1, 2)),
     "from two ranks": lambda: open_p2p("unix", "push", (2, 1)),
     "on GPUs": lambda: open_p2p("unix", "push", on_gpus=True),
-    "buffers on GPUs": lambda: open_p2p("unix", model=LARGE, **_THERE),
-    "pushed to GPUs": lambda: open_p2p("unix", "push", model=LARGE, **_THERE),
+    "buffers on GPUs": lambda: open_p2p(
+        "unix", model=LARGE, on_gpus=True, are_buffers_there=True
+    ),
+    "pushed to GPUs": lambda: open_p2p(
+        "unix", "push", model=LARGE, on_gpus=True, are_buffers_there=True
+    ),
     "on GPUs from two ranks": lambda: open_p2p("unix", "push", (2, 1), on_gpus=True),
     "store": lambda: open_store_ground("tcp", SMALL),
     "store large": lambda: open_store_ground("tcp", LARGE),
