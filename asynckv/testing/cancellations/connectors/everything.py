@@ -20,7 +20,7 @@ from asynckv.testing.cancellations.connectors.stores import STORES
 from asynckv.testing.cancellations.grounds import one_thread_of_torch
 from asynckv.testing.cancellations.sweeper import Sweeper
 
-__all__ = ("GROUNDS", "SCENARIOS", "open_ground", "run_scenarios")
+__all__ = ("GROUNDS", "LONG_GROUNDS", "SCENARIOS", "open_ground", "run_scenarios")
 
 _Scenarios: TypeAlias = Sequence[ConnectorScenario[Any]]
 
@@ -50,7 +50,10 @@ _OPENING: Final[Mapping[str, Callable[[], Any]]] = {
     "several": lambda: open_several("unix"),
 }
 
-GROUNDS: Final = tuple(_OPENING)
+LONG_GROUNDS: Final = ("pushed to GPUs", "store on GPUs")
+"""What takes long, and differs from others in little."""
+
+GROUNDS: Final = tuple(name for name in _OPENING if name not in LONG_GROUNDS)
 """Over tcp and unix sockets, both directions; from several ranks, and to several."""
 
 _COSTLY_EVERY: Final = 4
@@ -59,7 +62,7 @@ _COSTLY_EVERY: Final = 4
 
 @asynccontextmanager
 async def open_ground(name: str) -> AsyncIterator[_Opened]:
-    """Open a ground of :data:`GROUNDS`, with the scenarios that make sense there."""
+    """Open one of these grounds, with the scenarios that make sense there."""
     opening = _OPENING.get(name)
     if opening is None:
         raise ValueError(f"there is no ground {name!r}")
