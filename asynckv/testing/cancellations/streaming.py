@@ -163,23 +163,6 @@ async def a_reader(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     await sweeper.sweep(f"a reader of {nbytes} bytes", reader.read, check, before)
 
 
-async def a_reader_of_views(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """As a reader of copies; and no view is left that keeps memory from others."""
-    entries = Entries(ground, nbytes)
-    writer = _Writer(ground, entries)
-    reader = _Reader(ground, entries, views=True)
-
-    async def before() -> None:
-        reader.is_used = False
-        await writer.bring()
-
-    async def check(outcome: Outcome[None]) -> None:
-        await _is_given_back(ground, entries, reader, outcome)
-
-    name = f"a reader of views of {nbytes} bytes"
-    await sweeper.sweep(name, reader.read, check, before)
-
-
 async def a_reader_beside_its_writer(
     ground: Ground, sweeper: Sweeper, nbytes: int
 ) -> None:
@@ -191,12 +174,23 @@ async def a_reader_beside_its_writer(
         await _read_beside_a_writer(ground, sweeper, nbytes, by_name)
 
 
+async def a_reader_of_views(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """As a reader of copies; and no view is left that keeps memory from others."""
+    for by_name in (True, False):
+        await _read_beside_a_writer(ground, sweeper, nbytes, by_name, views=True)
+
+
 async def _read_beside_a_writer(
-    ground: Ground, sweeper: Sweeper, nbytes: int, by_name: bool
+    ground: Ground,
+    sweeper: Sweeper,
+    nbytes: int,
+    by_name: bool,
+    *,
+    views: bool = False,
 ) -> None:
     entries = Entries(ground, nbytes)
     writer = _Writer(ground, entries)
-    reader = _Reader(ground, entries, by_name=by_name)
+    reader = _Reader(ground, entries, by_name=by_name, views=views)
     partner: Partner
 
     async def before() -> None:
@@ -213,7 +207,7 @@ async def _read_beside_a_writer(
         await partner.ended()
         await _is_given_back(ground, entries, reader, outcome)
 
-    way = "by name" if by_name else "in order"
+    way = ("by name" if by_name else "in order") + " of views" * views
     await sweeper.sweep(
         f"a reader {way} of {nbytes} bytes beside its writer",
         reader.read,
