@@ -99,9 +99,9 @@ class BlockMoves:
 
         :raises GPUFailed: CUDA failed
         """
-        found = {at: one for at, one in enumerate(tensors) if gpu_of(one) is not None}
-        if not found:
+        if self._gpu is None:  # then none of them is on one
             return list(tensors)
+        found = {at: one for at, one in enumerate(tensors) if gpu_of(one) is not None}
         copies = [empty_tensor(spec_of(one)) for one in found.values()]
         sources = [at_once(one, self.pool.stagings.tensors) for one in found.values()]
         await self.pool.copy(sources, copies, digest=False)
