@@ -29,6 +29,7 @@ __all__ = (
     "lend",
     "match_targets",
     "tensors_of",
+    "view_of",
 )
 
 _AT_A_TIME: Final = 16
@@ -112,6 +113,12 @@ async def tensors_of(
 ) -> list[torch.Tensor]:
     """Copy some landed parts out, into ``targets`` where they are named there."""
     return await _copied(_held(parts), pool, targets)
+
+
+def view_of(part: Part) -> torch.Tensor:
+    """Return a landed part where it lies: nobody may write to it."""
+    ((_, region),) = _held([part])
+    return region.tensor(part.spec)
 
 
 async def _copied(

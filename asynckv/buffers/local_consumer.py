@@ -11,7 +11,7 @@ from asynckv.buffers.handover import hand_over, lend
 from asynckv.buffers.holders import LocalHolder
 from asynckv.buffers.leases import Leases
 from asynckv.buffers.queries import Query
-from asynckv.buffers.streaming import LocalStream
+from asynckv.buffers.streaming import LocalStream, LocalViews
 from asynckv.errors import BufferClosed
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
@@ -21,7 +21,7 @@ __all__ = ("LocalConsumer",)
 
 
 class LocalConsumer:
-    """The three ways to take an entry, with a copy or with the memory itself.
+    """The ways to take an entry, with a copy or with the memory itself.
 
     ``check`` is called first by each, and refuses what must not go on.
     """
@@ -68,9 +68,23 @@ class LocalConsumer:
         self, query: Query, targets: Mapping[str, KVMemory]
     ) -> AsyncIterator[SelectStream]:
         """Do what entering an ``open_drop_select`` does."""
+        opened = self._streaming(LocalStream, query, targets)
+        async with opened as stream:
+            yield stream
+
+    @asynccontextmanager
+    async def views(self, query: Query) -> AsyncIterator[SelectStream]:
+        """As :meth:`stream`, with views of the entry's memory in place of copies."""
+        async with self._streaming(LocalViews, query, {}) as stream:
+            yield stream
+
+    @asynccontextmanager
+    async def _streaming(
+        self, kind: type[LocalStream], query: Query, targets: Mapping[str, KVMemory]
+    ) -> AsyncIterator[LocalStream]:
         async with self._holding(query, streams=True) as holder:
             lease = await holder.shown_lease()
-            stream = LocalStream(holder, lease, self._pool, targets)
+            stream = kind(holder, lease, self._pool, targets)
             self._leases.reach(lease)
             yield stream
         self._leases.acknowledge(lease)

@@ -236,6 +236,17 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         async with self._consumer.stream(query, targets) as stream:
             yield stream
 
+    @asynccontextmanager
+    async def open_views(self, entry_id: str) -> AsyncIterator[SelectStream]:
+        """As ``open_drop_select(entry_id=)``, with views of its memory for copies.
+
+        Nobody may write to them. Memory of a GPU is nobody else's while a view lives:
+        whoever keeps one keeps it from others.
+        """
+        query = make_query(None, None, entry_id=entry_id)
+        async with self._consumer.views(query) as stream:
+            yield stream
+
     def statistics(self) -> LookupStatistics:
         ledger = self.ledger
         now = self._loop.time() if self._loop is not None else 0.0

@@ -10,7 +10,7 @@ import torch
 from asynckv.abc import InsertWriter, SelectStream
 from asynckv.buffers.declared import Declared
 from asynckv.buffers.entries import Lease, StoredEntry
-from asynckv.buffers.handover import match_targets, tensors_of
+from asynckv.buffers.handover import match_targets, tensors_of, view_of
 from asynckv.buffers.holders import LocalHolder
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.queries import tensor_of
@@ -19,7 +19,7 @@ from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.types import TensorSpec
 
-__all__ = ("LocalStream", "LocalWriter")
+__all__ = ("LocalStream", "LocalViews", "LocalWriter")
 
 
 class LocalWriter(InsertWriter):
@@ -127,3 +127,11 @@ class LocalStream(SelectStream):
                 self._holder.check_held(self._lease)
                 self._tensors[index] = tensor
         return self._tensors[index]
+
+
+class LocalViews(LocalStream):
+    """Shows each tensor where it lies, once it has landed. It keeps none itself."""
+
+    async def _tensor(self, index: int) -> torch.Tensor:
+        self._holder.check_held(self._lease)
+        return view_of(self._lease.entry.parts[index])

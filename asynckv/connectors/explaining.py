@@ -52,14 +52,9 @@ def explain(config: KVTransferConfig) -> Explained:
             else "a load that fails makes its request fail (kv_load_failure_policy)"
         )
         if config.kv_buffer_device.startswith("cuda"):
-            is_there = kind.name == "P2PConnector" and options.direction == "pull"
             facts.append(
                 f"caches must be on {config.kv_buffer_device} (kv_buffer_device); what "
-                + (
-                    "waits there, and what is fetched, has that GPU's memory"
-                    if is_there
-                    else "waits is in host memory all the same"
-                )
+                "waits here, and what is fetched, has that GPU's memory"
             )
     except ConfigError as exc:
         problems.append(str(exc))

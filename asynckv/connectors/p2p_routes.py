@@ -57,13 +57,14 @@ class P2PRoutes:
     async def open(self, device: Device | None = None) -> None:
         """Serve the own buffer, where there is one. Cancelled, nothing is open.
 
-        With ``device`` what it keeps, and what is fetched, has memory of that GPU.
+        With ``device`` what it keeps, and what is fetched, has memory of that GPU. Who
+        pushes fetches nothing: it needs none.
 
         :raises ConfigError: the address cannot be listened on
         :raises GPUUnavailable: CuPy, a driver or that GPU is missing
         :raises GPUFailed: it has not so much memory left
         """
-        self.peers.device = device
+        self.peers.device = device if self._options.direction == "pull" else None
         if not self.serves or self.buffer is not None:
             return
         config = self._config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Set
 from typing import Any
 
 import anyio
@@ -12,20 +12,16 @@ import torch
 from asynckv.abc import (
     KVConnectorHandshake,
     KVConnectorMetadata,
-    KVConnectorWorker,
     KVTransferResults,
-    SupportsCrossLayerCaches,
     SupportsHandshake,
     SupportsHeldBlocks,
     SupportsLayerwise,
-    SupportsStreams,
 )
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.block_moves import BlockMoves
+from asynckv.connectors.cache_worker import CacheWorker
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.lifecycle import LifeCounters
-from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_loading import P2PLoading
 from asynckv.connectors.p2p_notices import P2PNotices
 from asynckv.connectors.p2p_orders import P2PMetadata
@@ -33,10 +29,8 @@ from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saving import P2PSaving
 from asynckv.connectors.staging import Staging
 from asynckv.connectors.transfers import Transfers
-from asynckv.loops import LoopBound
-from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.cuda import Event
-from asynckv.tensors.devices import Device, device_named
+from asynckv.errors import ConfigError
+from asynckv.tensors.devices import Device
 from asynckv.tensors.stagings import Stagings
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
@@ -65,15 +59,7 @@ class P2PWorkerStatistics:
     buffer: object
 
 
-class P2PWorker(
-    LoopBound,
-    KVConnectorWorker,
-    SupportsCrossLayerCaches,
-    SupportsHandshake,
-    SupportsHeldBlocks,
-    SupportsLayerwise,
-    SupportsStreams,
-):
+class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLayerwise):
     """Moves what :class:`~asynckv.connectors.P2PScheduler` decides, for one rank.
 
     It serves its own buffer where it prefills and keeps (``pull``), or where it decodes
@@ -95,16 +81,10 @@ class P2PWorker(
         stagings: Stagings | None = None,
         device: Device | None = None,
     ) -> None:
-        """``device`` is the GPU of the caches, where it is not told by its name."""
-        self.config = config
-        self.engine = engine
-        self.options = ConnectorOptions.of(config)
+        super().__init__(config, engine, stagings=stagings, device=device)
         self.routes = P2PRoutes(config, engine)
-        self._device = device
-        self._pool = CopyPool(stagings=stagings)
         self._transfers = Transfers()
         self._staging = Staging(config.max_bytes)
-        self._moves: BlockMoves | None = None
         self._orders: P2PMetadata | None = None
         notices = P2PNotices(self._transfers, self.routes, self.options)
         of_all = engine, self.options, self.routes, self._transfers, notices
@@ -114,29 +94,6 @@ class P2PWorker(
     @property
     def wants_layers(self) -> bool:
         return self.options.layerwise
-
-    def register_kv_caches(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        groups: Mapping[str, int] | None = None,
-    ) -> None:
-        self._check_loop_if_bound()
-        self._register(PagedCaches(kv_caches, self.engine.shape, groups))
-
-    def register_cross_layers_kv_cache(
-        self, kv_cache: torch.Tensor, layer_names: Sequence[str]
-    ) -> None:
-        self._check_loop_if_bound()
-        shape = self.engine.shape
-        self._register(PagedCaches.across_layers(kv_cache, layer_names, shape))
-
-    def mark_stream(self) -> Event | None:
-        return None if self._moves is None else self._moves.mark()
-
-    def follow(self, mark: object) -> None:
-        self._check_loop()
-        if self._moves is not None:
-            self._moves.follow(mark)
 
     async def start(self) -> None:
         self._check_loop()
@@ -252,22 +209,11 @@ class P2PWorker(
             self._moves.close()
 
     def _register(self, caches: PagedCaches) -> None:
-        self.config.check_device(str(caches.device))
-        self._moves = BlockMoves(caches, self._pool)
-
-    def _buffer_device(self) -> Device | None:
-        """Return the GPU that what is kept, and fetched, has its memory on.
-
-        What is pushed comes to the host: layers cannot be sent into a peer's GPU.
-        """
-        name = self.config.kv_buffer_device
-        if name == "cpu" or self.options.direction == "push":
-            return None
-        if self._moves is not None:
-            name = str(self._moves.caches.device)
-        return self._device or device_named(name, local_rank=self.config.local_rank)
-
-    def _registered(self) -> BlockMoves:
-        if self._moves is None:
-            raise RuntimeError("register_kv_caches() comes first")
-        return self._moves
+        buffer, there = self.routes.buffer, str(caches.device)
+        if buffer is not None and buffer.is_on_gpu and buffer.device != there:
+            raise ConfigError(
+                f"the buffer was opened on {buffer.device}, and the caches are on "
+                f"{there}",
+                hint="register them before start(), or say local_rank",
+            )
+        super()._register(caches)

@@ -44,7 +44,10 @@ class PeerLine:
         device: Device | None = None,
     ) -> None:
         self.url = url
-        self._device = device
+        self.device = device
+        """The GPU in whose memory is received what is fetched, if in one's."""
+        self.max_bytes = config.max_bytes
+        """What may be received at once: as much of that GPU is allocated."""
         self._config = config
         self._identity = identity
         self._peer: Peer | None = None
@@ -119,7 +122,7 @@ class PeerLine:
             self._peer.abort()
 
     async def _dial(self) -> Peer:
-        config, on_gpu = self._config, self._device is not None
+        config, on_gpu = self._config, self.device is not None
         try:
             async with asyncio.timeout(_DIAL_S + _OPEN_GPU_S * on_gpu):
                 if on_gpu and self._old:  # a GPU has no room for both
@@ -128,12 +131,12 @@ class PeerLine:
                     self.url,
                     fingerprint=config.fingerprint,
                     reconnect_s=0,
-                    max_bytes=config.max_bytes,
+                    max_bytes=self.max_bytes,
                     secret_file=config.secret_file,
                     tls=config.tls,
                     allow_plaintext=config.allow_plaintext,
                     identity=self._identity,
-                    device=self._device,
+                    device=self.device,
                 ).__aenter__()
         except (OSError, TimeoutError) as exc:
             raise PeerLost(f"nobody serves at {self.url}: {exc}") from exc

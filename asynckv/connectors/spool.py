@@ -13,6 +13,7 @@ from asynckv.abc import BlockIds
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.cuda import Event
+from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.views import bytes_of
 
 __all__ = ("Spool",)
@@ -66,6 +67,7 @@ class Spool:
     ) -> None:
         """Put the bytes of one value into the blocks at ``index`` of each group.
 
+        The value is in host memory, or on the GPU of the blocks, and ready there.
         A cancelled call no longer writes to the blocks; they may hold a part.
 
         :raises ValueError: it is no value of these caches
@@ -74,7 +76,8 @@ class Spool:
             raise ValueError(
                 f"a value of {value.nbytes} bytes is no block of {self.block_nbytes}"
             )
-        if not torch.equal(value[:_MARK_NBYTES], self._mark):
+        (told,) = await self._moves.fetch([value[:_MARK_NBYTES]])
+        if not torch.equal(told, self._mark):
             raise ValueError("a value of other layers, or of another dtype or layout")
         parts = self._parts(value, block_ids, index)
         await self._moves.scatter(
@@ -93,5 +96,6 @@ class Spool:
                 part = value[offset : offset + blocks.nbytes]
                 offset += blocks.nbytes
                 parts.append((blocks, part.view(blocks.dtype).view(blocks.shape)))
-        bytes_of(value)  # it is plain memory, whoever made it
+        if gpu_of(value) is None:
+            bytes_of(value)  # it is plain memory, whoever made it
         return parts

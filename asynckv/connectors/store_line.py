@@ -10,6 +10,7 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.peers import PeerLine
 from asynckv.errors import ConfigError
+from asynckv.tensors.devices import Device
 
 __all__ = ("FINGERPRINT_HINT", "StoreLine")
 
@@ -49,6 +50,13 @@ class StoreLine:
             )
         self._store = store
         self._line = PeerLine(url or "", config, f"{engine.engine_id}/{name}")
+
+    def land_on(self, device: Device, max_bytes: int) -> None:
+        """Have so much of a GPU for values that are fetched, from the next dial on.
+
+        Of a store that was given that is its own affair. Never waits.
+        """
+        self._line.device, self._line.max_bytes = device, max_bytes
 
     async def store(self) -> KVStoreBuffer:
         """Return the store. A cancelled call leaves no trace.

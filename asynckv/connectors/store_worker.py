@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, NamedTuple
 
 import anyio
@@ -15,34 +15,33 @@ import torch
 
 from asynckv.abc import (
     KVConnectorMetadata,
-    KVConnectorWorker,
     KVStoreBuffer,
     KVTransferResults,
-    SupportsCrossLayerCaches,
-    SupportsStreams,
 )
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.block_moves import BlockMoves
+from asynckv.connectors.cache_worker import CacheWorker
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import rank_block_keys
 from asynckv.connectors.lifecycle import LifeCounters
-from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.spool import Spool
 from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
 from asynckv.connectors.transfers import Transfers, reason_of
+from asynckv.connectors.whole_entries import forget_locals
 from asynckv.errors import EntryAborted
-from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
+from asynckv.tensors.devices import Device
 from asynckv.tensors.stagings import Stagings
 
 __all__ = ("StoreWorker", "StoreWorkerStatistics")
 
 _BLOCKS_AT_ONCE: Final = 16
+_LANDED_BLOCKS: Final = 2 * _BLOCKS_AT_ONCE
+"""So many land in memory of a GPU: of those that are scattered it is free later."""
+
 _STAGED_BLOCKS: Final = 64
 _STAGED_BYTES: Final = 256 * 2**20
 _WAIT_S: Final = 0.2
@@ -84,9 +83,7 @@ class StoreWorkerStatistics:
     lives: LifeCounters
 
 
-class StoreWorker(
-    LoopBound, KVConnectorWorker, SupportsCrossLayerCaches, SupportsStreams
-):
+class StoreWorker(CacheWorker):
     """Loads and saves what :class:`~asynckv.connectors.StoreScheduler` decides.
 
     ``wait_for_save`` waits until blocks are copied, not until they are stored: that
@@ -105,15 +102,12 @@ class StoreWorker(
         store: KVStoreBuffer | None = None,
         *,
         stagings: Stagings | None = None,
+        device: Device | None = None,
     ) -> None:
-        self.config = config
-        self.engine = engine
-        self.options = ConnectorOptions.of(config)
+        super().__init__(config, engine, stagings=stagings, device=device)
         self._namespace = namespace_of(engine)
         self._line = StoreLine(config, engine, store, str(engine.rank))
-        self._pool = CopyPool(stagings=stagings)
         self._transfers = Transfers()
-        self._moves: BlockMoves | None = None
         self._spool: Spool | None = None
         self._orders: StoreMetadata | None = None
         self._saves: collections.deque[_Save] = collections.deque()
@@ -125,29 +119,6 @@ class StoreWorker(
         self._loaded_blocks = self._saved_blocks = self._skipped_blocks = 0
         self._failed_blocks = 0
         self._is_told = False
-
-    def register_kv_caches(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        groups: Mapping[str, int] | None = None,
-    ) -> None:
-        self._check_loop_if_bound()
-        self._register(PagedCaches(kv_caches, self.engine.shape, groups))
-
-    def register_cross_layers_kv_cache(
-        self, kv_cache: torch.Tensor, layer_names: Sequence[str]
-    ) -> None:
-        self._check_loop_if_bound()
-        shape = self.engine.shape
-        self._register(PagedCaches.across_layers(kv_cache, layer_names, shape))
-
-    def mark_stream(self) -> Event | None:
-        return None if self._moves is None else self._moves.mark()
-
-    def follow(self, mark: object) -> None:
-        self._check_loop()
-        if self._moves is not None:
-            self._moves.follow(mark)
 
     async def start(self) -> None:
         """Nothing to open: the store is dialled when it is needed."""
@@ -215,7 +186,7 @@ class StoreWorker(
                 self._end(save)
                 self._skipped_blocks += 1
             else:
-                spool = self._registered()
+                spool = self._spooled()
                 value = await spool.gather(save.order.block_ids, save.offset, mark)
                 put = functools.partial(self._put, save, value)
                 self._transfers.begin_untold(put, f"put {save.key}")
@@ -272,22 +243,25 @@ class StoreWorker(
             self._moves.close()
 
     def _register(self, caches: PagedCaches) -> None:
-        self.config.check_device(str(caches.device))
-        self._moves = BlockMoves(caches, self._pool)
-        self._spool = Spool(self._moves)
+        super()._register(caches)
+        self._spool = spool = Spool(self._registered())
+        device = self._buffer_device()
+        if device is not None:
+            landing = _LANDED_BLOCKS * spool.block_nbytes
+            self._line.land_on(device, min(landing, self.config.max_bytes))
 
     def _now(self) -> Event | None:
         """Return where the engine's stream is."""
         return None if self._moves is None else self._moves.now()
 
-    def _registered(self) -> Spool:
+    def _spooled(self) -> Spool:
         if self._spool is None:
             raise RuntimeError("register_kv_caches() comes first")
         return self._spool
 
     async def _has_room(self, until_s: float) -> bool:
         """Whether one more block may be on its way; wait for that, but not for long."""
-        most = max(_STAGED_BLOCKS, _STAGED_BYTES // self._registered().block_nbytes)
+        most = max(_STAGED_BLOCKS, _STAGED_BYTES // self._spooled().block_nbytes)
         if self._staged < most:
             return True
         if self._is_stalled:
@@ -311,7 +285,7 @@ class StoreWorker(
             del self._ends[next(iter(self._ends))]
 
     def _begin_load(self, order: StoreOrder) -> None:
-        spool, mark = self._registered(), self._now()
+        spool, mark = self._spooled(), self._now()
         self._transfers.begin(
             order.request_id,
             "recv",
@@ -358,18 +332,26 @@ class StoreWorker(
             value = await store.get(key)
             if value is None:
                 raise EntryAborted("a block is not stored any more", reason="deleted")
-            await scatter(value)
+            try:
+                await scatter(value)
+            except BaseException as exc:
+                forget_locals(exc)  # who keeps it keeps no memory of a GPU
+                raise
+            finally:
+                del value
             self._loaded_blocks += 1
 
     async def _put(self, save: _Save, value: torch.Tensor) -> None:
         is_stored = False
         try:
-            async with self._at_once, asyncio.timeout(self.options.save_timeout_s):
-                store = await self._line.store()
-                if not self._is_told:
-                    await store.put(SHAPE_KEY, StoredShape.of(self.engine).tensor())
-                    self._is_told = True
-                await store.put(save.key, value)
+            async with self._at_once:
+                store = await self._line.store()  # a GPU takes its time to be opened
+                async with asyncio.timeout(self.options.save_timeout_s):
+                    if not self._is_told:
+                        shape = StoredShape.of(self.engine)
+                        await store.put(SHAPE_KEY, shape.tensor())
+                        self._is_told = True
+                    await store.put(save.key, value)
             is_stored = True
             self._is_stalled = False
         finally:

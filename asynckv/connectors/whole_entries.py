@@ -1,4 +1,4 @@
-"""How a load selects an entry: as it lands, or whole, where it lies on this GPU."""
+"""How a load selects an entry: as it lands, where it lies on this GPU; or whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from asynckv.abc import KVEntry, KVLookupBuffer, SelectStream
 from asynckv.buffers.contents import flatten
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import spec_of
@@ -21,23 +22,37 @@ __all__ = ("WholeEntry", "forget_locals", "open_entry")
 async def open_entry(
     buffer: KVLookupBuffer, entry_id: str
 ) -> AsyncIterator[SelectStream]:
-    """Select an entry as ``open_drop_select`` does.
+    """Select an entry as ``open_drop_select`` does; nobody may keep its tensors.
 
-    In a peer's memory of this GPU it is waited for until it is whole, and its tensors
-    are views, which nobody may keep: what streams there comes through host memory.
+    In this process's own memory of a GPU they are views, as they land. In a peer's
+    memory of this GPU it is waited for until it is whole, and they are views too: what
+    streams there comes through host memory.
     """
-    if not (isinstance(buffer, RemoteLookupBuffer) and buffer.shows_gpu_memory):
-        async with buffer.open_drop_select(entry_id=entry_id) as stream:
+    async with _opened(buffer, entry_id) as stream:
+        try:
             yield stream
-        return
+        except BaseException as exc:
+            forget_locals(exc)
+            raise
+
+
+def _opened(
+    buffer: KVLookupBuffer, entry_id: str
+) -> contextlib.AbstractAsyncContextManager[SelectStream]:
+    if isinstance(buffer, RemoteLookupBuffer) and buffer.shows_gpu_memory:
+        return _whole(buffer, entry_id)
+    if isinstance(buffer, LookupBuffer) and buffer.is_on_gpu:
+        return buffer.open_views(entry_id)
+    return buffer.open_drop_select(entry_id=entry_id)
+
+
+@contextlib.asynccontextmanager
+async def _whole(buffer: KVLookupBuffer, entry_id: str) -> AsyncIterator[SelectStream]:
     async with buffer.drop_select(entry_id=entry_id) as entry:
         whole = WholeEntry(entry)
         del entry  # its views are to end with this
         try:
             yield whole
-        except BaseException as exc:
-            forget_locals(exc)
-            raise
         finally:
             whole.close()
 

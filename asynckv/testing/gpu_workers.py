@@ -50,13 +50,21 @@ def content_of(layer: str) -> torch.Tensor:
 
 
 def worker_on(
-    kind: GpuKind, role: KVRole, url: str, **extra: object
+    kind: GpuKind,
+    role: KVRole,
+    url: str,
+    *,
+    gpus: FakeGpus | None = None,
+    **extra: object,
 ) -> tuple[P2PWorker, dict[str, torch.Tensor]]:
-    """Return a worker that saves to ``url``, or fetches from there, and its caches.
+    """Return a worker for each side, between which there is ``url``, and its caches.
 
-    ``extra`` are options of connectors.
+    ``gpus`` are those of a fake one, if not its own. ``extra`` are options of
+    connectors. Without a ``direction`` the consumer pulls.
     """
     producer = role == "kv_producer"
+    serves = producer == (extra.get("direction", "pull") == "pull")
+    peer = "D" if producer else "P"
     config = KVTransferConfig(
         kv_connector="P2PConnector",
         kv_role=role,
@@ -66,7 +74,7 @@ def worker_on(
             "direction": "pull",
             "load_timeout_s": 20.0,
             **extra,
-            **({"listen": url} if producer else {"peers": {"P": url}}),
+            **({"listen": url} if serves else {"peers": {peer: url}}),
         },
     )
     engine = KVEngine(engine_id="P" if producer else "D", block_size=16)
@@ -78,7 +86,7 @@ def worker_on(
         worker = P2PWorker(config, engine)
         caches = {layer: one.cuda() for layer, one in content.items()}
     else:
-        gpu = fake_device_of(FakeGpus().process())
+        gpu = fake_device_of((gpus or FakeGpus()).process())
         stagings, device = stagings_of(gpu), gpu.device
         worker = P2PWorker(config, engine, stagings=stagings, device=device)
         caches = {layer: gpu.tensor(one) for layer, one in content.items()}

@@ -5,13 +5,15 @@ import asyncio
 import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.streaming import LocalStream, LocalWriter
+from asynckv.buffers.streaming import LocalStream, LocalViews, LocalWriter
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.testing.blocked import until_blocked
-from asynckv.testing.lookup_checks.values import cancelled, noise, same
+from asynckv.testing.fake_devices import fake_device
+from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same
 from asynckv.types import TensorSpec
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
+LARGE_SPECS = {name: TensorSpec((MIB,), "uint8") for name in ("key", "value")}
 
 
 async def test_a_writer_that_was_left_puts_nothing() -> None:
@@ -105,3 +107,42 @@ async def test_into_must_fit_what_was_declared() -> None:
             async with buffer.open_drop_select([1], into={"key": noise(9)}):
                 pass
         await buffer.drop_select([1])
+
+
+async def test_views_are_shown_as_they_land_and_copied_nowhere() -> None:
+    with fake_device(max_delay=2) as gpu:
+        async with LookupBuffer("4MiB", device=gpu.device, drain_s=0) as buffer:
+            has = len(gpu.process.owned)
+            async with buffer.open_insert(
+                [1], None, LARGE_SPECS, entry_id="e"
+            ) as writer:
+                await writer.put("value", noise(MIB, 2))
+                async with buffer.open_views("e") as views:
+                    assert isinstance(views, LocalViews)
+                    name, tensor = await anext(views)
+                    assert (name, tensor.is_cuda) == ("value", True)
+                    assert same(tensor.cpu(), noise(MIB, 2))
+                    del tensor
+                    await writer.put("key", noise(MIB))
+                    assert same((await views.wait_for("key")).cpu(), noise(MIB))
+                    assert len(gpu.process.owned) == has
+            assert not buffer.statistics().used_bytes
+
+
+async def test_memory_that_somebody_has_a_view_of_is_nobody_elses() -> None:
+    async with LookupBuffer("4MiB", drain_s=0) as buffer:
+        await buffer.insert([1], None, noise(MIB), None, None, entry_id="e")
+        async with buffer.open_views("e") as views:
+            kept = await views.wait_for("key")
+        await buffer.insert([2], None, noise(2 * MIB, 2), None, None)
+        assert same(kept, noise(MIB))
+        assert buffer.statistics().pinned_bytes == MIB
+
+
+async def test_what_is_gone_is_shown_no_more() -> None:
+    async with LookupBuffer("4MiB", drain_s=0) as buffer:
+        await buffer.insert([1], None, noise(8), None, None, entry_id="e")
+        with pytest.raises(EntryAborted):
+            async with buffer.open_views("e") as views:
+                buffer.abort()
+                await views.wait_for("key")

@@ -9,17 +9,25 @@ import random
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.p2p_orders import P2PMetadata
+from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.connectors.p2p_worker import P2PWorker
-from asynckv.errors import GPUUnavailable
+from asynckv.errors import ConfigError, GPUUnavailable
 from asynckv.testing.blocked import until
+from asynckv.testing.cancellations.connectors.grounds import (
+    LARGE,
+    P2PGround,
+    open_p2p,
+    until_loaded,
+)
 from asynckv.testing.engines.toy_engine import ToyEngine
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import (
@@ -38,6 +46,7 @@ from asynckv.testing.gpu_workers import save_order, worker_on
 MODEL = ToyModel(layers=2, head_dim=128)
 """A layer of 70 tokens is larger than what stays in host memory."""
 PREFILL = {"do_remote_decode": True}
+THERE: dict[str, Any] = {"on_gpus": True, "are_buffers_there": True}
 
 Pair = tuple[ToyEngine, ToyEngine]
 
@@ -120,6 +129,14 @@ def is_idle(worker: P2PWorker) -> bool:
     return not (now.releasing or now.saving or now.loading or now.staged_bytes)
 
 
+def allocated_on(worker: P2PWorker) -> int:
+    """Return how many allocations there are on a worker's GPU."""
+    assert worker._device is not None
+    tensors = worker._device.open().tensors
+    assert isinstance(tensors, FakeTensors)
+    return len(tensors._process.owned)
+
+
 def is_empty(buffer: LookupBuffer) -> bool:
     return not buffer.statistics().used_bytes
 
@@ -159,11 +176,12 @@ async def test_a_prompt_goes_from_one_gpu_to_another() -> None:
     two.close()
 
 
+@pytest.mark.parametrize("direction", ["pull", "push"])
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
 async def test_heads_of_several_ranks_come_to_where_they_belong(
-    gpus: FakeGpus, ranks: tuple[int, int]
+    gpus: FakeGpus, ranks: tuple[int, int], direction: str
 ) -> None:
-    async with pair_of(gpus, ranks) as pair:
+    async with pair_of(gpus, ranks, direction=direction) as pair:
         assert await hand_over(pair, prompt()) > 0
         await all_quiet(pair)
 
@@ -180,13 +198,72 @@ async def test_an_engine_without_a_gpu_is_no_worse_off(
         await all_quiet(pair)
 
 
-async def test_what_is_pushed_waits_in_host_memory(gpus: FakeGpus) -> None:
+async def test_what_is_pushed_waits_on_the_gpu_where_it_is_decoded(
+    gpus: FakeGpus,
+) -> None:
     async with pair_of(gpus, direction="push") as pair:
+        assert await hand_over(pair, prompt()) == 70
+        (prefill,), (decode,) = map(workers_of, pair)
+        assert decode.routes.buffer is not None
+        assert decode.routes.buffer.device == "cuda:0"
+        assert prefill.routes.buffer is None
+        assert [line.device for line in prefill.routes.peers._lines.values()] == [None]
+        has = allocated_on(decode)
+        assert await hand_over(pair, prompt(seed=2), "again") == 70
+        assert allocated_on(decode) == has
+        await all_quiet(pair)
+
+
+@pytest.mark.parametrize(("on_gpu", "where"), [("P", "cpu"), ("D", "cuda:0")])
+async def test_who_pushes_need_not_know_where_that_waits(
+    gpus: FakeGpus, on_gpu: str, where: str
+) -> None:
+    async with pair_of(gpus, on_gpu=on_gpu, direction="push") as pair:
         assert await hand_over(pair, prompt()) == 70
         (decode,) = workers_of(pair[1])
         assert decode.routes.buffer is not None
-        assert decode.routes.buffer.device == "cpu"
+        assert decode.routes.buffer.device == where
         await all_quiet(pair)
+
+
+async def begin_to_push(ground: P2PGround) -> LoadOrder:
+    """Push the first layer of two, and wait until it is loaded."""
+    (prefill,), (decode,) = ground.prefill.workers, ground.decode.workers
+    name, (first, last) = ground.new_name(), ground.model.layer_names
+    ground.prefill.caches[0].compute()
+    ground.decode.caches[0].spoil()
+    layers = ground.decode.caches[0].layers
+    spoilt = layers[last].cpu()
+    prefill.bind_connector_metadata(P2PMetadata(saves=(ground.save_order(name),)))
+    prefill.save_kv_layer(first)
+    order = ground.load_order(name, is_async=False)
+    await ground.begin_load(order)
+    await decode.wait_for_layer_load(first)
+    assert not torch.equal(layers[first].cpu(), spoilt)
+    assert torch.equal(layers[last].cpu(), spoilt)
+    return order
+
+
+async def test_a_pushed_layer_is_loaded_before_the_next_is_computed() -> None:
+    async with open_p2p("unix", "push", model=LARGE, **THERE) as ground:
+        order = await begin_to_push(ground)
+        ground.prefill.workers[0].save_kv_layer(ground.model.layer_names[1])
+        await ground.end_save(order.transfer_id)
+        await ground.end_load(order)
+        await ground.check_quiet()
+
+
+async def test_what_was_pushed_by_a_peer_that_dies_keeps_no_memory() -> None:
+    async with open_p2p("unix", "push", model=LARGE, **THERE) as ground:
+        order = await begin_to_push(ground)
+        (decode,) = ground.decode.workers
+        ground.prefill.workers[0].abort()
+        await until_loaded(decode)
+        assert decode.get_finished().failed_recving == {order.request_id}
+        buffer = decode.routes.buffer
+        assert buffer is not None and buffer.is_on_gpu
+        await until(lambda: not buffer.statistics().used_bytes)
+        await until(lambda: not buffer.statistics().pinned_bytes)
 
 
 async def test_what_has_no_room_on_the_gpu_goes_on_from_host_memory(
@@ -219,8 +296,11 @@ async def test_nothing_is_read_before_it_is_computed(gpus: FakeGpus) -> None:
         await all_quiet(pair)
 
 
-async def test_aborted_requests_give_all_memory_back(gpus: FakeGpus) -> None:
-    async with pair_of(gpus) as pair:
+@pytest.mark.parametrize("direction", ["pull", "push"])
+async def test_aborted_requests_give_all_memory_back(
+    gpus: FakeGpus, direction: str
+) -> None:
+    async with pair_of(gpus, direction=direction) as pair:
         for number in range(1, 9):
             tokens = prompt(seed=number)
             params = await prefilled(pair, tokens, f"{number}")
@@ -234,7 +314,7 @@ async def test_aborted_requests_give_all_memory_back(gpus: FakeGpus) -> None:
 
 
 async def test_a_save_is_given_up_whose_stream_does_not_get_on() -> None:
-    options = {"direction": "pull", "save_timeout_s": 0.05}
+    options: dict[str, Any] = {"direction": "pull", "save_timeout_s": 0.05}
     worker, _ = worker_on("fake", "kv_producer", "mem://stuck-gpu", **options)
     async with worker:
         await worker.start()
@@ -269,3 +349,20 @@ async def test_a_gpu_that_is_not_there_is_told_at_the_start() -> None:
     with pytest.raises(GPUUnavailable):
         await worker.start()
     await worker.aclose()
+
+
+async def test_caches_on_another_gpu_than_the_buffer_are_refused() -> None:
+    two = FakeGpus(2)
+    process = two.process()
+    config, _ = pair_configs(["mem://of-two"], ["mem://nobody"], {"direction": "pull"})
+    config = msgspec.structs.replace(config, kv_buffer_device="cuda")
+    device = fake_device_of(process).device
+    engine = KVEngine(engine_id="P", block_size=16)
+    async with P2PWorker(config, engine, device=device) as worker:
+        await worker.start()
+        caches = {"a": fake_device_of(process, 1).tensor(torch.zeros(4, 16, 2))}
+        with pytest.raises(
+            ConfigError, match="on cuda:0, and the caches are on cuda:1"
+        ):
+            worker.register_kv_caches(caches)
+    two.close()

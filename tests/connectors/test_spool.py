@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -7,6 +10,14 @@ from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.spool import Spool
 from asynckv.tensors.copying import CopyPool
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device(seed=3, max_delay=2) as gpu:
+        yield gpu
 
 
 def spool_of(
@@ -53,3 +64,20 @@ async def test_a_value_of_other_caches_is_refused_although_it_is_as_large(
     with pytest.raises(ValueError, match="other layers"):
         await spool.scatter(value, ((0,),), 0)
     assert not pools["a"].any()
+
+
+async def test_a_value_on_the_gpu_of_the_blocks_goes_to_them_there(
+    gpu: FakeDevice,
+) -> None:
+    host = {name: torch.randn(6, 256) for name in "ab"}
+    value = await spool_of(host).gather(((4,),), 0)
+    pools = {name: gpu.tensor(torch.zeros(6, 256)) for name in "ab"}
+    moves = BlockMoves(PagedCaches(pools, None), CopyPool(stagings=stagings_of(gpu)))
+    spool = Spool(moves)
+    await spool.scatter(gpu.tensor(value), ((2,),), 0)
+    assert all(torch.equal(pools[n].cpu()[2], host[n][4]) for n in "ab")
+    with pytest.raises(ValueError, match="other layers"):
+        await spool.scatter(gpu.tensor(torch.zeros_like(value)), ((0,),), 0)
+    moves.pool.close()
+    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
+    assert gpu.process.cuda.launches == 1

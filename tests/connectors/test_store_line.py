@@ -8,6 +8,9 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.store_line import StoreLine
 from asynckv.errors import ConfigError
+from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_devices import fake_device
+from asynckv.testing.lookup_checks.values import MIB, noise
 
 ENGINE = KVEngine(engine_id="E", block_size=4)
 
@@ -32,6 +35,22 @@ async def test_a_store_that_is_given_is_used_and_left_open() -> None:
         await line.aclose()
         line.abort()
         assert await store.contains([]) == ()
+
+
+async def test_values_land_where_it_was_last_said() -> None:
+    config = config_of(store="mem://gpu-line", fingerprint="toy")
+    async with StoreBuffer(fingerprint="toy") as store:
+        with fake_device() as gpu:
+            line = StoreLine(config, ENGINE, None, "0")
+            line.land_on(gpu.device, 2 * MIB)
+            async with serve("mem://gpu-line", store=store):
+                await store.put("a", noise(MIB))
+                there = await (await line.store()).get("a")
+                assert there is not None and there.is_cuda
+                assert is_same(there.cpu(), noise(MIB))
+                del there
+                await line.aclose()
+            assert not gpu.process.owned
 
 
 def test_without_a_store_there_is_no_connector() -> None:

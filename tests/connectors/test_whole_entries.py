@@ -7,6 +7,7 @@ import torch
 
 from asynckv.abc import SelectStream
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.streaming import LocalViews
 from asynckv.connectors.whole_entries import WholeEntry, forget_locals, open_entry
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
@@ -52,14 +53,25 @@ async def test_elsewhere_it_comes_as_it_lands() -> None:
         assert not buffer.statistics().entries
 
 
+async def test_on_the_buffers_own_gpu_it_is_seen_as_it_lands(pair: GpuPair) -> None:
+    async with open_entry(pair.buffer, "e") as entry:
+        assert isinstance(entry, LocalViews)
+        assert is_same((await entry.wait_for("a.key")).cpu(), noise(MIB))
+    assert not pair.buffer.statistics().used_bytes
+
+
 async def read_and_fail(entry: SelectStream) -> None:
     kept = await entry.wait_for("a.key")
     raise ValueError(f"no use for {kept.nbytes} bytes")
 
 
-async def test_an_error_that_is_kept_keeps_no_memory(pair: GpuPair) -> None:
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_an_error_that_is_kept_keeps_no_memory(
+    pair: GpuPair, is_own: bool
+) -> None:
+    buffer = pair.buffer if is_own else pair.peer.lookup
     with pytest.raises(ValueError, match="no use") as kept:
-        async with open_entry(pair.peer.lookup, "e") as entry:
+        async with open_entry(buffer, "e") as entry:
             await read_and_fail(entry)
     await until(lambda: not pair.buffer.statistics().leased)
     assert await pair.buffer.withdraw("e")

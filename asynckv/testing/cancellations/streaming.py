@@ -21,6 +21,7 @@ __all__ = (
     "STREAMING",
     "a_reader",
     "a_reader_beside_its_writer",
+    "a_reader_of_views",
     "a_writer",
     "a_writer_before_a_select",
     "a_writer_beside_its_reader",
@@ -63,21 +64,31 @@ class _Writer:
 class _Reader:
     """Reads an entry to its end; ``is_used`` once it has all of it.
 
-    It waits for its last tensor by name first, if it is to read ``by_name``.
+    It waits for its last tensor by name first, if it is to read ``by_name``. Where the
+    buffer is this process's own it may read ``views``.
     """
 
     def __init__(
-        self, ground: Ground, entries: Entries, *, by_name: bool = True
+        self,
+        ground: Ground,
+        entries: Entries,
+        *,
+        by_name: bool = True,
+        views: bool = False,
     ) -> None:
         self.is_used = False
         self._ground = ground
         self._entries = entries
         self._by_name = by_name
+        self._views = views
 
     async def read(self) -> None:
         self.is_used = False
         contents = self._entries.contents
-        async with self._ground.consumer.open_drop_select(TOKENS) as stream:
+        opened = self._ground.consumer.open_drop_select(TOKENS)
+        if self._views:
+            opened = self._ground.local.open_views(self._entries.name)
+        async with opened as stream:
             expect(stream.entry_id == self._entries.name, "another entry")
             if self._by_name:
                 expect_same(await stream.wait_for("value"), contents)
@@ -163,12 +174,23 @@ async def a_reader_beside_its_writer(
         await _read_beside_a_writer(ground, sweeper, nbytes, by_name)
 
 
+async def a_reader_of_views(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """As a reader of copies; and no view is left that keeps memory from others."""
+    for by_name in (True, False):
+        await _read_beside_a_writer(ground, sweeper, nbytes, by_name, views=True)
+
+
 async def _read_beside_a_writer(
-    ground: Ground, sweeper: Sweeper, nbytes: int, by_name: bool
+    ground: Ground,
+    sweeper: Sweeper,
+    nbytes: int,
+    by_name: bool,
+    *,
+    views: bool = False,
 ) -> None:
     entries = Entries(ground, nbytes)
     writer = _Writer(ground, entries)
-    reader = _Reader(ground, entries, by_name=by_name)
+    reader = _Reader(ground, entries, by_name=by_name, views=views)
     partner: Partner
 
     async def before() -> None:
@@ -185,7 +207,7 @@ async def _read_beside_a_writer(
         await partner.ended()
         await _is_given_back(ground, entries, reader, outcome)
 
-    way = "by name" if by_name else "in order"
+    way = ("by name" if by_name else "in order") + " of views" * views
     await sweeper.sweep(
         f"a reader {way} of {nbytes} bytes beside its writer",
         reader.read,
@@ -296,10 +318,13 @@ _OPEN_SELECT: Final = (
     "SelectStream.wait_for",
 )
 
+_VIEWS: Final = ("LookupBuffer.open_views", "SelectStream.wait_for")
+
 STREAMING: Final = (
     Scenario(a_writer, _OPEN_INSERT),
     Scenario(a_writer_that_waits_for_room, _OPEN_INSERT),
     Scenario(a_reader, _OPEN_SELECT),
+    Scenario(a_reader_of_views, _VIEWS, ("local",)),
     Scenario(a_reader_beside_its_writer, _OPEN_SELECT),
     Scenario(a_writer_beside_its_reader, _OPEN_INSERT),
     Scenario(a_writer_before_a_select, _OPEN_INSERT),

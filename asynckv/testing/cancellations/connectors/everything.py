@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeAlias
 
@@ -29,27 +29,37 @@ SCENARIOS: Final[tuple[ConnectorScenario[Any], ...]] = (*_P2P, *STORES, *SEVERAL
 
 _Opened: TypeAlias = tuple[Any, _Scenarios]
 
-GROUNDS: Final = (
-    "pull",
-    "pull large",
-    "push",
-    "push large",
-    "to two ranks",
-    "from two ranks",
-    "on GPUs",
-    "buffers on GPUs",
-    "on GPUs from two ranks",
-    "store",
-    "store large",
-    "several",
-)
+_OPENING: Final[Mapping[str, Callable[[], Any]]] = {
+    "pull": lambda: open_p2p("unix"),
+    "pull large": lambda: open_p2p("tcp", model=LARGE),
+    "push": lambda: open_p2p("tcp", "push"),
+    "push large": lambda: open_p2p("unix", "push", model=LARGE),
+    "to two ranks": lambda: open_p2p("tcp", sizes=(1, 2)),
+    "from two ranks": lambda: open_p2p("unix", "push", (2, 1)),
+    "on GPUs": lambda: open_p2p("unix", "push", on_gpus=True),
+    "buffers on GPUs": lambda: open_p2p(
+        "unix", model=LARGE, on_gpus=True, are_buffers_there=True
+    ),
+    "pushed to GPUs": lambda: open_p2p(
+        "unix", "push", model=LARGE, on_gpus=True, are_buffers_there=True
+    ),
+    "on GPUs from two ranks": lambda: open_p2p("unix", "push", (2, 1), on_gpus=True),
+    "store": lambda: open_store_ground("tcp", SMALL),
+    "store large": lambda: open_store_ground("tcp", LARGE),
+    "store on GPUs": lambda: open_store_ground("tcp", LARGE, on_gpus=True),
+    "several": lambda: open_several("unix"),
+}
+
+GROUNDS: Final = tuple(_OPENING)
 """Over tcp and unix sockets, both directions; from several ranks, and to several."""
 
-COSTLY_GROUNDS: Final = ("buffers on GPUs", "on GPUs from two ranks")
-"""They take longer than all others together."""
-
-_OF_COSTLY: Final = ("a_load",)
-"""What has coroutines that are nowhere else, of what is done there."""
+COSTLY_GROUNDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "buffers on GPUs": ("a_load",),
+    "on GPUs from two ranks": ("a_load",),
+    "pushed to GPUs": (),
+    "store on GPUs": (),
+}
+"""They take longer than all others together. With them, what is done nowhere else."""
 
 _COSTLY_EVERY: Final = 4
 """So many passes have one with all that is costly."""
@@ -57,35 +67,13 @@ _COSTLY_EVERY: Final = 4
 
 @asynccontextmanager
 async def open_ground(name: str) -> AsyncIterator[_Opened]:
-    """Open a ground of :data:`GROUNDS`, with the scenarios that make sense there."""
-    match name:
-        case "pull":
-            opened: Any = open_p2p("unix")
-        case "pull large":
-            opened = open_p2p("tcp", model=LARGE)
-        case "push":
-            opened = open_p2p("tcp", "push")
-        case "push large":
-            opened = open_p2p("unix", "push", model=LARGE)
-        case "to two ranks":
-            opened = open_p2p("tcp", sizes=(1, 2))
-        case "from two ranks":
-            opened = open_p2p("unix", "push", (2, 1))
-        case "on GPUs":
-            opened = open_p2p("unix", "push", on_gpus=True)
-        case "buffers on GPUs":
-            opened = open_p2p("unix", model=LARGE, on_gpus=True, are_buffers_there=True)
-        case "on GPUs from two ranks":
-            opened = open_p2p("unix", "push", (2, 1), on_gpus=True)
-        case "store" | "store large":
-            opened = open_store_ground("tcp", LARGE if "large" in name else SMALL)
-        case "several":
-            opened = open_several("unix")
-        case _:
-            raise ValueError(f"there is no ground {name!r}")
+    """Open one of these grounds, with the scenarios that make sense there."""
+    opening = _OPENING.get(name)
+    if opening is None:
+        raise ValueError(f"there is no ground {name!r}")
     others: Mapping[str, _Scenarios] = {"store": STORES, "several": SEVERAL}
     scenarios = others.get(name.split()[0], _P2P)
-    async with one_thread_of_torch(), opened as ground:
+    async with one_thread_of_torch(), opening() as ground:
         yield ground, scenarios
 
 
@@ -99,14 +87,15 @@ async def run_scenarios(
 ) -> None:
     """Sweep each scenario of a ground; then again, at random, until it is enough.
 
-    ``is_short`` leaves out what costs much on a costly ground, and cancels there
-    no more often than that comes to.
+    ``is_short`` leaves out what is done elsewhere too where that costs much; it is
+    swept once then, however often that cancels.
 
     :raises BaseException: a promise was broken; the notes name scenario and seed
     """
     async with open_ground(name) as (ground, scenarios):
         if is_short and name in COSTLY_GROUNDS:
-            scenarios = [one for one in scenarios if one.name in _OF_COSTLY]
+            chosen = COSTLY_GROUNDS[name]
+            scenarios = [one for one in scenarios if one.name in chosen]
             at_least = 0
         for scenario in scenarios:
             await _run(scenario, ground, sweeper, f"first pass on {name}")

@@ -33,6 +33,12 @@ from asynckv.testing.cancellations.quiet import Watched, everything_is_quiet, ta
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import toy_shape
 from asynckv.testing.expectations import expect
+from asynckv.testing.fake_devices import (
+    FakeDevice,
+    fake_device,
+    fake_device_of,
+    stagings_of,
+)
 
 __all__ = ("StoreGround", "config_of", "open_store_ground")
 
@@ -52,6 +58,7 @@ class StoreGround:
     store: StoreBuffer
     lookup: LookupBuffer
     server: Server
+    gpu: FakeDevice | None = None
     tasks: frozenset[asyncio.Task[Any]] | None = None
 
     def new_keys(self) -> tuple[str, ...]:
@@ -128,37 +135,48 @@ class StoreGround:
 
     def new_worker(self) -> StoreWorker:
         """Return another loader, of the same caches."""
-        worker = StoreWorker(config_of(self.url), self.new_engine())
+        worker = _worker(self.loader.config, self.new_engine(), self.gpu)
         worker.register_kv_caches(self.loaded.layers)
         return worker
 
 
-def config_of(url: str) -> KVTransferConfig:
+def config_of(url: str, buffer_device: str = "cpu") -> KVTransferConfig:
     """Return the configuration of an engine that uses the store at ``url``."""
     return KVTransferConfig(
         kv_connector="StoreConnector",
         kv_role="kv_both",
+        kv_buffer_device=buffer_device,
         kv_connector_extra_config={"store": url, "fingerprint": "toy"},
     )
 
 
 @contextlib.asynccontextmanager
 async def open_store_ground(
-    scheme: Scheme, model: ToyModel = SMALL
+    scheme: Scheme, model: ToyModel = SMALL, *, on_gpus: bool = False
 ) -> AsyncIterator[StoreGround]:
-    """Open a store and two engines that use it, one of which has loaded once."""
-    shape = toy_shape(model)
+    """Open a store and two engines that use it, one of which has loaded once.
+
+    ``on_gpus``: the store, the caches and what is fetched are on a GPU that is not
+    there, as of two processes.
+    """
+    shape, gpus = toy_shape(model), list[FakeDevice | None]([None, None])
     async with contextlib.AsyncExitStack() as stack:
+        if on_gpus:
+            gpu = stack.enter_context(fake_device(seed=1, max_delay=2))
+            gpus = [gpu, fake_device_of(gpu.process.gpus.process())]
         ((url,),) = stack.enter_context(urls_of(scheme, 1))
         lookup = await stack.enter_async_context(LookupBuffer("1MiB"))
-        store = await stack.enter_async_context(StoreBuffer("16MiB", fingerprint="toy"))
+        device = None if gpus[0] is None else gpus[0].device
+        store = await stack.enter_async_context(
+            StoreBuffer("16MiB", fingerprint="toy", device=device)
+        )
         server = await stack.enter_async_context(serve(url, lookup=lookup, store=store))
-        config, workers, caches = config_of(url), [], []
+        config, workers, caches = config_of(url, "cuda" if on_gpus else "cpu"), [], []
         for place, name in enumerate(("saver", "loader")):
             engine = KVEngine(engine_id=name, block_size=16, shape=shape)
-            worker = StoreWorker(config, engine)
+            worker = _worker(config, engine, gpus[1])
             workers.append(await stack.enter_async_context(worker))
-            caches.append(ToyCaches(model, shape, 0, place))
+            caches.append(ToyCaches(model, shape, 0, place, gpus[1]))
             worker.register_kv_caches(caches[-1].layers)
             await worker.start()
         scheduler = StoreScheduler(config, workers[1].engine)
@@ -173,6 +191,7 @@ async def open_store_ground(
             store=store,
             lookup=lookup,
             server=server,
+            gpu=gpus[1],
         )
         keys = ground.new_keys()
         await ground.save(keys)
@@ -180,3 +199,12 @@ async def open_store_ground(
         await ground.check_quiet()
         ground.tasks = tasks_now()
         yield ground
+
+
+def _worker(
+    config: KVTransferConfig, engine: KVEngine, gpu: FakeDevice | None
+) -> StoreWorker:
+    if gpu is None:
+        return StoreWorker(config, engine)
+    stagings = stagings_of(gpu)
+    return StoreWorker(config, engine, stagings=stagings, device=gpu.device)

@@ -107,7 +107,7 @@ async def a_load_of_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
         await sweeper.pause()
 
     async def run() -> None:
-        await loader._load(ground.load_order(keys), loader._registered())
+        await loader._load(ground.load_order(keys), loader._spooled())
         caches.expect_computed()
 
     async def check(outcome: Outcome[None]) -> None:
@@ -122,7 +122,7 @@ async def a_load_of_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
 
 async def a_spool(ground: StoreGround, sweeper: Sweeper) -> None:
     """From the caches, and into them; cancelled, nothing touches them any more."""
-    spool, caches = ground.loader._registered(), ground.loaded
+    spool, caches = ground.loader._spooled(), ground.loaded
     ids = (caches.block_ids,)
 
     async def before() -> None:

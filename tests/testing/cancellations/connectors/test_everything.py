@@ -18,7 +18,7 @@ async def three_ticks(ground: object, sweeper: Sweeper) -> None:
     await sweeper.sweep("ticks", lambda: ticks(3), check)
 
 
-@pytest.mark.parametrize("name", ["pull", "on GPUs", "buffers on GPUs"])
+@pytest.mark.parametrize("name", ["pull", "on GPUs", "pushed to GPUs"])
 async def test_a_ground_has_its_scenarios(name: str) -> None:
     async with open_ground(name) as (ground, scenarios):
         await ground.check_quiet()

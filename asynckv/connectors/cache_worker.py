@@ -1,0 +1,84 @@
+"""What workers have in common: the caches of one rank, and the GPU that they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from asynckv.abc import KVConnectorWorker, SupportsCrossLayerCaches, SupportsStreams
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.block_moves import BlockMoves
+from asynckv.connectors.caches import PagedCaches
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.options import ConnectorOptions
+from asynckv.loops import LoopBound
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import Event
+from asynckv.tensors.devices import Device, device_named
+from asynckv.tensors.stagings import Stagings
+
+__all__ = ("CacheWorker",)
+
+
+class CacheWorker(
+    LoopBound, KVConnectorWorker, SupportsCrossLayerCaches, SupportsStreams
+):
+    """The parent of the workers that move blocks of registered caches themselves."""
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        engine: KVEngine,
+        *,
+        stagings: Stagings | None = None,
+        device: Device | None = None,
+    ) -> None:
+        """``device`` is the GPU of the caches, where it is not told by its name."""
+        self.config = config
+        self.engine = engine
+        self.options = ConnectorOptions.of(config)
+        self._device = device
+        self._pool = CopyPool(stagings=stagings)
+        self._moves: BlockMoves | None = None
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        groups: Mapping[str, int] | None = None,
+    ) -> None:
+        self._check_loop_if_bound()
+        self._register(PagedCaches(kv_caches, self.engine.shape, groups))
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, layer_names: Sequence[str]
+    ) -> None:
+        self._check_loop_if_bound()
+        shape = self.engine.shape
+        self._register(PagedCaches.across_layers(kv_cache, layer_names, shape))
+
+    def mark_stream(self) -> Event | None:
+        return None if self._moves is None else self._moves.mark()
+
+    def follow(self, mark: object) -> None:
+        self._check_loop()
+        if self._moves is not None:
+            self._moves.follow(mark)
+
+    def _register(self, caches: PagedCaches) -> None:
+        self.config.check_device(str(caches.device))
+        self._moves = BlockMoves(caches, self._pool)
+
+    def _registered(self) -> BlockMoves:
+        if self._moves is None:
+            raise RuntimeError("register_kv_caches() comes first")
+        return self._moves
+
+    def _buffer_device(self) -> Device | None:
+        """Return the GPU that what waits, or is fetched, has memory of, if one's."""
+        name = self.config.kv_buffer_device
+        if name == "cpu":
+            return None
+        if self._moves is not None:
+            name = str(self._moves.caches.device)
+        return self._device or device_named(name, local_rank=self.config.local_rank)
