@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from asynckv.buffers.gpu_sending import GpuSending
 from asynckv.buffers.manifest import INLINE_NBYTES, pack
 from asynckv.buffers.serve_mapped import map_value
@@ -32,7 +30,6 @@ from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.arena import Region
 from asynckv.tensors.runs import Memory, joined
-from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -114,13 +111,13 @@ class ServedGet:
         else:
             self._send_bytes(region.memory())
 
-    def _send_copy(self, copy: torch.Tensor) -> None:
+    def _send_copy(self, copy: memoryview) -> None:
         if rides(copy.nbytes):
             self._riding = RidingParts(self._service.link, self._stream, self._transfer)
-            read, digest = partial(bytes_of, copy), self._pinned.digest or None
-            self._riding.add(0, copy.nbytes, read, digest)
+            digest = self._pinned.digest or None
+            self._riding.add(0, copy.nbytes, lambda: copy, digest)
         else:
-            self._send_bytes(bytes_of(copy))
+            self._send_bytes(copy)
 
     def _send_bytes(self, memory: Memory) -> None:
         digest = self._pinned.digest or None

@@ -111,7 +111,7 @@ class LookupService:
         self.predecessors: tuple[LookupService, ...] = ()
         self.is_leaving = False
         self._charged_bytes = 0
-        self.hoisting = Hoisting(buffer.pool)
+        self.hoisting = Hoisting(buffer.pool, devices.copies)
         self._inserts: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended_callback: Callable[[], None] | None = None

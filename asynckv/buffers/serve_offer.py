@@ -11,7 +11,6 @@ from functools import partial
 from typing import TypeAlias
 
 import msgspec
-import torch
 
 from asynckv.buffers.entries import Lease, StoredEntry
 from asynckv.buffers.gpu_sending import DigestPart, GpuSending
@@ -32,13 +31,12 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done
 from asynckv.tensors.arena import Region
 from asynckv.tensors.runs import Memory, joined
-from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 
 __all__ = ("Hoist", "Offering", "make_offer", "may_begin")
 
 Hoist: TypeAlias = Callable[
-    [Region, TensorSpec, Callable[[torch.Tensor], None]], "asyncio.Task[None]"
+    [Region, TensorSpec, Callable[[memoryview], None]], "asyncio.Task[None]"
 ]
 """Copies one part to host memory, off the loop, then calls back with the copy.
 
@@ -182,10 +180,9 @@ class Offering(msgspec.Struct, eq=False):
             read = partial(_read, region)
             self._send_bytes(index, region.nbytes, read, region.memory)
 
-    def _send_copy(self, index: int, copy: torch.Tensor) -> None:
+    def _send_copy(self, index: int, copy: memoryview) -> None:
         """A copy in host memory is there; it is let go when it was sent."""
-        read = partial(bytes_of, copy)
-        self._send_bytes(index, copy.nbytes, read, read)
+        self._send_bytes(index, copy.nbytes, lambda: copy, lambda: copy)
 
     def _send_bytes(
         self,

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from asynckv.buffers.entries import Lease, Waiter
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
@@ -211,7 +210,7 @@ class ServedSelect(msgspec.Struct, eq=False):
         return self.payer.run(digesting, "digest of what came without one")
 
     def _hoist(
-        self, region: Region, spec: TensorSpec, copied: Callable[[torch.Tensor], None]
+        self, region: Region, spec: TensorSpec, copied: Callable[[memoryview], None]
     ) -> asyncio.Task[None]:
         hoisting = self.payer.hoisting.hoist(region, spec, copied, self._fail)
         return self.payer.run(hoisting, "copy from a GPU")

@@ -48,7 +48,7 @@ class StoreService:
         self.kept = kept
         self.devices = devices
         self.showing = Showing(link, buffer.sharing, map_digest)
-        self.hoisting = Hoisting(buffer.pool)
+        self.hoisting = Hoisting(buffer.pool, devices.copies)
         self.loop = asyncio.get_running_loop()
         self.is_leaving = False
         self.under_way: set[object] = set()
