@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable
 
-import torch
-
+from asynckv.buffers.host_copies import HostCopies
 from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
 
 __all__ = ("Hoisting",)
@@ -18,10 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Hoisting:
-    """Copies for one peer, by ``pool``, one at a time."""
+    """Copies for one peer, by ``pool``, one at a time, to memory of ``copies``."""
 
-    def __init__(self, pool: CopyPool) -> None:
+    def __init__(self, pool: CopyPool, copies: HostCopies) -> None:
         self._pool = pool
+        self._copies = copies
         self._turn = asyncio.Lock()
 
     async def digest(
@@ -31,7 +33,10 @@ class Hoisting:
         digested: Callable[[bytes], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """As :meth:`hoist`, of the digest of a region that came without one."""
+        """Digest a region that came without one, then call one of the two.
+
+        Waits for no copy to be sent. A cancelled call has called neither.
+        """
         async with self._turn:
             try:
                 (digest,) = await self._pool.digest([region.place(spec)])
@@ -45,20 +50,32 @@ class Hoisting:
         self,
         region: Region,
         spec: TensorSpec,
-        copied: Callable[[torch.Tensor], None],
+        copied: Callable[[memoryview], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Copy a region when it is its turn, then call one of the two.
+        """Copy a region when there is room for it, then call one of the two.
 
-        A cancelled call has called neither, and ends when the GPU is done.
+        The room is others' when nothing refers to the copy any more. A cancelled call
+        has called neither, and ends when the GPU is done.
         """
-        async with self._turn:
-            try:
-                copy = self._pool.host_empty(spec)
-                await self._pool.copy([region.place(spec)], [copy], digest=False)
-            except Exception as exc:
-                # Whatever it is: who waits for the bytes would wait for ever.
-                logger.exception("an entry cannot be read from its GPU")
-                failed(exc)
-            else:
-                copied(copy)
+        memory = None
+        try:
+            memory = await self._copies.empty(spec.nbytes)
+            async with self._turn:
+                await self._copy(region, spec, memory)
+        except Exception as exc:
+            # Whatever it is: who waits for the bytes would wait for ever.
+            traceback.clear_frames(exc.__traceback__)  # they keep the copy
+            logger.exception("an entry cannot be read from its GPU")
+            failed(exc)
+        else:
+            copied(memory)
+        finally:
+            memory = None  # whoever keeps the task keeps this frame
+
+    async def _copy(self, region: Region, spec: TensorSpec, memory: memoryview) -> None:
+        copying = self._pool.copy(
+            [region.place(spec)], [tensor_over(memory, spec)], digest=False
+        )
+        del memory  # as there
+        await copying

@@ -215,9 +215,9 @@ class GpuImports:
         """Return what ``link`` shows of the memory of entries, if it does."""
         return self._of_lookup.get(link) or self._host.of(link)
 
-    def of_store(self, link: Link) -> ImportedMemory | None:
+    def of_store(self, link: Link) -> MappedMemory | None:
         """As :meth:`of`, of its stored values."""
-        return self._of_store.get(link)
+        return self._of_store.get(link) or self._host.of_store(link)
 
     def way(self, link: Link) -> GpuLink | None:
         """Return by what payload goes from the peer's GPU to this one, if it does."""
@@ -247,10 +247,11 @@ class GpuImports:
     async def open(self, link: Link) -> None:
         """Open the memory at the other end of ``link``, if that is the same GPU's.
 
-        If no buffer is there, open a way from another GPU. If neither can be, one line
-        of the log says why, and payload moves as to a peer in host memory: by a
-        mapping, or by lanes. Waits at most 2 s a buffer and a mapping, and 10 s for a
-        live peer; a cancelled call leaves nothing behind.
+        Of two buffers the one that is not there is mapped, if it can be. If neither is,
+        open a way from another GPU. If that cannot be, one line of the log says why,
+        and payload moves as to a peer in host memory: by mappings, or by lanes. Waits
+        at most 2 s a buffer and a mapping, and 10 s for a live peer; a cancelled call
+        leaves nothing behind.
 
         :raises IncompatiblePeer: it cannot be mapped, and no other way is wanted
         :raises PeerLost: the link was lost meanwhile
@@ -265,6 +266,10 @@ class GpuImports:
         why_not = await _reason(link, self._open_memory(link, own, *asked))
         asked_too = OpenStoreIpc(own.uuid), self._of_store
         why_not_too = await _reason(link, self._open_memory(link, own, *asked_too))
+        if not why_not_too and why_not:
+            await self._host.open_lookup(link)
+        elif not why_not and why_not_too:
+            await self._host.open_store(link)
         if not (why_not and why_not_too):
             return
         no_way = await _reason(link, self._open_way(link, pages.device))

@@ -29,7 +29,13 @@ from asynckv.links.link import Link
 from asynckv.processes import ProcessBound
 from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
+from asynckv.protocol.map_frames import (
+    Mappable,
+    Mapped,
+    OpenMap,
+    OpensMap,
+    OpenStoreMap,
+)
 from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.shared_file import MappedFile
 
@@ -44,6 +50,7 @@ MAP_S: Final = 2.0
 """What two processes of one host need at most to agree; else lanes do."""
 
 _PROOF_S: Final = 10.0
+_NO_ANSWER: Final = "no answer"
 
 _NUMBER: Final = struct.Struct("!Q")
 
@@ -160,10 +167,10 @@ class MappedMemory(ProcessBound):
 class _Asking:
     """The stream on which a mapping is agreed on."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, asked: OpensMap) -> None:
         self.mappable: Answer[Mappable] = Answer()
         self.accepted: Answer[None] = Answer()
-        self._stream = link.open_stream(self, OpenMap())
+        self._stream = link.open_stream(self, asked)
 
     def prove(self, nonce: bytes) -> None:
         self._stream.send(Mapped(nonce))
@@ -207,6 +214,16 @@ async def taken_as_proof(link: Link, accepted: Answer[None]) -> None:
         ) from None
 
 
+class _Shown:
+    """What links show of one buffer's memory, which is one file."""
+
+    def __init__(self) -> None:
+        self.file: MappedFile | None = None
+        self.links: weakref.WeakKeyDictionary[Link, MappedMemory] = (
+            weakref.WeakKeyDictionary()
+        )
+
+
 class Mappings:
     """Maps the memory of one peer, again on each link, but each file only once.
 
@@ -219,24 +236,26 @@ class Mappings:
         self._digest: MapDigest = digest
         self._is_forced = is_forced
         self._boot_id = boot_id
-        self._file: MappedFile | None = None
-        self._of_link: weakref.WeakKeyDictionary[Link, MappedMemory] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._of_lookup, self._of_store = _Shown(), _Shown()
 
     def of(self, link: Link) -> MappedMemory | None:
-        """Return what ``link`` shows of the peer's memory, if it does."""
-        return self._of_link.get(link) if link.may_map else None
+        """Return what ``link`` shows of the memory of entries, if it does."""
+        return self._of_lookup.links.get(link) if link.may_map else None
+
+    def of_store(self, link: Link) -> MappedMemory | None:
+        """As :meth:`of`, of stored values."""
+        return self._of_store.links.get(link) if link.may_map else None
 
     def leave(self, link: Link) -> None:
         """End a link that was not opened. Never waits."""
         link.abort()
 
     def close(self) -> None:
-        """Forget the file. What there are views of stays mapped. Never waits."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        """Forget the files. What there are views of stays mapped. Never waits."""
+        for shown in (self._of_lookup, self._of_store):
+            file, shown.file = shown.file, None
+            if file is not None:
+                file.close()
 
     async def aclose(self) -> None:
         """As :meth:`close`: the kernel unmaps."""
@@ -245,52 +264,74 @@ class Mappings:
     async def open(self, link: Link) -> None:
         """Map the memory at the other end of ``link``, if that can be.
 
-        If not, one line of the log says why. Waits at most 2 s for a live peer's
-        memory, and 10 s for its last word; a cancelled call leaves nothing behind.
+        If not, one line of the log says why. Waits at most 2 s a buffer for a live
+        peer's memory, and 10 s for its last word; a cancelled call leaves nothing
+        behind.
 
         :raises IncompatiblePeer: it cannot, and no other way is wanted
         :raises PeerLost: the link was lost meanwhile
         """
         if not link.may_map:
             return
+        why_not = await self.open_lookup(link)
+        # Who does not answer once is not asked again.
+        is_without = why_not == _NO_ANSWER or bool(await self.open_store(link))
+        if not (why_not and is_without):
+            return
+        if self._is_forced:
+            raise IncompatiblePeer(
+                f"the memory of {link.peer.id} cannot be mapped: {why_not}",
+                field="payload_paths",
+                hint="leave ?payload=map out of the URL, and lanes are used",
+            )
+        logger.info(
+            "payload of the link to %s moves by lanes: its memory cannot be mapped: %s",
+            *(link.peer.id, why_not),
+        )
+
+    async def open_lookup(self, link: Link) -> str:
+        """Map the memory of entries alone; return why it is not, if so.
+
+        For links that may map. Bounded as :meth:`open` is, and cancelled as that.
+
+        :raises PeerLost: the link was lost meanwhile
+        """
+        return await self._open(link, OpenMap(), self._of_lookup)
+
+    async def open_store(self, link: Link) -> str:
+        """As :meth:`open_lookup`, of stored values."""
+        return await self._open(link, OpenStoreMap(), self._of_store)
+
+    async def _open(self, link: Link, asked: OpensMap, shown: _Shown) -> str:
         try:
             self._check_here(link)
-            memory = await self._agree(link)
+            memory = await self._agree(link, asked, shown)
         except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
             if isinstance(exc, PeerLost) and not link.is_open:
                 raise
-            if self._is_forced:
-                raise IncompatiblePeer(
-                    f"the memory of {link.peer.id} cannot be mapped: {exc}",
-                    field="payload_paths",
-                    hint="leave ?payload=map out of the URL, and lanes are used",
-                ) from exc
-            logger.info(
-                "payload of the link to %s moves by lanes: its memory cannot be "
-                "mapped: %s",
-                link.peer.id,
-                exc or "no answer",
-            )
-            return
-        self._of_link[link] = memory
+            return str(exc) or _NO_ANSWER  # whoever keeps the error keeps the memory
+        shown.links[link] = memory
         link.call_when_lost(lambda _: memory.link_over())
-        link.use_map()
-        logger.info("entries at %s are read where they lie", link.peer.id)
+        what = "entries" if isinstance(asked, OpenMap) else "stored values"
+        if what == "entries" or link.transport_name == "inline":
+            link.use_map()
+        logger.info("%s at %s are read in its memory of the host", what, link.peer.id)
+        return ""
 
     def _check_here(self, link: Link) -> None:
         is_same_boot = bool(self._boot_id) and link.peer.boot_id == self._boot_id
         if not is_same_boot or link.own_host != link.peer_host:
             raise ValueError("it is on another host")
 
-    async def _agree(self, link: Link) -> MappedMemory:
-        asking = _Asking(link)
+    async def _agree(self, link: Link, asked: OpensMap, shown: _Shown) -> MappedMemory:
+        asking = _Asking(link, asked)
         sock = None
         try:
             async with asyncio.timeout(MAP_S):
                 mappable = await asking.mappable
                 sock, fd = await fetch_file(mappable.address, mappable.ticket)
-                self._file = self._open_file(fd, mappable.nbytes)
-            asking.prove(self._file.nonce)
+                file = shown.file = _open_file(fd, mappable.nbytes, shown.file)
+            asking.prove(file.nonce)
             # From here on the peer may offer what only a mapping can read.
             await taken_as_proof(link, asking.accepted)
         except BaseException:
@@ -299,11 +340,11 @@ class Mappings:
                 sock.close()
             raise
         digest = strictest(self._digest, mappable.digest)
-        return MappedMemory(sock, self._file, digest)
+        return MappedMemory(sock, file, digest)
 
-    def _open_file(self, fd: int, nbytes: int) -> MappedFile:
-        known = self._file
-        if known is not None and known.nbytes == nbytes and known.is_same_as(fd):
-            os.close(fd)
-            return known
-        return MappedFile(fd, nbytes)
+
+def _open_file(fd: int, nbytes: int, known: MappedFile | None) -> MappedFile:
+    if known is not None and known.nbytes == nbytes and known.is_same_as(fd):
+        os.close(fd)
+        return known
+    return MappedFile(fd, nbytes)

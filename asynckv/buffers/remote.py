@@ -130,8 +130,8 @@ class Peer(LoopBound):
         """How payload moves now: ``"map"``, ``"cuda_ipc"``, ``"nccl"``, ``"inline"`` or
         ``"mem"``.
 
-        By ``"map"`` entries are read in the peer's own memory, on the same host;
-        what goes there moves by lanes.
+        By ``"map"`` entries are read in the peer's own memory, on the same host, or
+        in a copy there of what is on its GPU; what goes there moves by lanes.
         """
         return self._linked().transport_name
 
@@ -145,13 +145,21 @@ class Peer(LoopBound):
         name = "views" if views else "copies"
         return self._reader(name, self._mappings.of(link), views=views)
 
+    @property
+    def reads_gpu_memory(self) -> bool:
+        """Are entries read in the peer's memory of this side's own GPU now?"""
+        link = self._link
+        return (
+            link is not None
+            and link.is_open
+            and isinstance(self._mappings.of(link), ImportedMemory)
+        )
+
     def getting_by(self, link: Link) -> GettingBy:
         """Return what stored values come by, and land in."""
-        imports = self._mappings
-        if not isinstance(imports, GpuImports):
-            return GettingBy(self.budget, self.pool)
-        reader = self._reader("store", imports.of_store(link), views=False)
-        return GettingBy(self.budget, self.pool, reader, self)
+        reader = self._reader("store", self._mappings.of_store(link), views=False)
+        ways = None if self.on_gpu is None else self
+        return GettingBy(self.budget, self.pool, reader, ways)
 
     def _reader(
         self, name: str, memory: MappedMemory | None, *, views: bool

@@ -219,7 +219,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
     @property
     def shows_gpu_memory(self) -> bool:
         """Does a ``drop_select`` read a peer's memory of this side's own GPU now?"""
-        return self._peer.is_connected and self._peer.transport == "cuda_ipc"
+        return self._peer.reads_gpu_memory
 
     async def _insert(
         self,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.sharing import MapDigest
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 class DeviceService:
     """Connects the GPU of ``buffers`` with that of one link's peer, once it asks.
 
-    ``way`` is what connects them from then on, for whatever is sent from here.
+    ``way`` is what connects them from then on, for whatever is sent from here;
+    ``copies`` are in host memory, for what goes another way.
     ``digest`` is what this side wants to be compared of what goes there.
     """
 
@@ -39,6 +41,7 @@ class DeviceService:
     ) -> None:
         self.link = link
         self.way: GpuLink | None = None
+        self.copies = HostCopies()
         self._buffers = buffers
         self._digest: MapDigest = digest
         self._may_use_nccl = may_use_nccl

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from asynckv.buffers.gpu_sending import GpuSending
 from asynckv.buffers.manifest import INLINE_NBYTES, pack
-from asynckv.buffers.serve_mapped import map_value
+from asynckv.buffers.serve_mapped import map_value, needs_copies
+from asynckv.buffers.serve_offer import release
+from asynckv.buffers.staging import Original
 from asynckv.buffers.store_ledger import PinnedValue
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import PeerLost, RemoteProtocolError
@@ -32,7 +32,7 @@ from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.arena import Region
 from asynckv.tensors.runs import Memory, joined
-from asynckv.tensors.views import bytes_of
+from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ _BUSY_BYTES = 4 * 2**20
 class ServedGet:
     """One remote get: read from the store's memory, which stays pinned meanwhile.
 
-    On a GPU the peer reads it there, or it goes from GPU to GPU, or a copy is sent.
+    On a GPU the peer reads it there, or it goes from GPU to GPU; or a copy is shown to
+    the peer, or sent.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class ServedGet:
         self._stream = stream
         self._pinned = pinned
         self._transfer = service.link.new_transfer()
-        self._is_sending = self._is_shown = False
+        self._is_offered = self._is_sending = self._is_shown = False
+        self._copies: Sequence[SlabRegion] = ()
         self._by_gpu: GpuSending | None = None
         self._copying: asyncio.Task[None] | None = None
         self._riding: RidingParts | None = None
@@ -65,7 +67,7 @@ class ServedGet:
         self._offer_when_writable()
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
-        is_wanted = not (self._is_sending or self._is_shown)
+        is_wanted = self._is_offered and not (self._is_sending or self._is_shown)
         match frame:
             case Grant() if is_wanted:
                 self._send()
@@ -88,7 +90,27 @@ class ServedGet:
         if service.link.outgoing_bytes > _BUSY_BYTES:
             service.link.call_when_drained(self._offer_when_writable)
             return
-        region = pinned.region
+        if self._needs_copy():
+            original = Original(pinned.region, pinned.spec, pinned.digest)
+            copy, copied, failed = service.staging.copy, self._offer, self._fail
+            staging = partial(copy, [original], copied, failed)
+            self._copying = service.run(staging, "copy from a GPU to shared memory", 0)
+        else:
+            self._offer()
+
+    def _needs_copy(self) -> bool:
+        """Is it to be brought to where the peer reads?"""
+        holder, pinned = self._service.showing.holder, self._pinned
+        if holder is None or not holder.is_usable:
+            return False
+        return pinned.spec.nbytes > INLINE_NBYTES and needs_copies(
+            holder, [pinned.region]
+        )
+
+    def _offer(self, copies: Sequence[SlabRegion] | None = None) -> None:
+        service, pinned = self._service, self._pinned
+        self._copies, self._is_offered = copies or (), True
+        region = self._copies[0] if self._copies else pinned.region
         record = TensorRecord("value", pinned.spec, pinned.digest)
         inline = pinned.spec.nbytes <= INLINE_NBYTES and not region.is_on_device
         pieces = [joined(region.memory())] if inline else []
@@ -99,6 +121,8 @@ class ServedGet:
             self._is_shown = True
             mapped, places = shown
             body += places
+        else:
+            release(self._copies)  # the peer has left its mapping, or has many pins
         self._stream.send(Offer(self._transfer, inline, mapped=mapped), body)
         if inline:
             self._end(Result(1))
@@ -114,13 +138,13 @@ class ServedGet:
         else:
             self._send_bytes(region.memory())
 
-    def _send_copy(self, copy: torch.Tensor) -> None:
+    def _send_copy(self, copy: memoryview) -> None:
         if rides(copy.nbytes):
             self._riding = RidingParts(self._service.link, self._stream, self._transfer)
-            read, digest = partial(bytes_of, copy), self._pinned.digest or None
-            self._riding.add(0, copy.nbytes, read, digest)
+            digest = self._pinned.digest or None
+            self._riding.add(0, copy.nbytes, lambda: copy, digest)
         else:
-            self._send_bytes(bytes_of(copy))
+            self._send_bytes(copy)
 
     def _send_bytes(self, memory: Memory) -> None:
         digest = self._pinned.digest or None
@@ -162,6 +186,7 @@ class ServedGet:
             self._copying.cancel()
         if self._riding is not None:
             self._riding.stop()
+        release(self._copies)
         if last is not None:
             self._stream.send(last)
         self._stream.close()

@@ -16,6 +16,7 @@ from asynckv.buffers.serve_select import ServedSelect, query_of
 from asynckv.buffers.serve_writer import ServedWriter
 from asynckv.buffers.sharing import MapDigest
 from asynckv.buffers.showing import Showing
+from asynckv.buffers.staging import Staging
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
@@ -100,7 +101,7 @@ class LookupService:
         map_digest: MapDigest = "edges",
     ) -> None:
         self.devices = devices
-        self.showing = Showing(link, buffer.sharing, map_digest)
+        self.showing = Showing(link, buffer.sharing, map_digest, buffer.stage)
         self.buffer = buffer
         self.link = link
         self.kept = kept
@@ -111,7 +112,8 @@ class LookupService:
         self.predecessors: tuple[LookupService, ...] = ()
         self.is_leaving = False
         self._charged_bytes = 0
-        self.hoisting = Hoisting(buffer.pool)
+        self.hoisting = Hoisting(buffer.pool, devices.copies)
+        self.staging = Staging(buffer.pool, buffer.stage, map_digest)
         self._inserts: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended_callback: Callable[[], None] | None = None

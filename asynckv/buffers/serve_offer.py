@@ -6,12 +6,11 @@ Plain functions; nothing here waits or knows how a delivery ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import msgspec
-import torch
 
 from asynckv.buffers.entries import Lease, StoredEntry
 from asynckv.buffers.gpu_sending import DigestPart, GpuSending
@@ -32,13 +31,13 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done
 from asynckv.tensors.arena import Region
 from asynckv.tensors.runs import Memory, joined
-from asynckv.tensors.views import bytes_of
+from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import TensorSpec
 
-__all__ = ("Hoist", "Offering", "make_offer", "may_begin")
+__all__ = ("Hoist", "Offering", "make_offer", "may_begin", "release")
 
 Hoist: TypeAlias = Callable[
-    [Region, TensorSpec, Callable[[torch.Tensor], None]], "asyncio.Task[None]"
+    [Region, TensorSpec, Callable[[memoryview], None]], "asyncio.Task[None]"
 ]
 """Copies one part to host memory, off the loop, then calls back with the copy.
 
@@ -67,11 +66,13 @@ def make_offer(
     holder: MapHolder | None = None,
     *,
     hoist: Hoist | None = None,
+    copies: Sequence[SlabRegion] = (),
 ) -> Offering:
     """Offer what was leased, with its bytes if they are small and all there.
 
-    With a ``holder`` who has mapped them, it is told where they lie. ``hoist`` brings
-    what is on a GPU to the host, for lanes.
+    With a ``holder`` who has mapped them, or ``copies`` of what is on a GPU, it is told
+    where they lie. ``hoist`` brings what is on a GPU to the host, for lanes. The copies
+    are released when the delivery ends.
 
     :raises EntryTooLarge: its tokens, roi and names do not fit in a frame
     """
@@ -86,15 +87,20 @@ def make_offer(
         pieces = [_read(region) for region in regions]
         body = b"".join((body, *pieces))
     elif holder is not None and entry.complete and can_be_mapped(entry, holder):
-        pin, mapped, places = map_entry(entry, holder)
-        body += places
+        if (shown := map_entry(entry, holder, copies)) is not None:
+            pin, mapped, places = shown
+            body += places
     try:
         check_body(link.limits.max_body_bytes, body)
     except EntryTooLarge:
         if holder is not None and pin is not None:
             holder.unpin(pin.number)
+        release(copies)
         raise
-    offering = Offering(link, stream, entry, link.new_transfer(), pin=pin, hoist=hoist)
+    transfer = link.new_transfer()
+    offering = Offering(
+        link, stream, entry, transfer, pin=pin, hoist=hoist, copies=copies
+    )
     offer = Offer(
         transfer=offering.transfer,
         inline=inline,
@@ -122,6 +128,7 @@ class Offering(msgspec.Struct, eq=False):
     is_granted: bool = False
     pin: Pin | None = None
     hoist: Hoist | None = None
+    copies: Sequence[SlabRegion] = ()
     _riding: RidingParts | None = None
     _hoisted: list[asyncio.Task[None]] = msgspec.field(default_factory=list)
     _by_gpu: GpuSending | None = None
@@ -167,6 +174,7 @@ class Offering(msgspec.Struct, eq=False):
                 self._riding.stop()
         for task in self._hoisted:
             task.cancel()
+        release(self.copies)
 
     def _send(self, index: int) -> None:
         part = self.entry.parts[index]
@@ -182,10 +190,9 @@ class Offering(msgspec.Struct, eq=False):
             read = partial(_read, region)
             self._send_bytes(index, region.nbytes, read, region.memory)
 
-    def _send_copy(self, index: int, copy: torch.Tensor) -> None:
+    def _send_copy(self, index: int, copy: memoryview) -> None:
         """A copy in host memory is there; it is let go when it was sent."""
-        read = partial(bytes_of, copy)
-        self._send_bytes(index, copy.nbytes, read, read)
+        self._send_bytes(index, copy.nbytes, lambda: copy, lambda: copy)
 
     def _send_bytes(
         self,
@@ -207,6 +214,12 @@ class Offering(msgspec.Struct, eq=False):
                 stream.send(Done(transfer, index, digest))
 
         self.link.payload.send(transfer, index, memory(), sent, digest=digest)
+
+
+def release(copies: Iterable[SlabRegion]) -> None:
+    """Give back what was copied for one delivery, but for what the peer has of it."""
+    for copy in copies:
+        copy.release()
 
 
 def _read(region: Region) -> memoryview:

@@ -14,14 +14,16 @@ from asynckv.buffers.serve_pins import ServedPin
 from asynckv.buffers.serve_put import ServedPut
 from asynckv.buffers.sharing import MapDigest
 from asynckv.buffers.showing import Showing
+from asynckv.buffers.staging import Staging
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.store_ledger import PinnedValue
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
-from asynckv.errors import BufferClosed
+from asynckv.errors import BufferClosed, ConfigError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.frames import Contains, Delete, Get, OpeningFrame, Put, Result
 from asynckv.protocol.ipc_frames import OpenStoreIpc
+from asynckv.protocol.map_frames import OpenStoreMap
 from asynckv.protocol.pin_frames import Pin
 
 __all__ = ("StoreService",)
@@ -47,8 +49,9 @@ class StoreService:
         self.link = link
         self.kept = kept
         self.devices = devices
-        self.showing = Showing(link, buffer.sharing, map_digest)
-        self.hoisting = Hoisting(buffer.pool)
+        self.showing = Showing(link, buffer.sharing, map_digest, buffer.stage)
+        self.hoisting = Hoisting(buffer.pool, devices.copies)
+        self.staging = Staging(buffer.pool, buffer.stage, map_digest)
         self.loop = asyncio.get_running_loop()
         self.is_leaving = False
         self.under_way: set[object] = set()
@@ -61,7 +64,9 @@ class StoreService:
     ) -> StreamHandler | None:
         """Answer a request; ``None`` if it is none of a store buffer's."""
         fingerprint = self.link.fingerprint
-        if isinstance(frame, OpenStoreIpc):
+        if isinstance(frame, OpenStoreMap) and self.buffer.stage is None:
+            raise ConfigError("values in memory of the host are not mapped")
+        if isinstance(frame, OpenStoreIpc | OpenStoreMap):
             return self.showing.open(stream, frame)
         if not isinstance(frame, Put | Get | Delete | Contains | Pin):
             return None

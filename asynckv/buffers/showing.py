@@ -6,19 +6,20 @@ import logging
 from typing import TypeAlias
 
 from asynckv.buffers.sharing import MapDigest, MapHolder, Sharing
+from asynckv.buffers.stage import Stage
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame
 from asynckv.protocol.ipc_frames import Exported, Imported, OpensIpc
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
+from asynckv.protocol.map_frames import Mappable, Mapped, OpensMap
 
 __all__ = ("OpensMemory", "Showing")
 
 logger = logging.getLogger(__name__)
 
-OpensMemory: TypeAlias = OpenMap | OpensIpc
+OpensMemory: TypeAlias = OpensMap | OpensIpc
 """What a peer says that wants to read where a buffer's bytes lie."""
 
 
@@ -26,13 +27,20 @@ class Showing:
     """What the peer of one link is shown of a buffer's memory, once it asks.
 
     ``holder`` is what it has open, when that is proved; ``digest`` what is compared
-    of what it reads there.
+    of what it reads there. What is to be mapped of a buffer on a GPU is its ``stage``.
     """
 
-    def __init__(self, link: Link, sharing: Sharing, digest: MapDigest) -> None:
+    def __init__(
+        self,
+        link: Link,
+        sharing: Sharing,
+        digest: MapDigest,
+        stage: Stage | None = None,
+    ) -> None:
         self.link = link
         self.holder: MapHolder | None = None
         self._sharing = sharing
+        self._mapped = sharing if stage is None else stage.sharing
         self._digest: MapDigest = digest
         self._asked: frozenset[type[Frame]] = frozenset()
 
@@ -47,7 +55,7 @@ class Showing:
             raise RemoteProtocolError("a link maps memory once")
         self._asked |= {kind}
         holder, shown = (
-            self._invite() if isinstance(asked, OpenMap) else self._export(asked.uuid)
+            self._invite() if isinstance(asked, OpensMap) else self._export(asked.uuid)
         )
         stream.send(shown)
         return _Proof(self, stream, holder)
@@ -55,7 +63,7 @@ class Showing:
     def _invite(self) -> tuple[MapHolder, Mappable]:
         found = None
         if self.link.may_map:
-            found = self._sharing.invite(self.link, self._digest)
+            found = self._mapped.invite(self.link, self._digest)
         if found is None:
             raise ConfigError("this side has no memory that could be mapped")
         return found

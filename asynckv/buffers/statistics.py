@@ -38,7 +38,8 @@ class LookupStatistics:
     that, which is lower since. ``late_views`` counts the tensors that somebody still
     had a view of 10 s after their entry had left. ``mapped_by`` counts the
     tensors that each peer of this host reads where they lie, by the peer's id: they
-    are pinned too.
+    are pinned too. Of a buffer on a GPU it counts copies as well, which are in memory
+    of the host.
 
     ``entries`` are committed or streaming, ``leased`` of them held by a
     consumer; ``waiting_inserts`` wait for room (``oldest_insert_wait_s`` the

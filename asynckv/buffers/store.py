@@ -131,7 +131,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
             pinned_bytes=self._arena.pinned_bytes,
             handed_out_bytes=self._arena.handed_out_bytes,
             refused_slabs=self._arena.refused_slabs,
-            late_views=self._growth.late_views,
+            late_views=self.late_views,
             keys=len(ledger),
             waiting_puts=len(self._room),
             oldest_put_wait_s=self._room.longest_wait_s(now),

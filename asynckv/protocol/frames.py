@@ -18,7 +18,7 @@ from asynckv.protocol.device_frames import (
     SentDevices,
 )
 from asynckv.protocol.ipc_frames import Exported, Imported, OpensIpc
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
+from asynckv.protocol.map_frames import Mappable, Mapped, OpensMap
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.pin_frames import Pin, Pinned
 from asynckv.protocol.values import (
@@ -448,7 +448,7 @@ OpeningFrame: TypeAlias = (
     | Pin
     | JoinGroup
     | OpenDevices
-    | OpenMap
+    | OpensMap
     | OpensIpc
     | OpenPipe
 )

@@ -1,18 +1,19 @@
 """Control frames by which two peers of one host agree to share memory.
 
-One stream a link: :class:`OpenMap`, :class:`Mappable`, :class:`Mapped`, then
-``Accepted`` or a ``Failure``. As in :mod:`asynckv.protocol.frames`, values only.
+One stream a link and buffer: :class:`OpenMap` or :class:`OpenStoreMap`,
+:class:`Mappable`, :class:`Mapped`, then ``Accepted`` or a ``Failure``. As in
+:mod:`asynckv.protocol.frames`, values only.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from asynckv.protocol.values import Count, Id, Token
 
-__all__ = ("Mappable", "Mapped", "OpenMap")
+__all__ = ("Mappable", "Mapped", "OpenMap", "OpenStoreMap", "OpensMap")
 
 
 class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
@@ -20,7 +21,17 @@ class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=Tr
 
 
 class OpenMap(_Base, frozen=True, tag="openmap"):
-    """May this peer map the memory that the lookup buffer's entries are in?"""
+    """May this peer map the memory that the lookup buffer's entries are in?
+
+    Of entries on a GPU that is memory in which copies of them are shown.
+    """
+
+
+class OpenStoreMap(_Base, frozen=True, tag="openstoremap"):
+    """As :class:`OpenMap`, of the memory in which stored values of a GPU are shown."""
+
+
+OpensMap: TypeAlias = OpenMap | OpenStoreMap
 
 
 class Mappable(_Base, frozen=True, tag="mappable"):

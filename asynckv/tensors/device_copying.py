@@ -244,10 +244,11 @@ class _DeviceCopy(CopyJob):
         self, lane: DeviceLane, source: _Pieces | None, target: _Pieces | None
     ) -> Iterator[None]:
         reading = _Reading(self._nbytes)
+        is_new = False
         if isinstance(source, tuple) and isinstance(target, tuple):
             yield from _within_gpus(lane, source, target)
             # What has landed is digested, not what was read.
-            source, target = target, None
+            source, target, is_new = target, None, True
             if not self._is_digested:
                 return
         if isinstance(source, tuple):
@@ -255,12 +256,12 @@ class _DeviceCopy(CopyJob):
             pieces = reading.of(_from_gpu(lane, source))
             for _ in pieces if host is None else landed(pieces, host):
                 yield
-            self._note(reading, source)
+            self._note(reading, source, is_new=is_new)
             return
         origin = memory_of(_dense(_host(source)))
         if isinstance(target, tuple):
             yield from _to_gpu(lane, origin, target, reading)
-            self._note(reading, target)
+            self._note(reading, target, is_new=True)
             return
         # Beside others of the same call that are on the GPU.
         for piece in _on_host(origin, target):
@@ -268,10 +269,13 @@ class _DeviceCopy(CopyJob):
             yield
         self.digest = reading.digest() if self._is_digested else b""
 
-    def _note(self, reading: _Reading, place: tuple[DeviceMemory, ...]) -> None:
+    def _note(
+        self, reading: _Reading, place: tuple[DeviceMemory, ...], *, is_new: bool
+    ) -> None:
         self.digest = reading.digest() if self._is_digested else b""
         region = region_behind(place[0]) if len(place) == 1 else None
-        if region is not None:
+        # Of what was there they stay those of the first time: a change is noticed.
+        if region is not None and (is_new or not region.edges):
             region.edges = reading.edges()
 
 

@@ -101,8 +101,18 @@ class Growth:
 
         A cancelled call leaves no trace.
         """
-        while self.awaits(nbytes) and self._growing is not None:
-            await asyncio.wait({self._growing})
+        while self.awaits(nbytes):
+            await self.grown()
+
+    async def grown(self) -> bool:
+        """Wait for the slab that is under way; ``False`` if none is.
+
+        A cancelled call leaves no trace.
+        """
+        if self._growing is None:
+            return False
+        await asyncio.wait({self._growing})
+        return True
 
     def make_pool(self) -> CopyPool:
         """Make what copies into this memory and out of it."""

@@ -32,6 +32,12 @@ class GpuPair:
         return self.buffer.statistics().pinned_bytes
 
     @property
+    def staged_bytes(self) -> int:
+        """What copies of entries take of memory that the peer maps."""
+        stage = self.buffer.stage
+        return 0 if stage is None else stage.used_bytes
+
+    @property
     def opened(self) -> int:
         """How many allocations the peer's process has open."""
         return len(self.theirs.process.cuda._opened)
@@ -39,14 +45,23 @@ class GpuPair:
 
 @asynccontextmanager
 async def open_gpu_pair(
-    gpus: FakeGpus, *, buffer_bytes: int = 16 * 2**20, **options: Any
+    gpus: FakeGpus,
+    *,
+    buffer_bytes: int = 16 * 2**20,
+    url: str = "",
+    theirs: int = 0,
+    **options: Any,
 ) -> AsyncIterator[GpuPair]:
-    """Open both, in two fake processes; ``options`` are those of ``connect``."""
-    ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process())
-    asked = {"device": theirs.device, "max_bytes": "16MiB", **options}
+    """Open both, in two fake processes; ``theirs`` is the number of the peer's GPU.
+
+    ``options`` are those of ``connect``, and ``url`` the end of what it is given.
+    """
+    here = fake_device_of(gpus.process())
+    there = fake_device_of(gpus.process(), theirs)
+    asked = {"device": there.device, "max_bytes": "16MiB", **options}
     async with (
-        LookupBuffer(buffer_bytes, device=ours.device, drain_s=0) as buffer,
+        LookupBuffer(buffer_bytes, device=here.device, drain_s=0) as buffer,
         serve("tcp://127.0.0.1:0", lookup=buffer) as server,
-        connect(server.url, **asked) as peer,
+        connect(server.url + url, **asked) as peer,
     ):
-        yield GpuPair(buffer, server, peer, ours, theirs)
+        yield GpuPair(buffer, server, peer, here, there)

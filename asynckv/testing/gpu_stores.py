@@ -34,6 +34,12 @@ class GpuStores:
         return self.store.statistics().pinned_bytes
 
     @property
+    def staged_bytes(self) -> int:
+        """What copies of values take of memory that the peer maps."""
+        stage = self.store.stage
+        return 0 if stage is None else stage.used_bytes
+
+    @property
     def has_moved(self) -> bool:
         """Whether anything has gone from GPU to GPU."""
         (services,) = [s for s in self.server._services if not s.is_lost]

@@ -168,7 +168,10 @@ def _step_behind_the_loop() -> None:
 
 
 def _without_memory(error: Exception) -> Exception:
-    """Drop the traceback of what the world does: its frames hold the payload."""
+    """Drop the tracebacks of what the world does: their frames hold the payload."""
     if isinstance(error, OSError | EOFError | AsyncKVError):
-        return error.with_traceback(None)
+        behind: BaseException | None = error
+        while behind is not None:
+            behind.__traceback__ = None
+            behind = behind.__cause__ or behind.__context__
     return error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, Final
 
 import pytest
 import torch
@@ -34,13 +34,19 @@ from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.types import TensorSpec
 
 SMALL = 64 * 1024
+WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "cuda_ipc": {},
+    "map": {"device": None},
+    "map to a GPU": {"theirs": 1, "url": "?payload=map"},
+    "inline": {"device": None, "url": "?payload=inline"},
+}
 LAYERS = {"key": TensorSpec((MIB,), "uint8"), "hidden": TensorSpec((8,), "uint8")}
 
 
 @pytest.fixture
 async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
-    """A buffer on a GPU, and a peer that has none."""
-    async with open_gpu_pair(gpus, device=None) as pair:
+    """A buffer on a GPU, and a peer that has none, nor maps memory."""
+    async with open_gpu_pair(gpus, device=None, url="?payload=inline") as pair:
         yield pair
 
 
@@ -293,16 +299,16 @@ async def test_small_layers_get_to_a_gpu_that_holds_many(pair: GpuPair) -> None:
     assert is_same(only((await pair.buffer.drop_select([777])).key), noise(SMALL, 7))
 
 
-@pytest.mark.parametrize("device", [None, "theirs"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("check", LOOKUP_CHECKS, ids=lambda check: check.__name__)
 async def test_a_served_lookup_on_a_gpu_keeps_what_every_one_keeps(
-    gpus: FakeGpus, check: LookupCheck, device: str | None
+    two_gpus: FakeGpus, check: LookupCheck, way: str
 ) -> None:
-    options = {"device": None} if device is None else {}
     async with (
-        open_gpu_pair(gpus, buffer_bytes=LOOKUP_MAX_BYTES, **options) as pair,
-        connect(pair.peer.url) as producer,
+        open_gpu_pair(two_gpus, buffer_bytes=LOOKUP_MAX_BYTES, **WAYS[way]) as pair,
+        connect(pair.server.url) as producer,
     ):
+        assert pair.peer.transport == way.partition(" ")[0]
         await check(producer.lookup, pair.peer.lookup, pair.buffer)
 
 

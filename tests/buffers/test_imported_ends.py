@@ -135,13 +135,14 @@ async def test_without_a_handle_bytes_go_through_host_memory(
     async with connect(
         pair.server.url, device=pair.theirs.device, max_bytes=MIB
     ) as peer:
-        assert peer.transport == "inline"
+        assert peer.transport == "map"
     assert pair.opened == 1
 
 
 async def test_another_host_is_not_asked(pair: GpuPair) -> None:
     peer = connect(pair.server.url, device=pair.theirs.device, max_bytes=MIB)
-    peer._mappings._boot_id = "another"
+    assert isinstance(peer._mappings, GpuImports)
+    peer._mappings._boot_id = peer._mappings._host._boot_id = "another"
     async with peer:
         assert peer.transport == "inline"
 
@@ -154,7 +155,7 @@ async def test_a_server_that_does_not_answer_costs_a_moment(
 
     monkeypatch.setattr(importing, "fetch_file", never)
     async with open_gpu_pair(gpus) as pair:
-        assert pair.peer.transport == "inline"
+        assert pair.peer.transport == "map"
 
 
 async def test_a_link_that_is_lost_meanwhile_is_lost(

@@ -11,6 +11,7 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import EntryTooLarge, IncompatiblePeer
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
@@ -91,11 +92,11 @@ async def test_a_cancelled_select_of_mapped_memory_leaves_nothing_in_use(
 
 
 async def test_a_mapping_that_is_asked_for_and_is_not_there_is_an_error() -> None:
-    gpus = FakeGpus(2)
-    ours, theirs = (fake_device_of(gpus.process(), index).device for index in (0, 1))
+    gpus = FakeGpus()
+    theirs = fake_device_of(gpus.process()).device
     async with (
-        LookupBuffer("1MiB", device=ours, drain_s=0) as buffer,
-        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+        StoreBuffer("1MiB") as store,
+        serve("tcp://127.0.0.1:0", store=store) as server,
     ):
         with pytest.raises(IncompatiblePeer, match="cannot be mapped"):
             async with connect(f"{server.url}?payload=map", device=theirs):

@@ -34,7 +34,9 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "cuda_ipc": {},
     "nccl": {"theirs": 1},
     "inline": {"url": "?payload=inline"},
-    "host": {"device": None},
+    "map": {"device": None},
+    "map to a GPU": {"theirs": 1, "url": "?payload=map"},
+    "lanes": {"device": None, "url": "?payload=inline"},
 }
 SMALL = 64 * 1024
 

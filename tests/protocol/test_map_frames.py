@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from asynckv.protocol.frames import Frame, Offer
-from asynckv.protocol.map_frames import Mappable, Mapped
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap, OpenStoreMap
 from asynckv.protocol.values import MappedOffer, Place
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
@@ -13,6 +13,11 @@ DECODER = msgspec.msgpack.Decoder[Frame](Frame)
 def test_an_offer_of_mapped_memory_survives_the_wire() -> None:
     offer = Offer(1, False, mapped=MappedOffer(3, 70, b"e" * 16))
     assert DECODER.decode(msgspec.msgpack.encode(offer)) == offer
+
+
+@pytest.mark.parametrize("frame", [OpenMap(), OpenStoreMap()])
+def test_a_wish_for_memory_survives_the_wire(frame: Frame) -> None:
+    assert DECODER.decode(msgspec.msgpack.encode(frame)) == frame
 
 
 @pytest.mark.parametrize(

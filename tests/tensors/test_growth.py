@@ -212,3 +212,9 @@ async def test_its_end_waits_for_all_that_is_dropped(growth: Growth) -> None:
     first.may_go.set()
     await closing
     assert first.is_gone
+
+
+async def test_a_slab_that_is_not_under_way_is_not_waited_for() -> None:
+    growth = Growth(2**20)
+    assert not await growth.grown()
+    await growth.aclose()

@@ -38,6 +38,21 @@ def test_a_thread_says_how_it_ended(
     assert isinstance(said.get(timeout=5), ValueError)
 
 
+def test_what_the_world_does_keeps_no_frame_of_a_thread(
+    lane: LaneSocket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    def lose() -> None:
+        try:
+            _fail()
+        except ValueError:
+            raise BrokenPipeError from None
+
+    assert lane.start(lose, "send", owner.sender_ended)
+    error = said.get(timeout=5)
+    assert isinstance(error, BrokenPipeError) and error.__traceback__ is None
+    assert error.__context__ is not None and error.__context__.__traceback__ is None
+
+
 def test_a_thread_that_cannot_be_started_has_ended_by_that_error(
     lane: LaneSocket,
     owner: LaneOwner,

@@ -24,7 +24,7 @@ from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, OpenStoreIpc
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap, OpenStoreMap
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
 from asynckv.security.keyring import Keyring
@@ -265,6 +265,7 @@ async def _record_made_up() -> Recording:
     insert = near.open("insert", Insert("e", 1, False, streaming=True))
     near.send(insert, Commit())
     mapping = near.open("map", OpenMap())
+    near.open("map too", OpenStoreMap())
     sharing = near.open("share", OpenIpc("0" * 32))
     near.open("share too", OpenStoreIpc("0" * 32))
     pass_on(near, far)
