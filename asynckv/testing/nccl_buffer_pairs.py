@@ -12,6 +12,8 @@ from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.options import Digest
+from asynckv.tensors.paged_arena import PagedArena
+from asynckv.testing.blocked import until
 from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 
@@ -39,15 +41,31 @@ class NcclBuffers:
     @property
     def near_way(self) -> GpuLink:
         """The peer's end of it."""
-        arrivals = self.peer.arrivals(self.peer._linked())
-        if arrivals is None:
+        if (way := self.peer.way(self.peer._linked())) is None:
             raise LookupError("nothing connects both GPUs")
-        return arrivals.gpus
+        return way
 
     @property
     def has_moved(self) -> bool:
         """Whether anything has gone from GPU to GPU."""
         return self.way.transport.sender._sending._next > 0
+
+    @property
+    def has_put(self) -> bool:
+        """Whether anything has gone there from the peer's GPU."""
+        return self.near_way.transport.sender._sending._next > 0
+
+    @property
+    def staged_bytes(self) -> int:
+        """What the peer has of its GPU for what it sends."""
+        arena = (self.peer.on_gpu or self.peer.memory).arena
+        if isinstance(arena, PagedArena):
+            arena.collect()
+        return arena.used_bytes + arena.pinned_bytes
+
+    async def opened(self) -> None:
+        """Wait until both sides know that the way is open."""
+        await until(lambda: self.way.is_open)
 
 
 @asynccontextmanager
