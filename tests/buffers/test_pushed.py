@@ -150,6 +150,7 @@ async def test_what_was_taken_back_when_its_way_was_lost_is_not_asked_for(
 ) -> None:
     transfer = await writer.push()
     writer.say(Retract(transfer))
+    assert await writer.pair.peer.lookup.peek([1]) == 0  # it was heard
     writer.pair.way._stalled(PeerLost("nothing has come for long"))
     again = writer.link.new_transfer()
     writer.say(Push(again, 0, inline=False))
