@@ -58,9 +58,9 @@ class ArrivingParts:
         self._digests: dict[int, bytes] = {}
         self._in: set[int] = set()
         self._was_by_gpu = False
-        self._arrivals: GpuArrivals | None = None
-        self._by_gpu: _Coming | None = None
-        self._by_host: _Coming | None = None
+        self._coming: list[_Coming] = []
+        self._by_gpu: tuple[_Coming, GpuArrivals] | None = None
+        self._by_host: _Coming  # from the moment on that anything is granted
 
     async def arrive(self) -> None:
         """Grant the transfer, and wait until every part is verified, and in.
@@ -87,23 +87,21 @@ class ArrivingParts:
         :raises RemoteProtocolError: it makes no sense
         """
         if not isinstance(frame, SentDevices):
-            if self._by_host is None:
-                raise RemoteProtocolError("parts came that were not granted")
             self._by_host.reception.on_parts(frame, body)
         elif not self._was_by_gpu:
             raise RemoteProtocolError("a part of a GPU that was not asked for")
-        elif self._arrivals is not None and self._by_gpu is not None:
-            self._arrivals.sent(frame)
+        elif self._by_gpu is not None:  # else it was said before the way was lost
+            coming, arrivals = self._by_gpu
+            arrivals.sent(frame)
             done = Done(frame.transfer, frame.part, frame.digest)
-            self._by_gpu.reception.on_done(done)
+            coming.reception.on_done(done)
 
     async def quiesce(self) -> None:
         """Wait until nothing touches the regions (at most 1 s)."""
-        coming = [one for one in (self._by_gpu, self._by_host) if one is not None]
-        for one in coming:  # all of them, also if the wait is cancelled
-            one.reception.stop()
-        for one in coming:
-            await one.reception.quiesce()
+        for coming in self._coming:  # all of them, also if the wait is cancelled
+            coming.reception.stop()
+        for coming in self._coming:
+            await coming.reception.quiesce()
 
     def _may_come_by_gpu(self) -> bool:
         """Is all on this side's GPU that does not ride?"""
@@ -116,15 +114,16 @@ class ArrivingParts:
         self._by_host = self._receive(small)
         rest = [i for i in range(len(self._parts)) if i not in self._landings]
         places = {i: on_gpu(*self._parts[i]) for i in rest}
-        self._arrivals, self._was_by_gpu = arrivals, True
-        self._by_gpu = self._come(places, self._is_in, arrivals)
+        self._was_by_gpu = True
+        coming = self._come(places, self._is_in, arrivals)
+        self._by_gpu = coming, arrivals
         del places  # an error's traceback would keep the memory in use
         self._stream.send(GrantDevices(self._transfer, arrivals.digest))
         try:
-            await self._by_gpu.whole
+            await coming.whole
         except GpuPathLost as exc:
-            self._arrivals = None
-            await self._by_gpu.reception.quiesce()
+            self._by_gpu = None
+            await coming.reception.quiesce()
             if not exc.is_quiet:
                 raise GPUFailed(exc.message) from exc
         else:
@@ -148,7 +147,9 @@ class ArrivingParts:
     ) -> _Coming:
         targets = [places.get(index) for index in range(len(self._parts))]
         link = self._devices.link
-        return _Coming(link, self._transfer, targets, verified, arrivals)
+        coming = _Coming(link, self._transfer, targets, verified, arrivals)
+        self._coming.append(coming)
+        return coming
 
     def _has_come(self, index: int, digest: bytes) -> None:
         self._digests[index] = digest

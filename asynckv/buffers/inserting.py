@@ -13,7 +13,7 @@ from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Insert
 from asynckv.protocol.values import TensorRecord
-from asynckv.tensors.blocks import memory_of
+from asynckv.tensors.blocks import KVMemory, memory_of
 from asynckv.tensors.runs import joined
 
 __all__ = ("begin_insert",)
@@ -32,7 +32,7 @@ def begin_insert(
     :raises EntryTooLarge: tokens, roi and names do not fit in one frame
     """
     inline = sum(source.nbytes for source in sources) <= INLINE_NBYTES
-    views = [_view_of(source) for source in sources] if inline else []
+    views = [joined(memory_of(source)) for source in _in_host(sources) if inline]
     if link.digest == "off":
         # Equal is then what has equal tokens, names and shapes.
         digests = [b""] * len(sources)
@@ -56,7 +56,5 @@ def begin_insert(
     return Sending(link, frame, body, sources, digests, ways)
 
 
-def _view_of(source: Source) -> memoryview:
-    if isinstance(source, StagedTensor):
-        raise TypeError("what rides is in host memory")
-    return joined(memory_of(source))
+def _in_host(sources: Sequence[Source]) -> list[KVMemory]:
+    return [source for source in sources if not isinstance(source, StagedTensor)]

@@ -75,8 +75,8 @@ class LeavingParts:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a task reads what this GPU has."""
-        return bool(self._tasks)
+        """Whether a task, or a worker of NCCL, may still read the sources."""
+        return bool(self._tasks) or self._lent_to is not None
 
     def on_grant(self) -> None:
         """Send all by the link's payload: once more what left from GPU to GPU."""
@@ -175,7 +175,7 @@ class LeavingParts:
     def _send_by_gpu(
         self, way: GpuLink, kind: DigestMode, index: int, source: Source
     ) -> None:
-        telling = partial(self._tell_sent, way, kind, index, source)
+        telling = partial(self._tell_sent, kind, index, source)
 
         def sent(_: bytes, error: BaseException | None) -> None:
             if error is None and self._way is way:  # else it is asked for again
@@ -187,16 +187,13 @@ class LeavingParts:
             self._lent_to = way
             way.transport.send(self._transfer, index, memory_of(source), sent)
 
-    async def _tell_sent(
-        self, way: GpuLink, kind: DigestMode, index: int, source: Source
-    ) -> None:
+    async def _tell_sent(self, kind: DigestMode, index: int, source: Source) -> None:
         digest = b""
         if kind == "full" and self._ways is not None:
             digest = self._known(index) or b""
             if not digest:
                 (digest,) = await self._ways.pool.digest(places_of([source]))
-        if self._way is way:
-            self._stream.send(SentDevices(self._transfer, index, kind, digest))
+        self._stream.send(SentDevices(self._transfer, index, kind, digest))
 
     async def _hoist(self, staged: dict[int, StagedTensor], pool: CopyPool) -> None:
         """Bring what is on the GPU to the host, and send it from there."""

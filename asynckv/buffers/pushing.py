@@ -115,13 +115,15 @@ class _Pushing:
             failed=self.fail,
         )
 
-    def on_grant(self, frame: Grant | GrantDevices) -> None:
-        """The peer has memory for it."""
+    def on_frame(self, frame: Grant | GrantDevices | Retract | Done) -> None:
+        """The peer has memory for it; or does not need it, or has it on its GPU."""
         self.granted.give(None)
         if isinstance(frame, Grant):
             self.leaving.on_grant()
-        else:
+        elif isinstance(frame, GrantDevices):
             self.leaving.on_grant_devices(frame)
+        else:
+            self.end(Done(self._transfer, 0) if isinstance(frame, Done) else None)
 
     def end(self, last: Done | None) -> None:
         """The peer has it, or does not need it."""
@@ -211,15 +213,9 @@ class RemoteWriter(InsertWriter):
         match frame:
             case Grant(transfer=self._transfer):
                 self._room.give(None)
-            case Grant() | GrantDevices():
+            case Grant() | GrantDevices() | Retract() | Done():
                 if (pushing := self._pushing.get(frame.transfer)) is not None:
-                    pushing.on_grant(frame)
-            case Retract():
-                if (pushing := self._pushing.get(frame.transfer)) is not None:
-                    pushing.end(None)
-            case Done(transfer=transfer):  # it is verified on the peer's GPU
-                if (pushing := self._pushing.get(transfer)) is not None:
-                    pushing.end(Done(transfer, 0))
+                    pushing.on_frame(frame)
             case Accepted():
                 self._answer.give(None)
                 self._room.give(None)

@@ -91,17 +91,19 @@ class RemoteLookupBuffer(KVLookupBuffer):
             deliveries=deliveries,
         )
         sources: list[Source] = []
-        self._inserting += 1
+        staging = self._peer.staging(sum(draft.sizes))
         try:
-            staging = self._peer.staging(sum(draft.sizes))
             for tensor in named.values():
                 sources += [await source_of(tensor, pool, staging)]
             digests = None
             if entry_id is not None:
                 digests = await pool.digest(places_of(sources))
-            await self._insert(draft, sources, digests)
+            self._inserting += 1
+            try:
+                await self._insert(draft, sources, digests)
+            finally:
+                self._inserting -= 1
         finally:
-            self._inserting -= 1
             release_staged(sources)
         return draft.entry_id
 

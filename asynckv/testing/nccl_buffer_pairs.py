@@ -75,6 +75,7 @@ async def open_nccl_buffers(
     url: str = "",
     serves: Digest = "auto",
     their_nccl: int | None = None,
+    buffer_bytes: int = 16 * 2**20,
     **options: Any,
 ) -> AsyncIterator[NcclBuffers]:
     """Open both, on two of ``gpus``; ``options`` are those of ``connect``.
@@ -87,7 +88,7 @@ async def open_nccl_buffers(
         theirs.process.nccl.number = their_nccl
     asked = {"device": theirs.device, "max_bytes": "16MiB", **options}
     async with (
-        LookupBuffer("16MiB", device=ours.device, drain_s=0) as buffer,
+        LookupBuffer(buffer_bytes, device=ours.device, drain_s=0) as buffer,
         serve("tcp://127.0.0.1:0", lookup=buffer, digest=serves) as server,
         connect(server.url + url, **asked) as peer,
     ):

@@ -26,7 +26,13 @@ from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
-from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing.lookup_checks.values import (
+    LOOKUP_MAX_BYTES,
+    MIB,
+    LookupCheck,
+    noise,
+)
+from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.types import TensorSpec
 
@@ -510,3 +516,18 @@ async def test_memory_of_the_host_is_quiet_when_a_cancelled_insert_ends(
         before=before,
         modes=("task",),
     )
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("check", LOOKUP_CHECKS, ids=lambda check: check.__name__)
+async def test_a_served_lookup_on_another_gpu_keeps_what_every_one_keeps(
+    two_gpus: FakeGpus, check: LookupCheck
+) -> None:
+    async with open_nccl_buffers(two_gpus, buffer_bytes=LOOKUP_MAX_BYTES) as pair:
+        await pair.opened()
+        there = fake_device_of(two_gpus.process(), 1).device
+        async with connect(
+            pair.server.url, device=there, max_bytes="16MiB"
+        ) as producer:
+            assert producer.transport == "nccl"
+            await check(producer.lookup, pair.peer.lookup, pair.buffer)
