@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from asynckv.buffers import serve_pushes
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, LeaseLost, PeerLost
@@ -218,4 +219,14 @@ async def test_a_way_that_is_lost_when_the_writer_has_left_is_no_matter(
     await writer.push()
     writer.pair.way._stalled(PeerLost("nothing has come for long"))
     writer.link.abort()
+    await until(lambda: not writer.pair.buffer.statistics().used_bytes)
+
+
+async def test_a_writer_that_sends_nothing_by_its_gpu_has_fallen_silent(
+    writer: RawWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_pushes, "SILENCE_S", 0.05)
+    await writer.push()
+    last = await writer.raw.last()
+    assert isinstance(last, Failure) and "no tensor came" in last.message
     await until(lambda: not writer.pair.buffer.statistics().used_bytes)
