@@ -63,6 +63,12 @@ class NcclBuffers:
             arena.collect()
         return arena.used_bytes + arena.pinned_bytes
 
+    async def emptied(self) -> None:
+        """Wait until nothing is kept on either side."""
+        await until(lambda: not self.buffer.statistics().used_bytes)
+        await until(lambda: not self.staged_bytes)
+        await until(lambda: not self.server.waiting_bytes)
+
     async def opened(self) -> None:
         """Wait until both sides know that the way is open."""
         await until(lambda: self.way.is_open)
