@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynckv.buffers.drafts import Draft
+from asynckv.buffers.gpu_staging import Source, StagedTensor
+from asynckv.buffers.leaving_parts import OutwardWays
 from asynckv.buffers.manifest import INLINE_NBYTES, check_body, content_digest, pack
 from asynckv.buffers.sending import Sending
 from asynckv.links.link import Link
@@ -20,19 +22,20 @@ __all__ = ("begin_insert",)
 def begin_insert(
     link: Link,
     draft: Draft,
-    tensors: Sequence[KVMemory],
+    sources: Sequence[Source],
     digests: Sequence[bytes] | None,
+    ways: OutwardWays | None = None,
 ) -> Sending:
-    """Ask for an entry to be put in. ``tensors`` are dense, or blocks. Never waits.
+    """Ask for an entry to be put in. ``sources`` are dense, or blocks; some are staged
+    only if there are too many bytes to ride. Never waits.
 
     :raises EntryTooLarge: tokens, roi and names do not fit in one frame
     """
-    memory = [memory_of(tensor) for tensor in tensors]
-    inline = sum(one.nbytes for one in memory) <= INLINE_NBYTES
-    views = [joined(one) for one in memory] if inline else []
+    inline = sum(source.nbytes for source in sources) <= INLINE_NBYTES
+    views = [joined(memory_of(source)) for source in _in_host(sources) if inline]
     if link.digest == "off":
         # Equal is then what has equal tokens, names and shapes.
-        digests = [b""] * len(memory)
+        digests = [b""] * len(sources)
     elif inline and digests is None:
         digests = [digest_of(view) for view in views]
     records = [
@@ -50,4 +53,8 @@ def begin_insert(
     )
     body = pack(records, *tokens, views)
     check_body(link.limits.max_body_bytes, body)
-    return Sending(link, frame, body, memory, digests)
+    return Sending(link, frame, body, sources, digests, ways)
+
+
+def _in_host(sources: Sequence[Source]) -> list[KVMemory]:
+    return [source for source in sources if not isinstance(source, StagedTensor)]

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from asynckv.errors import ChecksumError
 from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 
-__all__ = ("PartLanding", "lift_landed")
+__all__ = ("PartLanding", "lift_landed", "on_gpu")
 
 
 class PartLanding:
@@ -59,3 +60,11 @@ async def lift_landed(
     for i, found in zip(lifted, await copying, strict=True):
         if digests[i] and found != digests[i]:
             raise ChecksumError("what came changed on its way to the GPU")
+
+
+def on_gpu(region: Region, spec: TensorSpec) -> DeviceMemory:
+    """Return the memory of a GPU that a region is in; whoever has it keeps it."""
+    place = region.place(spec)
+    if not isinstance(place, DeviceMemory):
+        raise TypeError("a region of a GPU lies elsewhere")
+    return place

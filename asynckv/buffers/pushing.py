@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -13,9 +13,18 @@ from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.declared import Declared
 from asynckv.buffers.drafts import Draft
+from asynckv.buffers.gpu_staging import (
+    GpuStaging,
+    Source,
+    StagedTensor,
+    release_staged,
+)
+from asynckv.buffers.leaving_parts import LeavingParts, OutwardWays
 from asynckv.buffers.manifest import INLINE_NBYTES, check_body, pack
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link
+from asynckv.links.riding import rides
+from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
@@ -33,9 +42,9 @@ from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.tensors.runs import Memory, joined
+from asynckv.tensors.runs import joined
 
-__all__ = ("BUSY_BYTES", "RemoteWriter", "dense", "lendable")
+__all__ = ("BUSY_BYTES", "PushingBy", "RemoteWriter", "dense", "lendable", "source_of")
 
 BUSY_BYTES: Final = 4 * 2**20
 """With so much unwritten for a peer, the next small tensor waits its turn."""
@@ -59,6 +68,18 @@ async def _copy_of(memory: KVMemory | KVOnGpu, pool: CopyPool) -> torch.Tensor:
     return copy
 
 
+async def source_of(
+    memory: KVMemory | KVOnGpu, pool: CopyPool, staging: GpuStaging | None
+) -> Source:
+    """Return what can be sent as it lies: a copy on this side's GPU of what is there
+    and does not ride, if there is ``staging`` with room; else as :func:`lendable`.
+    """
+    staged = None
+    if staging is not None and not rides(memory.nbytes):
+        staged = await staging.staged(memory)
+    return staged or await lendable(memory, pool)
+
+
 async def lendable(memory: KVMemory | KVOnGpu, pool: CopyPool) -> KVMemory:
     """Return what lanes can read as it lies: ``memory`` itself, if it is blocks or
     dense, or a tensor of contiguous rows; else a copy.
@@ -71,26 +92,77 @@ async def lendable(memory: KVMemory | KVOnGpu, pool: CopyPool) -> KVMemory:
     return rows_of(memory) or await dense(memory, pool)
 
 
+class PushingBy(OutwardWays, Protocol):
+    """Whoever has a GPU, too, that tensors may be copied on."""
+
+    def staging(self, nbytes: int) -> GpuStaging | None:
+        """Return where copies are made of what goes to a peer's GPU, if it may."""
+
+
+class _Pushing:
+    """One tensor on its way."""
+
+    def __init__(self, writer: RemoteWriter, transfer: int, source: Source) -> None:
+        self._transfer = transfer
+        self.granted: Answer[None] = Answer()
+        self.over: Answer[Done | None] = Answer()
+        """The last word to be said of it; none if nobody needs it."""
+        self.is_left = False
+        """Whether all of it has left by the link's payload."""
+        self.leaving = LeavingParts(
+            *(writer.stream, transfer, [source], None, writer.by),
+            left=self._left,
+            failed=self.fail,
+        )
+
+    def on_frame(self, frame: Grant | GrantDevices | Retract | Done) -> None:
+        """The peer has memory for it; or does not need it, or has it on its GPU."""
+        self.granted.give(None)
+        if isinstance(frame, Grant):
+            self.leaving.on_grant()
+        elif isinstance(frame, GrantDevices):
+            self.leaving.on_grant_devices(frame)
+        else:
+            self.end(Done(self._transfer, 0) if isinstance(frame, Done) else None)
+
+    def end(self, last: Done | None) -> None:
+        """The peer has it, or does not need it."""
+        self.granted.give(None)
+        self.over.give(last)
+
+    def fail(self, error: Exception) -> None:
+        """It will never be there."""
+        self.granted.fail(error)
+        self.over.fail(error)
+
+    def _left(self, index: int, digest: bytes, error: BaseException | None) -> None:
+        if error is None:
+            self.is_left = True
+            self.over.give(Done(self._transfer, index, digest))
+        else:
+            self.fail(PeerLost(f"the payload was not sent: {error}"))
+
+
 class RemoteWriter(InsertWriter):
     """Sends each tensor to the buffer at the other end of ``link``.
 
     A streaming entry does not survive its link.
     """
 
-    def __init__(self, link: Link, draft: Draft, pool: CopyPool) -> None:
+    def __init__(self, link: Link, draft: Draft, by: PushingBy) -> None:
         self.entry_id = draft.entry_id
+        self.by = by
         self._link = link
-        self._pool = pool
         self._indexes = {name: i for i, name in enumerate(draft.specs)}
         self._declared = Declared(draft.specs)
         self._is_closed = False
-        transfer = link.new_transfer()
+        self._transfer = link.new_transfer()
         self._answer: Answer[None] = Answer()
-        self._room: Answer[bool] = Answer()
-        self._grants = {transfer: self._room}
+        self._room: Answer[None] = Answer()
+        self._pushing: dict[int, _Pushing] = {}
         frame = Insert(
             entry_id=draft.entry_id,
-            transfer=transfer,
+            transfer=self._transfer,
             inline=False,
             streaming=True,
             ttl_s=draft.ttl_s,
@@ -99,7 +171,7 @@ class RemoteWriter(InsertWriter):
         records = [TensorRecord(name, spec) for name, spec in draft.specs.items()]
         body = pack(records, draft.input_tokens, draft.roi)
         check_body(link.limits.max_body_bytes, body)
-        self._stream = link.open_stream(self, frame, body)
+        self.stream = link.open_stream(self, frame, body)
 
     async def granted(self) -> None:
         """Wait for room at the buffer."""
@@ -110,7 +182,12 @@ class RemoteWriter(InsertWriter):
             raise RuntimeError("the writer was left already")
         with self._declared.putting(name, tensor):
             self._answer.check()
-            await self._push(self._indexes[name], await lendable(tensor, self._pool))
+            staging = self.by.staging(tensor.nbytes)
+            source = await source_of(tensor, self.by.pool, staging)
+            try:
+                await self._push(self._indexes[name], source)
+            finally:
+                release_staged([source])
 
     def check_whole(self) -> None:
         """Refuse to commit what is not whole.
@@ -124,23 +201,26 @@ class RemoteWriter(InsertWriter):
         not in yet.
         """
         self._is_closed = True
-        self._stream.send(Commit())
+        self.stream.send(Commit())
         await self._answer
 
     def cancel(self) -> None:
         """Abort the entry. Never waits."""
         self._is_closed = True
-        self._stream.send(Cancel())
+        self.stream.send(Cancel())
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
-            case Grant(transfer=transfer) | Retract(transfer=transfer):
-                if transfer in self._grants:
-                    self._grants.pop(transfer).give(isinstance(frame, Grant))
+            case Grant(transfer=self._transfer):
+                self._room.give(None)
+            case Grant() | GrantDevices() | Retract() | Done():
+                if (pushing := self._pushing.get(frame.transfer)) is not None:
+                    pushing.on_frame(frame)
             case Accepted():
                 self._answer.give(None)
-                for grant in self._take_grants():
-                    grant.give(False)  # acknowledged early: nobody needs the rest
+                self._room.give(None)
+                for pushing in self._pushing.values():
+                    pushing.end(None)  # acknowledged early: nobody needs the rest
             case Cancelled():
                 self._fail(EntryAborted(reason="producer"))
             case _:
@@ -149,32 +229,35 @@ class RemoteWriter(InsertWriter):
     def on_lost(self, error: PeerLost) -> None:
         self._fail(error)
 
-    async def _push(self, part: int, tensor: KVMemory) -> None:
-        memory = memory_of(tensor)
+    async def _push(self, part: int, source: Source) -> None:
         await self._drained()
         if self._answer.is_in:
             return  # acknowledged early: nobody needs the rest, nor would grant it
         transfer = self._link.new_transfer()
-        if memory.nbytes <= INLINE_NBYTES:
-            view = joined(memory)
+        if source.nbytes <= INLINE_NBYTES and not isinstance(source, StagedTensor):
+            view = joined(memory_of(source))
             digest = b"" if self._link.digest == "off" else digest_of(view)
             push = Push(transfer=transfer, part=part, inline=True, digest=digest)
-            self._stream.send(push, view)
+            self.stream.send(push, view)
             return
-        grant: Answer[bool] = Answer()
-        self._grants[transfer] = grant
-        self._stream.send(Push(transfer=transfer, part=part, inline=False))
+        self._pushing[transfer] = pushing = _Pushing(self, transfer, source)
+        self.stream.send(Push(transfer=transfer, part=part, inline=False))
         try:
             async with asyncio.timeout(ANSWER_S):
-                is_wanted = await grant
-            if is_wanted:
-                digest = await self._send(transfer, memory)
-                self._stream.send(Done(transfer, 0, digest))
+                await pushing.granted
+            last = await pushing.over
+            if not pushing.is_left:
+                await pushing.leaving.quiesce()
         except BaseException:
-            self._grants.pop(transfer, None)
-            self._stream.send(Retract(transfer))
-            await self._link.payload.quiesce(transfer)
+            self.stream.send(Retract(transfer))
+            await pushing.leaving.quiesce()
             raise
+        finally:
+            del self._pushing[transfer]
+            pushing.leaving.end()
+        if last is not None:
+            # Nobody is shown it before: a cancelled put has put nothing.
+            self.stream.send(last)
 
     async def _drained(self) -> None:
         """Wait while a peer that reads slowly has much left to read."""
@@ -184,23 +267,8 @@ class RemoteWriter(InsertWriter):
             await drained
         self._answer.check()
 
-    async def _send(self, transfer: int, memory: Memory) -> bytes:
-        sent: Answer[bytes] = Answer()
-
-        def done(digest: bytes, error: BaseException | None) -> None:
-            if error is None:
-                sent.give(digest)
-            else:
-                sent.fail(PeerLost(f"the payload was not sent: {error}"))
-
-        self._link.payload.send(transfer, 0, memory, done)
-        return await sent
-
     def _fail(self, error: Exception) -> None:
         self._answer.fail(error)  # raised by the next put, or by none
-        for grant in self._take_grants():
-            grant.fail(error)
-
-    def _take_grants(self) -> list[Answer[bool]]:
-        grants, self._grants = self._grants, {}
-        return [*grants.values()]
+        self._room.fail(error)
+        for pushing in self._pushing.values():
+            pushing.fail(error)

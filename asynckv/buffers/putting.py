@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from asynckv.buffers.gpu_staging import StagedTensor
+from asynckv.buffers.leaving_parts import OutwardWays
 from asynckv.buffers.manifest import INLINE_NBYTES
 from asynckv.buffers.sending import Sending
 from asynckv.links.link import Link
@@ -14,15 +16,26 @@ from asynckv.tensors.views import bytes_of, spec_of
 __all__ = ("begin_put",)
 
 
-def begin_put(link: Link, key: str, tensor: torch.Tensor) -> Sending:
-    """Ask for a value to be stored. ``tensor`` is dense. Never waits."""
-    view = bytes_of(tensor)
-    inline = len(view) <= INLINE_NBYTES
+def begin_put(
+    link: Link,
+    key: str,
+    source: torch.Tensor | StagedTensor,
+    ways: OutwardWays | None = None,
+) -> Sending:
+    """Ask for a value to be stored. ``source`` is dense; if it is staged, its bytes
+    are too many to ride. Never waits.
+    """
+    view, inline = memoryview(b""), False
+    if isinstance(source, StagedTensor):
+        spec = source.spec
+    else:
+        spec, inline = spec_of(source), source.nbytes <= INLINE_NBYTES
+        view = bytes_of(source) if inline else view
     frame = Put(
         key=key,
         transfer=link.new_transfer(),
         inline=inline,
-        spec=spec_of(tensor),
+        spec=spec,
         digest=digest_of(view) if inline and link.digest != "off" else b"",
     )
-    return Sending(link, frame, view if inline else b"", [view])
+    return Sending(link, frame, view, [source], ways=ways)

@@ -14,9 +14,11 @@ import anyio
 
 from asynckv.buffers.backoff import Backoff
 from asynckv.buffers.getting import GettingBy
+from asynckv.buffers.gpu_staging import GpuStaging
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.lifted_reader import LiftedReader
+from asynckv.buffers.manifest import INLINE_NBYTES
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.mapped import MappedMemory, Mappings
 from asynckv.buffers.receive_budget import ReceiveBudget
@@ -26,6 +28,7 @@ from asynckv.buffers.watchers import Watchers
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.dial import dial
 from asynckv.links.gpu_arrivals import GpuArrivals
+from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.options import (
     Digest,
@@ -171,13 +174,24 @@ class Peer(LoopBound):
             reader = self._readers[name] = self._new_reader(memory, views=views)
         return reader
 
+    def way(self, link: Link) -> GpuLink | None:
+        """Return what moves payload between the peer's GPU and this one, if it does."""
+        ways = self._mappings
+        return ways.way(link) if isinstance(ways, GpuImports) else None
+
     def arrivals(self, link: Link) -> GpuArrivals | None:
         """Return by what a delivery may come from the peer's GPU, if it may."""
-        ways = self._mappings
-        way = ways.way(link) if isinstance(ways, GpuImports) else None
+        way = self.way(link)
         if way is None or not isinstance(self.pool, DeviceCopyPool):
             return None
         return GpuArrivals(way, self.pool)
+
+    def staging(self, nbytes: int) -> GpuStaging | None:
+        """Return where copies are made of so much for the peer's GPU, if it may go."""
+        link = self._link
+        if nbytes <= INLINE_NBYTES or link is None or self.way(link) is None:
+            return None
+        return GpuStaging(self.on_gpu or self.memory, self.pool)
 
     def _new_reader(self, memory: MappedMemory, *, views: bool) -> MapReader:
         if isinstance(memory, ImportedMemory) and isinstance(self.pool, DeviceCopyPool):

@@ -22,9 +22,10 @@ from asynckv.buffers.consuming import RemoteConsumer
 from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drafts import Draft, make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
+from asynckv.buffers.gpu_staging import Source, places_of, release_staged
 from asynckv.buffers.handover import check_targets
 from asynckv.buffers.inserting import begin_insert
-from asynckv.buffers.pushing import RemoteWriter, lendable
+from asynckv.buffers.pushing import RemoteWriter, source_of
 from asynckv.buffers.queries import (
     MAX_ID_LENGTH,
     as_mask,
@@ -89,13 +90,21 @@ class RemoteLookupBuffer(KVLookupBuffer):
             ttl_s=ttl_s,
             deliveries=deliveries,
         )
-        tensors = [await lendable(tensor, pool) for tensor in named.values()]
-        digests = None if entry_id is None else await pool.digest(tensors)
-        self._inserting += 1
+        sources: list[Source] = []
+        staging = self._peer.staging(sum(draft.sizes))
         try:
-            await self._insert(draft, tensors, digests)
+            for tensor in named.values():
+                sources += [await source_of(tensor, pool, staging)]
+            digests = None
+            if entry_id is not None:
+                digests = await pool.digest(places_of(sources))
+            self._inserting += 1
+            try:
+                await self._insert(draft, sources, digests)
+            finally:
+                self._inserting -= 1
         finally:
-            self._inserting -= 1
+            release_staged(sources)
         return draft.entry_id
 
     def drop_select(
@@ -166,7 +175,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             deliveries=deliveries,
             streaming=True,
         )
-        writer = RemoteWriter(await self._peer.link(), draft, self._peer.pool)
+        writer = RemoteWriter(await self._peer.link(), draft, self._peer)
         try:
             with self._waiting_for_room("open_insert", draft):
                 await writer.granted()
@@ -224,7 +233,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
     async def _insert(
         self,
         draft: Draft,
-        tensors: list[KVMemory],
+        sources: list[Source],
         digests: list[bytes] | None,
     ) -> None:
         """Insert, and again on the next link while links are cut.
@@ -237,14 +246,14 @@ class RemoteLookupBuffer(KVLookupBuffer):
         incarnation = ""
         while True:
             link = await self._peer.link(incarnation)
-            inserting = begin_insert(link, draft, tensors, digests)
+            inserting = begin_insert(link, draft, sources, digests, self._peer)
             with self._waiting_for_room("insert", draft):
                 if await inserting.accepted():
                     return
             if inserting.may_be_in:
                 incarnation = link.peer.incarnation
             if digests is None:
-                digests = await self._peer.pool.digest(tensors)
+                digests = await self._peer.pool.digest(places_of(sources))
 
     def _waiting_for_room(self, call: str, draft: Draft) -> LoggedWait:
         return LoggedWait(

@@ -13,6 +13,7 @@ import torch
 from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.asking import ANSWER_S, ask
 from asynckv.buffers.getting import Getting
+from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.buffers.pinning import Pinning
 from asynckv.buffers.pushing import dense
 from asynckv.buffers.putting import begin_put
@@ -55,12 +56,15 @@ class RemoteStoreBuffer(KVStoreBuffer):
         if value is None:
             await self.delete(key)
             return
-        tensor = await dense(value, self._peer.pool)
+        staging = self._peer.staging(value.nbytes)
+        staged = None if staging is None else await staging.staged(value)
+        source = staged or await dense(value, self._peer.pool)
         self._putting += 1
         try:
-            await self._put(key, tensor)
+            await self._put(key, source)
         finally:
             self._putting -= 1
+            release_staged([source])
 
     async def get(
         self, key: str, into: torch.Tensor | None = None
@@ -120,16 +124,16 @@ class RemoteStoreBuffer(KVStoreBuffer):
         """Abort the peer."""
         self._peer.abort()
 
-    async def _put(self, key: str, tensor: torch.Tensor) -> None:
+    async def _put(self, key: str, source: torch.Tensor | StagedTensor) -> None:
         """A put that was cut off is made again: the last one counts."""
-        who = f"put of {key!r} ({tensor.nbytes} bytes)"
+        who = f"put of {key!r} ({source.nbytes} bytes)"
         room = f"room in the store at {self._peer.url}"
         incarnation = ""
         while True:
             link = await self._peer.link(incarnation)
             incarnation = link.peer.incarnation
             with LoggedWait(who, room, "the end of a get or put there"):
-                if await begin_put(link, key, tensor).accepted():
+                if await begin_put(link, key, source, self._peer).accepted():
                     return
 
     async def _get(self, key: str, into: torch.Tensor | None) -> torch.Tensor | None:

@@ -11,11 +11,13 @@ from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.sharing import MapDigest
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
+from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.protocol.frames import OpeningFrame
+from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.devices import Device
 
 __all__ = ("DeviceService",)
@@ -26,8 +28,8 @@ logger = logging.getLogger(__name__)
 class DeviceService:
     """Connects the GPU of ``buffers`` with that of one link's peer, once it asks.
 
-    ``way`` is what connects them from then on, for whatever is sent from here;
-    ``copies`` are in host memory, for what goes another way.
+    ``way`` is what connects them from then on, for whatever is sent from here, or put
+    into the buffers; ``copies`` are in host memory, for what goes another way.
     ``digest`` is what this side wants to be compared of what goes there.
     """
 
@@ -76,6 +78,17 @@ class DeviceService:
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
         return channel
+
+    def arrivals(self, buffer: InMemoryBuffer) -> GpuArrivals | None:
+        """Return by what one transfer may come into memory of ``buffer``'s GPU.
+
+        What is kept has the digest of all its bytes, unless the link has none: an
+        entry is known again by it.
+        """
+        way, pool = self.way, buffer.pool
+        if way is None or not way.is_open or not isinstance(pool, DeviceCopyPool):
+            return None
+        return GpuArrivals(way, pool, "off" if self.link.digest == "off" else "full")
 
     @property
     def has_ended(self) -> bool:

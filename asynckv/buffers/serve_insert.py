@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from asynckv.buffers.admission import Landed
+from asynckv.buffers.arriving_parts import ArrivingParts
 from asynckv.buffers.contents import check_names
 from asynckv.buffers.drafts import Draft
 from asynckv.buffers.entries import StoredEntry
@@ -19,8 +20,8 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from asynckv.links.receiving import Reception
 from asynckv.links.requests import LinkStream
+from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Accepted,
@@ -29,7 +30,9 @@ from asynckv.protocol.frames import (
     Frame,
     Insert,
 )
-from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.payload_frames import Done, Riders
+from asynckv.tensors.arena import Region
+from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService
@@ -88,38 +91,35 @@ class ServedInsert:
         self._inline = manifest if fits else None
         nbytes -= 0 if fits or not frame.inline else manifest.nbytes
         service.link.payload.announce(frame.transfer)
-        self._coming: _Coming | None = None
+        self._arriving: ArrivingParts | None = None
         self._task = service.run_insert(self._run, frame.entry_id, nbytes)
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
-        pool = self._service.buffer.pool
-        landings = [
-            PartLanding(part.region, part.spec, pool)
-            for part in entry.parts
-            if part.region is not None
+        parts = [
+            (part.region, part.spec) for part in entry.parts if part.region is not None
         ]
         if self._inline is not None:
-            await self._take_inline(self._inline, landings, landed)
+            await self._take_inline(self._inline, parts, landed)
             return
-        if not landings:
+        if not parts:
             return
-        transfer = self._frame.transfer
-        self._coming = _Coming(self._service, transfer, landings, landed)
-        self._coming.reception.begin()
-        self._stream.send(Grant(transfer))
+        service = self._service
+        self._arriving = ArrivingParts(
+            *(self._stream, self._frame.transfer, parts),
+            *(service.buffer, service.devices, landed),
+        )
         try:
-            await self._coming.whole
-            await self._coming.lift()
+            await self._arriving.arrive()
         finally:
-            await self._coming.reception.quiesce()
+            await self._arriving.quiesce()
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
             case Cancel():
                 self._task.cancel()
-            case Done() | Riders() if self._coming is not None:
-                self._coming.reception.on_parts(frame, body)
+            case Done() | Riders() | SentDevices() if self._arriving is not None:
+                self._arriving.on_frame(frame, body)
             case _:
                 raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
 
@@ -133,57 +133,20 @@ class ServedInsert:
         await self._service.buffer.admission.insert(self._draft, self, digest)
 
     async def _take_inline(
-        self, manifest: Manifest, landings: list[PartLanding], landed: Landed
+        self,
+        manifest: Manifest,
+        parts: list[tuple[Region, TensorSpec]],
+        landed: Landed,
     ) -> None:
         digests = verify_inline(manifest)
+        pool = self._service.buffer.pool
+        landings = [PartLanding(region, spec, pool) for region, spec in parts]
         for landing, piece in zip(landings, manifest.inline, strict=True):
             landing.fill(piece)
-        await lift_landed(landings, digests, self._service.buffer.pool)
+        await lift_landed(landings, digests, pool)
         for index, digest in enumerate(digests):
             # As those that come by payload: of a link without digests none is known.
             landed(index, b"" if self._service.link.digest == "off" else digest)
-
-
-class _Coming:
-    """The parts of an entry on their way into their regions by payload."""
-
-    def __init__(
-        self,
-        service: LookupService,
-        transfer: int,
-        landings: list[PartLanding],
-        landed: Landed,
-    ) -> None:
-        self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        targets = [landing.memory for landing in landings]
-        self.reception = Reception(
-            service.link, transfer, targets, self, has_riders=True
-        )
-        self._pool = service.buffer.pool
-        self._landings = landings
-        self._digests = [b""] * len(landings)
-        self._landed = landed
-        self._left = len(landings)
-
-    async def lift(self) -> None:
-        """Bring what has come to the GPU that it is to be on, and tell of it then."""
-        await lift_landed(self._landings, self._digests, self._pool)
-        for index, landing in enumerate(self._landings):
-            if landing.is_to_be_lifted:
-                self._landed(index, self._digests[index])
-
-    def part_verified(self, index: int, digest: bytes) -> None:
-        self._digests[index] = digest
-        if not self._landings[index].is_to_be_lifted:
-            self._landed(index, digest)
-        self._left -= 1
-        if not self._left and not self.whole.done():
-            self.whole.set_result(None)
-
-    def reception_failed(self, error: Exception) -> None:
-        if not self.whole.done():
-            self.whole.set_exception(error)
-            self.whole.exception()  # the insert may have been cancelled meanwhile
 
 
 def answer(stream: LinkStream, task: asyncio.Task[None]) -> None:

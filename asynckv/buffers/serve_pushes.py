@@ -6,17 +6,18 @@ import asyncio
 from typing import TYPE_CHECKING, Final, Protocol
 
 from asynckv.buffers.entries import StoredEntry
-from asynckv.buffers.part_landing import PartLanding, lift_landed
-from asynckv.errors import ChecksumError, EntryAborted, RemoteProtocolError
-from asynckv.links.link import Link
-from asynckv.links.receiving import Reception
+from asynckv.buffers.part_landing import PartLanding, lift_landed, on_gpu
+from asynckv.buffers.pushed import Pushed, PushedByGpu, PushedByHost
+from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, RemoteProtocolError
+from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.requests import LinkStream
+from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Push,
     Retract,
 )
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.payload_frames import Done
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
 
@@ -57,8 +58,8 @@ class ServedPushes:
         self._stream = stream
         self.entry = entry
         self._writer = writer
-        self._coming: dict[int, _Pushed] = {}
-        self._retracted: dict[int, list[Reception]] = {}
+        self._coming: dict[int, Pushed] = {}
+        self._retracted: dict[int, list[Pushed]] = {}
         self._to_grant: set[int] = set()
         self._verified: set[int] = set()
         self._lifting: dict[int, asyncio.Task[None]] = {}
@@ -89,9 +90,7 @@ class ServedPushes:
             raise RemoteProtocolError("a tensor was pushed twice")
         region = self.entry.parts[frame.part].region
         if region is None:  # the entry has left
-            self._stream.send(Retract(frame.transfer))
-            self._verified.add(frame.part)
-            self._writer.pushed(self)
+            self._let_go(frame)
         elif frame.inline:
             self._take_inline(frame, body, region)
         elif frame.part in self._retracted:
@@ -101,10 +100,20 @@ class ServedPushes:
             self._grant(frame, region)
 
     def on_done(self, frame: Done) -> None:
-        """The last byte of a part was sent; of one that was retracted, no matter."""
+        """The last byte of a part was sent; of one that was retracted, no matter.
+
+        Of one that has come from GPU to GPU: the writer knows that it is here, and it
+        may be shown from now on.
+        """
         pushed = self._coming.get(frame.transfer)
         if pushed is not None:
-            pushed.reception.on_done(frame)
+            pushed.on_done(frame)
+
+    def on_sent_devices(self, frame: SentDevices) -> None:
+        """The last byte of a part was sent from GPU to GPU; else as :meth:`on_done`."""
+        pushed = self._coming.get(frame.transfer)
+        if pushed is not None:
+            pushed.on_sent_devices(frame)
 
     def on_retract(self, transfer: int) -> None:
         """The push is void; the same part may be pushed again."""
@@ -113,7 +122,7 @@ class ServedPushes:
         if pushed is not None and pushed.index not in self._lifting:
             del self._coming[transfer]
             pushed.reception.stop()
-            self._retracted.setdefault(pushed.index, []).append(pushed.reception)
+            self._retracted.setdefault(pushed.index, []).append(pushed)
 
     def verified(self, index: int, digest: bytes, landing: PartLanding) -> None:
         """One part is whole, and its bytes are those that were sent."""
@@ -122,7 +131,16 @@ class ServedPushes:
             lifting = self._lift(index, digest, landing)
             self._lifting[index] = self._service.run(lifting, "copy to a GPU")
         else:
-            self._is_in(index, digest)
+            self.is_in(index, digest)
+
+    def came_by_gpu(self, transfer: int) -> None:
+        """One part is verified, where it belongs: the writer may say so."""
+        self.hear()
+        self._stream.send(Done(transfer, 0))
+
+    def lost_way(self, pushed: Pushed, lost: GpuPathLost) -> None:
+        """One part cannot come from GPU to GPU: the writer still has it."""
+        self._service.run(self._grant_again(pushed, lost), "grant of a push")
 
     def failed(self, error: Exception) -> None:
         """Some part will not become whole."""
@@ -132,9 +150,10 @@ class ServedPushes:
         """Listen no more, and wait until no thread touches the entry's memory."""
         self._has_ended = True
         self._silence.cancel()
-        receptions = [pushed.reception for pushed in self._coming.values()]
+        every = [*self._coming.values()]
         for retracted in self._retracted.values():
-            receptions += retracted
+            every += retracted
+        receptions = [pushed.reception for pushed in every]
         for reception in receptions:  # all of them, also if the wait is cancelled
             reception.stop()
         for task in self._lifting.values():
@@ -155,21 +174,53 @@ class ServedPushes:
         landing.fill(memoryview(body))
         self.verified(frame.part, digest, landing)
 
-    def _grant(self, frame: Push, region: Region) -> None:
-        landing = self._landing(frame.part, region)
-        pushed = _Pushed(self, frame, self._service.link, landing)
+    def _grant(self, frame: Push, region: Region, *, again: bool = False) -> None:
+        by_gpu = None
+        if region.is_on_device and not again:
+            by_gpu = self._service.devices.arrivals(self._service.buffer)
+        link = self._service.link
+        pushed: Pushed
+        if by_gpu is not None:
+            place = on_gpu(region, self.entry.parts[frame.part].spec)
+            pushed = PushedByGpu(self, frame, link, place, by_gpu)
+        else:
+            landing = self._landing(frame.part, region)
+            pushed = PushedByHost(self, frame, link, landing, is_again=again)
         self._coming[frame.transfer] = pushed
         pushed.reception.begin()
-        self._stream.send(Grant(frame.transfer))
+        self._stream.send(pushed.grant)
 
     async def _grant_later(self, frame: Push, region: Region) -> None:
         """The same part was being received before: let that end first."""
-        for reception in list(self._retracted.get(frame.part, ())):
-            await reception.quiesce()
+        for pushed in list(self._retracted.get(frame.part, ())):
+            await pushed.reception.quiesce()
+            if pushed.is_given_up:
+                self.failed(GPUFailed("the GPU may write for ever where a part was"))
+                return
         if frame.transfer in self._to_grant and not self._has_ended:
             self._to_grant.remove(frame.transfer)
             self._retracted.pop(frame.part, None)
             self._grant(frame, region)
+
+    async def _grant_again(self, pushed: Pushed, lost: GpuPathLost) -> None:
+        """Let a part come through host memory when the GPU has left its place."""
+        await pushed.reception.quiesce()
+        frame = pushed.frame
+        region = self.entry.parts[pushed.index].region
+        if self._has_ended or self._coming.get(frame.transfer) is not pushed:
+            return
+        if region is None:  # the entry has left meanwhile: nobody needs the rest
+            del self._coming[frame.transfer]
+            self._let_go(frame)
+        elif lost.is_quiet:
+            self._grant(frame, region, again=True)
+        else:
+            self.failed(GPUFailed(lost.message))
+
+    def _let_go(self, frame: Push) -> None:
+        self._stream.send(Retract(frame.transfer))
+        self._verified.add(frame.part)
+        self._writer.pushed(self)
 
     def _landing(self, index: int, region: Region) -> PartLanding:
         pool = self._service.buffer.pool
@@ -183,9 +234,10 @@ class ServedPushes:
         except Exception as exc:  # noqa: BLE001 - the writer is told
             self.failed(exc)
         else:
-            self._is_in(index, digest)
+            self.is_in(index, digest)
 
-    def _is_in(self, index: int, digest: bytes) -> None:
+    def is_in(self, index: int, digest: bytes) -> None:
+        """One part is in, for whoever consumes the entry."""
         self._verified.add(index)
         self._service.buffer.ledger.landed(self.entry, index, digest)
         self._writer.pushed(self)
@@ -194,30 +246,10 @@ class ServedPushes:
         return self._service.loop.call_later(SILENCE_S, self._fall_silent)
 
     def _fall_silent(self) -> None:
-        payload = self._service.link.payload
-        landed = {transfer: payload.landed_bytes(transfer) for transfer in self._coming}
+        landed = {number: one.landed_bytes for number, one in self._coming.items()}
         if landed != self._landed_bytes and any(landed.values()):
             self._landed_bytes = landed
             self.hear()  # a tensor is slow, but it comes
             return
         message = f"no tensor came for {SILENCE_S:.0f} s"
         self.failed(EntryAborted(message, reason="producer"))
-
-
-class _Pushed:
-    """One tensor on its way into its region."""
-
-    def __init__(
-        self, pushes: ServedPushes, frame: Push, link: Link, landing: PartLanding
-    ) -> None:
-        self.index = frame.part
-        self.reception = Reception(link, frame.transfer, [landing.memory], self)
-        self._pushes = pushes
-        # Until it has landed: of a GPU's part it has a copy in host memory.
-        self._landing = [landing]
-
-    def part_verified(self, index: int, digest: bytes) -> None:
-        self._pushes.verified(self.index, digest, self._landing.pop())
-
-    def reception_failed(self, error: Exception) -> None:
-        self._pushes.failed(error)

@@ -11,6 +11,7 @@ from asynckv.buffers.serve_insert import answer, draft_of, kept_nbytes
 from asynckv.buffers.serve_pushes import ServedPushes
 from asynckv.errors import EntryAborted, PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
+from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import (
     Cancel,
     Commit,
@@ -60,6 +61,8 @@ class ServedWriter:
                 pushes.on_push(frame, body)
             case Done():
                 pushes.on_done(frame)
+            case SentDevices():
+                pushes.on_sent_devices(frame)
             case Retract(transfer=transfer):
                 pushes.on_retract(transfer)
             case Commit():

@@ -40,11 +40,16 @@ class GpuArrivals:
     """One transfer; fits :class:`~asynckv.links.receiving.PartReceiver`.
 
     Errors that it tells are :exc:`GpuPathLost` where the way itself was lost.
+    ``digest`` is what this side wants to be compared, by default as of all that comes
+    by that way.
     """
 
-    def __init__(self, gpus: GpuLink, pool: DeviceCopyPool) -> None:
+    def __init__(
+        self, gpus: GpuLink, pool: DeviceCopyPool, digest: DigestMode | None = None
+    ) -> None:
         self.gpus = gpus
         self.pool = pool
+        self.digest: DigestMode = gpus.digest if digest is None else digest
         self._loop = asyncio.get_running_loop()
         self._parts: dict[int, _Part] = {}
         self._comparing: set[asyncio.Task[None]] = set()
@@ -58,9 +63,9 @@ class GpuArrivals:
         return self.gpus.progress
 
     @property
-    def digest(self) -> DigestMode:
-        """What this side wants to be compared."""
-        return self.gpus.digest
+    def is_given_up(self) -> bool:
+        """Whether the GPU's worker was: it may write for ever where it was to."""
+        return self.gpus.is_given_up
 
     def receive(
         self, transfer: int, part: int, target: Memory | DeviceMemory, done: _Done
@@ -87,7 +92,7 @@ class GpuArrivals:
         if self._is_stopped:
             return
         part = self._parts.get(frame.part)
-        own = self.gpus.digest
+        own = self.digest
         if part is None or part.kind is not None:
             raise RemoteProtocolError(
                 f"part {frame.part} was sent, which makes no sense"
@@ -96,6 +101,10 @@ class GpuArrivals:
             raise RemoteProtocolError(f"digests of {frame.kind}, not of {own}")
         part.kind = frame.kind
         self._compare_if_due(frame.part)
+
+    def landed_bytes(self, transfer: int) -> int:
+        """Bytes that have landed of parts that are not whole yet."""
+        return self.gpus.transport.landed_bytes(transfer)
 
     def call_when_lost(self, lost: Callable[[GpuPathLost], None]) -> None:
         """Call a method, if its object is still there, once nothing more can come.

@@ -109,6 +109,11 @@ class GpuLink:
             raise
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether its GPU's worker was: it may touch for ever what it was given."""
+        return self._use.worker.error is not None
+
+    @property
     def is_opening(self) -> bool:
         """Whether both sides' workers may be about to meet."""
         return self._opening is not None and not self._opening.done()

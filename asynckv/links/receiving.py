@@ -58,14 +58,14 @@ class Reception:
 
     If ``has_riders``, small parts come by :meth:`on_riders` only. The others come by
     ``payload``, the link's own by default; only the end of another one is an error of
-    the transfer alone.
+    the transfer alone. Parts whose target is None do not come here.
     """
 
     def __init__(
         self,
         link: Link,
         transfer: int,
-        targets: Sequence[Memory | DeviceMemory],
+        targets: Sequence[Memory | DeviceMemory | None],
         sink: PartSink,
         *,
         has_riders: bool = False,
@@ -82,8 +82,9 @@ class Reception:
         self._has_riders = has_riders
         self._small: dict[int, Memory] = {}
         self._parts = len(targets)
+        self._absent = {i for i, target in enumerate(targets) if target is None}
         self._sink: PartSink | None = sink
-        self._unlanded = self._unverified = len(targets)
+        self._unlanded = self._unverified = len(targets) - len(self._absent)
         self._landed: dict[int, bytes] = {}
         self._sent: dict[int, bytes] = {}
         self._is_stopped = False
@@ -94,6 +95,8 @@ class Reception:
         If ``whole``, all of them are there to be sent: see :meth:`expect`.
         """
         for index, target in enumerate(self._targets):
+            if target is None:
+                continue
             rider = self._has_riders and rides(target.nbytes)
             if rider and not isinstance(target, DeviceMemory):
                 self._small[index] = target
@@ -125,7 +128,8 @@ class Reception:
         if self._is_stopped:
             return
         part = frame.part
-        if part >= self._parts or part in self._sent or part in self._small:
+        is_one = part < self._parts and part not in self._absent
+        if not is_one or part in self._sent or part in self._small:
             raise RemoteProtocolError(f"a Done for part {part} makes no sense")
         self._sent[part] = frame.digest
         self._compare(part)

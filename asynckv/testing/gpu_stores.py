@@ -10,6 +10,7 @@ from typing import Any
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
+from asynckv.testing.blocked import until
 from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 
@@ -45,6 +46,19 @@ class GpuStores:
         (services,) = [s for s in self.server._services if not s.is_lost]
         way = services.devices.way
         return way is not None and way.transport.sender._sending._next > 0
+
+    @property
+    def has_put(self) -> bool:
+        """Whether anything has gone there from the peer's GPU."""
+        way = self.peer.way(self.peer._linked())
+        return way is not None and way.transport.sender._sending._next > 0
+
+    async def opened(self) -> None:
+        """Wait until the server knows too that a way between two GPUs is open."""
+        (services,) = [s for s in self.server._services if not s.is_lost]
+        await until(lambda: services.devices.way is not None)
+        way = services.devices.way
+        await until(lambda: way is not None and way.is_open)
 
 
 @asynccontextmanager

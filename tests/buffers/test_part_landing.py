@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynckv.buffers.part_landing import PartLanding, lift_landed
+from asynckv.buffers.part_landing import PartLanding, lift_landed, on_gpu
 from asynckv.errors import ChecksumError
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.arena import Region
@@ -75,3 +75,8 @@ async def test_what_changed_on_its_way_is_refused(
     landing.fill(memoryview(bytes(NBYTES)))
     with pytest.raises(ChecksumError, match="on its way to the GPU"):
         await lift_landed([landing], [DIGEST], pool)
+
+
+async def test_what_is_in_host_memory_is_on_no_gpu() -> None:
+    with pytest.raises(TypeError, match="lies elsewhere"):
+        on_gpu(Region(NBYTES, None), SPEC)

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from asynckv.buffers.drafts import make_draft
+from asynckv.buffers.gpu_staging import GpuStaging
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.pushing import RemoteWriter, dense, lendable
 from asynckv.errors import EntryAborted, PeerLost
+from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
     Accepted,
@@ -135,11 +137,24 @@ async def test_a_writer_that_was_left_puts_nothing(peers: Peers) -> None:
         await writer.put("key", ONES)
 
 
+class NoGpu:
+    """A peer's side that has none."""
+
+    def __init__(self) -> None:
+        self.pool = CopyPool()
+
+    def way(self, link: Link) -> GpuLink | None:
+        return None
+
+    def staging(self, nbytes: int) -> GpuStaging | None:
+        return None
+
+
 def writer_on(link: Link) -> RemoteWriter:
     draft = make_draft(
         [1], None, SPECS, entry_id="it", fingerprint=None, ttl_s=1, deliveries=1
     )
-    return RemoteWriter(link, draft, CopyPool())
+    return RemoteWriter(link, draft, NoGpu())
 
 
 async def test_an_insert_that_the_peer_gives_up_is_aborted() -> None:
@@ -181,7 +196,7 @@ async def test_a_put_that_a_lane_could_not_send_fails(
     async with linked("mem://", lambda *_: None) as pair:
         put = asyncio.create_task(writer_on(pair.near).put("key", ONES))
         monkeypatch.setattr(
-            pair.near.payload, "send", lambda *a: a[-1](b"", OSError("full"))
+            pair.near.payload, "send", lambda *a, **_: a[-1](b"", OSError("full"))
         )
         await until(lambda: bool(pair.service.hearers))
         push, _ = await pair.service.hearers[0].next()

@@ -12,6 +12,7 @@ from asynckv.buffers.sending import Sending
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
+    Accepted,
     Cancel,
     Failure,
     Insert,
@@ -117,3 +118,21 @@ async def test_an_answer_that_makes_no_sense_is_raised_and_breaks_the_link() -> 
         with pytest.raises(RemoteProtocolError, match="belongs here"):
             await sending_on(pair.near).accepted()
         assert not pair.near.is_open
+
+
+async def test_what_leaves_after_it_was_accepted_is_not_told() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        sending = sending_on(pair.near, torch.ones(LARGE, dtype=torch.uint8))
+        await asked(pair)
+        stream, frame, _ = pair.service.asked[0]
+        assert isinstance(frame, Insert)
+        stream.send(Grant(frame.transfer))
+        stream.send(Accepted())
+        assert await sending.accepted()
+        target, landed = memoryview(bytearray(LARGE)), list[object]()
+        pair.far.payload.receive(
+            frame.transfer, 0, target, lambda *end: landed.append(end)
+        )
+        await until(lambda: bool(landed))
+        await asyncio.gather(*[asyncio.sleep(0) for _ in range(20)])
+        assert not pair.service.hearers[0].frames

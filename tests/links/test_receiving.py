@@ -214,3 +214,17 @@ async def test_no_rider_lands_in_memory_that_is_quiet() -> None:
     sink.reception.stop()
     sink.reception.on_riders(*riders(0, 1, sizes=(8, 8)))
     assert not any(sink.targets[0]) and not sink.verified
+
+
+def test_parts_that_do_not_come_here_are_not_waited_for() -> None:
+    sink = Sink(8)
+    targets = [None, memoryview(bytearray(8)), None]
+    reception = Reception(
+        *(sink, 7, targets, sink),  # type: ignore[arg-type]
+        has_riders=True,
+    )
+    reception.begin()
+    with pytest.raises(RemoteProtocolError, match="Done for part 2"):
+        reception.on_done(Done(7, 2))
+    reception.on_riders(Riders(7, (1,), (digest_of(bytes(8)),)), bytes(8))
+    assert [index for index, _ in sink.verified] == [1] and not sink.expected

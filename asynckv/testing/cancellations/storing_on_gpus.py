@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final, TypeAlias
 
 import torch
 
 from asynckv.buffers.remote import connect
+from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.buffers.serve import Server
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
@@ -24,8 +25,9 @@ from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper
 from asynckv.testing.expectations import expect, expect_same, is_same, noise
 from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import open_gpu_pair
+from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
 from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
+from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -34,11 +36,15 @@ __all__ = (
     "a_get_of_no_gpu",
     "a_get_on_one_gpu",
     "a_peer_of_a_store_on_its_gpu",
+    "a_put_between_gpus",
     "a_put_to_a_gpu",
+    "an_insert_between_gpus",
+    "layers_between_gpus",
     "layers_to_a_gpu",
 )
 
 _KEY: Final = "key"
+_LAYERS: Final = ("key", "hidden")
 
 
 async def a_peer_of_a_store_on_its_gpu(
@@ -116,59 +122,118 @@ async def _get(pair: GpuStores, ground: Ground, sweeper: Sweeper, nbytes: int) -
 
 async def a_put_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """In place of another value, which is there until the new one is."""
-    old, new = noise(nbytes, 1), noise(nbytes, 2)
     with _gpus() as gpus:
         async with open_gpu_stores(gpus) as pair:
-            source = pair.theirs.tensor(new)
-
-            async def before() -> None:
-                source.copy_(new)
-                await pair.store.put(_KEY, old)
-
-            async def check(outcome: Outcome[None]) -> None:
-                source.fill_(OVERWRITE)
-                value = await pair.peer.store.get(_KEY)
-                if not outcome.cancelled or not is_same(value, old):
-                    expect_same(value, new)
-                await _until_quiet(pair, nbytes)
-
-            await sweeper.sweep(
-                f"a put of {nbytes} bytes to a GPU",
-                lambda: pair.peer.store.put(_KEY, source),
-                check,
-                before,
-            )
+            await _put(pair, sweeper, nbytes)
     await ground.check_quiet()
+
+
+async def a_put_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """As on one GPU."""
+    with _gpus() as gpus:
+        async with open_gpu_stores(gpus, theirs=1) as pair:
+            await pair.opened()
+            await _put(pair, sweeper, nbytes)
+            expect(pair.has_put, "it went by another way")
+            expect(pair.peer.transport == "nccl", "the way was lost")
+    await ground.check_quiet()
+
+
+async def _put(pair: GpuStores, sweeper: Sweeper, nbytes: int) -> None:
+    old, new = noise(nbytes, 1), noise(nbytes, 2)
+    source = pair.theirs.tensor(new)
+
+    async def before() -> None:
+        source.copy_(new)
+        await pair.store.put(_KEY, old)
+
+    async def check(outcome: Outcome[None]) -> None:
+        source.fill_(OVERWRITE)
+        value = await pair.peer.store.get(_KEY)
+        if not outcome.cancelled or not is_same(value, old):
+            expect_same(value, new)
+        await _until_quiet(pair, nbytes)
+
+    await sweeper.sweep(
+        f"a put of {nbytes} bytes to a GPU",
+        lambda: pair.peer.store.put(_KEY, source),
+        check,
+        before,
+    )
 
 
 async def layers_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """All of them, or no entry."""
-    specs = {name: TensorSpec((nbytes,), "uint8") for name in ("key", "hidden")}
     with _gpus() as gpus:
         async with open_gpu_pair(gpus, buffer_bytes=2**20) as pair:
-            lookup, buffer = pair.peer.lookup, pair.buffer
-            source = pair.theirs.tensor(noise(nbytes, 1))
-
-            async def insert() -> None:
-                async with lookup.open_insert(TOKENS, None, specs) as writer:
-                    for name in specs:
-                        await writer.put(name, source)
-
-            async def check(outcome: Outcome[None]) -> None:
-                await lookup.peek(TOKENS)  # all that was said before is heard
-                await until(lambda: not _coming(pair.server))
-                left = buffer.statistics().entries
-                expect(bool(left) or outcome.cancelled, "it was inserted")
-                if left:
-                    entry = await buffer.drop_select(TOKENS)
-                    key = entry.key if isinstance(entry.key, torch.Tensor) else None
-                    expect_same(key, noise(nbytes, 1))
-                    expect_same(entry.hidden, noise(nbytes, 1))
-                    del entry, key
-                await until(lambda: not buffer.statistics().used_bytes)
-
-            await sweeper.sweep(f"layers of {nbytes} bytes to a GPU", insert, check)
+            await _insert(pair, sweeper, nbytes, _by_layers)
     await ground.check_quiet()
+
+
+async def layers_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """As on one GPU."""
+    await _insert_between_gpus(sweeper, nbytes, _by_layers)
+    await ground.check_quiet()
+
+
+async def an_insert_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """All of it, or no entry."""
+    await _insert_between_gpus(sweeper, nbytes, _at_once)
+    await ground.check_quiet()
+
+
+_Insert: TypeAlias = Callable[[RemoteLookupBuffer, torch.Tensor], Awaitable[object]]
+
+
+async def _by_layers(lookup: RemoteLookupBuffer, source: torch.Tensor) -> None:
+    specs = {name: TensorSpec((source.nbytes,), "uint8") for name in _LAYERS}
+    async with lookup.open_insert(TOKENS, None, specs) as writer:
+        for name in specs:
+            await writer.put(name, source)
+
+
+async def _at_once(lookup: RemoteLookupBuffer, source: torch.Tensor) -> None:
+    await lookup.insert(TOKENS, None, source, None, source)
+
+
+async def _insert_between_gpus(sweeper: Sweeper, nbytes: int, insert: _Insert) -> None:
+    with _gpus() as gpus:
+        async with open_nccl_buffers(gpus) as pair:
+            await pair.opened()
+            await _insert(pair, sweeper, nbytes, insert)
+            await until(lambda: not pair.staged_bytes)
+            expect(pair.has_put, "it went by another way")
+            expect(pair.peer.transport == "nccl", "the way was lost")
+
+
+async def _insert(
+    pair: GpuPair | NcclBuffers, sweeper: Sweeper, nbytes: int, insert: _Insert
+) -> None:
+    lookup, buffer = pair.peer.lookup, pair.buffer
+    source = pair.theirs.tensor(noise(nbytes, 1))
+
+    async def before() -> None:
+        source.copy_(noise(nbytes, 1))
+
+    async def use() -> None:
+        await insert(lookup, source)
+
+    async def check(outcome: Outcome[None]) -> None:
+        source.fill_(OVERWRITE)
+        await lookup.peek(TOKENS)  # all that was said before is heard
+        await until(lambda: not _coming(pair.server))
+        left = buffer.statistics().entries
+        expect(bool(left) or outcome.cancelled, "it was inserted")
+        if left:
+            entry = await buffer.drop_select(TOKENS)
+            key = entry.key if isinstance(entry.key, torch.Tensor) else None
+            expect_same(key, noise(nbytes, 1))
+            expect_same(entry.hidden, noise(nbytes, 1))
+            del entry, key
+        await until(lambda: not buffer.statistics().used_bytes)
+
+    name = "layers" if insert is _by_layers else "an entry"
+    await sweeper.sweep(f"{name} of {nbytes} bytes to a GPU", use, check, before)
 
 
 def _coming(server: Server) -> int:
@@ -201,7 +266,8 @@ def _gpus() -> Iterator[FakeGpus]:
 _PEER: Final = ("connect",)
 _GET: Final = ("RemoteStoreBuffer.get",)
 _PUT: Final = ("RemoteStoreBuffer.put",)
-_LAYERS: Final = ("RemoteLookupBuffer.open_insert", "RemoteWriter.put")
+_BY_LAYERS: Final = ("RemoteLookupBuffer.open_insert", "RemoteWriter.put")
+_AT_ONCE: Final = ("RemoteLookupBuffer.insert",)
 
 STORING_ON_GPUS: Final = (
     Scenario(a_peer_of_a_store_on_its_gpu, _PEER, ("local",), (0,), is_costly=True),
@@ -209,5 +275,8 @@ STORING_ON_GPUS: Final = (
     Scenario(a_get_between_gpus, _GET, ("local",), (LARGE,), is_costly=True),
     Scenario(a_get_of_no_gpu, _GET, ("local",), (LARGE,), is_costly=True),
     Scenario(a_put_to_a_gpu, _PUT, ("local",), (LARGE,), is_costly=True),
-    Scenario(layers_to_a_gpu, _LAYERS, ("local",), (LARGE,), is_costly=True),
+    Scenario(a_put_between_gpus, _PUT, ("local",), (LARGE,), is_costly=True),
+    Scenario(layers_to_a_gpu, _BY_LAYERS, ("local",), (LARGE,), is_costly=True),
+    Scenario(layers_between_gpus, _BY_LAYERS, ("local",), (LARGE,), is_costly=True),
+    Scenario(an_insert_between_gpus, _AT_ONCE, ("local",), (LARGE,), is_costly=True),
 )

@@ -29,6 +29,16 @@ class FakeTensor(torch.Tensor):
     gpu: int = 0
     memory: DeviceMemory | None = None
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        source = args[0] if args else None
+        if isinstance(made, FakeTensor) and isinstance(source, FakeTensor):
+            made.gpu = source.gpu
+        return made
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", self.gpu)

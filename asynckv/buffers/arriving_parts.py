@@ -1,0 +1,209 @@
+"""The parts of one transfer on their way into a buffer, from a peer that has them all.
+
+Those for a GPU come from the peer's GPU where a way leads there, else through host
+memory. What such a way has lost comes once more through host memory: the peer keeps it
+until it has been told that all is in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from asynckv.buffers.in_memory import InMemoryBuffer
+from asynckv.buffers.part_landing import PartLanding, lift_landed, on_gpu
+from asynckv.errors import GPUFailed, RemoteProtocolError
+from asynckv.links.gpu_arrivals import GpuArrivals
+from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links.link import Link
+from asynckv.links.receiving import Reception
+from asynckv.links.requests import LinkStream
+from asynckv.links.riding import rides
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.tensors.arena import Region
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.runs import Memory
+from asynckv.types import TensorSpec
+
+if TYPE_CHECKING:
+    from asynckv.buffers.serve_devices import DeviceService
+
+__all__ = ("ArrivingParts",)
+
+
+class ArrivingParts:
+    """All parts of a transfer, each with the region that it belongs in.
+
+    ``landed`` is called with the number of each that is there, and its digest.
+    """
+
+    def __init__(
+        self,
+        stream: LinkStream,
+        transfer: int,
+        parts: Sequence[tuple[Region, TensorSpec]],
+        buffer: InMemoryBuffer,
+        devices: DeviceService,
+        landed: Callable[[int, bytes], None],
+    ) -> None:
+        self._stream = stream
+        self._transfer = transfer
+        self._parts = parts
+        self._buffer = buffer
+        self._devices = devices
+        self._landed = landed
+        self._landings: dict[int, PartLanding] = {}
+        self._digests: dict[int, bytes] = {}
+        self._in: set[int] = set()
+        self._was_by_gpu = False
+        self._coming: list[_Coming] = []
+        self._by_gpu: tuple[_Coming, GpuArrivals] | None = None
+        self._by_host: _Coming  # from the moment on that anything is granted
+
+    async def arrive(self) -> None:
+        """Grant the transfer, and wait until every part is verified, and in.
+
+        However this ends, :meth:`quiesce` is to follow.
+
+        :raises ChecksumError: other bytes came than were sent
+        :raises GPUFailed: the GPU failed, or may write for ever where they belong
+        """
+        rest: Sequence[int] = range(len(self._parts))
+        if self._may_come_by_gpu():
+            arrivals = self._devices.arrivals(self._buffer)
+            if arrivals is not None:
+                rest = await self._come_by_gpu(arrivals)
+        if rest:
+            self._by_host = self._receive(rest)
+            self._stream.send(Grant(self._transfer))
+            await self._by_host.whole
+        await self._lift()
+
+    def on_frame(self, frame: Done | Riders | SentDevices, body: bytes) -> None:
+        """The peer has sent some.
+
+        :raises RemoteProtocolError: it makes no sense
+        """
+        if not isinstance(frame, SentDevices):
+            self._by_host.reception.on_parts(frame, body)
+        elif not self._was_by_gpu:
+            raise RemoteProtocolError("a part of a GPU that was not asked for")
+        elif self._by_gpu is not None:  # else it was said before the way was lost
+            coming, arrivals = self._by_gpu
+            arrivals.sent(frame)
+            done = Done(frame.transfer, frame.part, frame.digest)
+            coming.reception.on_done(done)
+
+    async def quiesce(self) -> None:
+        """Wait until nothing touches the regions (at most 1 s)."""
+        for coming in self._coming:  # all of them, also if the wait is cancelled
+            coming.reception.stop()
+        for coming in self._coming:
+            await coming.reception.quiesce()
+
+    def _may_come_by_gpu(self) -> bool:
+        """Is all on this side's GPU that does not ride?"""
+        regions = [region for region, _ in self._parts if not rides(region.nbytes)]
+        return bool(regions) and all(region.is_on_device for region in regions)
+
+    async def _come_by_gpu(self, arrivals: GpuArrivals) -> Sequence[int]:
+        """Wait for all parts; return those that are to come through host memory."""
+        small = [i for i, (region, _) in enumerate(self._parts) if rides(region.nbytes)]
+        self._by_host = self._receive(small)
+        rest = [i for i in range(len(self._parts)) if i not in self._landings]
+        places = {i: on_gpu(*self._parts[i]) for i in rest}
+        self._was_by_gpu = True
+        coming = self._come(places, self._is_in, arrivals)
+        self._by_gpu = coming, arrivals
+        del places  # an error's traceback would keep the memory in use
+        self._stream.send(GrantDevices(self._transfer, arrivals.digest))
+        try:
+            await coming.whole
+        except GpuPathLost as exc:
+            self._by_gpu = None
+            await coming.reception.quiesce()
+            if not exc.is_quiet:
+                raise GPUFailed(exc.message) from exc
+        else:
+            rest = []
+        await self._by_host.whole  # what rides comes once, however the others do
+        return rest
+
+    def _receive(self, indexes: Sequence[int]) -> _Coming:
+        """Let parts land in host memory: straight, or on their way to the GPU."""
+        pool = self._buffer.pool
+        for index in indexes:
+            self._landings[index] = PartLanding(*self._parts[index], pool)
+        places = {index: self._landings[index].memory for index in indexes}
+        return self._come(places, self._has_come, None)
+
+    def _come(
+        self,
+        places: Mapping[int, Memory | DeviceMemory],
+        verified: Callable[[int, bytes], None],
+        arrivals: GpuArrivals | None,
+    ) -> _Coming:
+        targets = [places.get(index) for index in range(len(self._parts))]
+        link = self._devices.link
+        coming = _Coming(link, self._transfer, targets, verified, arrivals)
+        self._coming.append(coming)
+        return coming
+
+    def _has_come(self, index: int, digest: bytes) -> None:
+        self._digests[index] = digest
+        if not self._landings[index].is_to_be_lifted:
+            self._is_in(index, digest)
+
+    def _is_in(self, index: int, digest: bytes) -> None:
+        self._in.add(index)
+        self._landed(index, digest)
+
+    async def _lift(self) -> None:
+        """Bring what has come to the GPU that it is to be on, and tell of it then."""
+        lifted = [index for index in self._landings if index not in self._in]
+        landings = [self._landings[index] for index in lifted]
+        digests = [self._digests[index] for index in lifted]
+        self._landings.clear()
+        lifting = lift_landed(landings, digests, self._buffer.pool)
+        del landings
+        await lifting
+        for index, digest in zip(lifted, digests, strict=True):
+            self._is_in(index, digest)
+
+
+class _Coming:
+    """Parts that come by one way. ``whole`` is done when all of them are verified."""
+
+    def __init__(
+        self,
+        link: Link,
+        transfer: int,
+        targets: Sequence[Memory | DeviceMemory | None],
+        verified: Callable[[int, bytes], None],
+        arrivals: GpuArrivals | None,
+    ) -> None:
+        self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._verified = verified
+        self._left = sum(target is not None for target in targets)
+        self.reception = Reception(
+            *(link, transfer, targets, self),
+            has_riders=True,
+            payload=arrivals,
+            progress=None if arrivals is None else arrivals.progress,
+        )
+        self.reception.begin()
+        if not self._left:
+            self.whole.set_result(None)
+
+    def part_verified(self, index: int, digest: bytes) -> None:
+        self._verified(index, digest)
+        self._left -= 1
+        if not self._left and not self.whole.done():
+            self.whole.set_result(None)
+
+    def reception_failed(self, error: Exception) -> None:
+        if not self.whole.done():
+            self.whole.set_exception(error)
+            self.whole.exception()  # the request may have been cancelled meanwhile

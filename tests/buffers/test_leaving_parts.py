@@ -1,0 +1,204 @@
+"""What a server may say of parts that are to leave, and what a GPU may refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from asynckv.buffers.leaving_parts import LeavingParts
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.putting import begin_put
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.sending import Sending
+from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import GPUFailed
+from asynckv.links.gpu_link import GpuLink
+from asynckv.links.link import Link
+from asynckv.protocol.device_frames import GrantDevices
+from asynckv.protocol.frames import Accepted, Frame, Put
+from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.tensors.copying import CopyPool
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_devices import fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.link_pairs import LinkPair, linked
+from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing.nccl_buffer_pairs import open_nccl_buffers
+
+
+class NoWay:
+    """A side with a GPU from which nothing leads to the peer's any more."""
+
+    def __init__(self) -> None:
+        self.pool = CopyPool()
+
+    def way(self, link: Link) -> GpuLink | None:
+        return None
+
+
+class Asked:
+    """One put of 1 MiB in host memory, and the server that it was asked of."""
+
+    def __init__(self, pair: LinkPair, ways: NoWay | None) -> None:
+        self.pair = pair
+        self.value = noise(MIB)
+        self.sending: Sending = begin_put(pair.near, "key", self.value, ways)
+        self.transfer = 0
+
+    async def grant(self, *frames: type[Grant] | type[GrantDevices]) -> None:
+        service = self.pair.service
+        await until(lambda: bool(service.asked))
+        stream, frame, _ = service.asked[0]
+        assert isinstance(frame, Put)
+        self.transfer = frame.transfer
+        for kind in frames:
+            is_host = kind is Grant
+            number = frame.transfer
+            stream.send(Grant(number) if is_host else GrantDevices(number, "full"))
+
+
+@asynccontextmanager
+async def asked(ways: NoWay | None) -> AsyncIterator[Asked]:
+    async with linked("mem://", lambda *_: None) as pair:
+        one = Asked(pair, ways)
+        yield one
+        await one.sending.quiesce()
+
+
+@pytest.mark.parametrize("ways", [None, NoWay()], ids=["none", "no way"])
+async def test_a_grant_that_makes_no_sense_breaks_the_link(
+    ways: NoWay | None,
+) -> None:
+    async with asked(ways) as one:
+        await one.grant(GrantDevices, GrantDevices)
+        await until(lambda: not one.pair.near.is_open)
+        assert "nothing leads to" in str(one.pair.near.error)
+
+
+async def test_what_a_lost_way_cannot_send_waits_for_another_grant() -> None:
+    async with asked(NoWay()) as one:
+        await one.grant(GrantDevices)
+        target, landed = memoryview(bytearray(MIB)), list[object]()
+        one.pair.far.payload.receive(
+            one.transfer, 0, target, lambda *end: landed.append(end)
+        )
+        await one.grant(Grant)
+        hearer = one.pair.service.hearers[0]
+        frame, _ = await hearer.next()
+        assert isinstance(frame, Done) and one.sending.may_be_in
+        await until(lambda: bool(landed))
+        assert is_same(torch.frombuffer(target, dtype=torch.uint8), one.value)
+        one.pair.service.asked[0][0].send(Accepted())
+        assert await one.sending.accepted()
+
+
+async def test_a_grant_that_crosses_the_cancellation_is_no_matter() -> None:
+    async with asked(NoWay()) as one:
+        one.sending.cancel()
+        await one.grant(GrantDevices, Grant)
+        await until(lambda: one.sending.may_be_in)
+        assert one.pair.near.is_open
+
+
+@asynccontextmanager
+async def beside_a_store(gpus: FakeGpus) -> AsyncIterator[tuple[LookupBuffer, Peer]]:
+    """A lookup buffer in host memory, on a link that connects two GPUs."""
+    here = fake_device_of(gpus.process()).device
+    there = fake_device_of(gpus.process(), 1).device
+    async with (
+        LookupBuffer("4MiB", drain_s=0) as lookup,
+        StoreBuffer("1MiB", device=here) as store,
+        serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
+        connect(server.url, device=there, max_bytes="4MiB") as peer,
+    ):
+        yield lookup, peer
+
+
+def on_gpu_of(peer: Peer, tensor: torch.Tensor) -> torch.Tensor:
+    assert peer.on_gpu is not None and peer.on_gpu.device_pages is not None
+    tensors = peer.on_gpu.device_pages.allocation.gpus.tensors
+    found: torch.Tensor = tensors.on_gpu(tensor, 1)  # type: ignore[attr-defined]
+    return found
+
+
+async def test_a_cancelled_insert_is_hoisted_no_further(two_gpus: FakeGpus) -> None:
+    async with beside_a_store(two_gpus) as (lookup, peer):
+        key = on_gpu_of(peer, noise(MIB))
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
+            await peer.lookup.peek([1])
+            entries = lookup.ledger.book.entries
+            await until(lambda: all(e.complete for e in entries.values()))
+            assert entries or outcome.cancelled
+            if entries:
+                entry = await lookup.drop_select([1])
+                assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+                del entry
+            await until(lambda: not lookup.statistics().used_bytes)
+            assert peer.on_gpu is not None and not peer.on_gpu.arena.used_bytes
+
+        insert = peer.lookup.insert
+        await sweep_cancellation(lambda: insert([1], None, key, None, None), check)
+
+
+@pytest.mark.parametrize("part", ["_hoist", "_tell_sent"])
+async def test_what_this_sides_gpu_refuses_is_raised(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    async def fail(*anything: object) -> None:
+        raise GPUFailed("it has fallen off the bus")
+
+    monkeypatch.setattr(LeavingParts, part, fail)
+    if part == "_hoist":
+        async with beside_a_store(two_gpus) as (_, peer):
+            key = on_gpu_of(peer, noise(MIB))
+            with pytest.raises(GPUFailed, match="off the bus"):
+                await peer.lookup.insert([1], None, key, None, None)
+        return
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.opened()
+        key = pair.theirs.tensor(noise(MIB))
+        with pytest.raises(GPUFailed, match="off the bus"):
+            await pair.peer.lookup.insert([1], None, key, None, None)
+        await until(lambda: not pair.staged_bytes)
+        await until(lambda: not pair.buffer.statistics().used_bytes)
+
+
+async def test_an_entry_that_is_accepted_early_is_not_digested_any_more(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digesting = list[asyncio.Task[None] | None]()
+
+    async def wait(*anything: object) -> list[bytes]:
+        del anything  # the task's error would keep it
+        digesting.append(asyncio.current_task())
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    on_frame = Sending.on_frame
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.opened()
+        monkeypatch.setattr(pair.peer.pool, "digest", wait)
+        sendings = list[Sending]()
+
+        def note(sending: Sending, frame: Frame, body: bytes) -> None:
+            sendings.append(sending)
+            on_frame(sending, frame, body)
+
+        monkeypatch.setattr(Sending, "on_frame", note)
+        key = pair.theirs.tensor(noise(MIB))
+        inserting = asyncio.create_task(
+            pair.peer.lookup.insert([1], None, key, None, None)
+        )
+        await until(lambda: bool(digesting))
+        sendings[0].on_frame(Accepted(), b"")
+        await inserting
+        assert digesting[0] is not None and digesting[0].done()
+        await until(lambda: not pair.staged_bytes)
