@@ -24,6 +24,7 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
+from asynckv.links.exports import check_same_host
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.processes import ProcessBound
@@ -34,7 +35,7 @@ from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.shared_file import MappedFile
 
 if TYPE_CHECKING:
-    from asynckv.buffers.sharing import MapDigest
+    from asynckv.links.sharing import MapDigest
 
 __all__ = ("MAP_S", "MappedMemory", "MappedPin", "Mappings", "taken_as_proof")
 
@@ -254,7 +255,7 @@ class Mappings:
         if not link.may_map:
             return
         try:
-            self._check_here(link)
+            check_same_host(link, self._boot_id)
             memory = await self._agree(link)
         except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
             if isinstance(exc, PeerLost) and not link.is_open:
@@ -276,11 +277,6 @@ class Mappings:
         link.call_when_lost(lambda _: memory.link_over())
         link.use_map()
         logger.info("entries at %s are read where they lie", link.peer.id)
-
-    def _check_here(self, link: Link) -> None:
-        is_same_boot = bool(self._boot_id) and link.peer.boot_id == self._boot_id
-        if not is_same_boot or link.own_host != link.peer_host:
-            raise ValueError("it is on another host")
 
     async def _agree(self, link: Link) -> MappedMemory:
         asking = _Asking(link)
