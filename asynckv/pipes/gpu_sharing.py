@@ -109,6 +109,8 @@ class GpuSharing:
         try:
             try:
                 exported = await stream.exported()
+            except PeerLost:
+                raise
             except AsyncKVError as exc:
                 return exc.message
             async with asyncio.timeout(_AGREE_S):

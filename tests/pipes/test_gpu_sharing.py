@@ -27,6 +27,7 @@ from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.fake_gpus.cuda import FakeCuda
 from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
 from asynckv.testing.pipe_checks.values import (
@@ -40,7 +41,6 @@ from asynckv.types import TensorSpec
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
 BY_HOST = "goes through host memory"
-SIDES = pytest.mark.parametrize("side", ["ours", "theirs"])
 ENDS = pytest.mark.parametrize("end", ["near_sharing", "far_sharing"])
 SPEC = TensorSpec((LARGE,), "uint8")
 
@@ -108,18 +108,23 @@ def busy(gpu: FakeDevice) -> bool:
 # Where it cannot be opened.
 
 
-@SIDES
+@pytest.mark.parametrize("key", [1, 2], ids=["ours", "theirs"])
 @pytest.mark.parametrize("call", ["export", "open_memory"])
 async def test_what_cuda_refuses_is_no_way(
     two_gpus: FakeGpus,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    side: str,
+    key: int,
     call: str,
 ) -> None:
+    do = getattr(FakeCuda, call)
+
+    def refuse(cuda: FakeCuda, *args: Any) -> Any:
+        return fail() if cuda._process.key == key else do(cuda, *args)
+
     caplog.set_level("INFO")
-    async with open_ipc_pipes(two_gpus, is_connected=False, digest="auto") as pair:
-        monkeypatch.setattr(getattr(pair, side).process.cuda, call, fail)
+    monkeypatch.setattr(FakeCuda, call, refuse)
+    async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await until(lambda: caplog.text.count(BY_HOST) == 2)
         await check_comes_by_host(pair)
         await check_comes_by_host(pair)
@@ -380,19 +385,20 @@ async def test_nothing_is_left_on_the_gpu(two_gpus: FakeGpus) -> None:
     assert not (pair.opened or arenas_of(pair.ours) or arenas_of(pair.theirs))
 
 
-@ENDS
+@pytest.mark.parametrize("which", [0, 1], ids=["far", "near"])
 async def test_what_is_closed_meanwhile_shares_nothing(
-    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, end: str
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
-    show = GpuSharing._show
+    show, shows = GpuSharing._show, list[GpuSharing]()
 
-    def close_first(one: GpuSharing) -> Any:
+    def close_then(one: GpuSharing) -> Any:
         shown = show(one)
-        if one is getattr(pair, end):
+        shows.append(one)
+        if len(shows) == which + 1:
             one.close()
         return shown
 
-    monkeypatch.setattr(GpuSharing, "_show", close_first)
+    monkeypatch.setattr(GpuSharing, "_show", close_then)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await pair.near.gpus_settled()
         await until(lambda: not pair.opened)
