@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _AGREE_S: Final = 10.0
 _CLOSE_S: Final = 2.0
+_TELL_S: Final = 0.1
 
 
 class GpuSharing:
@@ -266,11 +267,9 @@ class GpuSharing:
         self.close()
         if was_open and self._link.is_open:
             self._link.use_lanes()
-            logger.warning(
-                "payload of the pipe to %s goes through host memory from here on: %s",
-                self._link.peer.id,
-                str(reason),
-            )
+            # A peer that is gone has closed both: that is no news then.
+            loop = asyncio.get_running_loop()
+            loop.call_later(_TELL_S, _tell_loss, self._link, str(reason))
 
     async def _read(
         self,
@@ -313,6 +312,15 @@ class GpuSharing:
                 loop.call_soon_threadsafe(_set_done, self._closed)
 
         in_thread(close)
+
+
+def _tell_loss(link: Link, reason: str) -> None:
+    if link.is_open:
+        logger.warning(
+            "payload of the pipe to %s goes through host memory from here on: %s",
+            link.peer.id,
+            reason,
+        )
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

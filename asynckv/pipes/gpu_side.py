@@ -74,6 +74,7 @@ class GpuSide:
         )
         self._way: GpuLink | None = None
         self._openings: set[asyncio.Task[None]] = set()
+        self._has_told = False
 
     @property
     def way(self) -> GpuLink | None:
@@ -210,7 +211,8 @@ class GpuSide:
             await opening()
         except (AsyncKVError, OSError, TimeoutError) as exc:
             self._close()
-            if self._link.is_open:
+            if self._link.is_open and not self._has_told:
+                self._has_told = True
                 logger.info(
                     "payload of the pipe to %s goes through host memory: %s",
                     self._link.peer.id,

@@ -30,6 +30,7 @@ from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.fake_gpus.cuda import FakeCuda
 from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
+from asynckv.testing.nccl_pipe_pairs import used_bytes_of
 from asynckv.testing.pipe_checks.values import (
     LARGE,
     PIPE_BYTES,
@@ -255,7 +256,7 @@ async def test_what_cannot_be_read_comes_by_host(
     await asyncio.gather(send_many(pair.near, 6), receive_many(pair.far, 6))
     await until(lambda: pair.near.transport == pair.far.transport == "inline")
     await check_comes_by_host(pair)
-    assert caplog.text.count("from here on") == 2
+    await until(lambda: caplog.text.count("from here on") == 2)
     await until(lambda: not pair.opened)
     await until(lambda: not pair.used_bytes)
 
@@ -308,17 +309,18 @@ async def test_a_sender_that_aborts_keeps_what_is_still_read(
 
 
 async def test_a_region_that_is_still_read_is_nobody_elses(
-    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+    pair: IpcPipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_ipc_pipes(two_gpus) as pair:
-        gate = hold_gpu(pair.theirs, monkeypatch)
-        await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
-        await until(lambda: busy(pair.theirs))
-        pair.near._sends._end(PeerLost("as if the link was lost"))
-        assert pair.used_bytes >= LARGE  # not freed, though nobody waits for it here
-        gate.open()
-        pair.near.abort()
-        await until(lambda: not pair.opened)
+    held = Held(pair, monkeypatch)
+    await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
+    await held.has_begun.wait()
+    pair.near._outbound.end(PeerLost("as if the link was lost"))
+    assert used_bytes_of(pair.near) == LARGE
+    held.let_go()
+    assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))
+    pair.near.abort()
+    with pytest.raises(PeerLost):
+        await pair.far.recv_tensor()
 
 
 async def test_a_receiver_that_aborts_ends_when_its_gpu_is_done(
@@ -331,10 +333,11 @@ async def test_a_receiver_that_aborts_ends_when_its_gpu_is_done(
         pair.far.abort()
         with pytest.raises(PipeBroken):
             await pair.near.flush()
-        assert arenas_of(pair.theirs) and pair.opened == 2
+        assert arenas_of(pair.theirs) and pair.opened
         gate.open()
         await until(lambda: not pair.opened)
-        await until(lambda: not (arenas_of(pair.ours) or arenas_of(pair.theirs)))
+        await until(lambda: not arenas_of(pair.theirs))
+    assert not arenas_of(pair.ours)
 
 
 async def test_who_does_not_close_keeps_the_memory(
@@ -348,7 +351,8 @@ async def test_who_does_not_close_keeps_the_memory(
         await until(lambda: busy(pair.theirs))
         pair.near.abort()
         await pair.near.aclose()
-        await pair.far.aclose()
+        with pytest.raises(PipeBroken):
+            await pair.far.aclose()
         assert arenas_of(pair.ours)
         gate.open()
         await until(lambda: not arenas_of(pair.ours))
