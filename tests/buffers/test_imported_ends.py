@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.buffers import importing, sharing
+from asynckv.buffers import importing
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.mapped import MappedPin
 from asynckv.buffers.remote import Peer, connect
 from asynckv.errors import ChecksumError, ConfigError, GPUFailed, PeerLost
+from asynckv.links import exports, sharing
 from asynckv.links.exports import Export
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream
@@ -153,7 +154,7 @@ async def test_a_server_that_does_not_answer_costs_a_moment(
     async def never(address: str, ticket: bytes) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(importing, "fetch_file", never)
+    monkeypatch.setattr(exports, "fetch_file", never)
     async with open_gpu_pair(gpus) as pair:
         assert pair.peer.transport == "inline"
 
