@@ -89,7 +89,9 @@ class Arrival:
         if (region := gpus.spare(self.nbytes)) is None:
             return False
         self.region = region
-        self._reading = gpus.sharing.read(shown, _place(region, self.spec), self._read)
+        self._reading = gpus.sharing.peer_memory.read(
+            shown, _place(region, self.spec), self._read
+        )
         return True
 
     def land_on_gpu(self, link: Link, gpus: GpuSide) -> GrantDevices | None:

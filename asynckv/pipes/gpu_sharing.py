@@ -8,33 +8,29 @@ the memory: a socket of its own says so, also of who was killed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from asynckv.errors import (
     AsyncKVError,
-    ChecksumError,
     ConfigError,
     PeerLost,
-    RemoteProtocolError,
 )
-from asynckv.links.exports import Export, check_same_host, open_export
+from asynckv.links.exports import check_same_host, open_export
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.links.options import new_identity
 from asynckv.links.sharing import MapHolder, Sharing
+from asynckv.pipes.peer_memory import PeerMemory
 from asynckv.pipes.sharing_stream import SharingStream
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, PushShared
+from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.imports import in_thread
 from asynckv.tensors.on_gpu import KVOnGpu
 
 __all__ = ("GpuSharing",)
@@ -42,7 +38,6 @@ __all__ = ("GpuSharing",)
 logger = logging.getLogger(__name__)
 
 _AGREE_S: Final = 10.0
-_CLOSE_S: Final = 2.0
 _TELL_S: Final = 0.1
 
 
@@ -69,12 +64,9 @@ class GpuSharing:
         self._pool = pool
         self._sharing = Sharing(growth.arena, self._look, growth.drop_soon)
         self._holder: MapHolder | None = None
-        self._there: Export | None = None
-        self._reads: set[asyncio.Task[None]] = set()
+        self.peer_memory = PeerMemory(self._copy_from_peer, self._lost)
         self._has_begun = False
         self._is_over = False
-        self._is_closing = False
-        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def is_open(self) -> bool:
@@ -160,35 +152,6 @@ class GpuSharing:
         if self._holder is not None:
             self._holder.unpin(number)
 
-    def check(self, frame: PushShared) -> None:
-        """Check that a tensor lies in what the peer has shown.
-
-        :raises RemoteProtocolError: it lies beyond
-        """
-        there = self._there
-        end = frame.offset + frame.spec.nbytes
-        if there is not None and end > there.allocation.nbytes:
-            raise RemoteProtocolError("a tensor beyond the memory that was exported")
-
-    def read(
-        self,
-        frame: PushShared,
-        target: DeviceMemory,
-        done: Callable[[Exception | None], None],
-    ) -> asyncio.Task[None]:
-        """Copy what the peer has shown; ``done`` is told why it is not there.
-
-        If the task is cancelled it is told nothing; it ends when the GPU is done with
-        both places. Never waits.
-        """
-        task = asyncio.get_running_loop().create_task(
-            self._read(frame, target, done),
-            name=f"asynckv: read transfer {frame.transfer} of a pipe",
-        )
-        self._reads.add(task)
-        task.add_done_callback(self._on_read)
-        return task
-
     async def copy(
         self, source: torch.Tensor | KVOnGpu | DeviceMemory, target: DeviceMemory
     ) -> bytes:
@@ -212,7 +175,7 @@ class GpuSharing:
         if not self._is_over:
             self._is_over = True
             self._sharing.close()
-            self._close_if_over()
+            self.peer_memory.close()
 
     async def aclose(self) -> None:
         """As :meth:`close`; wait until both sides have closed, about 4 s at most.
@@ -220,22 +183,22 @@ class GpuSharing:
         What the peer has not closed then, it keeps.
         """
         self.close()
-        for task in self._reads:
-            task.cancel()
-        await asyncio.wait({self._closed}, timeout=_CLOSE_S)
+        await self.peer_memory.aclose()
         await self._sharing.aclose()
 
     async def _open(self, exported: Exported) -> bytes:
         pages = self._growth.device_pages
         if pages is None:
             raise ConfigError("this side has no GPU")
-        there, nonce = await open_export(exported, pages.allocation)
-        self._there = there
+        export, nonce = await open_export(exported, pages.allocation)
+        self.peer_memory.put(export)
         self.digest = strictest(self._wanted, exported.digest)
-        if self._is_over:  # it is closed here: nobody else would
-            self._is_closing = False
-            self._close_if_over()
         return nonce
+
+    async def _copy_from_peer(
+        self, source: DeviceMemory, target: DeviceMemory
+    ) -> bytes:
+        return await self.copy(source, target)
 
     def _show(self) -> Exported:
         found = self._sharing.export(self._link, self._uuid, self._wanted)
@@ -271,48 +234,6 @@ class GpuSharing:
             loop = asyncio.get_running_loop()
             loop.call_later(_TELL_S, _tell_loss, self._link, str(reason))
 
-    async def _read(
-        self,
-        frame: PushShared,
-        target: DeviceMemory,
-        done: Callable[[Exception | None], None],
-    ) -> None:
-        try:
-            if self._there is None:
-                raise PeerLost("the peer's memory is closed")
-            memory = self._there.allocation.memory
-            source = memory.part(frame.offset, frame.offset + target.nbytes)
-            digest = await self.copy(source, target)
-        except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
-            self._lost(exc)
-            done(exc)
-            return
-        if digest != frame.digest:
-            done(ChecksumError("a tensor arrived with other bytes than were sent"))
-        else:
-            done(None)
-
-    def _on_read(self, task: asyncio.Task[None]) -> None:
-        self._reads.discard(task)
-        self._close_if_over()
-
-    def _close_if_over(self) -> None:
-        if not self._is_over or self._reads or self._is_closing:
-            return
-        self._is_closing = True
-        there, self._there = self._there, None
-        if there is None:
-            _set_done(self._closed)
-            return
-        loop = asyncio.get_running_loop()
-
-        def close() -> None:
-            there.close()
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_set_done, self._closed)
-
-        in_thread(close)
-
 
 def _tell_loss(link: Link, reason: str) -> None:
     if link.is_open:
@@ -321,8 +242,3 @@ def _tell_loss(link: Link, reason: str) -> None:
             link.peer.id,
             reason,
         )
-
-
-def _set_done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -124,7 +124,7 @@ class Inbound:
     def on_push_shared(self, frame: PushShared, body: bytes) -> None:
         """The next tensor lies in memory of the peer's that this side can read."""
         if self.gpus is not None:
-            self.gpus.sharing.check(frame)
+            self.gpus.sharing.peer_memory.check(frame)
         self._await(self._announced(frame), body)
 
     def on_done(self, frame: Done) -> None:

@@ -19,6 +19,7 @@ from asynckv.types import TensorSpec
 __all__ = (
     "Exported",
     "Imported",
+    "IpcFrame",
     "OpenIpc",
     "OpenStoreIpc",
     "OpensIpc",
@@ -85,3 +86,6 @@ class PushShared(_Base, frozen=True, tag="pushshared"):
     spec: TensorSpec
     offset: Count
     digest: Digest = b""
+
+
+IpcFrame: TypeAlias = Exported | Imported | PushShared

@@ -14,15 +14,13 @@ from asynckv.errors import (
     GPUFailed,
     PeerLost,
     PipeBroken,
-    RemoteProtocolError,
 )
 from asynckv.links import sharing
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.links.sharing import MapHolder
-from asynckv.pipes import gpu_sharing
+from asynckv.pipes import gpu_sharing, peer_memory
 from asynckv.pipes.gpu_sharing import GpuSharing
-from asynckv.protocol.ipc_frames import PushShared
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.fake_devices import FakeDevice
@@ -344,7 +342,7 @@ async def test_who_does_not_close_keeps_the_memory(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "_LEAVE_S", 0.01)
-    monkeypatch.setattr(gpu_sharing, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(peer_memory, "_CLOSE_S", 0.01)
     async with open_ipc_pipes(two_gpus) as pair:
         gate = hold_gpu(pair.theirs, monkeypatch)
         await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
@@ -408,27 +406,6 @@ async def test_what_is_closed_meanwhile_shares_nothing(
         await until(lambda: not pair.opened)
         await send_and_receive(pair)
         assert pair.near.transport == "inline"
-
-
-# What a peer may say.
-
-
-@pytest.mark.parametrize("offset", [2 * PIPE_BYTES - LARGE + 1, 2**62])
-async def test_a_tensor_beyond_the_memory_breaks_the_link(
-    pair: IpcPipes, offset: int
-) -> None:
-    with pytest.raises(RemoteProtocolError, match="beyond"):
-        pair.far._inbound.on_push_shared(PushShared(99, SPEC, offset), b"")
-
-
-@pytest.mark.parametrize(
-    ("spec", "body"), [(TensorSpec((8,), "uint8"), b""), (SPEC, b"-")]
-)
-async def test_what_is_shared_is_large_and_does_not_ride(
-    pair: IpcPipes, spec: TensorSpec, body: bytes
-) -> None:
-    with pytest.raises(RemoteProtocolError, match="did not ride"):
-        pair.far._inbound.on_push_shared(PushShared(99, spec, 0), body)
 
 
 async def test_memory_that_nobody_reads_is_not_pinned(pair: IpcPipes) -> None:
