@@ -83,10 +83,12 @@ class PeerMemory:
         for task in self._reads:
             task.cancel()
         self.close()
-        if self._reads:
-            await asyncio.wait(set(self._reads), timeout=_CLOSE_S)
-        if self._closed is not None:
-            await asyncio.wait({self._closed}, timeout=_CLOSE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                if self._reads:
+                    await asyncio.wait(set(self._reads))
+                if self._closed is not None:
+                    await asyncio.wait({self._closed})
 
     async def _read(
         self,

@@ -21,6 +21,8 @@ from asynckv.links.options import Digest
 from asynckv.links.sharing import MapHolder
 from asynckv.pipes import gpu_sharing, peer_memory
 from asynckv.pipes.gpu_sharing import GpuSharing
+from asynckv.protocol.frames import Failure
+from asynckv.protocol.ipc_frames import OpenIpc
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.fake_devices import FakeDevice
@@ -28,6 +30,7 @@ from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.fake_gpus.cuda import FakeCuda
 from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
+from asynckv.testing.link_pairs import Hearer
 from asynckv.testing.nccl_pipe_pairs import used_bytes_of
 from asynckv.testing.pipe_checks.values import (
     LARGE,
@@ -349,8 +352,9 @@ async def test_who_does_not_close_keeps_the_memory(
         await until(lambda: busy(pair.theirs))
         pair.near.abort()
         await pair.near.aclose()
-        with pytest.raises(PipeBroken):
-            await pair.far.aclose()
+        with pytest.raises(PeerLost):
+            await pair.far.recv_tensor()
+        await pair.far.aclose()
         assert arenas_of(pair.ours)
         gate.open()
         await until(lambda: not arenas_of(pair.ours))
@@ -406,6 +410,13 @@ async def test_what_is_closed_meanwhile_shares_nothing(
         await until(lambda: not pair.opened)
         await send_and_receive(pair)
         assert pair.near.transport == "inline"
+
+
+async def test_memory_is_shown_once(pair: IpcPipes) -> None:
+    hearer = Hearer()
+    pair.near._link.open_stream(hearer, OpenIpc(pair.ours.process.cuda.uuid(0)))
+    frame, _ = await hearer.next()
+    assert isinstance(frame, Failure) and pair.opened == 2
 
 
 async def test_memory_that_nobody_reads_is_not_pinned(pair: IpcPipes) -> None:

@@ -38,11 +38,11 @@ class Allocation:
     def __init__(self) -> None:
         self.nbytes = LARGE
         self.memory = DeviceMemory(2**20, LARGE + 512, 0)
-        self.closed = 0
+        self.how_often = 0
         self.allocation = self
 
     def close(self) -> None:
-        self.closed += 1
+        self.how_often += 1
 
 
 async def wait_for_ever(*places: object) -> bytes:
@@ -58,11 +58,11 @@ async def test_it_is_closed_once_and_not_while_it_is_read() -> None:
     await asyncio.sleep(0)
     memory.close()
     memory.close()
-    assert not export.closed
+    assert export.how_often == 0
     reading.cancel()
-    await until(lambda: export.closed == 1)
+    await until(lambda: export.how_often == 1)
     await memory.aclose()
-    assert reading.cancelled() and export.closed == 1 and not told
+    assert reading.cancelled() and export.how_often == 1 and not told
 
 
 async def test_what_is_opened_for_nobody_is_closed() -> None:
@@ -70,7 +70,7 @@ async def test_what_is_opened_for_nobody_is_closed() -> None:
     memory.close()
     memory.put(export)  # type: ignore[arg-type]
     await memory.aclose()
-    assert export.closed == 1
+    assert export.how_often == 1
 
 
 async def test_whoever_reads_is_stopped_at_the_end() -> None:
@@ -79,7 +79,7 @@ async def test_whoever_reads_is_stopped_at_the_end() -> None:
     reading = memory.read(SHOWN, TARGET, lambda error: None)
     await memory.aclose()
     assert reading.cancelled()
-    await until(lambda: export.closed == 1)
+    await until(lambda: export.how_often == 1)
 
 
 async def test_nothing_is_read_of_what_is_closed() -> None:
