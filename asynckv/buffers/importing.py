@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-import os
-import socket
 import weakref
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -21,7 +18,7 @@ from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.mapped import MAP_S, MappedMemory, Mappings, taken_as_proof
 from asynckv.errors import AsyncKVError, GPUFailed, PeerLost
 from asynckv.links.device_streams import open_devices
-from asynckv.links.fd_socket import fetch_file
+from asynckv.links.exports import Export, check_same_host, open_export
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Cancel, Frame
@@ -38,11 +35,11 @@ from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation
+from asynckv.tensors.imports import ImportedAllocation, in_thread
 from asynckv.tensors.slabs import PAGE_NBYTES
 
 if TYPE_CHECKING:
-    from asynckv.buffers.sharing import MapDigest
+    from asynckv.links.sharing import MapDigest
 
 __all__ = ("GpuImports", "ImportedFile", "ImportedMemory")
 
@@ -74,14 +71,14 @@ class ImportedMemory(MappedMemory):
 
     def __init__(
         self,
-        sock: socket.socket,
-        allocation: ImportedAllocation,
+        opened: Export,
         digest: MapDigest,
         own: DeviceAllocation,
     ) -> None:
-        self.imported = ImportedFile(allocation, own.gpus)
+        self.imported = ImportedFile(opened.allocation, own.gpus)
         # No file: whoever reads parts of it overrides what reads a file's.
-        super().__init__(sock, self.imported, digest)  # type: ignore[arg-type]
+        super().__init__(opened.sock, self.imported, digest)  # type: ignore[arg-type]
+        self._export = opened
         self._ours: DeviceAllocation | None = own
         self._going: set[int] = set()
         self._is_hung_up = False
@@ -140,7 +137,7 @@ class ImportedMemory(MappedMemory):
 
     def _close_now(self) -> None:
         self._ours = None  # whoever keeps this object keeps no memory
-        _close_both(self._sock, self.imported.allocation)  # as the peer waits for
+        self._export.close()
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(_set_done, self.closed)
 
@@ -310,34 +307,28 @@ class GpuImports:
     def _check_here(self, link: Link) -> None:
         if not link.may_map:
             raise ValueError("no memory is shared with it")
-        is_same_boot = bool(self._boot_id) and link.peer.boot_id == self._boot_id
-        if not is_same_boot or link.own_host != link.peer_host:
-            raise ValueError("it is on another host")
+        check_same_host(link, self._boot_id)
 
     async def _agree(
         self, link: Link, own: DeviceAllocation, asked: OpensIpc
     ) -> ImportedMemory:
         asking = _Asking(link, asked)
-        sock = allocation = None
+        opened = None
         try:
             async with asyncio.timeout(MAP_S):
                 exported = await asking.exported
-                sock, fd = await fetch_file(exported.address, exported.ticket)
-                os.close(fd)
-                allocation, nonce = await open_allocation(
-                    *(own.gpus.cuda, own.memory.device),
-                    *(exported.handle, exported.nbytes),
-                )
+                opened, nonce = await open_export(exported, own)
             asking.prove(nonce)
             # From here on the peer may offer what only this memory can show.
             await taken_as_proof(link, asking.accepted)
         except BaseException:
             asking.cancel()
-            _leave(sock, allocation)
+            if opened is not None:
+                opened.close_soon()
             del asking  # it keeps the error, which keeps this frame, and that memory
             raise
         digest = strictest(self._digest, exported.digest)
-        return ImportedMemory(sock, allocation, digest, own)
+        return ImportedMemory(opened, digest, own)
 
 
 async def _reason(link: Link, opening: Coroutine[Any, Any, None]) -> str:
@@ -352,16 +343,3 @@ async def _reason(link: Link, opening: Coroutine[Any, Any, None]) -> str:
             raise
         return str(exc) or "no answer"  # whoever keeps the error keeps the memory
     return ""
-
-
-def _leave(sock: socket.socket | None, allocation: ImportedAllocation | None) -> None:
-    """Close what was begun, in the order that the peer counts on."""
-    if sock is not None and allocation is None:
-        sock.close()
-    elif sock is not None and allocation is not None:
-        in_thread(functools.partial(_close_both, sock, allocation))
-
-
-def _close_both(sock: socket.socket, allocation: ImportedAllocation) -> None:
-    allocation.release()
-    sock.close()

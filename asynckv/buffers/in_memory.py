@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Self
 
 from asynckv.abc import KVCacheBuffer
-from asynckv.buffers.sharing import Sharing
 from asynckv.buffers.stage import STAGE_NBYTES, Stage
+from asynckv.links.sharing import Sharing
 from asynckv.loops import LoopBound
 from asynckv.tensors.devices import Device, DeviceName, device_named
 from asynckv.tensors.growth import Growth

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
-from asynckv.buffers.exporting import edges_in
 from asynckv.buffers.importing import ImportedMemory
 from asynckv.buffers.manifest import Manifest, verify
 from asynckv.buffers.map_reader import MappedParts, MapReader
 from asynckv.errors import ChecksumError, RemoteProtocolError
+from asynckv.links.exporting import edges_in
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import MappedOffer, Place

@@ -24,6 +24,7 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
+from asynckv.links.exports import check_same_host
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.processes import ProcessBound
@@ -40,7 +41,7 @@ from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.shared_file import MappedFile
 
 if TYPE_CHECKING:
-    from asynckv.buffers.sharing import MapDigest
+    from asynckv.links.sharing import MapDigest
 
 __all__ = ("MAP_S", "MappedMemory", "MappedPin", "Mappings", "taken_as_proof")
 
@@ -304,7 +305,7 @@ class Mappings:
 
     async def _open(self, link: Link, asked: OpensMap, shown: _Shown) -> str:
         try:
-            self._check_here(link)
+            check_same_host(link, self._boot_id)
             memory = await self._agree(link, asked, shown)
         except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
             if isinstance(exc, PeerLost) and not link.is_open:
@@ -317,11 +318,6 @@ class Mappings:
             link.use_map()
         logger.info("%s at %s are read in its memory of the host", what, link.peer.id)
         return ""
-
-    def _check_here(self, link: Link) -> None:
-        is_same_boot = bool(self._boot_id) and link.peer.boot_id == self._boot_id
-        if not is_same_boot or link.own_host != link.peer_host:
-            raise ValueError("it is on another host")
 
     async def _agree(self, link: Link, asked: OpensMap, shown: _Shown) -> MappedMemory:
         asking = _Asking(link, asked)

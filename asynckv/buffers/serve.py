@@ -13,7 +13,6 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve_devices import DeviceService
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.buffers.serve_store import StoreService
-from asynckv.buffers.sharing import MapDigest
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.waiting_bytes import LinkBytes, WaitingBytes
 from asynckv.errors import ConfigError
@@ -29,6 +28,7 @@ from asynckv.links.options import (
     payload_digest,
 )
 from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.sharing import MapDigest
 from asynckv.loops import LoopBound
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.values import PeerIdentity

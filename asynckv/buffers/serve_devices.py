@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 
 from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.in_memory import InMemoryBuffer
-from asynckv.buffers.sharing import MapDigest
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
+from asynckv.links.sharing import MapDigest
 from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.tensors.device_copying import DeviceCopyPool

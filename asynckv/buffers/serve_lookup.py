@@ -14,13 +14,13 @@ from asynckv.buffers.serve_devices import DeviceService
 from asynckv.buffers.serve_insert import ServedInsert
 from asynckv.buffers.serve_select import ServedSelect, query_of
 from asynckv.buffers.serve_writer import ServedWriter
-from asynckv.buffers.sharing import MapDigest
 from asynckv.buffers.showing import Showing
 from asynckv.buffers.staging import Staging
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.sharing import MapDigest
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,

@@ -12,7 +12,7 @@ import msgspec
 
 from asynckv.buffers.entries import StoredEntry
 from asynckv.buffers.manifest import INLINE_NBYTES
-from asynckv.buffers.sharing import MapHolder, Pin
+from asynckv.links.sharing import MapHolder, Pin
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.tensors.arena import Region
 from asynckv.tensors.slab_regions import SlabRegion

@@ -16,12 +16,12 @@ from asynckv.buffers.entries import Lease, StoredEntry
 from asynckv.buffers.gpu_sending import DigestPart, GpuSending
 from asynckv.buffers.manifest import check_body
 from asynckv.buffers.serve_mapped import can_be_mapped, map_entry
-from asynckv.buffers.sharing import MapHolder, Pin
 from asynckv.errors import EntryTooLarge, RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.links.riding import RidingParts, rides
+from asynckv.links.sharing import MapHolder, Pin
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import (
     Complete,

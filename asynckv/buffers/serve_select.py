@@ -16,7 +16,6 @@ from asynckv.buffers.entries import Lease, Waiter
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.serve_mapped import can_be_mapped, needs_copies
 from asynckv.buffers.serve_offer import Offering, make_offer, may_begin, release
-from asynckv.buffers.sharing import MapHolder
 from asynckv.buffers.staging import Original
 from asynckv.errors import (
     BufferClosed,
@@ -27,6 +26,7 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.requests import LinkStream
+from asynckv.links.sharing import MapHolder
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (

@@ -12,7 +12,6 @@ from asynckv.buffers.serve_get import ServedGet
 from asynckv.buffers.serve_lookup import Answered
 from asynckv.buffers.serve_pins import ServedPin
 from asynckv.buffers.serve_put import ServedPut
-from asynckv.buffers.sharing import MapDigest
 from asynckv.buffers.showing import Showing
 from asynckv.buffers.staging import Staging
 from asynckv.buffers.store import StoreBuffer
@@ -21,6 +20,7 @@ from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
 from asynckv.errors import BufferClosed, ConfigError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.sharing import MapDigest
 from asynckv.protocol.frames import Contains, Delete, Get, OpeningFrame, Put, Result
 from asynckv.protocol.ipc_frames import OpenStoreIpc
 from asynckv.protocol.map_frames import OpenStoreMap

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TypeAlias
 
-from asynckv.buffers.sharing import MapDigest, MapHolder, Sharing
 from asynckv.buffers.stage import Stage
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.links.sharing import MapDigest, MapHolder, Sharing
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame
 from asynckv.protocol.ipc_frames import Exported, Imported, OpensIpc

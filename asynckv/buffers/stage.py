@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from asynckv.buffers.sharing import Sharing
+from asynckv.links.sharing import Sharing
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slab_regions import SlabRegion

@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from asynckv.buffers.sharing import MapDigest
 from asynckv.buffers.stage import Stage
 from asynckv.errors import ChecksumError
+from asynckv.links.sharing import MapDigest
 from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.slab_regions import SlabRegion

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from asynckv.links.receiving import Reception
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Push
+from asynckv.protocol.ipc_frames import PushShared
 from asynckv.protocol.payload_frames import Done
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
@@ -42,6 +44,8 @@ class Arrival:
 
     __slots__ = (
         "_by_gpu",
+        "_reading",
+        "_shown",
         "_was_on_gpu",
         "inbound",
         "is_verified",
@@ -52,7 +56,7 @@ class Arrival:
         "transfer",
     )
 
-    def __init__(self, inbound: ArrivalSink, frame: Push) -> None:
+    def __init__(self, inbound: ArrivalSink, frame: Push | PushShared) -> None:
         self.inbound = inbound
         self.spec: TensorSpec | None = frame.spec
         self.transfer = frame.transfer
@@ -62,10 +66,33 @@ class Arrival:
         self.is_verified = False
         self._by_gpu: GpuArrivals | None = None
         self._was_on_gpu = False
+        self._shown = frame if isinstance(frame, PushShared) else None
+        self._reading: asyncio.Task[None] | None = None
 
     @property
     def nbytes(self) -> int:
         return 0 if self.spec is None else self.spec.nbytes
+
+    @property
+    def is_landing(self) -> bool:
+        """Is it on its way into memory of this side?"""
+        return self.reception is not None or self._reading is not None
+
+    def read_on_gpu(self, gpus: GpuSide) -> bool:
+        """Copy it from where the peer has it, if there is room; only once.
+
+        Never waits.
+        """
+        shown, self._shown = self._shown, None
+        if shown is None or self.spec is None or not gpus.sharing.is_open:
+            return False
+        if (region := gpus.spare(self.nbytes)) is None:
+            return False
+        self.region = region
+        self._reading = gpus.sharing.peer_memory.read(
+            shown, _place(region, self.spec), self._read
+        )
+        return True
 
     def land_on_gpu(self, link: Link, gpus: GpuSide) -> GrantDevices | None:
         """Let it land in memory of the GPU, if there is a way and room; only once.
@@ -76,9 +103,7 @@ class Arrival:
         region = None if by_gpu is None else gpus.spare(self.nbytes)
         if self.spec is None or by_gpu is None or region is None:
             return None
-        place = region.place(self.spec)
-        if not isinstance(place, DeviceMemory):
-            raise TypeError("a region of a GPU lies elsewhere")
+        place = _place(region, self.spec)
         self.region, self._by_gpu, self._was_on_gpu = region, by_gpu, True
         self.reception = Reception(
             *(link, self.transfer, [place], self),
@@ -102,6 +127,9 @@ class Arrival:
     def let_go(self) -> None:
         """The memory of a GPU is not needed any more. Never waits."""
         self._by_gpu = None
+        if self._reading is not None:
+            self._reading.cancel()  # it keeps the memory for as long as it takes
+            self._reading = None
         if self.region is not None:
             self.region.release()
             self.region = None
@@ -117,3 +145,20 @@ class Arrival:
         self.let_go()
         self.reception = None
         self.inbound.land_again(self)
+
+    def _read(self, error: Exception | None) -> None:
+        self._reading = None
+        if error is None:
+            self.inbound.verified(self)
+        elif isinstance(error, ChecksumError):
+            self.inbound.fail(self, str(error))
+        else:
+            self.let_go()
+            self.inbound.land_again(self)
+
+
+def _place(region: DeviceRegion, spec: TensorSpec) -> DeviceMemory:
+    place = region.place(spec)
+    if not isinstance(place, DeviceMemory):
+        raise TypeError("a region of a GPU lies elsewhere")
+    return place

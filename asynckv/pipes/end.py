@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import anyio
 
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
 from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.options import Digest
+from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.outbound import Outbound
+from asynckv.pipes.sharing_stream import SharingStream
 from asynckv.protocol.device_frames import GrantDevices, OpenDevices, SentDevices
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import (
@@ -21,7 +25,7 @@ from asynckv.protocol.frames import (
     Push,
     Read,
 )
-from asynckv.protocol.handshake import DigestMode
+from asynckv.protocol.ipc_frames import OpenIpc, PushShared
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.open_device import OpenDevice
 
@@ -41,8 +45,8 @@ class PipeEnd:
         self._max_bytes = max_bytes
         self._has_dialled = False
         self._may_be_asked = False
-        self._terms: tuple[OpenDevice, DigestMode] | None = None
-        self._asked: tuple[DeviceStream, OpenDevices] | None = None
+        self._terms: tuple[OpenDevice, Digest] | None = None
+        self._asked: dict[type[Frame], Callable[[GpuSide], None]] = {}
 
     @classmethod
     def dialled(cls, link: Link, max_bytes: int, name: str = "") -> PipeEnd:
@@ -60,39 +64,40 @@ class PipeEnd:
         """Answer the peer that made its link a pipe.
 
         It sends nothing before ``inbound.open()``. With ``has_gpu`` it may ask to
-        connect GPUs: :meth:`connect_gpus` is to follow.
+        share a GPU, and to connect two: :meth:`connect_gpus` is to follow.
         """
         end = cls(stream.link, max_bytes)
         end._stream = stream
         end._may_be_asked = has_gpu
         return end
 
-    def connect_gpus(self, opened: OpenDevice | None, digest: DigestMode) -> None:
+    def connect_gpus(self, opened: OpenDevice | None, digest: Digest) -> None:
         """Let payload go from GPU to GPU as soon as that can be. Never waits.
 
-        ``digest`` is what this side wants to be compared of it.
+        ``digest`` is the pipe's option.
         """
         if opened is None or self._is_over or self.link.transport_name == "mem":
             return
         self._terms = opened, digest
         if self._has_dialled:
             self._on_gpu(*self._terms).ask()
-        elif self._asked is not None:
-            self._on_gpu(*self._terms).answer(*self._asked)
+        for answer in self._asked.values():
+            answer(self._on_gpu(*self._terms))
 
-    def asked_for_gpus(self, stream: LinkStream, frame: OpenDevices) -> DeviceStream:
+    def asked_for_gpus(
+        self, stream: LinkStream, frame: OpenDevices | OpenIpc
+    ) -> StreamHandler:
         """The peer asks to connect GPUs: that begins when this side can.
 
-        :raises ConfigError: this side has none, or was asked before
+        :raises ConfigError: this side has none, or was asked so before
         """
-        if not self._may_be_asked or self._asked is not None or self._is_over:
+        if not self._may_be_asked or type(frame) in self._asked or self._is_over:
             raise ConfigError("this side of the pipe has no GPU to connect")
-        channel = DeviceStream(answers=True)
-        channel.use(stream)
-        self._asked = channel, frame
+        handler, answer = _heard(stream, frame)
+        self._asked[type(frame)] = answer
         if self._terms is not None:
-            self._on_gpu(*self._terms).answer(channel, frame)
-        return channel
+            answer(self._on_gpu(*self._terms))
+        return handler
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         if self._is_over:
@@ -104,6 +109,8 @@ class PipeEnd:
                 self.inbound.on_done(frame)
             case Grant():
                 self.outbound.leaving.on_grant(frame)
+            case PushShared():
+                self.inbound.on_push_shared(frame, body)
             case GrantDevices():
                 self.outbound.leaving.on_grant_devices(frame)
             case SentDevices():
@@ -158,10 +165,11 @@ class PipeEnd:
         if self._stream is not None:
             self._stream.send(frame, body)
 
-    def _on_gpu(self, opened: OpenDevice, digest: DigestMode) -> GpuSide:
-        gpus = GpuSide(self.link, opened, self._max_bytes, digest)
-        self.gpus = self.inbound.gpus = self.outbound.leaving.gpus = gpus
-        return gpus
+    def _on_gpu(self, opened: OpenDevice, digest: Digest) -> GpuSide:
+        if self.gpus is None:
+            self.gpus = GpuSide(self.link, opened, self._max_bytes, digest)
+            self.inbound.gpus = self.outbound.leaving.gpus = self.gpus
+        return self.gpus
 
     def _break(self, error: Exception) -> None:
         self._send(to_failure(error), memoryview(b""))
@@ -171,3 +179,16 @@ class PipeEnd:
         self._is_over = True
         self.outbound.end(error)
         self.inbound.end(error)
+
+
+def _heard(
+    stream: LinkStream, frame: OpenDevices | OpenIpc
+) -> tuple[StreamHandler, Callable[[GpuSide], None]]:
+    """Return who hears what the peer says, and what answers it when there is a GPU."""
+    if isinstance(frame, OpenIpc):
+        sharing = SharingStream(answers=True)
+        sharing.use(stream)
+        return sharing, lambda gpus: gpus.share(sharing, frame.uuid)
+    channel = DeviceStream(answers=True)
+    channel.use(stream)
+    return channel, lambda gpus: gpus.answer(channel, frame)

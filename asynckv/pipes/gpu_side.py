@@ -1,7 +1,8 @@
 """What one side of a pipe has on its GPU: memory there, and a way to the peer's GPU.
 
-The way is opened beside the pipe. Until it is open, and when it is lost, payload goes
-through the memory of the hosts: nobody waits for it, and nothing fails without it.
+If that is the same one, both sides read each other's memory, else NCCL is the way. It
+is opened beside the pipe. Until it is open, and when it is lost, payload goes through
+the memory of the hosts: nobody waits for it, and nothing fails without it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Final
 
 import anyio
 import torch
 
-from asynckv.errors import AsyncKVError
+from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.links.device_streams import DeviceStream, ask_devices
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
+from asynckv.links.options import Digest, device_digest, map_digest
+from asynckv.pipes.gpu_sharing import GpuSharing
+from asynckv.pipes.sharing_stream import SharingStream
 from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.protocol.handshake import DigestMode
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
@@ -34,6 +40,9 @@ __all__ = ("GpuSide",)
 
 logger = logging.getLogger(__name__)
 
+_LEAST_NBYTES: Final = 2 * 2**20
+"""Of less CUDA shows the peer what lies beside it too."""
+
 
 class GpuSide:
     """One allocation for both directions of a pipe together: twice ``max_bytes``.
@@ -42,29 +51,34 @@ class GpuSide:
     of it too unless that is much: without room torch allocates, for which CUDA may wait
     for the peer. Where there is less memory it is less.
 
-    ``digest`` is what this side wants to be compared of what goes from GPU to GPU.
-    What has no room here goes through host memory.
+    ``digest`` is the pipe's option. What has no room here goes through host memory.
     """
 
     def __init__(
-        self, link: Link, opened: OpenDevice, max_bytes: int, digest: DigestMode
+        self, link: Link, opened: OpenDevice, max_bytes: int, digest: Digest
     ) -> None:
-        self.digest: DigestMode = digest
+        self.digest: DigestMode = device_digest(digest)
+        """What this side wants to be compared of what goes from GPU to GPU."""
         self._link = link
         self._device = opened.device
         self._tensors = opened.gpus.tensors
-        self._growth = Growth(2 * max_bytes, device=opened.device)
+        max_nbytes = max(2 * max_bytes, _LEAST_NBYTES)
+        self._growth = Growth(max_nbytes, device=opened.device)
         self.pool = DeviceCopyPool(
             *(opened.device, lambda: opened.gpus), empty=self._growth.lending.spare
         )
         if (pages := self._growth.device_pages) is not None:
             pages.call_when_dropped(self.pool.lanes.close)
+        self.sharing = GpuSharing(
+            *(link, opened.uuid, self._growth, self.pool, map_digest(digest))
+        )
         self._way: GpuLink | None = None
-        self._opening: asyncio.Task[None] | None = None
+        self._openings: set[asyncio.Task[None]] = set()
+        self._has_told = False
 
     @property
     def way(self) -> GpuLink | None:
-        """What moves payload between both GPUs, while it does."""
+        """What moves payload between two GPUs, while it does."""
         way = self._way
         return way if way is not None and way.is_open else None
 
@@ -83,10 +97,14 @@ class GpuSide:
         """Open the way that the peer has asked for. Never waits."""
         self._open(partial(self._answer, channel, frame))
 
+    def share(self, stream: SharingStream, uuid: str) -> None:
+        """Share memory with the peer, which has asked for that GPU's. Never waits."""
+        self._open(partial(self._share, stream, uuid))
+
     async def settled(self) -> None:
         """Wait until the way is open, or is known not to be."""
-        if self._opening is not None:
-            await asyncio.wait({self._opening})
+        while self._openings:
+            await asyncio.wait(set(self._openings))
 
     def spare(self, nbytes: int) -> DeviceRegion | None:
         """Take memory of the GPU, if there is so much now. Never waits."""
@@ -97,12 +115,27 @@ class GpuSide:
         return region if isinstance(region, DeviceRegion) else None
 
     def spare_for(self, source: object, nbytes: int) -> DeviceRegion | None:
-        """Take memory for what is sent from a tensor of this GPU, as :meth:`spare`."""
-        if self.way is None or not isinstance(source, KVOnGpu):
-            return None
-        return (
-            self.spare(nbytes) if source.memory.device == self._device.index else None
-        )
+        """Take memory for what is sent from there, where it is to; as :meth:`spare`."""
+        if isinstance(source, KVOnGpu):
+            is_near = source.memory.device == self._device.index
+            has_way = is_near and (self.sharing.is_open or self.way is not None)
+        else:  # from the host NCCL takes it by itself
+            has_way = self.sharing.is_open
+        return self.spare(nbytes) if has_way else None
+
+    async def copied(
+        self, source: torch.Tensor | KVOnGpu, place: DeviceMemory
+    ) -> bytes:
+        """Copy what is to be sent; return what the peer compares, if that is due now.
+
+        A cancelled call ends when nothing is at either place.
+
+        :raises GPUFailed: the GPU failed
+        """
+        if self.sharing.is_open:
+            return await self.sharing.copy(source, place)
+        await self.pool.copy([source], [place], digest=False)
+        return b""
 
     def arrivals(self) -> GpuArrivals | None:
         """Return by what one tensor may come from the peer's GPU."""
@@ -133,8 +166,8 @@ class GpuSide:
 
     def abort(self) -> None:
         """Move nothing more, and give the memory back soon. Never waits."""
-        if self._opening is not None:
-            self._opening.cancel()
+        for opening in self._openings:
+            opening.cancel()
         self._close()
 
     async def let_meet(self) -> None:
@@ -147,35 +180,39 @@ class GpuSide:
             await self._way.aclose()
 
     async def aclose(self) -> None:
-        """As :meth:`abort`, and wait for it: about 3 s at most. Shielded.
+        """As :meth:`abort`, and wait for it: about 5 s at most. Shielded.
 
         Tensors that the application has keep the memory.
         """
         self.abort()
         with anyio.CancelScope(shield=True):
-            if self._opening is not None:
-                await asyncio.wait({self._opening})
+            await self.settled()
             if self._way is not None:
                 await self._way.aclose()
+            await self.sharing.aclose()
             await self._growth.aclose()
 
     def _close(self) -> None:
         if self._way is not None and not self._way.is_opening:
             self._way.close()  # else it is over with its opening, which nobody wants
+        self.sharing.close()
         self.pool.close()
         self._growth.close()
 
     def _open(self, opening: Callable[[], Awaitable[None]]) -> None:
-        self._opening = asyncio.get_running_loop().create_task(
+        task = asyncio.get_running_loop().create_task(
             self._try(opening), name=f"asynckv: connect GPUs with {self._link.peer.id}"
         )
+        self._openings.add(task)
+        task.add_done_callback(self._openings.discard)
 
     async def _try(self, opening: Callable[[], Awaitable[None]]) -> None:
         try:
             await opening()
         except (AsyncKVError, OSError, TimeoutError) as exc:
             self._close()
-            if self._link.is_open:
+            if self._link.is_open and not self._has_told:
+                self._has_told = True
                 logger.info(
                     "payload of the pipe to %s goes through host memory: %s",
                     self._link.peer.id,
@@ -183,6 +220,22 @@ class GpuSide:
                 )
 
     async def _ask(self) -> None:
+        if not (reason := await self.sharing.ask()):
+            return
+        try:
+            await self._ask_nccl()
+        except (AsyncKVError, OSError, TimeoutError) as exc:
+            why = str(exc) or "no answer in time"
+            raise ConfigError(f"{why}; nor by CUDA IPC: {reason}") from exc
+
+    async def _share(self, stream: SharingStream, uuid: str) -> None:
+        if reason := self.sharing.why_not(uuid):
+            # Not the end of it: NCCL may be asked for.
+            stream.leave(ConfigError(reason))
+        else:
+            await self.sharing.answer(stream)
+
+    async def _ask_nccl(self) -> None:
         way = await self._make_way()
         channel = ask_devices(self._link, way.transport)
         try:

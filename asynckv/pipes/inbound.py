@@ -22,6 +22,7 @@ from asynckv.pipes.reports import Reports
 from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Push
+from asynckv.protocol.ipc_frames import PushShared
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
@@ -114,27 +115,17 @@ class Inbound:
 
     def on_push(self, frame: Push, body: bytes) -> None:
         """The next tensor comes, with its bytes if they are few."""
-        arrival = Arrival(self, frame)
-        self.reports.charge(arrival.nbytes)
-        self.held_bytes += arrival.nbytes
-        if arrival.spec is not None:
-            try:
-                dtype_of(arrival.spec.dtype)
-            except ValueError as exc:
-                raise RemoteProtocolError(f"a pushed tensor: {exc}") from exc
-        self._queue.append(arrival)
-        self._unverified.append(arrival)
+        arrival = self._announced(frame)
         if arrival.spec is None or frame.inline:
             self._take_inline(arrival, frame, body)
-            return
-        if body or arrival.nbytes <= INLINE_NBYTES:
-            raise RemoteProtocolError("a small tensor that did not ride along")
-        self._link.payload.announce(frame.transfer)
-        if arrival.nbytes <= self.max_bytes:
-            # Without memory for it now, it comes when the application waits.
-            with contextlib.suppress(MemoryError):
-                self._grant(arrival)
-        self._changed.set()
+        else:
+            self._await(arrival, body)
+
+    def on_push_shared(self, frame: PushShared, body: bytes) -> None:
+        """The next tensor lies in memory of the peer's that this side can read."""
+        if self.gpus is not None:
+            self.gpus.sharing.peer_memory.check(frame)
+        self._await(self._announced(frame), body)
 
     def on_done(self, frame: Done) -> None:
         """The peer has sent a tensor's last byte."""
@@ -215,6 +206,30 @@ class Inbound:
         error.__cause__ = lost.__cause__
         return error
 
+    def _announced(self, frame: Push | PushShared) -> Arrival:
+        """Put a tensor that comes into the stream."""
+        arrival = Arrival(self, frame)
+        self.reports.charge(arrival.nbytes)
+        self.held_bytes += arrival.nbytes
+        if arrival.spec is not None:
+            try:
+                dtype_of(arrival.spec.dtype)
+            except ValueError as exc:
+                raise RemoteProtocolError(f"a pushed tensor: {exc}") from exc
+        self._queue.append(arrival)
+        self._unverified.append(arrival)
+        return arrival
+
+    def _await(self, arrival: Arrival, body: bytes) -> None:
+        if body or arrival.nbytes <= INLINE_NBYTES:
+            raise RemoteProtocolError("a small tensor that did not ride along")
+        self._link.payload.announce(arrival.transfer)
+        if arrival.nbytes <= self.max_bytes:
+            # Without memory for it now, it comes when the application waits.
+            with contextlib.suppress(MemoryError):
+                self._grant(arrival)
+        self._changed.set()
+
     def _take_inline(self, arrival: Arrival, frame: Push, body: bytes) -> None:
         if len(body) != arrival.nbytes or arrival.nbytes > INLINE_NBYTES:
             raise RemoteProtocolError("a pushed tensor has not its declared size")
@@ -227,7 +242,9 @@ class Inbound:
         self.verified(arrival)
 
     def _grant(self, arrival: Arrival) -> None:
-        if arrival.spec is None or arrival.reception is not None:
+        if arrival.spec is None or arrival.is_landing:
+            return
+        if self.gpus is not None and arrival.read_on_gpu(self.gpus):
             return
         on_gpu = None
         if self.gpus is not None:

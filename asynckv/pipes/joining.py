@@ -12,7 +12,7 @@ from asynckv.links.dial import dial
 from asynckv.links.exposure import is_beyond_this_host
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
-from asynckv.links.options import device_digest, new_identity
+from asynckv.links.options import new_identity
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.end import PipeEnd
@@ -21,6 +21,7 @@ from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader, Rendezvous, name_ranks
 from asynckv.protocol.device_frames import OpenDevices
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, OpenPipe
+from asynckv.protocol.ipc_frames import OpenIpc
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.tensors.devices import Device
 from asynckv.tensors.open_device import OpenDevice, open_device
@@ -125,7 +126,7 @@ class Joining:
         """
         if isinstance(frame, JoinGroup) and isinstance(self._rendezvous, Leader):
             return self._rendezvous.seat(stream, frame)
-        if isinstance(frame, OpenDevices):
+        if isinstance(frame, OpenDevices | OpenIpc):
             return self._end_of(stream).asked_for_gpus(stream, frame)
         if not isinstance(frame, OpenPipe):
             raise ConfigError(
@@ -219,7 +220,7 @@ class Joining:
             raise PeerLost(f"rank {rank} takes no pipe: {exc.message}") from exc
         name = _caller(members.group_id, self.rank)
         end = PipeEnd.dialled(link, self._max_bytes, name)
-        end.connect_gpus(self._opened, device_digest("auto"))
+        end.connect_gpus(self._opened, "auto")
         return end
 
     def _url_of(self, rank: int, members: Members) -> str:
@@ -254,7 +255,7 @@ class Joining:
         if self._listener is not None:
             self._listener.release(end.link)
         end.inbound.open()
-        end.connect_gpus(self._opened, device_digest("auto"))
+        end.connect_gpus(self._opened, "auto")
         return end
 
     async def _loopback(self, opened: OpenDevice | None) -> Pipe:

@@ -1,7 +1,8 @@
 """How the bytes of parcels leave: by the link's payload, or from GPU to GPU.
 
-What left from GPU to GPU may be asked for once more by the link's payload, until the
-peer has verified it. Plain functions; tasks read back what a GPU has.
+What left from GPU to GPU, or is to be read where it lies, may be asked for by the
+link's payload, until the peer has verified it. Plain functions; tasks read back what a
+GPU has.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Final
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.links.link import Link
+from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import Parcel
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.handshake import DigestMode, strictest
+from asynckv.protocol.ipc_frames import PushShared
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.device_copying import EDGE_NBYTES
 from asynckv.tensors.growth import Growth
@@ -48,6 +51,7 @@ class Leaving:
         self._memory = memory
         self._failed = failed
         self._waiting: dict[int, Parcel] = {}
+        self._shown: dict[int, tuple[GpuSharing, int]] = {}
         self._by_gpu: dict[int, Parcel] = {}
         self._reading: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,6 +59,21 @@ class Leaving:
     def add(self, parcel: Parcel) -> None:
         """It leaves when the peer grants it memory."""
         self._waiting[parcel.transfer] = parcel
+
+    def show(self, parcel: Parcel) -> PushShared | None:
+        """Let the peer read it where it lies, if it can: return what it is told.
+
+        It may grant it as well.
+        """
+        gpus, region = self.gpus, parcel.region
+        if gpus is None or region is None or parcel.spec is None:
+            return None
+        if not gpus.sharing.is_open:
+            return None
+        number = gpus.sharing.pin(region)
+        self._shown[parcel.transfer] = gpus.sharing, number
+        parcel.is_sent = True
+        return PushShared(parcel.transfer, parcel.spec, region.start, parcel.digest)
 
     def on_grant(self, frame: Grant) -> None:
         """The peer's memory is ready for a tensor, for the link's payload.
@@ -96,12 +115,17 @@ class Leaving:
 
     def forget(self, parcel: Parcel) -> None:
         """The peer has verified it."""
+        self._waiting.pop(parcel.transfer, None)
         self._by_gpu.pop(parcel.transfer, None)
         self._reading.pop(parcel.transfer, None)
+        if (shown := self._shown.pop(parcel.transfer, None)) is not None:
+            sharing, number = shown
+            sharing.unpin(number)
 
     def end(self) -> None:
         """Nothing leaves any more. Never waits."""
         self._waiting.clear()
+        self._shown.clear()  # the peer may still read it, until it says otherwise
         for transfer in list(self._by_gpu):
             self._stop(transfer)
         for task in self._tasks:

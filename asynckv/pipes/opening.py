@@ -16,7 +16,6 @@ from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
     Digest,
-    device_digest,
     make_keyring,
     new_identity,
     payload_digest,
@@ -27,6 +26,7 @@ from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.device_frames import OpenDevices
 from asynckv.protocol.frames import OpeningFrame, OpenPipe
+from asynckv.protocol.ipc_frames import OpenIpc
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
 from asynckv.tensors.devices import Device, DeviceName, device_named
@@ -57,9 +57,9 @@ def open_pipe(
     ``secret_file``, ``tls`` and ``allow_plaintext`` are as in :func:`asynckv.serve`.
     With ``device="cuda:0"`` what is received is on that GPU, wherever it was sent
     from; ``"cuda"`` is the GPU of ``LOCAL_RANK``. Entering then opens it first, which
-    may take 30 s more. Between two GPUs payload goes by NCCL as soon as that is open; a
-    pipe has twice ``max_bytes`` of its GPU then. Tensors of any GPU can be sent in any
-    case.
+    may take 30 s more. Between two processes on one GPU payload stays there, by CUDA
+    IPC, between two GPUs it goes by NCCL, as soon as that is open; a pipe has twice
+    ``max_bytes`` of its GPU then. Tensors of any GPU can be sent in any case.
     Leaving flushes, says goodbye and hangs up; after an error it just hangs up.
 
     :raises ConfigError: an option that cannot be honoured, keys that cannot be
@@ -100,7 +100,7 @@ async def _opened(
     )
     end = PipeEnd.dialled(link, max_bytes)
     if "payload=" not in url:
-        end.connect_gpus(opened, device_digest(digest))
+        end.connect_gpus(opened, digest)
     async with Pipe(end, end, opened) as pipe:
         yield pipe
 
@@ -150,7 +150,7 @@ class _Door:
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
     ) -> StreamHandler:
-        if isinstance(frame, OpenDevices) and self._end is not None:
+        if isinstance(frame, OpenDevices | OpenIpc) and self._end is not None:
             return self._end.asked_for_gpus(stream, frame)
         if not isinstance(frame, OpenPipe):
             raise ConfigError(
@@ -222,7 +222,7 @@ class PipeListener(LoopBound):
                     if end.link.is_open:
                         self._listener.release(end.link)
                         end.inbound.open()
-                        end.connect_gpus(self._opened, device_digest(self._digest))
+                        end.connect_gpus(self._opened, self._digest)
                         return end
                 self._changed.clear()
                 await self._changed.wait()

@@ -224,6 +224,11 @@ class Outbound:
         self._pushed.append(parcel)
         parcel.transfer = self._link.new_transfer()
         inline = parcel.nbytes <= INLINE_NBYTES
+        shown = None if inline else self.leaving.show(parcel)
+        if shown is not None:
+            self.leaving.add(parcel)
+            self._send(shown, memoryview(b""))
+            return
         digest = parcel.digest if inline else b""
         push = Push(parcel.transfer, 0, inline, parcel.spec, digest)
         parcel.is_sent = inline

@@ -86,9 +86,10 @@ class Pipe(KVPipe, LoopBound):
 
     @property
     def transport(self) -> str:
-        """How payload moves now: ``"inline"``, ``"mem"`` or ``"nccl"``.
+        """How payload moves now: ``"inline"``, ``"mem"``, ``"cuda_ipc"`` or ``"nccl"``.
 
-        By ``"nccl"`` what is longer than 64 KiB goes from GPU to GPU.
+        By ``"nccl"`` what is longer than 64 KiB goes from GPU to GPU, by ``"cuda_ipc"``
+        within the one that both sides have.
         """
         return self._link.transport_name
 
@@ -247,8 +248,7 @@ class Pipe(KVPipe, LoopBound):
         parcel.region = gpus.spare_for(source, parcel.nbytes)
         if parcel.region is None:
             return False
-        await gpus.pool.copy([source], [parcel.place()], digest=False)
-        self._outbound.put(parcel, None, b"")
+        self._outbound.put(parcel, None, await gpus.copied(source, parcel.place()))
         return True
 
     async def _landed(

@@ -17,7 +17,7 @@ from asynckv.protocol.device_frames import (
     OpenDevices,
     SentDevices,
 )
-from asynckv.protocol.ipc_frames import Exported, Imported, OpensIpc
+from asynckv.protocol.ipc_frames import IpcFrame, OpensIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpensMap
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.pin_frames import Pin, Pinned
@@ -470,8 +470,7 @@ Frame: TypeAlias = (
     | SentDevices
     | Mappable
     | Mapped
-    | Exported
-    | Imported
+    | IpcFrame
     | Grant
     | Done
     | Riders

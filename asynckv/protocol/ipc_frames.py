@@ -1,8 +1,10 @@
 """Control frames by which two processes agree to share the memory of a GPU.
 
 One stream a link and buffer: :class:`OpenIpc` or :class:`OpenStoreIpc`,
-:class:`Exported`, :class:`Imported`, then ``Accepted`` or a ``Failure``. As in
-:mod:`asynckv.protocol.frames`, values only.
+:class:`Exported`, :class:`Imported`, then ``Accepted`` or a ``Failure``. Both sides of
+a pipe show theirs: who asks says :class:`Exported` too, behind its :class:`Imported`,
+and hears an :class:`Imported` before the ``Accepted``. :class:`PushShared` belongs to
+the pipe's own stream. As in :mod:`asynckv.protocol.frames`, values only.
 """
 
 from __future__ import annotations
@@ -11,9 +13,18 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from asynckv.protocol.values import Count, Id, Token
+from asynckv.protocol.values import Count, Digest, Id, Token
+from asynckv.types import TensorSpec
 
-__all__ = ("Exported", "Imported", "OpenIpc", "OpenStoreIpc", "OpensIpc")
+__all__ = (
+    "Exported",
+    "Imported",
+    "IpcFrame",
+    "OpenIpc",
+    "OpenStoreIpc",
+    "OpensIpc",
+    "PushShared",
+)
 
 _Uuid = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -24,6 +35,8 @@ class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=Tr
 
 class OpenIpc(_Base, frozen=True, tag="openipc"):
     """May this peer open the GPU memory that the lookup buffer's entries are in?
+
+    Of a pipe: that which the other side sends from.
 
     ``uuid`` names the GPU that it uses itself: numbers differ from process to process.
     """
@@ -59,3 +72,20 @@ class Imported(_Base, frozen=True, tag="imported"):
     """What was read at the end of the allocation."""
 
     found: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+class PushShared(_Base, frozen=True, tag="pushshared"):
+    """Pipe: one tensor lies in the memory that this side has exported.
+
+    It begins at ``offset``, and stays there until it is flushed. ``digest`` is of what
+    both sides want to be compared: of all its bytes, of the first and last ones, or
+    there is none. Who cannot read it there grants it as any other one.
+    """
+
+    transfer: Count
+    spec: TensorSpec
+    offset: Count
+    digest: Digest = b""
+
+
+IpcFrame: TypeAlias = Exported | Imported | PushShared

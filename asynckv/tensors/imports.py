@@ -141,14 +141,16 @@ async def open_allocation(
     loop = asyncio.get_running_loop()
     opening: asyncio.Future[_Found] = loop.create_future()
 
-    def work() -> None:
+    def work(opening: asyncio.Future[_Found]) -> None:
         found = _open(cuda, device, handle, nbytes)
         try:
             loop.call_soon_threadsafe(_settle, opening, found)
         except RuntimeError:  # the loop is closed
             _close(found)
+        finally:
+            del found, opening  # an error keeps this frame
 
-    in_thread(work)
+    in_thread(functools.partial(work, opening))
     try:
         return await opening
     except BaseException:
@@ -157,6 +159,8 @@ async def open_allocation(
         if is_there and opening.exception() is None:
             in_thread(functools.partial(_close, opening.result()))
         raise
+    finally:
+        del opening  # it keeps the error, which keeps this frame and its callers'
 
 
 def in_thread(work: Callable[[], None]) -> None:

@@ -22,10 +22,11 @@ __all__ = ("OpenDevice", "open_device")
 
 @dataclasses.dataclass(frozen=True)
 class OpenDevice:
-    """``device``, and CUDA, which torch has started there."""
+    """``device``, and CUDA, which torch has started there; ``uuid`` is its name."""
 
     device: Device
     gpus: Gpus
+    uuid: str = ""
 
     def make_pool(self) -> CopyPool:
         """Make what copies to this GPU and from any, through pinned memory."""
@@ -68,7 +69,7 @@ async def open_device(device: Device | None) -> OpenDevice | None:
     if device is None:
         return None
 
-    def start() -> Gpus:
+    def start() -> OpenDevice:
         gpus = device.opened()
         try:
             device.empty(TensorSpec((1,), "uint8"))  # torch's start takes its time
@@ -77,6 +78,6 @@ async def open_device(device: Device | None) -> OpenDevice | None:
                 f"torch cannot use {device.name}: {exc}",
                 hint="install a torch that was built for CUDA: https://pytorch.org",
             ) from exc
-        return gpus
+        return OpenDevice(device, gpus, gpus.cuda.uuid(device.index))
 
-    return OpenDevice(device, await DeviceCalls().call(start))
+    return await DeviceCalls().call(start)

@@ -18,7 +18,7 @@ from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.pipe_checks.values import PIPE_BYTES
 
-__all__ = ("NcclPipes", "open_nccl_pipes")
+__all__ = ("NcclPipes", "gpu_side_of", "open_nccl_pipes", "used_bytes_of")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +33,12 @@ class NcclPipes:
     @property
     def near_way(self) -> GpuLink:
         """The near end of what connects both GPUs."""
-        return _way_of(_side_of(self.near))
+        return _way_of(gpu_side_of(self.near))
 
     @property
     def far_way(self) -> GpuLink:
         """The far end of it."""
-        return _way_of(_side_of(self.far))
+        return _way_of(gpu_side_of(self.far))
 
     @property
     def moved(self) -> int:
@@ -48,10 +48,14 @@ class NcclPipes:
     @property
     def used_bytes(self) -> int:
         """What both pipes have of their memory of GPUs."""
-        return sum(_used(_side_of(pipe)) for pipe in (self.near, self.far))
+        return sum(map(used_bytes_of, (self.near, self.far)))
 
 
-def _side_of(pipe: Pipe) -> GpuSide:
+def gpu_side_of(pipe: Pipe) -> GpuSide:
+    """Return what a pipe has on its GPU.
+
+    :raises LookupError: it has none, or was not asked yet
+    """
     gpus = pipe._sends.gpus
     if gpus is None:
         raise LookupError("the pipe has no GPU")
@@ -64,8 +68,9 @@ def _way_of(gpus: GpuSide) -> GpuLink:
     return gpus.agreed_way
 
 
-def _used(gpus: GpuSide) -> int:
-    arena = gpus._growth.arena
+def used_bytes_of(pipe: Pipe) -> int:
+    """Return what a pipe uses of its memory of the GPU, or its peer may still read."""
+    arena = gpu_side_of(pipe)._growth.arena
     if isinstance(arena, PagedArena):
         arena.collect()
     return arena.used_bytes + arena.pinned_bytes

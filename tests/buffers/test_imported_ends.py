@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.buffers import importing, sharing
+from asynckv.buffers import importing
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.mapped import MappedPin
 from asynckv.buffers.remote import Peer, connect
-from asynckv.buffers.sharing import MapHolder
 from asynckv.errors import ChecksumError, ConfigError, GPUFailed, PeerLost
+from asynckv.links import exports, sharing
+from asynckv.links.exports import Export
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream
+from asynckv.links.sharing import MapHolder
 from asynckv.protocol.device_frames import OpenDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
@@ -153,7 +155,7 @@ async def test_a_server_that_does_not_answer_costs_a_moment(
     async def never(address: str, ticket: bytes) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(importing, "fetch_file", never)
+    monkeypatch.setattr(exports, "fetch_file", never)
     async with open_gpu_pair(gpus) as pair:
         assert pair.peer.transport == "map"
 
@@ -327,7 +329,7 @@ def test_views_may_go_when_the_loop_is_closed(gpus: FakeGpus) -> None:
         opened = theirs.device.opened()
         own = DeviceAllocation(opened, opened.cuda.malloc(MIB))
         allocation = import_allocation(opened.cuda, 0, shown, MIB)
-        memory = ImportedMemory(near, allocation, "edges", own)
+        memory = ImportedMemory(Export(near, allocation), "edges", own)
         pin = memory.take(1)
         memory.link_over()
         return pin

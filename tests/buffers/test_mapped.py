@@ -18,10 +18,10 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.mapped import MappedMemory
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.sharing import MapHolder
 from asynckv.buffers.showing import _Proof
 from asynckv.errors import IncompatiblePeer, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.sharing import MapHolder
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.testing.blocked import until
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 import torch
 
-from asynckv.buffers import sharing
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve_mapped import place_of
 from asynckv.errors import EntryTooLarge
+from asynckv.links import sharing
 from asynckv.protocol.frames import (
     Failure,
     Nack,

@@ -9,10 +9,10 @@ import struct
 import pytest
 import torch
 
-from asynckv.buffers import sharing
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import Server, serve
+from asynckv.links import sharing
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Ack, Nack
 from asynckv.testing.blocked import until

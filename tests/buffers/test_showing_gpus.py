@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from asynckv.buffers import sharing
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
+from asynckv.links import sharing
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link

@@ -13,11 +13,11 @@ from asynckv.buffers import sharing
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
-from asynckv.buffers.sharing import MapHolder, Pin
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ChecksumError, EntryTooLarge, GPUFailed, LeaseLost
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.sharing import MapHolder, Pin
 from asynckv.protocol.frames import Failure, Get, Nack
 from asynckv.protocol.map_frames import OpenStoreMap
 from asynckv.protocol.payload_frames import Grant

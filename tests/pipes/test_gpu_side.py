@@ -141,7 +141,7 @@ async def test_a_pipe_within_one_process_goes_by_host(
         await listener.accept() as far,
     ):
         await until(lambda: BY_HOST in caplog.text)
-        assert not arenas_of(gpu)
+        await until(lambda: not arenas_of(gpu))
         await near.send_tensor(noise(LARGE, 1))
         found = await far.recv_tensor()
         assert found is not None and found.is_cuda and is_same(found, noise(LARGE, 1))

@@ -59,6 +59,7 @@ VALUES: dict[str, Any] = {
     "ranks": (1, 3),
     "parts": (0, 2),
     "urls": ("", "tcp://127.0.0.1:7000"),
+    "spec": TensorSpec((2, 3), "float16"),
 }
 
 

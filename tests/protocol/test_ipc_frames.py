@@ -6,7 +6,14 @@ import msgspec
 import pytest
 
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, OpenStoreIpc
+from asynckv.protocol.ipc_frames import (
+    Exported,
+    Imported,
+    OpenIpc,
+    OpenStoreIpc,
+    PushShared,
+)
+from asynckv.types import TensorSpec
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
 FRAMES: Final[tuple[msgspec.Struct, ...]] = (
@@ -14,6 +21,7 @@ FRAMES: Final[tuple[msgspec.Struct, ...]] = (
     OpenStoreIpc("0" * 32),
     Exported("asynckv-0", b"t" * 16, b"h" * 64, 2**30),
     Imported(b"n" * 16),
+    PushShared(1, TensorSpec((8,), "uint8"), 0),
 )
 BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
     "uuid": (("0" * 64, "0" * 65),),
@@ -23,12 +31,23 @@ BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
     "nbytes": ((0, -1), (2**62, 2**62 + 1)),
     "digest": (("off", "none"),),
     "found": ((b"n" * 64, b"n" * 65),),
+    "transfer": ((0, -1), (2**62, 2**62 + 1)),
+    "offset": ((0, -1), (2**62, 2**62 + 1)),
 }
+
+
+def _bounds(frame: msgspec.Struct, field: str) -> tuple[tuple[Any, Any], ...]:
+    if isinstance(frame, PushShared) and field == "digest":
+        return ((b"d" * 16, b"d" * 17),)
+    return BOUNDS[field]
+
+
 CASES = [
     pytest.param(frame, field, *bound, id=f"{type(frame).__name__}.{field}-{number}")
     for frame in FRAMES
     for field in frame.__struct_fields__
-    for number, bound in enumerate(BOUNDS[field])
+    if field != "spec"  # has bounds of its own
+    for number, bound in enumerate(_bounds(frame, field))
 ]
 
 

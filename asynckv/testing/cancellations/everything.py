@@ -19,6 +19,7 @@ from asynckv.testing.cancellations.on_gpus import ON_GPUS
 from asynckv.testing.cancellations.opening import OPENING
 from asynckv.testing.cancellations.pipe_ends import PIPE_ENDS
 from asynckv.testing.cancellations.piping import PIPING
+from asynckv.testing.cancellations.piping_on_gpus import PIPING_ON_GPUS
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.selecting import SELECTING
 from asynckv.testing.cancellations.storing import STORING
@@ -42,6 +43,7 @@ SCENARIOS: Final[tuple[Scenario, ...]] = (
     *GROUPING,
     *MOVING,
     *ON_GPUS,
+    *PIPING_ON_GPUS,
     *STORING_ON_GPUS,
 )
 

@@ -15,7 +15,6 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import (
@@ -31,20 +30,15 @@ from asynckv.testing.expectations import expect, expect_same, noise
 from asynckv.testing.fake_devices import FakeDevice, fake_device, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-from asynckv.testing.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 from asynckv.testing.pipe_pairs import open_pipe_pair
 
 __all__ = (
     "ON_GPUS",
     "a_borrow_between_gpus",
-    "a_flush_between_gpus",
     "a_lookup_on_a_gpu",
-    "a_pipe_between_gpus",
     "a_pipe_on_a_gpu",
-    "a_receive_between_gpus",
     "a_receive_on_a_gpu",
     "a_select_between_gpus",
-    "a_send_between_gpus",
     "a_store_on_a_gpu",
     "a_way_between_gpus",
 )
@@ -202,122 +196,6 @@ async def a_borrow_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -
     await ground.check_quiet()
 
 
-async def a_pipe_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """Goes on alone wherever its opening ends, and leaves nothing on either GPU."""
-    with _two_gpus() as gpus:
-        ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process(), 1)
-
-        async def use() -> None:
-            async with (
-                listen_pipe(
-                    "tcp://127.0.0.1:0", device=theirs.device, max_bytes="1MiB"
-                ) as listener,
-                open_pipe(listener.url, device=ours.device, max_bytes="1MiB") as near,
-                await listener.accept() as far,
-            ):
-                await ticks(8)
-                await near.gpus_settled()
-                await far.gpus_settled()
-                expect(near.transport == "nccl", "no way was opened")
-
-        def is_quiet() -> bool:
-            left = [*ours.process.owned, *theirs.process.owned]
-            return not any(one.array.nbytes > 1 for one in left)
-
-        async def check(outcome: Outcome[None]) -> None:
-            await until(lambda: not _calls_of_cuda())
-            gc.collect()
-            await until(is_quiet)
-
-        await sweeper.sweep("a pipe between GPUs", use, check)
-    await ground.check_quiet()
-
-
-async def a_send_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """Has sent nothing, or all; the tensor is not read any more."""
-    with _two_gpus(max_delay=2) as gpus:
-        async with open_nccl_pipes(gpus) as pair:
-            source = pair.ours.tensor(noise(nbytes, 1))
-
-            async def before() -> None:
-                source.as_subclass(torch.Tensor).copy_(noise(nbytes, 1))
-
-            async def check(outcome: Outcome[None]) -> None:
-                source.fill_(OVERWRITE)
-                await pair.near.send_tensor(None)
-                if not outcome.cancelled:
-                    expect_same(await pair.far.recv_tensor(), noise(nbytes, 1))
-                found = await pair.far.recv_tensor()
-                expect(found is None, "a cancelled send has sent")
-                await pair.near.flush()
-                await _is_empty(pair)
-
-            await sweeper.sweep(
-                f"a send of {nbytes} bytes between GPUs",
-                lambda: pair.near.send_tensor(source),
-                check,
-                before,
-            )
-            expect(pair.moved > 0, "nothing has gone from GPU to GPU")
-    await ground.check_quiet()
-
-
-async def a_receive_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """Has taken nothing; memory of the caller's is quiet when the call has ended."""
-    with _two_gpus(max_delay=2) as gpus:
-        async with open_nccl_pipes(gpus) as pair:
-            into = pair.theirs.tensor(torch.zeros(nbytes, dtype=torch.uint8))
-            source = pair.ours.tensor(noise(nbytes, 1))
-
-            async def receive() -> None:
-                expect_same(await pair.far.recv_tensor(into), noise(nbytes, 1))
-
-            async def check(outcome: Outcome[None]) -> None:
-                into.fill_(OVERWRITE)
-                if outcome.cancelled:
-                    expect_same(await pair.far.recv_tensor(), noise(nbytes, 1))
-                await pair.near.flush()
-                await _is_empty(pair)
-                expect_overwritten(into)
-
-            await sweeper.sweep(
-                f"a receive of {nbytes} bytes between GPUs",
-                receive,
-                check,
-                lambda: pair.near.send_tensor(source),
-            )
-            expect(pair.moved > 0, "nothing has gone from GPU to GPU")
-    await ground.check_quiet()
-
-
-async def a_flush_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """Leaves no trace, and what was sent arrives."""
-    with _two_gpus(max_delay=2) as gpus:
-        async with open_nccl_pipes(gpus) as pair:
-            source = pair.ours.tensor(noise(nbytes, 1))
-
-            async def check(outcome: Outcome[None]) -> None:
-                await pair.near.flush()
-                expect_same(await pair.far.recv_tensor(), noise(nbytes, 1))
-                await _is_empty(pair)
-
-            await sweeper.sweep(
-                f"a flush of {nbytes} bytes between GPUs",
-                pair.near.flush,
-                check,
-                lambda: pair.near.send_tensor(source),
-            )
-    await ground.check_quiet()
-
-
-async def _is_empty(pair: NcclPipes) -> None:
-    """Nothing is held by either side, nor by its GPU."""
-    expect(not pair.far.statistics().held_tensors, "it was received twice")
-    await until(lambda: not pair.near.statistics().in_flight_bytes)
-    await until(lambda: not pair.used_bytes)
-    expect(pair.near.transport == "nccl", "the way was lost")
-
-
 async def _is_given_back(pair: NcclBuffers, was_cancelled: bool, nbytes: int) -> None:
     """What a cancelled call had is there, once; nothing is kept of any."""
     await until(lambda: not pair.buffer.statistics().leased)
@@ -357,11 +235,8 @@ def _calls_of_cuda() -> list[str]:
 _LOOKUP: Final = ("InMemoryBuffer.__aenter__", "InMemoryBuffer.open")
 _STORE: Final = ("InMemoryBuffer.__aenter__", "InMemoryBuffer.open")
 _PIPE: Final = ("open_pipe", "PipeListener.__aenter__")
-_OPEN: Final = (*_PIPE, "Pipe.gpus_settled")
 _RECEIVE: Final = ("KVPipe.recv_tensor",)
 _WAY: Final = ("connect",)
-_SEND: Final = ("KVPipe.send_tensor",)
-_FLUSH: Final = ("KVPipe.flush",)
 _SELECT: Final = ("RemoteLookupBuffer.drop_select",)
 
 ON_GPUS: Final = (
@@ -372,8 +247,4 @@ ON_GPUS: Final = (
     Scenario(a_way_between_gpus, _WAY, ("local",), sizes=(0,), is_costly=True),
     Scenario(a_select_between_gpus, _SELECT, ("local",), (LARGE,), is_costly=True),
     Scenario(a_borrow_between_gpus, _SELECT, ("local",), (LARGE,), is_costly=True),
-    Scenario(a_pipe_between_gpus, _OPEN, ("local",), sizes=(0,), is_costly=True),
-    Scenario(a_send_between_gpus, _SEND, ("local",), (LARGE,), is_costly=True),
-    Scenario(a_receive_between_gpus, _RECEIVE, ("local",), (LARGE,), is_costly=True),
-    Scenario(a_flush_between_gpus, _FLUSH, ("local",), (LARGE,), is_costly=True),
 )

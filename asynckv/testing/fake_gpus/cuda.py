@@ -153,7 +153,7 @@ class FakeCuda:
             if memory.address not in self._opened.values():
                 raise GPUFailed("this was not opened here", code=1)
             allocation = self._space.unmap(memory.address)
-            if allocation.users:
+            if self._space.uses(allocation):  # its owner may
                 self._gpus.note("memory was closed while a copy was under way")
             self._opened = {
                 handle: address

@@ -7,6 +7,7 @@ for who looks it up anew.
 from __future__ import annotations
 
 import bisect
+import collections
 import itertools
 import mmap
 import os
@@ -71,6 +72,17 @@ class AddressSpace:
         self._next = itertools.count(first, 1 << 34)
         self._bases: list[int] = []
         self._mapped: list[Allocation] = []
+        self._users: collections.Counter[Allocation] = collections.Counter()
+
+    def note(self, allocation: Allocation, copies: int) -> None:
+        """So many more copies of this process are under way there, or less."""
+        self._users[allocation] += copies
+        if not self._users[allocation]:
+            del self._users[allocation]
+
+    def uses(self, allocation: Allocation) -> bool:
+        """Whether a copy of this process is under way there."""
+        return allocation in self._users
 
     def map(self, allocation: Allocation, address: int | None = None) -> int:
         """Give an allocation an address: its own, of the host, or any."""

@@ -192,6 +192,7 @@ class Copy:
             self._ends = [self._space.find(at, self._nbytes) for at in self._places]
             for allocation, _ in self._ends:
                 allocation.users += 1
+                self._space.note(allocation, 1)
             self._move(0, self._nbytes // 2)
         self._ticks -= 1
         if self._ticks >= 0:
@@ -199,6 +200,7 @@ class Copy:
         self._move(self._nbytes // 2, self._nbytes)
         for allocation, _ in self._ends:
             allocation.users -= 1
+            self._space.note(allocation, -1)
         return True
 
     def _move(self, start: int, stop: int) -> None:

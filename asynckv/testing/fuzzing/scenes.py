@@ -23,7 +23,13 @@ from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, OpenStoreIpc
+from asynckv.protocol.ipc_frames import (
+    Exported,
+    Imported,
+    OpenIpc,
+    OpenStoreIpc,
+    PushShared,
+)
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap, OpenStoreMap
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
@@ -276,6 +282,7 @@ async def _record_made_up() -> Recording:
     near.send(mapping, Mapped(b"n" * 16))
     near.send(sharing, Imported(b"n" * 16))
     near.send(select, GrantDevices(2, "edges"))
+    near.send(select, PushShared(3, TensorSpec((4,), "uint8"), 4096, b"d" * 16))
     pass_on(near, far)
     far.send(select, SentDevices(2, 0, "edges", b"d" * 16))
     pass_on(far, near)

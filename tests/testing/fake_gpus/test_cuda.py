@@ -95,6 +95,22 @@ def test_a_handle_is_opened_once_at_a_time(near: FakeProcess, far: FakeProcess) 
     far.cuda.open_memory(handle, 8)
 
 
+@pytest.mark.parametrize("is_owner", [True, False])
+def test_memory_that_is_read_here_is_not_closed(is_owner: bool) -> None:
+    gpus = FakeGpus(max_delay=1000, seed=1)
+    near, far = gpus.process(), gpus.process()
+    memory = near.cuda.malloc(8)
+    opened = far.cuda.open_memory(near.cuda.export(memory), 8)
+    reader, place = (near, memory) if is_owner else (far, opened)
+    target, stream = reader.cuda.malloc(8), reader.cuda.stream()
+    reader.cuda.copy(target.address, place.address, 8, stream)
+    while not reader.space.uses(reader.space.find(place.address, 8)[0]):
+        gpus.progress()
+    far.cuda.close_memory(opened)
+    assert bool(gpus.faults) is not is_owner
+    gpus.close()
+
+
 def test_only_the_beginning_of_an_allocation_has_a_handle(near: FakeProcess) -> None:
     with pytest.raises(GPUFailed, match="an allocation"):
         near.cuda.export(near.cuda.malloc(8).part(4, 8))

@@ -1,4 +1,4 @@
-"""Peers of this host that read a buffer's memory where it lies.
+"""Peers of this host that read memory of this process where it lies.
 
 Rule of this file: every function is plain. Memory that a peer was shown is pinned
 until the peer says that it has no view of it, or the kernel says that it is gone;
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 
-from asynckv.buffers.exporting import ExportedMemory
+from asynckv.links.exporting import ExportedMemory
 from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.protocol.ipc_frames import Exported
@@ -95,10 +95,15 @@ class MapHolder:
         self._pins: dict[int, Pin] = {}
 
     @property
+    def is_connected(self) -> bool:
+        """Has it the memory open, and its link too?"""
+        is_mapped = self.is_verified and self._connection is not None
+        return is_mapped and not self._is_link_over
+
+    @property
     def is_usable(self) -> bool:
         """May one more delivery be read where it lies?"""
-        is_mapped = self.is_verified and self._connection is not None
-        return is_mapped and not self._is_link_over and len(self._pins) < MAX_PINS
+        return self.is_connected and len(self._pins) < MAX_PINS
 
     @property
     def pinned_regions(self) -> int:

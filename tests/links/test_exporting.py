@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynckv.buffers.exporting import ExportedMemory, edges_in
+from asynckv.links.exporting import ExportedMemory, edges_in
 from asynckv.protocol.values import Place
 from asynckv.tensors.device_pages import DevicePages
 from asynckv.testing.fake_devices import FakeDevice, fake_device

@@ -1,0 +1,71 @@
+"""A peer's memory of a GPU, opened here with what the peer says of it.
+
+The connection whose ticket came along is open for as long as the memory is: its end
+tells the peer that it may free it. Nothing waits here but :func:`open_export`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+
+from asynckv.links.fd_socket import fetch_file
+from asynckv.links.link import Link
+from asynckv.protocol.ipc_frames import Exported
+from asynckv.tensors.device_pages import DeviceAllocation
+from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation
+
+__all__ = ("Export", "check_same_host", "open_export")
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """One allocation of a peer's, open here, and the connection that says so."""
+
+    sock: socket.socket
+    allocation: ImportedAllocation
+
+    def close(self) -> None:
+        """Close the memory, then hang up: the peer counts on that. In a thread."""
+        self.allocation.release()
+        self.sock.close()
+
+    def close_soon(self) -> None:
+        """As :meth:`close`, in a thread."""
+        in_thread(self.close)
+
+
+async def open_export(
+    exported: Exported, own: DeviceAllocation
+) -> tuple[Export, bytes]:
+    """Open what a peer has exported, on the GPU of ``own``; return its nonce too.
+
+    Bounded by the caller's deadline; a cancelled call leaves nothing behind.
+
+    :raises PeerLost: nobody is where the ticket is good, or hung up
+    :raises AuthError: that is another user's
+    :raises RemoteProtocolError: that is no place for a ticket
+    :raises GPUFailed: it cannot be opened, or is this process's own
+    """
+    sock, fd = await fetch_file(exported.address, exported.ticket)
+    os.close(fd)
+    try:
+        allocation, nonce = await open_allocation(
+            *(own.gpus.cuda, own.memory.device),
+            *(exported.handle, exported.nbytes),
+        )
+    except BaseException:
+        sock.close()
+        raise
+    return Export(sock, allocation), nonce
+
+
+def check_same_host(link: Link, boot_id: str) -> None:
+    """Check that the peer could share memory with this process, which has ``boot_id``.
+
+    :raises ValueError: it is elsewhere
+    """
+    is_same_boot = bool(boot_id) and link.peer.boot_id == boot_id
+    if not is_same_boot or link.own_host != link.peer_host:
+        raise ValueError("it is on another host")

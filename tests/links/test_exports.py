@@ -1,0 +1,117 @@
+"""What a peer has exported, opened and closed: nothing is left of what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from asynckv.errors import GPUFailed
+from asynckv.links import exports
+from asynckv.links.exports import check_same_host, open_export
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.sharing import MapHolder, Sharing
+from asynckv.protocol.ipc_frames import Exported
+from asynckv.tensors.growth import Growth
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_devices import FakeDevice, fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.link_pairs import LinkPair, linked
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Both:
+    """What is shown, and a process that opens it, with memory of its own."""
+
+    link: LinkPair
+    holder: MapHolder
+    exported: Exported
+    theirs: FakeDevice
+    own: Growth
+
+    @property
+    def opened(self) -> int:
+        return len(self.theirs.process.cuda._opened)
+
+    def open(self) -> Any:
+        pages = self.own.device_pages
+        assert pages is not None
+        return open_export(self.exported, pages.allocation)
+
+
+@pytest.fixture
+def gpus() -> Iterator[FakeGpus]:
+    gpus = FakeGpus()
+    yield gpus
+    gpus.close()
+    assert not gpus.faults
+
+
+@pytest.fixture
+async def both(gpus: FakeGpus) -> AsyncIterator[Both]:
+    ours, theirs = (fake_device_of(gpus.process()) for _ in range(2))
+    shown, own = (Growth(MIB, device=gpu.device) for gpu in (ours, theirs))
+    await asyncio.gather(shown.open(), own.open())
+    sharing = Sharing(shown.arena, lambda: None, shown.drop_soon)
+    async with linked() as link:
+        found = sharing.export(link.far, ours.process.cuda.uuid(0), "edges")
+        assert found is not None
+        yield Both(link, *found, theirs, own)
+    sharing.close()
+    await sharing.aclose()
+    await shown.aclose()
+    await own.aclose()
+
+
+async def test_it_is_open_until_it_is_closed_which_the_owner_hears(both: Both) -> None:
+    export, nonce = await both.open()
+    assert both.holder.verify(nonce) and both.opened == 1
+    export.close_soon()
+    await until(lambda: not both.holder.is_connected)
+    assert not both.opened
+
+
+async def test_what_cannot_be_opened_is_hung_up(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*anything: object) -> Any:
+        raise GPUFailed("not here")
+
+    monkeypatch.setattr(both.theirs.process.cuda, "open_memory", fail)
+    with pytest.raises(GPUFailed, match="not here"):
+        await both.open()
+    await until(lambda: both.holder._connection is None)
+
+
+async def test_a_cancelled_opening_leaves_nothing(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def wait(*anything: object) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(exports, "open_allocation", wait)
+    opening = asyncio.ensure_future(both.open())
+    await begun.wait()
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await until(lambda: both.holder._connection is None)
+    assert not both.opened
+
+
+async def test_only_a_peer_of_this_boot_and_host_shares_memory(both: Both) -> None:
+    check = functools.partial(check_same_host, both.link.near)
+    for boot_id in ("", "another"):
+        with pytest.raises(ValueError, match="another host"):
+            check(boot_id)

@@ -1,0 +1,430 @@
+"""Memory that both sides of a pipe share: refused, lost, changed, or still read."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from asynckv.errors import (
+    ChecksumError,
+    GPUFailed,
+    PeerLost,
+    PipeBroken,
+)
+from asynckv.links import sharing
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.options import Digest
+from asynckv.links.sharing import MapHolder
+from asynckv.pipes import gpu_sharing, peer_memory
+from asynckv.pipes.gpu_sharing import GpuSharing
+from asynckv.protocol.frames import Failure
+from asynckv.protocol.ipc_frames import OpenIpc
+from asynckv.testing.blocked import until
+from asynckv.testing.expectations import is_same, noise
+from asynckv.testing.fake_devices import FakeDevice
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.fake_gpus.cuda import FakeCuda
+from asynckv.testing.fake_gpus.gates import Gate
+from asynckv.testing.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
+from asynckv.testing.link_pairs import Hearer
+from asynckv.testing.nccl_pipe_pairs import used_bytes_of
+from asynckv.testing.pipe_checks.values import (
+    LARGE,
+    PIPE_BYTES,
+    receive_many,
+    send_many,
+)
+from asynckv.types import TensorSpec
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+BY_HOST = "goes through host memory"
+ENDS = pytest.mark.parametrize("end", ["near_sharing", "far_sharing"])
+SPEC = TensorSpec((LARGE,), "uint8")
+
+
+@pytest.fixture
+async def pair(two_gpus: FakeGpus) -> AsyncIterator[IpcPipes]:
+    async with open_ipc_pipes(two_gpus) as pair:
+        yield pair
+
+
+def arenas_of(gpu: FakeDevice) -> list[int]:
+    """What pipes have of the memory of the GPU; torch has a byte, and tensors less."""
+    return [a.array.nbytes for a in gpu.process.owned if a.array.nbytes > PIPE_BYTES]
+
+
+async def check_comes_by_host(pair: IpcPipes) -> None:
+    for sends, receives, gpu in (
+        (pair.near, pair.far, pair.ours),
+        (pair.far, pair.near, pair.theirs),
+    ):
+        await sends.send_tensor(gpu.tensor(noise(LARGE, 2)))
+        found = await receives.recv_tensor()
+        assert found is not None and found.is_cuda and is_same(found, noise(LARGE, 2))
+    assert pair.near.transport == pair.far.transport == "inline"
+
+
+def fail(*anything: object) -> Any:
+    raise GPUFailed("it has fallen off the bus")
+
+
+class Held:
+    """What the far side reads, until it is let go."""
+
+    def __init__(self, pair: IpcPipes, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self._may_go_on = asyncio.Event(), asyncio.Event()
+        self._copy = pair.far_sharing.copy
+        monkeypatch.setattr(pair.far_sharing, "copy", self._hold)
+
+    def let_go(self) -> None:
+        self._may_go_on.set()
+
+    async def _hold(self, *places: Any) -> bytes:
+        self.has_begun.set()
+        await self._may_go_on.wait()
+        return await self._copy(*places)
+
+
+def hold_gpu(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Let copies of a process begin, and not end before the gate is opened."""
+    gate, cuda = Gate(), gpu.process.cuda
+    copy = cuda.copy
+
+    def hold(target: int, source: int, nbytes: int, stream: Any) -> None:
+        copy(target, source, nbytes, stream)
+        stream.add(gate)
+
+    monkeypatch.setattr(cuda, "copy", hold)
+    return gate
+
+
+def busy(gpu: FakeDevice) -> bool:
+    return any(stream.work for stream in gpu.process.streams.values())
+
+
+# Where it cannot be opened.
+
+
+@pytest.mark.parametrize("key", [1, 2], ids=["ours", "theirs"])
+@pytest.mark.parametrize("call", ["export", "open_memory"])
+async def test_what_cuda_refuses_is_no_way(
+    two_gpus: FakeGpus,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    key: int,
+    call: str,
+) -> None:
+    do = getattr(FakeCuda, call)
+
+    def refuse(cuda: FakeCuda, *args: Any) -> Any:
+        return fail() if cuda._process.key == key else do(cuda, *args)
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(FakeCuda, call, refuse)
+    async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
+        await until(lambda: caplog.text.count(BY_HOST) == 2)
+        await check_comes_by_host(pair)
+        await check_comes_by_host(pair)
+        await until(lambda: not (arenas_of(pair.ours) or arenas_of(pair.theirs)))
+    assert caplog.text.count(BY_HOST) == 2
+    assert not pair.opened
+
+
+@pytest.mark.parametrize("answers", [[False], [True, False]])
+async def test_memory_that_was_not_proved_is_not_read(
+    two_gpus: FakeGpus,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[bool],
+) -> None:
+    verify, left = MapHolder.verify, list(answers)
+
+    def doubt(holder: MapHolder, nonce: bytes) -> bool:
+        return verify(holder, nonce if left.pop(0) else b"another")
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(MapHolder, "verify", doubt)
+    async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
+        await until(lambda: caplog.text.count(BY_HOST) == 2)
+        await check_comes_by_host(pair)
+    assert not (left or pair.opened)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "reason"),
+    [
+        (gpu_sharing, "has_fd_sockets", lambda: False, "no memory is shared"),
+        (GpuSharing, "why_not", lambda *_: "another host", "another host"),
+    ],
+)
+async def test_what_is_not_here_is_not_asked(
+    two_gpus: FakeGpus,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    place: object,
+    name: str,
+    value: object,
+    reason: str,
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(place, name, value)
+    async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
+        await pair.near.gpus_settled()
+        await check_comes_by_host(pair)
+    assert reason in caplog.text and "both sides have the same GPU" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["?payload=inline", "?payload=map"])
+async def test_a_url_that_asks_for_lanes_gets_them(
+    two_gpus: FakeGpus, url: str
+) -> None:
+    async with open_ipc_pipes(two_gpus, url=url, is_connected=False) as pair:
+        await check_comes_by_host(pair)
+        assert pair.near._sends.gpus is None
+
+
+async def test_a_gpu_that_does_not_answer_is_given_up(
+    two_gpus: FakeGpus,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def wait(*anything: object) -> None:
+        await asyncio.Event().wait()
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(gpu_sharing, "_AGREE_S", 0.05)
+    monkeypatch.setattr(gpu_sharing, "open_export", wait)
+    async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
+        await until(lambda: caplog.text.count(BY_HOST) == 2)
+        await check_comes_by_host(pair)
+
+
+async def send_and_receive(pair: IpcPipes) -> None:
+    await asyncio.gather(send_many(pair.near, 2), receive_many(pair.far, 2))
+
+
+# Where bytes change, or cannot be read.
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kind"),
+    [
+        ("auto", "auto", "edges"),
+        ("full", "auto", "full"),
+        ("off", "edges", "edges"),
+        ("off", "off", "off"),
+    ],
+)
+async def test_the_stricter_digest_is_compared(
+    two_gpus: FakeGpus, ours: Digest, theirs: Digest, kind: str
+) -> None:
+    async with open_ipc_pipes(two_gpus, listens=theirs, digest=ours) as pair:
+        assert pair.near_sharing.digest == pair.far_sharing.digest == kind
+        await send_and_receive(pair)
+        assert pair.moved == 2
+
+
+@pytest.mark.parametrize(
+    ("digest", "place"), [("auto", 0), ("auto", LARGE - 1), ("full", LARGE // 2)]
+)
+async def test_other_bytes_than_were_sent_are_noticed(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, digest: Digest, place: int
+) -> None:
+    async with open_ipc_pipes(two_gpus, digest=digest) as pair:
+        held = Held(pair, monkeypatch)
+        await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
+        await held.has_begun.wait()
+        (parcel,) = pair.near._outbound._pushed
+        pair.ours.process.cuda.view(parcel.place())[place] ^= 1
+        held.let_go()
+        with pytest.raises(ChecksumError):
+            await pair.far.recv_tensor()
+        with pytest.raises(PipeBroken):
+            await pair.near.flush()
+        del parcel
+        await until(lambda: not pair.used_bytes)
+
+
+async def test_what_cannot_be_read_comes_by_host(
+    pair: IpcPipes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pair.far_sharing, "copy", fail)
+    await asyncio.gather(send_many(pair.near, 6), receive_many(pair.far, 6))
+    await until(lambda: pair.near.transport == pair.far.transport == "inline")
+    await check_comes_by_host(pair)
+    await until(lambda: caplog.text.count("from here on") == 2)
+    await until(lambda: not pair.opened)
+    await until(lambda: not pair.used_bytes)
+
+
+async def test_a_tensor_that_cannot_be_copied_is_not_sent(
+    pair: IpcPipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(pair.near_sharing, "copy", fail)
+        with pytest.raises(GPUFailed, match="off the bus"):
+            await pair.near.send_tensor(noise(LARGE, 0))
+    assert not pair.used_bytes
+    await send_and_receive(pair)
+    assert pair.near.transport == "cuda_ipc"
+
+
+@ENDS
+async def test_what_is_under_way_when_sharing_ends_comes_once(
+    pair: IpcPipes, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    held = Held(pair, monkeypatch)
+    await send_many(pair.near, 3)
+    await held.has_begun.wait()
+    getattr(pair, end)._lost("a test")
+    await pair.near.send_tensor(noise(LARGE, 3))
+    held.let_go()
+    await receive_many(pair.far, 4)
+    await pair.near.flush()
+    await check_comes_by_host(pair)
+    await until(lambda: not pair.opened)
+
+
+# Who ends while memory is read.
+
+
+async def test_a_sender_that_aborts_keeps_what_is_still_read(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_ipc_pipes(two_gpus) as pair:
+        gate = hold_gpu(pair.theirs, monkeypatch)
+        await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
+        await until(lambda: busy(pair.theirs))
+        pair.near.abort()
+        with pytest.raises(PeerLost):
+            await pair.far.recv_tensor()
+        assert arenas_of(pair.ours) and pair.opened
+        gate.open()
+        await until(lambda: not pair.opened)
+        await until(lambda: not arenas_of(pair.ours))
+
+
+async def test_a_region_that_is_still_read_is_nobody_elses(
+    pair: IpcPipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(pair, monkeypatch)
+    await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
+    await held.has_begun.wait()
+    pair.near._outbound.end(PeerLost("as if the link was lost"))
+    assert used_bytes_of(pair.near) == LARGE
+    held.let_go()
+    assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))
+    pair.near.abort()
+    with pytest.raises(PeerLost):
+        await pair.far.recv_tensor()
+
+
+async def test_a_receiver_that_aborts_ends_when_its_gpu_is_done(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_ipc_pipes(two_gpus) as pair:
+        gate = hold_gpu(pair.theirs, monkeypatch)
+        await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
+        await until(lambda: busy(pair.theirs))
+        pair.far.abort()
+        with pytest.raises(PipeBroken):
+            await pair.near.flush()
+        assert arenas_of(pair.theirs) and pair.opened
+        gate.open()
+        await until(lambda: not pair.opened)
+        await until(lambda: not arenas_of(pair.theirs))
+    assert not arenas_of(pair.ours)
+
+
+async def test_who_does_not_close_keeps_the_memory(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "_LEAVE_S", 0.01)
+    monkeypatch.setattr(peer_memory, "_CLOSE_S", 0.01)
+    async with open_ipc_pipes(two_gpus) as pair:
+        gate = hold_gpu(pair.theirs, monkeypatch)
+        await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
+        await until(lambda: busy(pair.theirs))
+        pair.near.abort()
+        await pair.near.aclose()
+        with pytest.raises(PeerLost):
+            await pair.far.recv_tensor()
+        await pair.far.aclose()
+        assert arenas_of(pair.ours)
+        gate.open()
+        await until(lambda: not arenas_of(pair.ours))
+
+
+async def test_what_has_come_can_be_taken_from_a_peer_that_died(
+    pair: IpcPipes,
+) -> None:
+    await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
+    await pair.near.flush()
+    pair.near.abort()
+    await until(lambda: not pair.far._link.is_open)
+    await until(lambda: not pair.opened)
+    assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))
+    with pytest.raises(PeerLost):
+        await pair.far.recv_tensor()
+
+
+async def test_what_was_received_outlives_its_pipe(two_gpus: FakeGpus) -> None:
+    async with open_ipc_pipes(two_gpus) as pair:
+        await pair.near.send_tensor(noise(LARGE, 1))
+        found = await pair.far.recv_tensor()
+    assert found is not None and is_same(found, noise(LARGE, 1))
+    assert arenas_of(pair.theirs) and not arenas_of(pair.ours)
+    del found
+    gc.collect()
+    await until(lambda: not arenas_of(pair.theirs))
+
+
+async def test_nothing_is_left_on_the_gpu(two_gpus: FakeGpus) -> None:
+    async with open_ipc_pipes(two_gpus) as pair:
+        await asyncio.gather(send_many(pair.near, 8), receive_many(pair.far, 8))
+        assert arenas_of(pair.ours) and arenas_of(pair.theirs)
+    assert not (pair.opened or arenas_of(pair.ours) or arenas_of(pair.theirs))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["far", "near"])
+async def test_what_is_closed_meanwhile_shares_nothing(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    show, shows = GpuSharing._show, list[GpuSharing]()
+
+    def close_then(one: GpuSharing) -> Any:
+        shown = show(one)
+        shows.append(one)
+        if len(shows) == which + 1:
+            one.close()
+        return shown
+
+    monkeypatch.setattr(GpuSharing, "_show", close_then)
+    async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
+        await pair.near.gpus_settled()
+        await until(lambda: not pair.opened)
+        await send_and_receive(pair)
+        assert pair.near.transport == "inline"
+
+
+async def test_memory_is_shown_once(pair: IpcPipes) -> None:
+    hearer = Hearer()
+    pair.near._link.open_stream(hearer, OpenIpc(pair.ours.process.cuda.uuid(0)))
+    frame, _ = await hearer.next()
+    assert isinstance(frame, Failure) and pair.opened == 2
+
+
+async def test_memory_that_nobody_reads_is_not_pinned(pair: IpcPipes) -> None:
+    idle = GpuSharing(
+        *(pair.near._link, "0" * 32, pair.near_sharing._growth),
+        *(pair.near_sharing._pool, "edges"),
+    )
+    idle.unpin(1)
+    assert idle.why_not("1" * 32) and not idle.is_open
+    with pytest.raises(RuntimeError, match="nobody reads"):
+        idle.pin(None)  # type: ignore[arg-type]

@@ -1,0 +1,111 @@
+"""What a peer may say of its memory, and reads of it that nobody waits for any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from asynckv.errors import PeerLost, RemoteProtocolError
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.pipes.peer_memory import PeerMemory
+from asynckv.protocol.ipc_frames import PushShared
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
+from asynckv.testing.pipe_checks.values import LARGE, PIPE_BYTES
+from asynckv.types import TensorSpec
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+SPEC = TensorSpec((LARGE,), "uint8")
+SHOWN = PushShared(1, SPEC, 0)
+TARGET = DeviceMemory(4096, LARGE, 0)
+
+
+@pytest.fixture
+async def pair(two_gpus: FakeGpus) -> AsyncIterator[IpcPipes]:
+    async with open_ipc_pipes(two_gpus) as pair:
+        yield pair
+
+
+class Allocation:
+    """In place of one that is open here: counts how often it is closed."""
+
+    def __init__(self) -> None:
+        self.nbytes = LARGE
+        self.memory = DeviceMemory(2**20, LARGE + 512, 0)
+        self.how_often = 0
+        self.allocation = self
+
+    def close(self) -> None:
+        self.how_often += 1
+
+    def is_closed(self) -> bool:
+        return self.how_often > 0
+
+
+async def wait_for_ever(*places: object) -> bytes:
+    await asyncio.Event().wait()
+    return b""
+
+
+async def test_it_is_closed_once_and_not_while_it_is_read() -> None:
+    told: list[Any] = []
+    memory, export = PeerMemory(wait_for_ever, told.append), Allocation()
+    memory.put(export)  # type: ignore[arg-type]
+    reading = memory.read(SHOWN, TARGET, told.append)
+    await asyncio.sleep(0)
+    memory.close()
+    memory.close()
+    assert not export.is_closed()
+    reading.cancel()
+    await until(export.is_closed)
+    await memory.aclose()
+    assert reading.cancelled() and export.how_often == 1 and not told
+
+
+async def test_what_is_opened_for_nobody_is_closed() -> None:
+    memory, export = PeerMemory(wait_for_ever, lambda error: None), Allocation()
+    memory.close()
+    memory.put(export)  # type: ignore[arg-type]
+    await memory.aclose()
+    assert export.how_often == 1
+
+
+async def test_whoever_reads_is_stopped_at_the_end() -> None:
+    memory, export = PeerMemory(wait_for_ever, lambda error: None), Allocation()
+    memory.put(export)  # type: ignore[arg-type]
+    reading = memory.read(SHOWN, TARGET, lambda error: None)
+    await memory.aclose()
+    assert reading.cancelled()
+    await until(lambda: export.how_often == 1)
+
+
+async def test_nothing_is_read_of_what_is_closed() -> None:
+    failed: list[Exception] = []
+    told: list[Exception | None] = []
+    memory = PeerMemory(wait_for_ever, failed.append)
+    await memory.read(SHOWN, TARGET, told.append)
+    assert told == failed and isinstance(told[0], PeerLost)
+
+
+@pytest.mark.parametrize("offset", [2 * PIPE_BYTES - LARGE + 1, 2**62])
+async def test_a_tensor_beyond_the_memory_breaks_the_link(
+    pair: IpcPipes, offset: int
+) -> None:
+    with pytest.raises(RemoteProtocolError, match="beyond"):
+        pair.far._inbound.on_push_shared(PushShared(99, SPEC, offset), b"")
+
+
+@pytest.mark.parametrize(
+    ("spec", "body"), [(TensorSpec((8,), "uint8"), b""), (SPEC, b"-")]
+)
+async def test_what_is_shared_is_large_and_does_not_ride(
+    pair: IpcPipes, spec: TensorSpec, body: bytes
+) -> None:
+    with pytest.raises(RemoteProtocolError, match="did not ride"):
+        pair.far._inbound.on_push_shared(PushShared(99, spec, 0), body)
