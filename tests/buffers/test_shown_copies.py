@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import torch
 
-from asynckv.buffers import sharing
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ChecksumError, EntryTooLarge, GPUFailed, LeaseLost
+from asynckv.links import sharing
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.sharing import MapHolder, Pin
