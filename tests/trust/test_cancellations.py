@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(3600),
 ]
 
-SHARES: dict[Kind, int] = {"local": 9, "mem": 42, "tcp": 15, "unix": 20, "tls": 14}
+SHARES: dict[Kind, int] = {"local": 11, "mem": 40, "tcp": 15, "unix": 20, "tls": 14}
 """Per cent: what one passage makes where it is slow, locally (GPUs) and by TLS."""
 
 HERE = (
