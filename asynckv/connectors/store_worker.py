@@ -244,7 +244,7 @@ class StoreWorker(CacheWorker):
         super()._register(caches)
         self._spool = spool = Spool(self._registered())
         device = self._buffer_device()
-        if device is not None:
+        if device is not None and self.config.is_kv_consumer:
             landing = _LANDED_BLOCKS * spool.block_nbytes
             self._line.land_on(device, min(landing, self.config.max_bytes))
 

@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
+import msgspec
 import pytest
 import torch
 
 from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.config import KVTransferConfig
+from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.store_worker import StoreWorker
 from asynckv.tensors.device_pages import DevicePages
 from asynckv.testing.blocked import until
@@ -43,7 +44,7 @@ async def gpus() -> AsyncIterator[FakeGpus]:
 
 @asynccontextmanager
 async def sharing(
-    gpus: FakeGpus, at: int | None, size: str = "16MiB"
+    gpus: FakeGpus, at: int | None, size: str = "16MiB", saves_as: KVRole = "kv_both"
 ) -> AsyncIterator[Engines]:
     """Two engines on the first GPU; the store is on that of the number ``at``."""
     (url,) = free_urls(1)
@@ -61,7 +62,13 @@ async def sharing(
     async with (
         StoreBuffer("16MiB", fingerprint="toy", device=device) as store,
         serve(url, store=store),
-        make_engine("one", config, shape, MODEL, chunk=32, gpu=one) as saver,
+        make_engine(
+            "one",
+            msgspec.structs.replace(config, kv_role=saves_as),
+            *(shape, MODEL),
+            chunk=32,
+            gpu=one,
+        ) as saver,
         make_engine("two", config, shape, MODEL, gpu=two) as loader,
     ):
         yield saver, loader
@@ -127,6 +134,13 @@ async def test_as_much_of_the_gpu_is_taken_as_blocks_come_at_once(
     async with sharing(gpus, None) as engines:
         await share(engines)
         assert 1 <= landing_of(engines[1]).nbytes / (32 * BLOCK_NBYTES) < 1.1
+
+
+async def test_who_only_stores_takes_nothing_of_the_gpu(gpus: FakeGpus) -> None:
+    async with sharing(gpus, None, saves_as="kv_producer") as engines:
+        assert await share(engines) == 64
+        assert peer_of(engines[0]).on_gpu is None
+        assert landing_of(engines[1]).nbytes
 
 
 async def test_no_more_is_taken_than_was_configured(gpus: FakeGpus) -> None:
