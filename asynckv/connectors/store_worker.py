@@ -40,7 +40,11 @@ __all__ = ("StoreWorker", "StoreWorkerStatistics")
 
 _BLOCKS_AT_ONCE: Final = 16
 _LANDED_BLOCKS: Final = 2 * _BLOCKS_AT_ONCE
-"""So many land in memory of a GPU: of those that are scattered it is free later."""
+"""So many land in memory of a GPU: of those that are scattered it is free later.
+
+What finds no room in it has memory of torch's own there: at most as much as comes at
+once, which is half of what there is room for, or one block.
+"""
 
 _STAGED_BLOCKS: Final = 64
 _STAGED_BYTES: Final = 256 * 2**20
@@ -116,6 +120,7 @@ class StoreWorker(CacheWorker):
         self._has_ended = asyncio.Event()
         self._is_stalled = False
         self._at_once = asyncio.Semaphore(_BLOCKS_AT_ONCE)
+        self._landings = asyncio.Semaphore(_BLOCKS_AT_ONCE)
         self._loaded_blocks = self._saved_blocks = self._skipped_blocks = 0
         self._failed_blocks = 0
         self._is_told = False
@@ -245,8 +250,10 @@ class StoreWorker(CacheWorker):
         self._spool = spool = Spool(self._registered())
         device = self._buffer_device()
         if device is not None and self.config.is_kv_consumer:
-            landing = _LANDED_BLOCKS * spool.block_nbytes
-            self._line.land_on(device, min(landing, self.config.max_bytes))
+            wanted = _LANDED_BLOCKS * spool.block_nbytes
+            landing = min(wanted, self.config.max_bytes)
+            self._landings = asyncio.Semaphore(_BLOCKS_AT_ONCE * landing // wanted or 1)
+            self._line.land_on(device, landing)
 
     def _now(self) -> Event | None:
         """Return where the engine's stream is."""
@@ -326,7 +333,7 @@ class StoreWorker(CacheWorker):
         key: str,
         scatter: Callable[[torch.Tensor], Awaitable[None]],
     ) -> None:
-        async with self._at_once:
+        async with self._landings, self._at_once:
             value = await store.get(key)
             if value is None:
                 raise EntryAborted("a block is not stored any more", reason="deleted")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -17,14 +18,17 @@ from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
+from asynckv.connectors.spool import _MARK_NBYTES
 from asynckv.connectors.store_worker import StoreWorker
 from asynckv.tensors.device_pages import DevicePages
+from asynckv.tensors.lending import Lending
 from asynckv.testing.blocked import until
 from asynckv.testing.engines.toy_engine import ToyEngine
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import free_urls, make_engine, toy_shape
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.types import TensorSpec
 
 MODEL: Final = ToyModel(layers=2, head_dim=256)
 """A block is larger than what stays in host memory."""
@@ -147,6 +151,27 @@ async def test_no_more_is_taken_than_was_configured(gpus: FakeGpus) -> None:
     async with sharing(gpus, None, "1MiB") as engines:
         assert await share(engines) == 64
         assert landing_of(engines[1]).nbytes == 2**20
+
+
+@pytest.mark.parametrize(("blocks", "at_once"), [(1, 1), (2, 1), (4, 2)])
+async def test_beside_that_there_is_half_as_much_or_a_block(
+    gpus: FakeGpus, blocks: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, most, ordinary = weakref.WeakSet[torch.Tensor](), 0, Lending._ordinary
+
+    def make(lending: Lending, spec: TensorSpec) -> torch.Tensor:
+        nonlocal most
+        tensor = ordinary(lending, spec)
+        if tensor.is_cuda:
+            outside.add(tensor)
+            most = max(most, sum(one.nbytes for one in outside))
+        return tensor
+
+    monkeypatch.setattr(Lending, "_ordinary", make)
+    async with sharing(gpus, None, str(blocks * (BLOCK_NBYTES + 4096))) as engines:
+        assert await share(engines) == 64
+        await until(lambda: is_free(engines[1]))
+    assert most <= at_once * (BLOCK_NBYTES + _MARK_NBYTES)
 
 
 async def test_aborted_loads_give_all_memory_back(gpus: FakeGpus) -> None:
