@@ -33,6 +33,7 @@ from asynckv.connectors.whole_entries import forget_locals
 from asynckv.errors import EntryAborted
 from asynckv.observability.lines import as_line
 from asynckv.tensors.cuda import Event
+from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.devices import Device
 from asynckv.tensors.stagings import Stagings
 
@@ -340,7 +341,8 @@ class StoreWorker(CacheWorker):
             try:
                 await scatter(value)
             except BaseException as exc:
-                forget_locals(exc)  # who keeps it keeps no memory of a GPU
+                if gpu_of(value) is not None:
+                    forget_locals(exc)  # who keeps it keeps no memory of a GPU
                 raise
             finally:
                 del value
