@@ -56,6 +56,12 @@ class StoreLine:
         self._max_bytes = config.max_bytes
         self._line = PeerLine(url or "", config, f"{engine.engine_id}/{name}")
 
+    @property
+    def landing(self) -> str | None:
+        """The GPU that :meth:`land_on` was told, as torch calls it, if it counts."""
+        device = self._line.device
+        return None if device is None or self._store is not None else device.name
+
     def land_on(self, device: Device, max_bytes: int) -> None:
         """Have so much of a GPU for values that are fetched, from the next dial on.
 

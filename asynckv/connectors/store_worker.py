@@ -30,7 +30,7 @@ from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
 from asynckv.connectors.transfers import Transfers, reason_of
 from asynckv.connectors.whole_entries import forget_locals
-from asynckv.errors import EntryAborted
+from asynckv.errors import ConfigError, EntryAborted
 from asynckv.observability.lines import as_line
 from asynckv.tensors.cuda import Event
 from asynckv.tensors.device_tensors import gpu_of
@@ -247,14 +247,20 @@ class StoreWorker(CacheWorker):
         self._pool.close()
 
     def _register(self, caches: PagedCaches) -> None:
+        landing, there = self._line.landing, str(caches.device)
+        if landing is not None and landing != there:
+            raise ConfigError(
+                f"values land on {landing}, and the caches are on {there}",
+                hint="caches that are registered again stay on their GPU",
+            )
         super()._register(caches)
         self._spool = spool = Spool(self._registered())
         device = self._buffer_device()
         if device is not None and self.config.is_kv_consumer:
             wanted = _LANDED_BLOCKS * spool.block_nbytes
-            landing = min(wanted, self.config.max_bytes)
-            self._landings = asyncio.Semaphore(_BLOCKS_AT_ONCE * landing // wanted or 1)
-            self._line.land_on(device, landing)
+            nbytes = min(wanted, self.config.max_bytes)
+            self._landings = asyncio.Semaphore(_BLOCKS_AT_ONCE * nbytes // wanted or 1)
+            self._line.land_on(device, nbytes)
 
     def _now(self) -> Event | None:
         """Return where the engine's stream is."""

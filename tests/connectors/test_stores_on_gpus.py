@@ -18,15 +18,17 @@ from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
+from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.spool import _MARK_NBYTES
 from asynckv.connectors.store_worker import StoreWorker
+from asynckv.errors import ConfigError
 from asynckv.tensors.device_pages import DevicePages
 from asynckv.tensors.lending import Lending
 from asynckv.testing.blocked import until
 from asynckv.testing.engines.toy_engine import ToyEngine
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import free_urls, make_engine, toy_shape
-from asynckv.testing.fake_devices import fake_device_of
+from asynckv.testing.fake_devices import fake_device_of, stagings_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.types import TensorSpec
 
@@ -205,3 +207,32 @@ async def test_a_value_that_is_no_block_keeps_no_memory(gpus: FakeGpus) -> None:
             await worker._load_block(peer.store, "other", scatter)
         await until(lambda: is_free(engines[1]))
         assert kept.value.__traceback__ is not None
+
+
+async def test_caches_on_another_gpu_than_values_land_on_are_refused(
+    gpus: FakeGpus,
+) -> None:
+    def caches_at(index: int) -> dict[str, torch.Tensor]:
+        return {"a": fake_device_of(process, index).tensor(torch.zeros(4, 16, 2))}
+
+    process = gpus.process()
+    config = KVTransferConfig(
+        kv_role="kv_both",
+        kv_buffer_device="cuda",
+        kv_connector_extra_config={"store": "mem://of-two", "fingerprint": "toy"},
+    )
+    engine = KVEngine(engine_id="E", block_size=16)
+    stagings = stagings_of(fake_device_of(process))
+    async with StoreWorker(config, engine, stagings=stagings) as worker:
+        worker.register_kv_caches(caches_at(0))
+        worker.register_kv_caches(caches_at(0))
+        with pytest.raises(
+            ConfigError, match="on cuda:0, and the caches are on cuda:1"
+        ):
+            worker.register_kv_caches(caches_at(1))
+    async with (
+        StoreBuffer() as store,
+        StoreWorker(config, engine, store, stagings=stagings) as worker,
+    ):
+        worker.register_kv_caches(caches_at(0))
+        worker.register_kv_caches(caches_at(1))  # where the store is, is its affair
