@@ -240,9 +240,15 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
     async def open_views(self, entry_id: str) -> AsyncIterator[SelectStream]:
         """As ``open_drop_select(entry_id=)``, with views of its memory for copies.
 
-        Nobody may write to them. Memory of a GPU is nobody else's while a view lives:
-        whoever keeps one keeps it from others.
+        For a buffer on a GPU alone. Nobody may write to a view, and its memory is
+        nobody else's while it lives: whoever keeps one keeps it from others.
+
+        :raises RuntimeError: the buffer is in host memory, which knows of no views
         """
+        if not self.is_on_gpu:
+            raise RuntimeError(
+                "open_views() is for a buffer on a GPU: use open_drop_select() here"
+            )
         query = make_query(None, None, entry_id=entry_id)
         async with self._consumer.views(query) as stream:
             yield stream

@@ -53,8 +53,8 @@ def explain(config: KVTransferConfig) -> Explained:
         )
         if config.kv_buffer_device.startswith("cuda"):
             facts.append(
-                f"caches must be on {config.kv_buffer_device} (kv_buffer_device); what "
-                "waits here, and what is fetched, has that GPU's memory"
+                f"caches must be on {config.kv_buffer_device} (kv_buffer_device); "
+                + _on_the_gpu(config, kind.name, options)
             )
     except ConfigError as exc:
         problems.append(str(exc))
@@ -136,6 +136,23 @@ def _store(
     if config.fingerprint is None:
         return facts, [f"fingerprint is not set: {FINGERPRINT_HINT}"]
     return facts, []
+
+
+def _on_the_gpu(config: KVTransferConfig, kind: str, options: ConnectorOptions) -> str:
+    """Say what has memory of the GPU of the caches, beside them."""
+    is_push, stores = options.direction == "push", kind == "StoreConnector"
+    keeps = config.is_kv_consumer if is_push else config.is_kv_producer
+    held = [
+        what
+        for what, is_so in (
+            ("what waits here", keeps and not stores),
+            ("what is fetched", config.is_kv_consumer and (stores or not is_push)),
+        )
+        if is_so
+    ]
+    if not held:
+        return "what leaves goes through host memory"
+    return f"{' and '.join(held)} has that GPU's memory"
 
 
 def _exposed(config: KVTransferConfig, options: ConnectorOptions) -> list[str]:

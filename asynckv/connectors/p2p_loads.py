@@ -14,7 +14,7 @@ from asynckv.connectors.headers import HEADER, EntryHeader, NotSaved
 from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.connectors.peers import identity_of
-from asynckv.connectors.whole_entries import forget_locals, open_entry
+from asynckv.connectors.whole_entries import are_views, forget_locals, open_entry
 from asynckv.errors import IncompatiblePeer
 from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
@@ -135,7 +135,8 @@ class P2PLoad:
                         await self._fill(stream, read, silence)
                     except (IncompatiblePeer, NotSaved) as exc:
                         refusal = exc
-                        forget_locals(exc)
+                        if are_views(stream):
+                            forget_locals(exc)
                     has_read = True
         except (asyncio.CancelledError, TimeoutError) as exc:
             if has_read:  # the acknowledgement has left, only its answer has not come

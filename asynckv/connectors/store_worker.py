@@ -30,9 +30,10 @@ from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
 from asynckv.connectors.transfers import Transfers, reason_of
 from asynckv.connectors.whole_entries import forget_locals
-from asynckv.errors import EntryAborted
+from asynckv.errors import ConfigError, EntryAborted
 from asynckv.observability.lines import as_line
 from asynckv.tensors.cuda import Event
+from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.devices import Device
 from asynckv.tensors.stagings import Stagings
 
@@ -40,7 +41,11 @@ __all__ = ("StoreWorker", "StoreWorkerStatistics")
 
 _BLOCKS_AT_ONCE: Final = 16
 _LANDED_BLOCKS: Final = 2 * _BLOCKS_AT_ONCE
-"""So many land in memory of a GPU: of those that are scattered it is free later."""
+"""So many land in memory of a GPU: of those that are scattered it is free later.
+
+What finds no room in it has memory of torch's own there: at most as much as comes at
+once, which is half of what there is room for, or one block.
+"""
 
 _STAGED_BLOCKS: Final = 64
 _STAGED_BYTES: Final = 256 * 2**20
@@ -116,6 +121,7 @@ class StoreWorker(CacheWorker):
         self._has_ended = asyncio.Event()
         self._is_stalled = False
         self._at_once = asyncio.Semaphore(_BLOCKS_AT_ONCE)
+        self._landings = asyncio.Semaphore(_BLOCKS_AT_ONCE)
         self._loaded_blocks = self._saved_blocks = self._skipped_blocks = 0
         self._failed_blocks = 0
         self._is_told = False
@@ -243,12 +249,20 @@ class StoreWorker(CacheWorker):
             self._moves.close()
 
     def _register(self, caches: PagedCaches) -> None:
+        landing, there = self._line.landing, str(caches.device)
+        if landing is not None and landing != there:
+            raise ConfigError(
+                f"values land on {landing}, and the caches are on {there}",
+                hint="caches that are registered again stay on their GPU",
+            )
         super()._register(caches)
         self._spool = spool = Spool(self._registered())
         device = self._buffer_device()
-        if device is not None:
-            landing = _LANDED_BLOCKS * spool.block_nbytes
-            self._line.land_on(device, min(landing, self.config.max_bytes))
+        if device is not None and self.config.is_kv_consumer:
+            wanted = _LANDED_BLOCKS * spool.block_nbytes
+            nbytes = min(wanted, self.config.max_bytes)
+            self._landings = asyncio.Semaphore(_BLOCKS_AT_ONCE * nbytes // wanted or 1)
+            self._line.land_on(device, nbytes)
 
     def _now(self) -> Event | None:
         """Return where the engine's stream is."""
@@ -328,14 +342,15 @@ class StoreWorker(CacheWorker):
         key: str,
         scatter: Callable[[torch.Tensor], Awaitable[None]],
     ) -> None:
-        async with self._at_once:
+        async with self._landings, self._at_once:
             value = await store.get(key)
             if value is None:
                 raise EntryAborted("a block is not stored any more", reason="deleted")
             try:
                 await scatter(value)
             except BaseException as exc:
-                forget_locals(exc)  # who keeps it keeps no memory of a GPU
+                if gpu_of(value) is not None:
+                    forget_locals(exc)  # who keeps it keeps no memory of a GPU
                 raise
             finally:
                 del value

@@ -12,10 +12,11 @@ from asynckv.abc import KVEntry, KVLookupBuffer, SelectStream
 from asynckv.buffers.contents import flatten
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
+from asynckv.buffers.streaming import LocalViews
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import spec_of
 
-__all__ = ("WholeEntry", "forget_locals", "open_entry")
+__all__ = ("WholeEntry", "are_views", "forget_locals", "open_entry")
 
 
 @contextlib.asynccontextmanager
@@ -32,8 +33,14 @@ async def open_entry(
         try:
             yield stream
         except BaseException as exc:
-            forget_locals(exc)
+            if are_views(stream):
+                forget_locals(exc)
             raise
+
+
+def are_views(stream: SelectStream) -> bool:
+    """Are the tensors of a stream that was opened here views of a GPU's memory?"""
+    return isinstance(stream, WholeEntry | LocalViews)
 
 
 def _opened(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.streaming import LocalStream, LocalViews, LocalWriter
@@ -130,19 +131,47 @@ async def test_views_are_shown_as_they_land_and_copied_nowhere() -> None:
 
 
 async def test_memory_that_somebody_has_a_view_of_is_nobody_elses() -> None:
+    with fake_device() as gpu:
+        async with LookupBuffer("4MiB", device=gpu.device, drain_s=0) as buffer:
+            await buffer.insert([1], None, noise(MIB), None, None, entry_id="e")
+            async with buffer.open_views("e") as views:
+                kept = await views.wait_for("key")
+            await buffer.insert([2], None, noise(2 * MIB, 2), None, None)
+            assert same(kept.cpu(), noise(MIB))
+            assert buffer.statistics().pinned_bytes == MIB
+            del kept
+
+
+@pytest.mark.parametrize("nbytes", [8, MIB])
+async def test_who_takes_an_entry_writes_to_no_view_of_it(nbytes: int) -> None:
+    with fake_device() as gpu:
+        async with LookupBuffer("4MiB", device=gpu.device, drain_s=0) as buffer:
+            await buffer.insert(
+                *([1], None, noise(nbytes), None, None), entry_id="e", deliveries=2
+            )
+            async with buffer.open_views("e") as views:
+                kept = await views.wait_for("key")
+            key = (await buffer.drop_select([1])).key
+            assert isinstance(key, torch.Tensor)
+            key.fill_(7)
+            assert same(kept.cpu(), noise(nbytes))
+            del kept, key
+
+
+async def test_memory_of_the_host_is_shown_to_nobody() -> None:
     async with LookupBuffer("4MiB", drain_s=0) as buffer:
-        await buffer.insert([1], None, noise(MIB), None, None, entry_id="e")
-        async with buffer.open_views("e") as views:
-            kept = await views.wait_for("key")
-        await buffer.insert([2], None, noise(2 * MIB, 2), None, None)
-        assert same(kept, noise(MIB))
-        assert buffer.statistics().pinned_bytes == MIB
+        await buffer.insert([1], None, noise(8), None, None, entry_id="e")
+        with pytest.raises(RuntimeError, match="is for a buffer on a GPU"):
+            async with buffer.open_views("e"):
+                pass
+        await buffer.drop_select([1])
 
 
 async def test_what_is_gone_is_shown_no_more() -> None:
-    async with LookupBuffer("4MiB", drain_s=0) as buffer:
-        await buffer.insert([1], None, noise(8), None, None, entry_id="e")
-        with pytest.raises(EntryAborted):
-            async with buffer.open_views("e") as views:
-                buffer.abort()
-                await views.wait_for("key")
+    with fake_device() as gpu:
+        async with LookupBuffer("4MiB", device=gpu.device, drain_s=0) as buffer:
+            await buffer.insert([1], None, noise(8), None, None, entry_id="e")
+            with pytest.raises(EntryAborted):
+                async with buffer.open_views("e") as views:
+                    buffer.abort()
+                    await views.wait_for("key")

@@ -44,6 +44,33 @@ def test_what_is_wrong_is_said(extra: dict[str, Any], words: str) -> None:
     assert any(words in problem for problem in explained(**extra).problems)
 
 
+@pytest.mark.parametrize(
+    ("name", "direction", "role", "words"),
+    [
+        ("P2PConnector", "pull", "kv_producer", "what waits here has"),
+        ("P2PConnector", "pull", "kv_consumer", "what is fetched has"),
+        ("P2PConnector", "pull", "kv_both", "what waits here and what is fetched has"),
+        ("P2PConnector", "push", "kv_producer", "what leaves goes through host"),
+        ("P2PConnector", "push", "kv_consumer", "what waits here has"),
+        ("P2PConnector", "push", "kv_both", "what waits here has"),
+        ("StoreConnector", "pull", "kv_producer", "what leaves goes through host"),
+        ("StoreConnector", "pull", "kv_consumer", "what is fetched has"),
+        ("StoreConnector", "pull", "kv_both", "what is fetched has"),
+    ],
+)
+def test_what_has_memory_of_a_gpu_is_said(
+    name: str, direction: str, role: KVRole, words: str
+) -> None:
+    config = KVTransferConfig(
+        kv_connector=name,
+        kv_role=role,
+        kv_buffer_device="cuda",
+        kv_connector_extra_config={"direction": direction},
+    )
+    (fact,) = [one for one in explain(config).facts if "caches must" in one]
+    assert fact.split("; ")[1].startswith(words)
+
+
 def test_other_connectors_are_explained_too() -> None:
     assert "store is not set" in explained("StoreConnector").problems[0]
     nameless = explained("StoreConnector", store="mem://s")

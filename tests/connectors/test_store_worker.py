@@ -226,3 +226,17 @@ async def test_nothing_follows_a_block_that_could_not_be_stored() -> None:
         await save(worker, "r", 2, 4)
         await worker.flush()
         assert await stored(worker, "r", 4) == [True, False, False, False]
+
+
+async def test_an_error_of_a_value_of_the_host_is_left_as_it_is() -> None:
+    store = SlowStore()
+    store.gate.set()
+
+    async def scatter(value: torch.Tensor) -> None:
+        raise ValueError("no block")
+
+    async with saving_to(store) as worker:
+        await store.put("other", torch.zeros(8))
+        with pytest.raises(ValueError, match="no block") as kept:
+            await worker._load_block(store, "other", scatter)
+        assert "value" in kept.traceback[-1].locals

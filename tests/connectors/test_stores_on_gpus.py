@@ -5,25 +5,32 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
+import msgspec
 import pytest
 import torch
 
 from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.config import KVTransferConfig
+from asynckv.config import KVRole, KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.spool import _MARK_NBYTES
 from asynckv.connectors.store_worker import StoreWorker
+from asynckv.errors import ConfigError
 from asynckv.tensors.device_pages import DevicePages
+from asynckv.tensors.lending import Lending
 from asynckv.testing.blocked import until
 from asynckv.testing.engines.toy_engine import ToyEngine
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import free_urls, make_engine, toy_shape
-from asynckv.testing.fake_devices import fake_device_of
+from asynckv.testing.fake_devices import fake_device_of, stagings_of
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.types import TensorSpec
 
 MODEL: Final = ToyModel(layers=2, head_dim=256)
 """A block is larger than what stays in host memory."""
@@ -43,7 +50,7 @@ async def gpus() -> AsyncIterator[FakeGpus]:
 
 @asynccontextmanager
 async def sharing(
-    gpus: FakeGpus, at: int | None, size: str = "16MiB"
+    gpus: FakeGpus, at: int | None, size: str = "16MiB", saves_as: KVRole = "kv_both"
 ) -> AsyncIterator[Engines]:
     """Two engines on the first GPU; the store is on that of the number ``at``."""
     (url,) = free_urls(1)
@@ -61,7 +68,13 @@ async def sharing(
     async with (
         StoreBuffer("16MiB", fingerprint="toy", device=device) as store,
         serve(url, store=store),
-        make_engine("one", config, shape, MODEL, chunk=32, gpu=one) as saver,
+        make_engine(
+            "one",
+            msgspec.structs.replace(config, kv_role=saves_as),
+            *(shape, MODEL),
+            chunk=32,
+            gpu=one,
+        ) as saver,
         make_engine("two", config, shape, MODEL, gpu=two) as loader,
     ):
         yield saver, loader
@@ -129,10 +142,38 @@ async def test_as_much_of_the_gpu_is_taken_as_blocks_come_at_once(
         assert 1 <= landing_of(engines[1]).nbytes / (32 * BLOCK_NBYTES) < 1.1
 
 
+async def test_who_only_stores_takes_nothing_of_the_gpu(gpus: FakeGpus) -> None:
+    async with sharing(gpus, None, saves_as="kv_producer") as engines:
+        assert await share(engines) == 64
+        assert peer_of(engines[0]).on_gpu is None
+        assert landing_of(engines[1]).nbytes
+
+
 async def test_no_more_is_taken_than_was_configured(gpus: FakeGpus) -> None:
     async with sharing(gpus, None, "1MiB") as engines:
         assert await share(engines) == 64
         assert landing_of(engines[1]).nbytes == 2**20
+
+
+@pytest.mark.parametrize(("blocks", "at_once"), [(1, 1), (2, 1), (4, 2)])
+async def test_beside_that_there_is_half_as_much_or_a_block(
+    gpus: FakeGpus, blocks: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, most, ordinary = weakref.WeakSet[torch.Tensor](), 0, Lending._ordinary
+
+    def make(lending: Lending, spec: TensorSpec) -> torch.Tensor:
+        nonlocal most
+        tensor = ordinary(lending, spec)
+        if tensor.is_cuda:
+            outside.add(tensor)
+            most = max(most, sum(one.nbytes for one in outside))
+        return tensor
+
+    monkeypatch.setattr(Lending, "_ordinary", make)
+    async with sharing(gpus, None, str(blocks * (BLOCK_NBYTES + 4096))) as engines:
+        assert await share(engines) == 64
+        await until(lambda: is_free(engines[1]))
+    assert most <= at_once * (BLOCK_NBYTES + _MARK_NBYTES)
 
 
 async def test_aborted_loads_give_all_memory_back(gpus: FakeGpus) -> None:
@@ -166,3 +207,32 @@ async def test_a_value_that_is_no_block_keeps_no_memory(gpus: FakeGpus) -> None:
             await worker._load_block(peer.store, "other", scatter)
         await until(lambda: is_free(engines[1]))
         assert kept.value.__traceback__ is not None
+
+
+async def test_caches_on_another_gpu_than_values_land_on_are_refused(
+    gpus: FakeGpus,
+) -> None:
+    def caches_at(index: int) -> dict[str, torch.Tensor]:
+        return {"a": fake_device_of(process, index).tensor(torch.zeros(4, 16, 2))}
+
+    process = gpus.process()
+    config = KVTransferConfig(
+        kv_role="kv_both",
+        kv_buffer_device="cuda",
+        kv_connector_extra_config={"store": "mem://of-two", "fingerprint": "toy"},
+    )
+    engine = KVEngine(engine_id="E", block_size=16)
+    stagings = stagings_of(fake_device_of(process))
+    async with StoreWorker(config, engine, stagings=stagings) as worker:
+        worker.register_kv_caches(caches_at(0))
+        worker.register_kv_caches(caches_at(0))
+        with pytest.raises(
+            ConfigError, match="on cuda:0, and the caches are on cuda:1"
+        ):
+            worker.register_kv_caches(caches_at(1))
+    async with (
+        StoreBuffer() as store,
+        StoreWorker(config, engine, store, stagings=stagings) as worker,
+    ):
+        worker.register_kv_caches(caches_at(0))
+        worker.register_kv_caches(caches_at(1))  # where the store is, is its affair

@@ -79,6 +79,16 @@ async def test_an_error_that_is_kept_keeps_no_memory(
     assert kept.value.__traceback__ is not None
 
 
+async def test_an_error_of_who_has_copies_is_left_as_it_is() -> None:
+    async with LookupBuffer("4MiB") as buffer:
+        await buffer.insert([1], None, {"a": noise(8)}, None, None, entry_id="e")
+        with pytest.raises(ValueError, match="no use") as kept:
+            async with open_entry(buffer, "e") as entry:
+                await read_and_fail(entry)
+        assert "kept" in kept.traceback[-1].locals
+        assert await buffer.withdraw("e")
+
+
 def test_what_led_to_an_error_is_forgotten_too() -> None:
     def fail() -> None:
         held = torch.zeros(2)

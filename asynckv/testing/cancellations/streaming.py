@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any, Final
 
 from asynckv.abc import KVEntry
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import EntryAborted
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import OVERWRITE, TOKENS, Entries
-from asynckv.testing.cancellations.grounds import Ground
+from asynckv.testing.cancellations.grounds import BUFFER_BYTES, Ground
 from asynckv.testing.cancellations.partners import Filler, Partner
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper
 from asynckv.testing.expectations import expect, expect_same
+from asynckv.testing.fake_devices import fake_device
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -65,7 +68,7 @@ class _Reader:
     """Reads an entry to its end; ``is_used`` once it has all of it.
 
     It waits for its last tensor by name first, if it is to read ``by_name``. Where the
-    buffer is this process's own it may read ``views``.
+    buffer is on a GPU of this process it may read ``views``.
     """
 
     def __init__(
@@ -176,8 +179,16 @@ async def a_reader_beside_its_writer(
 
 async def a_reader_of_views(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """As a reader of copies; and no view is left that keeps memory from others."""
-    for by_name in (True, False):
-        await _read_beside_a_writer(ground, sweeper, nbytes, by_name, views=True)
+    with fake_device() as gpu:
+        async with LookupBuffer(
+            BUFFER_BYTES, device=gpu.device, drain_s=0, max_deliver=1000
+        ) as own:
+            watched = dataclasses.replace(ground.watched, local=own)
+            there = dataclasses.replace(
+                ground, producer=own, consumer=own, local=own, watched=watched
+            )
+            for by_name in (True, False):
+                await _read_beside_a_writer(there, sweeper, nbytes, by_name, views=True)
 
 
 async def _read_beside_a_writer(
@@ -324,7 +335,7 @@ STREAMING: Final = (
     Scenario(a_writer, _OPEN_INSERT),
     Scenario(a_writer_that_waits_for_room, _OPEN_INSERT),
     Scenario(a_reader, _OPEN_SELECT),
-    Scenario(a_reader_of_views, _VIEWS, ("local",)),
+    Scenario(a_reader_of_views, _VIEWS, ("local",), is_costly=True),
     Scenario(a_reader_beside_its_writer, _OPEN_SELECT),
     Scenario(a_writer_beside_its_reader, _OPEN_INSERT),
     Scenario(a_writer_before_a_select, _OPEN_INSERT),
