@@ -394,7 +394,9 @@ async def test_a_value_whose_peer_has_left_its_mapping_comes_by_lanes(
     assert not stores.staged_bytes
 
 
-async def test_a_copy_is_shown_to_whom_it_was_made_for(stores: GpuStores) -> None:
+async def test_a_copy_is_shown_to_whom_it_was_made_for(
+    monkeypatch: pytest.MonkeyPatch, stores: GpuStores
+) -> None:
     await stores.store.put("key", noise(MIB))
     (services,) = stores.server._services
     assert services.store is not None
@@ -402,6 +404,7 @@ async def test_a_copy_is_shown_to_whom_it_was_made_for(stores: GpuStores) -> Non
         getting = asyncio.create_task(stores.peer.store.get("key"))
         await until(lambda: bool(services.store and services.store.under_way))
         await until_blocked(getting)
+        monkeypatch.setattr(services.store.hoisting, "hoist", None)
         services.store.showing.holder = None  # it may be another one by then
     assert is_same(await getting, noise(MIB))
     assert not stores.peer.budget.used_bytes and not services.devices.copies.used_bytes
