@@ -35,16 +35,16 @@ class Hoisting:
     ) -> None:
         """Digest a region that came without one, then call one of the two.
 
-        Waits for no copy to be sent. A cancelled call has called neither.
+        ``failed`` is called too if ``digested`` raises. Waits for no copy to be sent.
+        A cancelled call has called neither.
         """
         async with self._turn:
             try:
                 (digest,) = await self._pool.digest([region.place(spec)])
+                digested(digest)
             except Exception as exc:
                 logger.exception("an entry cannot be digested")
                 failed(exc)
-            else:
-                digested(digest)
 
     async def hoist(
         self,
@@ -55,21 +55,21 @@ class Hoisting:
     ) -> None:
         """Copy a region when there is room for it, then call one of the two.
 
-        The room is others' when nothing refers to the copy any more. A cancelled call
-        has called neither, and ends when the GPU is done.
+        ``failed`` is called too if ``copied`` raises. The room is others' when
+        nothing refers to the copy any more. A cancelled call has called neither, and
+        ends when the GPU is done.
         """
         memory = None
         try:
             memory = await self._copies.empty(spec.nbytes)
             async with self._turn:
                 await self._copy(region, spec, memory)
+            copied(memory)
         except Exception as exc:
             # Whatever it is: who waits for the bytes would wait for ever.
             traceback.clear_frames(exc.__traceback__)  # they keep the copy
             logger.exception("an entry cannot be read from its GPU")
             failed(exc)
-        else:
-            copied(memory)
         finally:
             memory = None  # whoever keeps the task keeps this frame
 

@@ -277,7 +277,11 @@ class Mappings:
         why_not = await self.open_lookup(link)
         # Who does not answer once is not asked again.
         is_without = why_not == _NO_ANSWER or bool(await self.open_store(link))
-        if not (why_not and is_without):
+        if not why_not:
+            return
+        if not is_without:
+            entries = "entries at %s are not read in its memory of the host: %s"
+            logger.info(entries, link.peer.id, why_not)
             return
         if self._is_forced:
             raise IncompatiblePeer(

@@ -17,6 +17,7 @@ from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
 from asynckv.links.riding import RidingParts, rides
+from asynckv.links.sharing import MapHolder
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
@@ -90,25 +91,29 @@ class ServedGet:
         if service.link.outgoing_bytes > _BUSY_BYTES:
             service.link.call_when_drained(self._offer_when_writable)
             return
-        if self._needs_copy():
+        holder = service.showing.holder
+        if self._needs_copy(holder):
             original = Original(pinned.region, pinned.spec, pinned.digest)
-            copy, copied, failed = service.staging.copy, self._offer, self._fail
+            copied, failed = partial(self._offer, holder), self._fail
+            copy = service.staging.copy
             staging = partial(copy, [original], copied, failed)
             self._copying = service.run(staging, "copy from a GPU to shared memory", 0)
         else:
-            self._offer()
+            self._offer(holder)
 
-    def _needs_copy(self) -> bool:
+    def _needs_copy(self, holder: MapHolder | None) -> bool:
         """Is it to be brought to where the peer reads?"""
-        holder, pinned = self._service.showing.holder, self._pinned
+        pinned = self._pinned
         if holder is None or not holder.is_usable:
             return False
         return pinned.spec.nbytes > INLINE_NBYTES and needs_copies(
             holder, [pinned.region]
         )
 
-    def _offer(self, copies: Sequence[SlabRegion] | None = None) -> None:
-        service, pinned = self._service, self._pinned
+    def _offer(
+        self, holder: MapHolder | None, copies: Sequence[SlabRegion] | None = None
+    ) -> None:
+        pinned = self._pinned
         self._copies, self._is_offered = copies or (), True
         region = self._copies[0] if self._copies else pinned.region
         record = TensorRecord("value", pinned.spec, pinned.digest)
@@ -116,7 +121,7 @@ class ServedGet:
         pieces = [joined(region.memory())] if inline else []
         body = pack([record], None, None, pieces)
         mapped = None
-        if (shown := map_value(region, service.showing.holder)) is not None:
+        if (shown := map_value(region, holder)) is not None:
             # From here on the peer's connection keeps it there, whatever comes.
             self._is_shown = True
             mapped, places = shown

@@ -16,7 +16,7 @@ from asynckv.buffers.entries import Lease, StoredEntry
 from asynckv.buffers.gpu_sending import DigestPart, GpuSending
 from asynckv.buffers.manifest import check_body
 from asynckv.buffers.serve_mapped import can_be_mapped, map_entry
-from asynckv.errors import EntryTooLarge, RemoteProtocolError
+from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
@@ -92,7 +92,7 @@ def make_offer(
             body += places
     try:
         check_body(link.limits.max_body_bytes, body)
-    except EntryTooLarge:
+    except BaseException:
         if holder is not None and pin is not None:
             holder.unpin(pin.number)
         release(copies)

@@ -13,7 +13,7 @@ from asynckv.links.sharing import MapDigest, MapHolder, Sharing
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame
 from asynckv.protocol.ipc_frames import Exported, Imported, OpensIpc
-from asynckv.protocol.map_frames import Mappable, Mapped, OpensMap
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap, OpensMap
 
 __all__ = ("OpensMemory", "Showing")
 
@@ -58,7 +58,7 @@ class Showing:
             self._invite() if isinstance(asked, OpensMap) else self._export(asked.uuid)
         )
         stream.send(shown)
-        return _Proof(self, stream, holder)
+        return _Proof(self, stream, holder, asked)
 
     def _invite(self) -> tuple[MapHolder, Mappable]:
         found = None
@@ -81,8 +81,15 @@ class Showing:
 class _Proof:
     """From what was shown to what the peer has read there, or to other ways."""
 
-    def __init__(self, showing: Showing, stream: LinkStream, holder: MapHolder) -> None:
+    def __init__(
+        self,
+        showing: Showing,
+        stream: LinkStream,
+        holder: MapHolder,
+        asked: OpensMemory,
+    ) -> None:
         self._showing = showing
+        self._asked = asked
         self._stream = stream
         self._holder = holder
 
@@ -111,6 +118,8 @@ class _Proof:
             link.use_ipc()
             logger.info("%s reads this process's memory of a GPU", link.peer.id)
         else:
-            link.use_map()
+            # As the peer calls it: what is read of its entries names the link.
+            if isinstance(self._asked, OpenMap) or link.transport_name == "inline":
+                link.use_map()
             logger.info("%s reads memory of this process where it lies", link.peer.id)
         self._stream.send(Accepted())

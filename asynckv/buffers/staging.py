@@ -50,7 +50,8 @@ class Staging:
         """Copy all of a delivery when it is its turn, then call one of the two.
 
         ``copied`` is told where the copies are, to be released by whoever hears it, or
-        of nothing where there is no room. Waits for no peer. A cancelled call has
+        of nothing where there is no room. If it raises, they are released here, and
+        ``failed`` is called too. Waits for no peer. A cancelled call has
         called neither, and ends when the GPU is done.
         """
         copies: Sequence[SlabRegion] | None = None
@@ -61,14 +62,13 @@ class Staging:
                     copies = await self._stage.take(sizes)
                 if copies is not None:
                     await self._copy(originals, copies)
-            told, copies = copies, None
+            copied(copies)
+            copies = None
         except Exception as exc:
             # Whatever it is: who waits for the bytes would wait for ever.
             traceback.clear_frames(exc.__traceback__)  # they keep the GPU's memory
             logger.exception("an entry cannot be read from its GPU")
             failed(exc)
-        else:
-            copied(told)
         finally:
             for copy in copies or ():
                 copy.release()

@@ -106,6 +106,12 @@ class DeviceRegion(SlabRegion):
             return False
         return not self.fences
 
+    def own(self) -> bool:
+        is_owned = super().own()
+        if is_owned:
+            self.edges = b""  # whoever had it may have filled it anew
+        return is_owned
+
     def view(self) -> memoryview:
         raise TypeError("the memory of a GPU has no view for this process")
 

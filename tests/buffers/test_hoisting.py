@@ -117,6 +117,23 @@ async def test_a_copy_that_fails_on_its_gpu_is_kept_by_nobody(
     arena.free([region])
 
 
+async def test_who_cannot_be_told_of_a_copy_is_told_of_that(
+    caplog: pytest.LogCaptureFixture, arena: DeviceArena, pool: DeviceCopyPool
+) -> None:
+    def fail(told: object) -> None:
+        raise MemoryError
+
+    copies, errors = HostCopies(), list[Exception]()
+    hoisting, region = Hoisting(pool, copies), await filled(arena, pool, 1)
+    await hoisting.hoist(region, SPEC, fail, errors.append)
+    await hoisting.digest(region, SPEC, fail, errors.append)
+    assert [type(error) for error in errors] == [MemoryError] * 2
+    caplog.clear()
+    errors.clear()
+    await until(lambda: not copies.used_bytes)
+    arena.free([region])
+
+
 async def test_each_copy_waits_until_others_are_gone(
     arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:

@@ -13,7 +13,13 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import ChecksumError, EntryTooLarge, GPUFailed, LeaseLost
+from asynckv.errors import (
+    AsyncKVError,
+    ChecksumError,
+    EntryTooLarge,
+    GPUFailed,
+    LeaseLost,
+)
 from asynckv.links import sharing
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
@@ -187,6 +193,24 @@ async def test_what_is_on_the_host_rides_along(pair: GpuPair) -> None:
     del entry
 
 
+async def test_memory_that_is_filled_anew_is_no_changed_entry(gpus: FakeGpus) -> None:
+    async with (
+        open_gpu_pair(gpus) as pair,
+        connect(pair.server.url, max_bytes="16MiB") as host,
+    ):
+        key = pair.buffer.empty((MIB,), torch.uint8)
+        for seed, peer in ((1, host), (2, pair.peer)):
+            with torch.inference_mode():
+                key.copy_(noise(MIB, seed))
+            await pair.buffer.insert([1], None, key, None, None)
+            entry = await peer.lookup.drop_select([1])
+            assert is_same(only(entry.key), noise(MIB, seed))
+            del entry
+            await until(lambda: not pair.buffer.statistics().used_bytes)
+        assert (host.transport, pair.peer.transport) == ("map", "cuda_ipc")
+        del key
+
+
 async def test_bytes_that_changed_on_the_gpu_are_refused(
     caplog: pytest.LogCaptureFixture, pair: GpuPair
 ) -> None:
@@ -311,6 +335,28 @@ async def test_an_offer_that_is_too_long_leaves_no_copy(
     assert not pair.buffer.mapped_by
 
 
+@pytest.mark.parametrize("whose", ["sharing.MapHolder.pin", "check_body"])
+async def test_an_offer_that_fails_in_any_way_is_told_and_leaves_no_copy(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    pair: GpuPair,
+    whose: str,
+) -> None:
+    def fail(*anything: object) -> None:
+        raise MemoryError("no room to offer it")
+
+    where = "links" if "." in whose else "buffers.serve_offer"
+    await fill(pair.buffer)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"asynckv.{where}.{whose}", fail)
+        async with asyncio.timeout(5):
+            with pytest.raises(AsyncKVError):
+                await pair.peer.lookup.drop_select([1])
+    assert not pair.staged_bytes and not pair.buffer.mapped_by
+    caplog.clear()
+    assert is_same((await pair.peer.lookup.drop_select([1])).hidden, noise(8))
+
+
 async def test_a_value_is_read_in_a_copy(stores: GpuStores) -> None:
     assert stores.peer.transport == "map"
     await stores.store.put("key", noise(MIB))
@@ -346,6 +392,23 @@ async def test_a_value_whose_peer_has_left_its_mapping_comes_by_lanes(
     assert is_same(await getting, noise(MIB))
     assert is_same(await stores.peer.store.get("key"), noise(MIB))
     assert not stores.staged_bytes
+
+
+async def test_a_copy_is_shown_to_whom_it_was_made_for(
+    monkeypatch: pytest.MonkeyPatch, stores: GpuStores
+) -> None:
+    await stores.store.put("key", noise(MIB))
+    (services,) = stores.server._services
+    assert services.store is not None
+    async with services.store.staging._turn:
+        getting = asyncio.create_task(stores.peer.store.get("key"))
+        await until(lambda: bool(services.store and services.store.under_way))
+        await until_blocked(getting)
+        monkeypatch.setattr(services.store.hoisting, "hoist", None)
+        services.store.showing.holder = None  # it may be another one by then
+    assert is_same(await getting, noise(MIB))
+    assert not stores.peer.budget.used_bytes and not services.devices.copies.used_bytes
+    await until(lambda: not stores.staged_bytes)
 
 
 @pytest.mark.parametrize("url", ["", "?payload=inline"])
@@ -441,6 +504,8 @@ async def test_a_store_on_another_gpu_is_mapped_beside_entries_on_the_peers_own(
         connect(server.url, device=there, max_bytes="8MiB") as peer,
     ):
         assert peer.transport == "cuda_ipc" and peer.lookup.shows_gpu_memory
+        (services,) = server._services
+        assert services.link.transport_name == "cuda_ipc"
         await store.put("key", noise(MIB))
         value = await peer.store.get("key")
         assert is_same(value, noise(MIB)) and str(only(value).device) == "cuda:0"

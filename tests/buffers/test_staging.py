@@ -184,6 +184,19 @@ async def test_what_the_gpu_refuses_is_told_and_keeps_nothing(
     caplog.clear()
 
 
+async def test_copies_that_cannot_be_told_of_are_released_and_that_is_told(
+    caplog: pytest.LogCaptureFixture,
+    pool: DeviceCopyPool,
+    stage: Stage,
+    region: Region,
+) -> None:
+    told = Told()
+    staging = Staging(pool, stage, "full")
+    await staging.copy([original(region)], refuse, told.errors.append)
+    assert isinstance(told.errors[0], AssertionError) and not stage.used_bytes
+    caplog.clear()
+
+
 async def test_copies_of_one_peer_come_in_turn(
     pool: DeviceCopyPool, stage: Stage, region: Region
 ) -> None:

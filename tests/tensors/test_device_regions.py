@@ -82,5 +82,18 @@ def test_a_released_region_is_lent_no_more(arena: DeviceArena) -> None:
         region.tensor(SPEC)
 
 
+def test_what_is_owned_anew_has_no_edges_of_its_former_content(
+    arena: DeviceArena,
+) -> None:
+    region = region_in(arena)
+    region.edges = b"former"
+    assert not region.own() and region.edges == b"former"
+    tensor = region.tensor(SPEC)
+    region.release()
+    assert region.own() and not region.edges
+    del tensor
+    arena.free([region])
+
+
 def test_memory_of_the_host_never_changes_hands() -> None:
     assert not HostRegion(8, None).can_change_hands()
