@@ -41,7 +41,8 @@ async def open_export(
 ) -> tuple[Export, bytes]:
     """Open what a peer has exported, on the GPU of ``own``; return its nonce too.
 
-    Bounded by the caller's deadline; a cancelled call leaves nothing behind.
+    Bounded by the caller's deadline. A cancelled call leaves nothing behind; it hangs up
+    when its thread has closed the memory, which the peer has to keep until then.
 
     :raises PeerLost: nobody is where the ticket is good, or hung up
     :raises AuthError: that is another user's
@@ -50,14 +51,10 @@ async def open_export(
     """
     sock, fd = await fetch_file(exported.address, exported.ticket)
     os.close(fd)
-    try:
-        allocation, nonce = await open_allocation(
-            *(own.gpus.cuda, own.memory.device),
-            *(exported.handle, exported.nbytes),
-        )
-    except BaseException:
-        sock.close()
-        raise
+    allocation, nonce = await open_allocation(
+        *(own.gpus.cuda, own.memory.device),
+        *(exported.handle, exported.nbytes, sock.close),
+    )
     return Export(sock, allocation), nonce
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 from asynckv.errors import GPUFailed
-from asynckv.links import exports
 from asynckv.links.exports import check_same_host, open_export
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.sharing import MapHolder, Sharing
 from asynckv.protocol.ipc_frames import Exported
 from asynckv.tensors.growth import Growth
+from asynckv.tensors.imports import ImportedAllocation
 from asynckv.testing.blocked import until
 from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
@@ -91,21 +92,29 @@ async def test_what_cannot_be_opened_is_hung_up(
     await until(lambda: both.holder._connection is None)
 
 
-async def test_a_cancelled_opening_leaves_nothing(
+async def test_a_cancelled_opening_hangs_up_when_its_thread_has_closed_it(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = asyncio.Event()
+    begun, may_go_on = threading.Event(), threading.Event()
+    nonce = ImportedAllocation.nonce
 
-    async def wait(*anything: object) -> Any:
+    def hold(allocation: ImportedAllocation) -> bytes:
         begun.set()
-        await asyncio.Event().wait()
+        may_go_on.wait(10)
+        return nonce(allocation)
 
-    monkeypatch.setattr(exports, "open_allocation", wait)
+    monkeypatch.setattr(ImportedAllocation, "nonce", hold)
     opening = asyncio.ensure_future(both.open())
-    await begun.wait()
-    opening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
+    try:
+        await until(begun.is_set)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        for _ in range(3):  # a hang-up would be heard by now
+            await asyncio.sleep(0)
+        assert both.holder._connection is not None and both.opened
+    finally:
+        may_go_on.set()
     await until(lambda: both.holder._connection is None)
     assert not both.opened
 
