@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -77,6 +79,20 @@ async def test_it_is_open_until_it_is_closed_which_the_owner_hears(both: Both) -
     assert both.holder.verify(nonce) and both.opened == 1
     export.close_soon()
     await until(lambda: not both.holder.is_connected)
+    assert not both.opened
+
+
+async def test_the_owner_hears_it_though_a_forked_child_has_the_socket(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export, nonce = await both.open()
+    with socket.socket(fileno=os.dup(export.sock.fileno())):  # as a child has it
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            export.close()
+        assert both.holder.verify(nonce) and both.opened == 1
+        await asyncio.to_thread(export.close)
+        await until(lambda: both.holder._connection is None)
     assert not both.opened
 
 
