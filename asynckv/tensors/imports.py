@@ -111,6 +111,8 @@ def import_allocation(
     """
     if len(handle) != IPC_HANDLE_NBYTES:
         raise GPUFailed(f"a handle of {len(handle)} bytes is none")
+    if nbytes <= MARK_NBYTES:
+        raise GPUFailed(f"an allocation of {nbytes} bytes has no room for tensors")
     cuda.use_device(device)
     found = _opened_by(cuda).take(cuda, handle, nbytes)
     if found.memory.nbytes != nbytes:
