@@ -6,12 +6,13 @@ tells the peer that it may free it. Nothing waits here but :func:`open_export`.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 import socket
 
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
+from asynckv.processes import ProcessBound
 from asynckv.protocol.ipc_frames import Exported
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation
@@ -19,17 +20,22 @@ from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocati
 __all__ = ("Export", "check_same_host", "open_export")
 
 
-@dataclasses.dataclass(frozen=True)
-class Export:
+class Export(ProcessBound):
     """One allocation of a peer's, open here, and the connection that says so."""
 
-    sock: socket.socket
-    allocation: ImportedAllocation
+    def __init__(self, sock: socket.socket, allocation: ImportedAllocation) -> None:
+        self._own()
+        self.sock = sock
+        self.allocation = allocation
 
     def close(self) -> None:
-        """Close the memory, then hang up: the peer counts on that. In a thread."""
-        self.allocation.release()
-        self.sock.close()
+        """Close the memory, then hang up: the peer counts on that. In a thread.
+
+        Nothing in a forked child, where the memory is not open.
+        """
+        if not self._is_copy:
+            self.allocation.release()
+            _hang_up(self.sock)
 
     def close_soon(self) -> None:
         """As :meth:`close`, in a thread."""
@@ -41,7 +47,8 @@ async def open_export(
 ) -> tuple[Export, bytes]:
     """Open what a peer has exported, on the GPU of ``own``; return its nonce too.
 
-    Bounded by the caller's deadline; a cancelled call leaves nothing behind.
+    Bounded by the caller's deadline. A cancelled call leaves nothing behind: the peer
+    is hung up on, and may free the memory, when the thread here has closed it.
 
     :raises PeerLost: nobody is where the ticket is good, or hung up
     :raises AuthError: that is another user's
@@ -50,15 +57,24 @@ async def open_export(
     """
     sock, fd = await fetch_file(exported.address, exported.ticket)
     os.close(fd)
-    try:
-        allocation, nonce = await open_allocation(
-            *(own.gpus.cuda, own.memory.device),
-            *(exported.handle, exported.nbytes),
-        )
-    except BaseException:
-        sock.close()
-        raise
+    owner = os.getpid()
+
+    def ended() -> None:
+        if os.getpid() == owner:
+            _hang_up(sock)
+
+    allocation, nonce = await open_allocation(
+        *(own.gpus.cuda, own.memory.device),
+        *(exported.handle, exported.nbytes, ended),
+    )
     return Export(sock, allocation), nonce
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Tell the peer: a forked child has the socket too, so closing it says nothing."""
+    with contextlib.suppress(OSError):  # the peer has hung up
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 def check_same_host(link: Link, boot_id: str) -> None:

@@ -33,11 +33,14 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu
 
-__all__ = ("GpuSharing",)
+__all__ = ("AGREE_S", "LEAST_NBYTES", "GpuSharing")
 
 logger = logging.getLogger(__name__)
 
-_AGREE_S: Final = 10.0
+LEAST_NBYTES: Final = 2 * 2**20
+"""Of less CUDA shows the peer what lies beside it too."""
+
+AGREE_S: Final = 10.0
 _TELL_S: Final = 0.1
 
 
@@ -106,7 +109,7 @@ class GpuSharing:
                 raise
             except AsyncKVError as exc:
                 return exc.message
-            async with asyncio.timeout(_AGREE_S):
+            async with asyncio.timeout(AGREE_S):
                 await self._growth.open()
                 stream.send(Imported(await self._open(exported)))
                 stream.send(self._show())
@@ -125,7 +128,7 @@ class GpuSharing:
         :raises OSError: the process may have no more files
         """
         try:
-            async with asyncio.timeout(_AGREE_S):
+            async with asyncio.timeout(AGREE_S):
                 await self._growth.open()
                 stream.send(self._show())
                 self._verify(await stream.found())
@@ -188,8 +191,8 @@ class GpuSharing:
 
     async def _open(self, exported: Exported) -> bytes:
         pages = self._growth.device_pages
-        if pages is None:
-            raise ConfigError("this side has no GPU")
+        if pages is None or not pages.is_open:
+            raise ConfigError("this side has no memory of a GPU")
         export, nonce = await open_export(exported, pages.allocation)
         self.peer_memory.put(export)
         self.digest = strictest(self._wanted, exported.digest)
@@ -205,6 +208,8 @@ class GpuSharing:
         if found is None:
             raise ConfigError("this side has no memory of that GPU to show")
         self._holder, exported = found
+        if exported.nbytes < LEAST_NBYTES:
+            raise ConfigError("this side has too little memory of that GPU to show")
         return exported
 
     def _verify(self, found: bytes) -> None:

@@ -8,10 +8,10 @@ the memory of the hosts: nobody waits for it, and nothing fails without it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final
 
 import anyio
 import torch
@@ -22,7 +22,7 @@ from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
-from asynckv.pipes.gpu_sharing import GpuSharing
+from asynckv.pipes.gpu_sharing import AGREE_S, LEAST_NBYTES, GpuSharing
 from asynckv.pipes.sharing_stream import SharingStream
 from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.protocol.handshake import DigestMode
@@ -39,9 +39,6 @@ from asynckv.types import TensorSpec
 __all__ = ("GpuSide",)
 
 logger = logging.getLogger(__name__)
-
-_LEAST_NBYTES: Final = 2 * 2**20
-"""Of less CUDA shows the peer what lies beside it too."""
 
 
 class GpuSide:
@@ -62,7 +59,7 @@ class GpuSide:
         self._link = link
         self._device = opened.device
         self._tensors = opened.gpus.tensors
-        max_nbytes = max(2 * max_bytes, _LEAST_NBYTES)
+        max_nbytes = max(2 * max_bytes, LEAST_NBYTES)
         self._growth = Growth(max_nbytes, device=opened.device)
         self.pool = DeviceCopyPool(
             *(opened.device, lambda: opened.gpus), empty=self._growth.lending.spare
@@ -75,6 +72,7 @@ class GpuSide:
         self._way: GpuLink | None = None
         self._openings: set[asyncio.Task[None]] = set()
         self._has_told = False
+        self._is_asked = asyncio.Event()
 
     @property
     def way(self) -> GpuLink | None:
@@ -96,6 +94,7 @@ class GpuSide:
     def answer(self, channel: DeviceStream, frame: OpenDevices) -> None:
         """Open the way that the peer has asked for. Never waits."""
         self._open(partial(self._answer, channel, frame))
+        self._is_asked.set()
 
     def share(self, stream: SharingStream, uuid: str) -> None:
         """Share memory with the peer, which has asked for that GPU's. Never waits."""
@@ -230,8 +229,12 @@ class GpuSide:
 
     async def _share(self, stream: SharingStream, uuid: str) -> None:
         if reason := self.sharing.why_not(uuid):
-            # Not the end of it: NCCL may be asked for.
+            # Not the end of it: NCCL may be asked for, and is then soon.
             stream.leave(ConfigError(reason))
+            self._link.call_when_lost(lambda _: self._is_asked.set())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGREE_S):
+                    await self._is_asked.wait()
         else:
             await self.sharing.answer(stream)
 

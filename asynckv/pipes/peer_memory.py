@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -103,6 +104,8 @@ class PeerMemory:
             source = memory.part(frame.offset, frame.offset + target.nbytes)
             digest = await self._copy(source, target)
         except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
+            traceback.clear_frames(exc.__traceback__)  # they keep both places
+            memory = source = target = None  # type: ignore[assignment]
             self._failed(exc)
             done(exc)
             return

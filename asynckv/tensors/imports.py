@@ -111,6 +111,8 @@ def import_allocation(
     """
     if len(handle) != IPC_HANDLE_NBYTES:
         raise GPUFailed(f"a handle of {len(handle)} bytes is none")
+    if nbytes <= MARK_NBYTES:
+        raise GPUFailed(f"an allocation of {nbytes} bytes has no room for tensors")
     cuda.use_device(device)
     found = _opened_by(cuda).take(cuda, handle, nbytes)
     if found.memory.nbytes != nbytes:
@@ -130,11 +132,16 @@ _Found: TypeAlias = tuple[ImportedAllocation, bytes]
 
 
 async def open_allocation(
-    cuda: CudaApi, device: int, handle: bytes, nbytes: int
+    cuda: CudaApi,
+    device: int,
+    handle: bytes,
+    nbytes: int,
+    ended: Callable[[], None],
 ) -> _Found:
     """Do :func:`import_allocation` in a thread; return what its owner has written too.
 
-    A cancelled call does not wait for the thread: what it opens is closed again.
+    A cancelled call does not wait for the thread: what it opens is closed again. A call
+    that returns nothing calls ``ended``, once, when it is closed: in any thread.
 
     :raises GPUFailed: as there, or what is written cannot be read
     """
@@ -143,10 +150,12 @@ async def open_allocation(
 
     def work(opening: asyncio.Future[_Found]) -> None:
         found = _open(cuda, device, handle, nbytes)
+        if isinstance(found, Exception):
+            ended()
         try:
-            loop.call_soon_threadsafe(_settle, opening, found)
+            loop.call_soon_threadsafe(_settle, opening, found, ended)
         except RuntimeError:  # the loop is closed
-            _close(found)
+            _close(found, ended)
         finally:
             del found, opening  # an error keeps this frame
 
@@ -157,7 +166,7 @@ async def open_allocation(
         # Cancelled in the very tick in which it was there.
         is_there = opening.done() and not opening.cancelled()
         if is_there and opening.exception() is None:
-            in_thread(functools.partial(_close, opening.result()))
+            in_thread(functools.partial(_close, opening.result(), ended))
         raise
     finally:
         del opening  # it keeps the error, which keeps this frame and its callers'
@@ -185,15 +194,20 @@ def _open(cuda: CudaApi, device: int, handle: bytes, nbytes: int) -> _Found | Ex
         return exc
 
 
-def _settle(opening: asyncio.Future[_Found], found: _Found | Exception) -> None:
+def _settle(
+    opening: asyncio.Future[_Found],
+    found: _Found | Exception,
+    ended: Callable[[], None],
+) -> None:
     if opening.cancelled():
-        in_thread(functools.partial(_close, found))
+        in_thread(functools.partial(_close, found, ended))
     elif isinstance(found, Exception):
         opening.set_exception(found)
     else:
         opening.set_result(found)
 
 
-def _close(found: _Found | Exception) -> None:
-    if not isinstance(found, Exception):
+def _close(found: _Found | Exception, ended: Callable[[], None]) -> None:
+    if not isinstance(found, Exception):  # else it has ended
         found[0].release()
+        ended()

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import os
+import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 from asynckv.errors import GPUFailed
-from asynckv.links import exports
 from asynckv.links.exports import check_same_host, open_export
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.sharing import MapHolder, Sharing
 from asynckv.protocol.ipc_frames import Exported
 from asynckv.tensors.growth import Growth
+from asynckv.tensors.imports import ImportedAllocation
 from asynckv.testing.blocked import until
 from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
@@ -79,6 +82,20 @@ async def test_it_is_open_until_it_is_closed_which_the_owner_hears(both: Both) -
     assert not both.opened
 
 
+async def test_the_owner_hears_it_though_a_forked_child_has_the_socket(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export, nonce = await both.open()
+    with socket.socket(fileno=os.dup(export.sock.fileno())):  # as a child has it
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            export.close()
+        assert both.holder.verify(nonce) and both.opened == 1
+        await asyncio.to_thread(export.close)
+        await until(lambda: both.holder._connection is None)
+    assert not both.opened
+
+
 async def test_what_cannot_be_opened_is_hung_up(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,21 +108,29 @@ async def test_what_cannot_be_opened_is_hung_up(
     await until(lambda: both.holder._connection is None)
 
 
-async def test_a_cancelled_opening_leaves_nothing(
+async def test_a_cancelled_opening_hangs_up_when_its_thread_has_closed_it(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = asyncio.Event()
+    begun, may_go_on = threading.Event(), threading.Event()
+    nonce = ImportedAllocation.nonce
 
-    async def wait(*anything: object) -> Any:
+    def hold(allocation: ImportedAllocation) -> bytes:
         begun.set()
-        await asyncio.Event().wait()
+        may_go_on.wait(10)
+        return nonce(allocation)
 
-    monkeypatch.setattr(exports, "open_allocation", wait)
+    monkeypatch.setattr(ImportedAllocation, "nonce", hold)
     opening = asyncio.ensure_future(both.open())
-    await begun.wait()
-    opening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
+    try:
+        await until(begun.is_set)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        for _ in range(3):  # a hang-up would be heard by now
+            await asyncio.sleep(0)
+        assert both.holder._connection is not None and both.opened
+    finally:
+        may_go_on.set()
     await until(lambda: both.holder._connection is None)
     assert not both.opened
 

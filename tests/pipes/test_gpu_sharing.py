@@ -11,6 +11,7 @@ import pytest
 
 from asynckv.errors import (
     ChecksumError,
+    ConfigError,
     GPUFailed,
     PeerLost,
     PipeBroken,
@@ -22,7 +23,8 @@ from asynckv.links.sharing import MapHolder
 from asynckv.pipes import gpu_sharing, peer_memory
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.protocol.frames import Failure
-from asynckv.protocol.ipc_frames import OpenIpc
+from asynckv.protocol.ipc_frames import Exported, OpenIpc
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.fake_devices import FakeDevice
@@ -179,6 +181,34 @@ async def test_what_is_not_here_is_not_asked(
     assert reason in caplog.text and "both sides have the same GPU" in caplog.text
 
 
+async def test_memory_that_cuda_would_show_with_more_is_not_shown(
+    two_gpus: FakeGpus,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    malloc = FakeCuda.malloc
+
+    def find_little(cuda: FakeCuda, nbytes: int) -> DeviceMemory:
+        return fail() if nbytes > gpu_sharing.LEAST_NBYTES else malloc(cuda, nbytes)
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(FakeCuda, "malloc", find_little)
+    async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
+        await until(lambda: caplog.text.count(BY_HOST) == 2)
+        await check_comes_by_host(pair)
+        assert not pair.opened
+    assert "too little memory" in caplog.text
+
+
+async def test_a_side_whose_memory_is_gone_opens_none(pair: IpcPipes) -> None:
+    pages = pair.far_sharing._growth.device_pages
+    assert pages is not None
+    pages.unmap()
+    exported = Exported("", b"", b"", 2**20, "edges")
+    with pytest.raises(ConfigError, match="no memory of a GPU"):
+        await pair.far_sharing._open(exported)
+
+
 @pytest.mark.parametrize("url", ["?payload=inline", "?payload=map"])
 async def test_a_url_that_asks_for_lanes_gets_them(
     two_gpus: FakeGpus, url: str
@@ -197,7 +227,7 @@ async def test_a_gpu_that_does_not_answer_is_given_up(
         await asyncio.Event().wait()
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(gpu_sharing, "_AGREE_S", 0.05)
+    monkeypatch.setattr(gpu_sharing, "AGREE_S", 0.05)
     monkeypatch.setattr(gpu_sharing, "open_export", wait)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await until(lambda: caplog.text.count(BY_HOST) == 2)

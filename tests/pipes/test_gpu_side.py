@@ -75,6 +75,15 @@ async def check_stalled(pair: NcclPipes) -> None:
     await pair.near.flush()
 
 
+async def test_the_side_that_accepted_has_settled_when_its_gpu_is_connected(
+    two_gpus: FakeGpus,
+) -> None:
+    async with open_nccl_pipes(two_gpus, is_connected=False) as pair:
+        await until(lambda: pair.far._sends.gpus is not None)
+        await pair.far.gpus_settled()
+        assert pair.far.transport == "nccl"
+
+
 async def test_versions_that_differ_are_no_way(
     two_gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from asynckv.errors import PeerLost, RemoteProtocolError
+from asynckv.errors import GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.pipes.peer_memory import PeerMemory
 from asynckv.protocol.ipc_frames import PushShared
@@ -91,6 +93,25 @@ async def test_nothing_is_read_of_what_is_closed() -> None:
     memory = PeerMemory(wait_for_ever, failed.append)
     await memory.read(SHOWN, TARGET, told.append)
     assert told == failed and isinstance(told[0], PeerLost)
+
+
+async def test_what_could_not_be_read_keeps_no_memory() -> None:
+    class Owner:
+        pass
+
+    async def fail(source: DeviceMemory, target: DeviceMemory) -> bytes:
+        raise GPUFailed("it has fallen off the bus")
+
+    told: list[Exception | None] = []
+    memory, owner = PeerMemory(fail, told.append), Owner()
+    memory.put(Allocation())  # type: ignore[arg-type]
+    kept = weakref.ref(owner)
+    target = dataclasses.replace(TARGET, owner=owner)
+    reading = memory.read(SHOWN, target, told.append)
+    del owner, target
+    await reading
+    assert len(told) == 2 and kept() is None
+    await memory.aclose()
 
 
 @pytest.mark.parametrize("offset", [2 * PIPE_BYTES - LARGE + 1, 2**62])

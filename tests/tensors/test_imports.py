@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from asynckv.errors import GPUFailed
-from asynckv.tensors.device_pages import DeviceAllocation
+from asynckv.tensors.device_pages import MARK_NBYTES, DeviceAllocation
 from asynckv.tensors.imports import import_allocation
 from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
@@ -64,4 +64,14 @@ def test_another_size_is_refused(gpus: FakeGpus, theirs: FakeDevice) -> None:
     with pytest.raises(GPUFailed, match="8192"):
         import_allocation(theirs.process.cuda, 0, shown.handle, 8192)
     first.release()
+    assert not theirs.process.cuda._opened
+
+
+@pytest.mark.parametrize("nbytes", [0, MARK_NBYTES])
+def test_what_has_no_room_is_not_opened(
+    gpus: FakeGpus, theirs: FakeDevice, nbytes: int
+) -> None:
+    shown = show(gpus)
+    with pytest.raises(GPUFailed, match="no room"):
+        import_allocation(theirs.process.cuda, 0, shown.handle, nbytes)
     assert not theirs.process.cuda._opened
