@@ -63,9 +63,9 @@ async def open_export(
         if os.getpid() == owner:
             _hang_up(sock)
 
+    cuda, device = own.gpus.cuda, own.memory.device
     allocation, nonce = await open_allocation(
-        *(own.gpus.cuda, own.memory.device),
-        *(exported.handle, exported.nbytes, ended),
+        cuda, device, exported.handle, exported.nbytes, ended
     )
     return Export(sock, allocation), nonce
 
