@@ -336,7 +336,7 @@ async def test_what_nobody_says_was_sent_before_the_way_broke_is_asked_for_again
 ) -> None:
     way = pair.way if what == "select" else pair.near_way
     ended = list[object]()
-    way.transport.sender.on_done = ended.append  # type: ignore[method-assign]
+    way.transport.sender.on_done = ended.append  # type: ignore[method-assign, assignment]
     if what == "insert":
         moving = asyncio.create_task(insert(pair))
     elif what == "layer":
