@@ -68,6 +68,7 @@ class LeavingParts:
         self._failed = failed
         self._riding: RidingParts | None = None
         self._is_by_gpu = False
+        self._is_by_link = False
         self._way: GpuLink | None = None
         self._lent_to: GpuLink | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,9 +80,13 @@ class LeavingParts:
         return bool(self._tasks) or self._lent_to is not None
 
     def on_grant(self) -> None:
-        """Send all by the link's payload: once more what left from GPU to GPU."""
-        if self._is_stopped:
+        """Send all by the link's payload: once more what left from GPU to GPU.
+
+        A second such grant changes nothing.
+        """
+        if self._is_stopped or self._is_by_link:
             return
+        self._is_by_link = True
         if not self._is_by_gpu:
             self._ride()
         self._leave_way()
@@ -129,16 +134,21 @@ class LeavingParts:
         self._sources = ()  # whoever keeps this object keeps no memory
 
     async def quiesce(self) -> None:
-        """Stop, and wait until no thread reads the sources (at most 1 s; shielded).
+        """Stop, and wait until no thread reads the sources (shielded).
 
-        A GPU may still read what is staged: that is kept for it.
+        At most 1 s; but what is in host memory and was sent from GPU to GPU is read
+        until NCCL's worker lets go, or is given up. A GPU may still read what is
+        staged: that is kept for it.
         """
         self.stop()
-        for task in list(self._tasks):
-            await wait_shielded(task)
-        await self._link.payload.quiesce(self._transfer)
-        if self._lent_to is not None:
-            await self._lent_to.transport.quiesce(self._transfer)
+        try:  # each waits, however often the one before it was cancelled
+            await wait_shielded(asyncio.gather(*self._tasks, return_exceptions=True))
+        finally:
+            try:
+                await self._link.payload.quiesce(self._transfer)
+            finally:
+                if self._lent_to is not None:
+                    await self._lent_to.transport.quiesce(self._transfer)
 
     def _large(self) -> list[tuple[int, Source]]:
         every = enumerate(self._sources)

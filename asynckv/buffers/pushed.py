@@ -54,6 +54,10 @@ class Pushed(abc.ABC):
         """May a GPU's worker that was given up write for ever where it was to land?"""
         return False
 
+    async def quiesce(self) -> None:
+        """Wait until no thread touches its memory, as its reception does."""
+        await self.reception.quiesce()
+
     @property
     @abc.abstractmethod
     def landed_bytes(self) -> int:
@@ -61,7 +65,10 @@ class Pushed(abc.ABC):
 
     @abc.abstractmethod
     def on_done(self, frame: Done) -> None:
-        """The writer says that it is sent, and the last word on it."""
+        """The writer has said its last word: that it is sent, with its digest.
+
+        Of what comes from GPU to GPU: that the writer knows that it is verified.
+        """
 
     @abc.abstractmethod
     def on_sent_devices(self, frame: SentDevices) -> None:
@@ -138,6 +145,7 @@ class PushedByGpu(Pushed):
         self._arrivals = arrivals
         self._digest: bytes | None = None
         self._is_in = False
+        self._was_quiet = False
 
     @property
     def landed_bytes(self) -> int:
@@ -145,7 +153,12 @@ class PushedByGpu(Pushed):
 
     @property
     def is_given_up(self) -> bool:
-        return self._arrivals.is_given_up
+        return not self._was_quiet and self._arrivals.is_given_up
+
+    async def quiesce(self) -> None:
+        await super().quiesce()
+        if not self._arrivals.is_given_up:  # a worker given up later is no matter
+            self._was_quiet = True
 
     def on_done(self, frame: Done) -> None:
         if self._digest is None or self._is_in:

@@ -246,7 +246,7 @@ class RemoteWriter(InsertWriter):
             async with asyncio.timeout(ANSWER_S):
                 await pushing.granted
             last = await pushing.over
-            if not pushing.is_left:
+            if not pushing.is_left or pushing.leaving.is_busy:
                 await pushing.leaving.quiesce()
         except BaseException:
             self.stream.send(Retract(transfer))

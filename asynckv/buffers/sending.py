@@ -82,7 +82,10 @@ class Sending:
         self._leaving.stop()
 
     async def quiesce(self) -> None:
-        """Wait until no thread reads the tensors (at most 1 s; shielded)."""
+        """Wait until no thread reads the tensors (shielded).
+
+        As long as :meth:`LeavingParts.quiesce` does.
+        """
         await self._leaving.quiesce()
 
     def on_frame(self, frame: Frame, body: bytes) -> None:

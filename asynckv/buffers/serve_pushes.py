@@ -193,7 +193,7 @@ class ServedPushes:
     async def _grant_later(self, frame: Push, region: Region) -> None:
         """The same part was being received before: let that end first."""
         for pushed in list(self._retracted.get(frame.part, ())):
-            await pushed.reception.quiesce()
+            await pushed.quiesce()
             if pushed.is_given_up:
                 self.failed(GPUFailed("the GPU may write for ever where a part was"))
                 return
@@ -204,7 +204,7 @@ class ServedPushes:
 
     async def _grant_again(self, pushed: Pushed, lost: GpuPathLost) -> None:
         """Let a part come through host memory when the GPU has left its place."""
-        await pushed.reception.quiesce()
+        await pushed.quiesce()
         frame = pushed.frame
         region = self.entry.parts[pushed.index].region
         if self._has_ended or self._coming.get(frame.transfer) is not pushed:

@@ -67,6 +67,10 @@ class GpuArrivals:
         """Whether the GPU's worker was: it may write for ever where it was to."""
         return self.gpus.is_given_up
 
+    @property
+    def are_awaited(self) -> bool:
+        return bool(self._parts)
+
     def receive(
         self, transfer: int, part: int, target: Memory | DeviceMemory, done: _Done
     ) -> None:

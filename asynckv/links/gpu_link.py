@@ -52,6 +52,10 @@ class GpuPathLost(GPUFailed):
 class Arrivals(Protocol):
     """What comes by a link's way."""
 
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the peer has yet to send a part, or to say that it has."""
+
     def fail(self, error: GpuPathLost) -> None:
         """Nothing more comes. Never waits."""
 
@@ -69,7 +73,7 @@ class GpuLink:
         self.is_open = False
         """Whether deliveries may go this way now."""
         self.transport = NcclTransport(
-            *(use.worker, False, loop, self._on_lost, _SETTINGS)
+            *(use.worker, False, loop, self._on_lost, _SETTINGS, self._peer_finished)
         )
         self.progress = Progress(self.transport, self._stalled)
         self._use = use
@@ -199,6 +203,11 @@ class GpuLink:
 
     def _stalled(self, error: Exception) -> None:
         self._on_lost(error)
+
+    def _peer_finished(self) -> None:
+        """All that was offered has landed; of some the peer may never say so."""
+        if any(arrivals.are_awaited for arrivals in self._arrivals):
+            self._on_lost(PeerLost("the peer closed its side"))
 
     def _on_lost(self, error: Exception) -> None:
         was_open = self.is_open

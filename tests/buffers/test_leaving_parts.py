@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +24,9 @@ from asynckv.links.link import Link
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Accepted, Frame, Put
 from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.shielding import wait_shielded
 from asynckv.tensors.copying import CopyPool
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import fake_device_of
@@ -31,6 +34,7 @@ from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.link_pairs import LinkPair, linked
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import open_nccl_buffers
+from asynckv.transports.nccl.parts import DevicePart
 
 
 class NoWay:
@@ -97,6 +101,22 @@ async def test_what_a_lost_way_cannot_send_waits_for_another_grant() -> None:
         assert is_same(torch.frombuffer(target, dtype=torch.uint8), one.value)
         one.pair.service.asked[0][0].send(Accepted())
         assert await one.sending.accepted()
+
+
+async def test_what_is_granted_twice_is_sent_once() -> None:
+    async with asked(None) as one:
+        sent = list[int]()
+        send = one.pair.near.payload.send
+
+        def note(transfer: int, *rest: Any, **options: Any) -> None:
+            sent.append(transfer)
+            send(transfer, *rest, **options)
+
+        one.pair.near.payload.send = note  # type: ignore[method-assign]
+        await one.grant(Grant, Grant)
+        one.pair.service.asked[0][0].send(Accepted())
+        assert await one.sending.accepted()
+        assert sent == [one.transfer]
 
 
 async def test_a_grant_that_crosses_the_cancellation_is_no_matter() -> None:
@@ -202,3 +222,44 @@ async def test_an_entry_that_is_accepted_early_is_not_digested_any_more(
         await inserting
         assert digesting[0] is not None and digesting[0].done()
         await until(lambda: not pair.staged_bytes)
+
+
+async def test_an_insert_that_is_cancelled_twice_waits_for_all_that_read(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digested = asyncio.get_running_loop().create_future()
+    entered, returns = threading.Event(), threading.Event()
+    reading, digesting = list[DevicePart](), list[object]()
+    enter = DevicePart._enter
+
+    async def wait(places: object) -> list[bytes]:
+        digesting.append(places)
+        await wait_shielded(digested)
+        return [b""]
+
+    def keep(part: DevicePart, start: int, end: int) -> object:
+        pieces = enter(part, start, end)
+        if start >= 16 * MIB and not returns.is_set():  # the key has left before
+            reading.append(part)
+            entered.set()
+            returns.wait(60)
+        return pieces
+
+    async with open_nccl_buffers(two_gpus, buffer_bytes=64 * MIB) as pair:
+        await pair.opened()
+        monkeypatch.setattr(pair.peer.pool, "digest", wait)
+        monkeypatch.setattr(DevicePart, "_enter", keep)
+        value, key = noise(24 * MIB), pair.theirs.tensor(noise(MIB))
+        insert = pair.peer.lookup.insert
+        task = asyncio.create_task(insert([1], None, key, value, None))
+        await until(lambda: bool(digesting) and entered.is_set())
+        for _ in range(2):
+            task.cancel()
+            await until_blocked(task)
+        digested.set_result(None)
+        await until_blocked(task)
+        is_early = task.done()
+        returns.set()
+        await asyncio.wait({task})
+        assert task.cancelled() and not is_early
+        assert not any(part.is_touched for part in reading)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from asynckv.buffers import serve_pushes
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.pushed import PushedByGpu
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, LeaseLost, PeerLost
 from asynckv.links.dial import dial
@@ -194,6 +196,25 @@ async def test_where_a_worker_may_write_for_ever_nothing_is_put_again(
     writer.say(Push(writer.link.new_transfer(), 0, inline=False))
     last = await writer.raw.last()
     assert isinstance(last, Failure) and last.code == "GPUFailed"
+
+
+async def test_what_was_quiet_stays_so_when_its_worker_is_given_up(
+    writer: RawWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = list[PushedByGpu]()
+
+    class Noted(PushedByGpu):
+        def __init__(self, *rest: Any) -> None:
+            super().__init__(*rest)
+            every.append(self)
+
+    monkeypatch.setattr(serve_pushes, "PushedByGpu", Noted)
+    writer.say(Retract(await writer.push()))
+    writer.say(Retract(await writer.push()))
+    assert await writer.pair.peer.lookup.peek([1]) == 0
+    writer.pair.way.transport._worker.give_up(GPUFailed("it is stuck"))
+    first, second = every
+    assert not first.is_given_up and second.is_given_up
 
 
 async def test_what_nobody_needs_when_its_way_is_lost_is_not_asked_for(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
@@ -33,6 +34,7 @@ from asynckv.testing.lookup_checks.values import (
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+from asynckv.transports.nccl.parts import DevicePart
 from asynckv.types import TensorSpec
 
 LAYERS = {"key": TensorSpec((MIB,), "uint8"), "hidden": TensorSpec((8,), "uint8")}
@@ -299,6 +301,67 @@ async def test_a_layer_whose_way_breaks_goes_on_through_host_memory(
         await putting
         await writer.put("hidden", noise(8))
     await check_is_in(pair)
+
+
+async def test_a_layer_in_host_memory_is_read_no_more_when_its_put_has_ended(
+    pair: NcclBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, returns, enter = list[DevicePart](), threading.Event(), DevicePart._enter
+
+    def keep(part: DevicePart, start: int, end: int) -> list[memoryview]:
+        pieces = enter(part, start, end)
+        reading.append(part)
+        returns.wait(60)
+        return pieces
+
+    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+        monkeypatch.setattr(DevicePart, "_enter", keep)
+        putting = asyncio.create_task(writer.put("key", noise(MIB, 1)))
+        await until(lambda: bool(reading))
+        pair.way._stalled(PeerLost("nothing has come for long"))
+        (pushing,) = writer._pushing.values()  # type: ignore[attr-defined]
+        await until(lambda: pushing.is_left)
+        await until_blocked(putting)
+        is_early = putting.done()
+        returns.set()
+        await putting
+        assert not is_early and not any(part.is_touched for part in reading)
+        await writer.put("hidden", noise(8))
+    await check_is_in(pair)
+
+
+@pytest.mark.parametrize("what", ["insert", "layer", "select"])
+async def test_what_nobody_says_was_sent_before_the_way_broke_is_asked_for_again(
+    pair: NcclBuffers, what: str
+) -> None:
+    way = pair.way if what == "select" else pair.near_way
+    ended = list[object]()
+    way.transport.sender.on_done = ended.append  # type: ignore[method-assign, assignment]
+    if what == "insert":
+        moving = asyncio.create_task(insert(pair))
+    elif what == "layer":
+        moving = asyncio.create_task(put_layers(pair))
+    else:
+        await pair.buffer.insert([1], None, noise(MIB, 1), None, noise(8))
+        moving = asyncio.create_task(select(pair))
+    await until(lambda: bool(ended))
+    way._stalled(PeerLost("nothing has come for long"))
+    async with asyncio.timeout(10):
+        await moving
+    assert pair.peer.transport == "inline"
+    if what != "select":
+        await check_is_in(pair)
+
+
+async def put_layers(pair: NcclBuffers) -> None:
+    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+        await writer.put("key", pair.theirs.tensor(noise(MIB, 1)))
+        await writer.put("hidden", noise(8))
+
+
+async def select(pair: NcclBuffers) -> None:
+    entry = await pair.peer.lookup.drop_select([1])
+    assert is_same(only(entry.key), noise(MIB, 1))
 
 
 async def test_what_was_whole_when_the_way_broke_is_told_of_once(

@@ -49,7 +49,8 @@ class NcclTransport(PayloadTransport):
     :class:`~asynckv.transports.nccl.channel.DeviceChannel`. ``source`` and ``target``
     may be :class:`~asynckv.tensors.cuda.DeviceMemory` of the worker's GPU; it belongs
     to the transfer until it is quiet. ``on_lost`` and ``done`` are called as
-    :class:`~asynckv.transports.inline.InlineTransport` calls them.
+    :class:`~asynckv.transports.inline.InlineTransport` calls them; ``on_peer_finished``
+    when the peer has closed its side and nothing was under way, which is no loss.
 
     A transfer that is stopped withdraws what was not granted. What is granted has
     ``cancel_grace_s`` to end by itself, then its pipe is aborted and opened again;
@@ -65,10 +66,12 @@ class NcclTransport(PayloadTransport):
         loop: asyncio.AbstractEventLoop,
         on_lost: Callable[[Exception], None],
         settings: NcclSettings | None = None,
+        on_peer_finished: Callable[[], None] = lambda: None,
     ) -> None:
         self._worker = worker
         self._digest = digest
         self._loop = loop
+        self._on_peer_finished = on_peer_finished
         self._settings = settings or NcclSettings()
         self._staging = Staging(
             worker, self._settings.slots, self._settings.chunk_bytes
@@ -270,6 +273,7 @@ class NcclTransport(PayloadTransport):
         else:
             self._finish()
             self._end_pipes(PeerLost("the peer closed its side"))
+            self._on_peer_finished()
 
     def _finish(self) -> None:
         """Say that nothing more is offered, once."""
