@@ -68,7 +68,6 @@ class LeavingParts:
         self._failed = failed
         self._riding: RidingParts | None = None
         self._is_by_gpu = False
-        self._is_by_link = False
         self._way: GpuLink | None = None
         self._lent_to: GpuLink | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,13 +79,12 @@ class LeavingParts:
         return bool(self._tasks) or self._lent_to is not None
 
     def on_grant(self) -> None:
-        """Send all by the link's payload: once more what left from GPU to GPU.
+        """Send all by the link's payload: once more what left before.
 
-        A second such grant changes nothing.
+        So it is granted again what was given back on its way past the buffer.
         """
-        if self._is_stopped or self._is_by_link:
+        if self._is_stopped:
             return
-        self._is_by_link = True
         if not self._is_by_gpu:
             self._ride()
         self._leave_way()

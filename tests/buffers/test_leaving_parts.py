@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -101,22 +100,6 @@ async def test_what_a_lost_way_cannot_send_waits_for_another_grant() -> None:
         assert is_same(torch.frombuffer(target, dtype=torch.uint8), one.value)
         one.pair.service.asked[0][0].send(Accepted())
         assert await one.sending.accepted()
-
-
-async def test_what_is_granted_twice_is_sent_once() -> None:
-    async with asked(None) as one:
-        sent = list[int]()
-        send = one.pair.near.payload.send
-
-        def note(transfer: int, *rest: Any, **options: Any) -> None:
-            sent.append(transfer)
-            send(transfer, *rest, **options)
-
-        one.pair.near.payload.send = note  # type: ignore[method-assign]
-        await one.grant(Grant, Grant)
-        one.pair.service.asked[0][0].send(Accepted())
-        assert await one.sending.accepted()
-        assert sent == [one.transfer]
 
 
 async def test_a_grant_that_crosses_the_cancellation_is_no_matter() -> None:
