@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Final
 
@@ -18,7 +19,14 @@ from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
 from asynckv.testing.fake_gpus.tensors import FakeTensors
 from asynckv.types import TensorSpec
 
-__all__ = ("FakeDevice", "fake_device", "fake_device_of", "stagings_of")
+__all__ = (
+    "FakeDevice",
+    "calls_of_cuda",
+    "fake_device",
+    "fake_device_of",
+    "faultless_gpus",
+    "stagings_of",
+)
 
 _CHUNK_NBYTES: Final = 4096
 """Of a slot: blocks of a prompt take several."""
@@ -62,16 +70,31 @@ def stagings_of(gpu: FakeDevice | None) -> Stagings | None:
 
 
 @contextlib.contextmanager
-def fake_device(*, seed: int = 0, max_delay: int = 0) -> Iterator[FakeDevice]:
-    """Return a GPU of its own; nothing may have been done to it that hardware punishes.
+def faultless_gpus(
+    count: int = 1, *, seed: int = 0, max_delay: int = 0
+) -> Iterator[FakeGpus]:
+    """Return GPUs; nothing may have been done to them that hardware punishes.
 
     :raises AssertionError: something was
     """
-    gpus = FakeGpus(seed=seed, max_delay=max_delay)
+    gpus = FakeGpus(count, seed=seed, max_delay=max_delay)
     try:
-        yield fake_device_of(gpus.process())
+        yield gpus
         expect(not gpus.faults, gpus.faults)
     finally:
         for _ in range(2):  # the first lets views go, the second what they were of
             gc.collect()
         gpus.close()
+
+
+@contextlib.contextmanager
+def fake_device(*, seed: int = 0, max_delay: int = 0) -> Iterator[FakeDevice]:
+    """Return a GPU of its own, as :func:`faultless_gpus` does."""
+    with faultless_gpus(seed=seed, max_delay=max_delay) as gpus:
+        yield fake_device_of(gpus.process())
+
+
+def calls_of_cuda() -> list[str]:
+    """Return the names of threads that are in calls of CUDA."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("asynckv-gpu-call")]

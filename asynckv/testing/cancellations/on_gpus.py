@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -27,8 +24,13 @@ from asynckv.testing.cancellations.grounds import Ground
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect, expect_same, noise
-from asynckv.testing.fake_devices import FakeDevice, fake_device, fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.fake_devices import (
+    FakeDevice,
+    calls_of_cuda,
+    fake_device,
+    fake_device_of,
+    faultless_gpus,
+)
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.testing.pipe_pairs import open_pipe_pair
 
@@ -97,7 +99,7 @@ async def a_pipe_on_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None
                 expect(await far.recv_tensor() is None, "None is a value")
 
         async def check(outcome: Outcome[None]) -> None:
-            await until(lambda: not _calls_of_cuda())
+            await until(lambda: not calls_of_cuda())
             await ground.check_quiet()
 
         await sweeper.sweep("a pipe on a GPU", use, check)
@@ -127,7 +129,7 @@ async def a_receive_on_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> N
 
 async def a_way_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Is opened with its link, and leaves nothing on either GPU when that is over."""
-    with _two_gpus() as gpus:
+    with faultless_gpus(2) as gpus:
         ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process(), 1)
         async with (
             LookupBuffer("1MiB", device=ours.device, drain_s=0) as buffer,
@@ -153,7 +155,7 @@ async def a_way_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> N
 
 async def a_select_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Into memory of the caller's: quiet when the call has ended."""
-    with _two_gpus(max_delay=2) as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_nccl_buffers(gpus) as pair:
             key = pair.theirs.tensor(torch.zeros(nbytes, dtype=torch.uint8))
 
@@ -175,7 +177,7 @@ async def a_select_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -
 
 async def a_borrow_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Is given back as any other one is."""
-    with _two_gpus(max_delay=2) as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_nccl_buffers(gpus) as pair:
 
             async def use() -> None:
@@ -212,24 +214,6 @@ def _expect_key(entry: KVEntry, nbytes: int) -> None:
     key = entry.key
     expect(isinstance(key, torch.Tensor) and key.is_cuda, "it is on no GPU")
     expect_same(key if isinstance(key, torch.Tensor) else None, noise(nbytes, 1))
-
-
-@contextlib.contextmanager
-def _two_gpus(*, max_delay: int = 0) -> Iterator[FakeGpus]:
-    """As :func:`fake_device`, of two GPUs."""
-    gpus = FakeGpus(2, max_delay=max_delay)
-    try:
-        yield gpus
-        expect(not gpus.faults, gpus.faults)
-    finally:
-        for _ in range(2):  # the first lets views go, the second what they were of
-            gc.collect()
-        gpus.close()
-
-
-def _calls_of_cuda() -> list[str]:
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("asynckv-gpu-call")]
 
 
 _LOOKUP: Final = ("InMemoryBuffer.__aenter__", "InMemoryBuffer.open")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -23,7 +22,12 @@ from asynckv.testing.cancellations.grounds import Ground
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect, expect_same, noise
-from asynckv.testing.fake_devices import FakeDevice, fake_device_of
+from asynckv.testing.fake_devices import (
+    FakeDevice,
+    calls_of_cuda,
+    fake_device_of,
+    faultless_gpus,
+)
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.ipc_pipe_pairs import open_ipc_pipes
 from asynckv.testing.nccl_pipe_pairs import open_nccl_pipes
@@ -107,7 +111,7 @@ async def a_flush_within_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) ->
 
 
 async def _open(ground: Ground, sweeper: Sweeper, way: str) -> None:
-    with _two_gpus() as gpus:
+    with faultless_gpus(2) as gpus:
         number = 1 if way == "nccl" else 0
         ours = fake_device_of(gpus.process())
         theirs = fake_device_of(gpus.process(), number)
@@ -131,7 +135,7 @@ async def _open(ground: Ground, sweeper: Sweeper, way: str) -> None:
             return not opened and not any(one.array.nbytes > 1 for one in left)
 
         async def check(outcome: Outcome[None]) -> None:
-            await until(lambda: not _calls_of_cuda())
+            await until(lambda: not calls_of_cuda())
             gc.collect()
             await until(is_quiet)
 
@@ -142,7 +146,7 @@ async def _open(ground: Ground, sweeper: Sweeper, way: str) -> None:
 async def _send(
     ground: Ground, sweeper: Sweeper, nbytes: int, open_pair: _Open
 ) -> None:
-    with _two_gpus(max_delay=2) as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_pair(gpus) as pair:
             source = pair.ours.tensor(noise(nbytes, 1))
 
@@ -172,7 +176,7 @@ async def _send(
 async def _receive(
     ground: Ground, sweeper: Sweeper, nbytes: int, open_pair: _Open
 ) -> None:
-    with _two_gpus(max_delay=2) as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_pair(gpus) as pair:
             into = pair.theirs.tensor(torch.zeros(nbytes, dtype=torch.uint8))
             source = pair.ours.tensor(noise(nbytes, 1))
@@ -201,7 +205,7 @@ async def _receive(
 async def _flush(
     ground: Ground, sweeper: Sweeper, nbytes: int, open_pair: _Open
 ) -> None:
-    with _two_gpus(max_delay=2) as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_pair(gpus) as pair:
             source = pair.ours.tensor(noise(nbytes, 1))
 
@@ -225,23 +229,6 @@ async def _is_empty(pair: _Pipes) -> None:
     await until(lambda: not pair.near.statistics().in_flight_bytes)
     await until(lambda: not pair.used_bytes)
     expect(pair.near.transport in ("nccl", "cuda_ipc"), "the way was lost")
-
-
-@contextlib.contextmanager
-def _two_gpus(*, max_delay: int = 0) -> Iterator[FakeGpus]:
-    gpus = FakeGpus(2, max_delay=max_delay)
-    try:
-        yield gpus
-        expect(not gpus.faults, gpus.faults)
-    finally:
-        for _ in range(2):  # the first lets views go, the second what they were of
-            gc.collect()
-        gpus.close()
-
-
-def _calls_of_cuda() -> list[str]:
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("asynckv-gpu-call")]
 
 
 _OPEN: Final = ("open_pipe", "PipeListener.__aenter__", "Pipe.gpus_settled")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Final, TypeAlias
 
 import torch
@@ -24,7 +23,7 @@ from asynckv.testing.cancellations.grounds import Ground
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper
 from asynckv.testing.expectations import expect, expect_same, is_same, noise
-from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.fake_devices import faultless_gpus
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
 from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
@@ -51,7 +50,7 @@ async def a_peer_of_a_store_on_its_gpu(
     ground: Ground, sweeper: Sweeper, nbytes: int
 ) -> None:
     """Has the store's memory open, and closes it."""
-    with _gpus() as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_gpu_stores(gpus, device=None) as pair:
             there = pair.theirs
 
@@ -77,7 +76,7 @@ async def a_peer_of_a_store_on_its_gpu(
 
 async def a_get_on_one_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Into memory of the caller's: quiet when the call has ended."""
-    with _gpus() as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_gpu_stores(gpus) as pair:
             await _get(pair, ground, sweeper, nbytes)
             expect(pair.peer.transport == "cuda_ipc", "it came by another way")
@@ -86,7 +85,7 @@ async def a_get_on_one_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> Non
 
 async def a_get_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """As on one GPU."""
-    with _gpus() as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_gpu_stores(gpus, theirs=1) as pair:
             await _get(pair, ground, sweeper, nbytes)
             expect(pair.peer.transport == "nccl", "the way was lost")
@@ -95,7 +94,7 @@ async def a_get_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> N
 
 async def a_get_of_no_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Through host memory, to a GPU all the same."""
-    with _gpus() as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_gpu_stores(gpus, device=None) as pair:
             await _get(pair, ground, sweeper, nbytes)
     await ground.check_quiet()
@@ -122,7 +121,7 @@ async def _get(pair: GpuStores, ground: Ground, sweeper: Sweeper, nbytes: int) -
 
 async def a_put_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """In place of another value, which is there until the new one is."""
-    with _gpus() as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_gpu_stores(gpus) as pair:
             await _put(pair, sweeper, nbytes)
     await ground.check_quiet()
@@ -130,7 +129,7 @@ async def a_put_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
 
 async def a_put_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """As on one GPU."""
-    with _gpus() as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_gpu_stores(gpus, theirs=1) as pair:
             await pair.opened()
             await _put(pair, sweeper, nbytes)
@@ -164,7 +163,7 @@ async def _put(pair: GpuStores, sweeper: Sweeper, nbytes: int) -> None:
 
 async def layers_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """All of them, or no entry."""
-    with _gpus() as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_gpu_pair(gpus, buffer_bytes=2**20) as pair:
             await _insert(pair, sweeper, nbytes, _by_layers)
     await ground.check_quiet()
@@ -197,7 +196,7 @@ async def _at_once(lookup: RemoteLookupBuffer, source: torch.Tensor) -> None:
 
 
 async def _insert_between_gpus(sweeper: Sweeper, nbytes: int, insert: _Insert) -> None:
-    with _gpus() as gpus:
+    with faultless_gpus(2, max_delay=2) as gpus:
         async with open_nccl_buffers(gpus) as pair:
             await pair.opened()
             await _insert(pair, sweeper, nbytes, insert)
@@ -248,19 +247,6 @@ async def _until_quiet(pair: GpuStores, nbytes: int) -> None:
     await until(lambda: pair.store.statistics().used_bytes == nbytes)
     await until(lambda: not pair.peer.budget.used_bytes)
     expect(not pair.pinned_bytes, "the peer keeps memory of the store")
-
-
-@contextlib.contextmanager
-def _gpus() -> Iterator[FakeGpus]:
-    """Two, on which nothing was done that hardware punishes."""
-    gpus = FakeGpus(2, max_delay=2)
-    try:
-        yield gpus
-        expect(not gpus.faults, gpus.faults)
-    finally:
-        for _ in range(2):  # the first lets views go, the second what they were of
-            gc.collect()
-        gpus.close()
 
 
 _PEER: Final = ("connect",)
