@@ -7,7 +7,9 @@ repeated, and a cancelled anyio scope, which cancels every ``await`` below it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
+import traceback
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -16,7 +18,7 @@ import anyio
 # The first scope would import it, on a running loop: 16 ms.
 import anyio._backends._asyncio
 
-__all__ = ("wait_or_stop", "wait_shielded")
+__all__ = ("clear_all_frames", "wait_or_stop", "wait_shielded")
 
 _T = TypeVar("_T")
 
@@ -63,3 +65,29 @@ async def wait_or_stop(future: asyncio.Future[_T], stop: Callable[[], None]) -> 
     except GeneratorExit:
         stop()
         raise
+
+
+def clear_all_frames(error: BaseException) -> None:
+    """Let go of what an error's frames hold: its own, its cause's, and its context's.
+
+    Those of a group's members too. Memory that they refer to would be kept as long as
+    somebody keeps the error. A frame that is running, or suspended, keeps what it has:
+    it may be that of another task, which has caught one of the errors and goes on.
+    """
+    seen, left = set[int](), [error]
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            _clear_frames(one)
+            left += [x for x in (one.__cause__, one.__context__) if x is not None]
+            if isinstance(one, BaseExceptionGroup):
+                left += one.exceptions
+
+
+def _clear_frames(error: BaseException) -> None:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        # Until 3.12 clear() closes the suspended coroutine of a frame. CPython tracks
+        # a frame from when it is over: until then its stack, or coroutine, owns it.
+        if gc.is_tracked(frame):
+            frame.clear()

@@ -57,6 +57,7 @@ SETTINGS = (
     Setting("tcp-4-full", "tcp", 4, "full", 4, 0.75, None, 10.0),
     Setting("tcp-4-off", "tcp", 4, "off", 4, 0.85),
     Setting("unix-4-full", "unix", 4, "full", 1, 1.5),
+    Setting("map", "map", 1, "auto", 1, None, None, 2.0, 15.0),
     Setting("tls-1-full", "tls", 1, "full", 1),
     Setting("tls-4-full", "tls", 4, "full", 1),
 )
@@ -97,7 +98,10 @@ async def _open(places: Places, setting: Setting) -> AsyncIterator[Rig]:
     options = Settings(digest=setting.digest, lanes=setting.lanes)
     if setting.scheme == "tls":
         options = dataclasses.replace(options, tls=places.keys)
-    async with open_rig(getattr(places, setting.scheme), options) as rig:
+    url = places.tcp.partition("?")[0]  # as peers of one host choose by themselves
+    if setting.scheme != "map":
+        url = getattr(places, setting.scheme)
+    async with open_rig(url, options) as rig:
         yield rig
 
 

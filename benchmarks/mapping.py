@@ -122,16 +122,17 @@ class Raw:
         self._target = memoryview(bytearray(16 * MIB))
 
     def ping(self) -> float:
-        """Return the median time of some pings, in seconds."""
-        times = []
-        for _ in range(_PINGS):
-            begun = time.perf_counter()
-            self.sock.sendall(b"x" * 64)
-            left = 64
-            while left:
-                left -= len(self.sock.recv(left))
-            times.append(time.perf_counter() - begun)
-        return statistics.median(times)
+        """Return the time of one ping, in seconds."""
+        begun = time.perf_counter()
+        self.sock.sendall(b"x" * 64)
+        left = 64
+        while left:
+            left -= len(self.sock.recv(left))
+        return time.perf_counter() - begun
+
+    def pings(self) -> float:
+        """Return the median time of some, in seconds."""
+        return statistics.median(self.ping() for _ in range(_PINGS))
 
     def move(self, nbytes: int) -> float:
         """Return the time of receiving so many bytes, in seconds."""
@@ -218,14 +219,21 @@ def _line(name: str, ratios: list[float], seconds: list[float], unit: str) -> No
 async def _views(
     peer: asynckv.Peer, raw: Raw, owner: Owner, kind: str, rounds: int
 ) -> None:
-    """Time hand-overs, given back: some in each round, and some pings around them."""
+    """Time hand-overs, given back: some in each round, and a ping before each.
+
+    One more ping is not counted: while it goes the owner takes the last one back.
+    Its A/A is every second ping beside the others.
+    """
     medians: list[float] = []
     pings: list[tuple[float, float]] = []
     tokens = await owner.ready(kind)
     for number in range(rounds + 2):
-        before = raw.ping()
         enters: list[float] = []
+        here: list[float] = []
         for _ in range(_HAND_OVERS):
+            await asyncio.sleep(0)  # what gives the last one back is written here
+            raw.ping()
+            here.append(raw.ping())
             selecting = peer.lookup.drop_select(tokens)
             with contextlib.suppress(_GiveBack), _timed_until_entered(enters) as timed:
                 async with selecting as entry:
@@ -235,7 +243,7 @@ async def _views(
         if not number:
             print(f"{kind}: cold hand-over {enters[0] * 1e6:.0f} us")
         medians.append(statistics.median(enters))
-        pings.append((before, raw.ping()))
+        pings.append((statistics.median(here[::2]), statistics.median(here[1::2])))
     await peer.lookup.drop_select(tokens)  # the owner makes the next one
     means = [sum(pair) / 2 for pair in pings]
     _line(f"{kind}: hand-over / ping", _by(medians, means), medians[2:], "pings")
@@ -250,11 +258,11 @@ async def _acknowledged(
     pings: list[tuple[float, float]] = []
     for _ in range(rounds + 2):
         tokens = await owner.ready(kind)
-        before = raw.ping()
+        before = raw.pings()
         with _timed(wholes):
             async with peer.lookup.drop_select(tokens):
                 pass
-        pings.append((before, raw.ping()))
+        pings.append((before, raw.pings()))
     means = [sum(pair) / 2 for pair in pings]
     _line(f"{kind}: and acknowledged / ping", _by(wholes, means), wholes[2:], "pings")
     _line("  A/A of pings", [b / a for a, b in pings[2:]], means[2:], "")
@@ -345,14 +353,16 @@ def main() -> None:
         process.start()
     echo_end.close()
     owner_end.close()
-    raw = Raw(echo_pipe.recv())
-    url = owner_pipe.recv()
-    pids = [process.pid or 0 for process in processes]
-    run(_measure(url, raw, Owner(owner_pipe), pids, options.rounds, nbytes))
-    raw.sock.close()
-    owner_pipe.close()
-    for process in processes:
-        process.join()
+    try:
+        raw = Raw(echo_pipe.recv())
+        url = owner_pipe.recv()
+        pids = [process.pid or 0 for process in processes]
+        run(_measure(url, raw, Owner(owner_pipe), pids, options.rounds, nbytes))
+        raw.sock.close()
+    finally:  # they end by it
+        owner_pipe.close()
+        for process in processes:
+            process.join()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ by one; 64 bytes by ``drop_select`` beside a raw ping; 100 requests of 16 KiB
 outstanding beside bare asyncio streams, and 1,000 beside our own 100. Paired runs,
 each divided by its own A/A.
 
+``mapped-blocks`` is the first one by mapped memory.
+
     python -m benchmarks.small [--runs 5] [--only NAME ...] [--only-report]
 """
 
@@ -28,8 +30,8 @@ from asynckv.cli.bench.settings import Settings
 from asynckv.cli.loops import run
 from asynckv.tensors.views import bytes_of
 from benchmarks.pairing.cores import on_two_cores
-from benchmarks.pairing.runs import Figure, measure_runs, report
-from benchmarks.pairing.serving import Places, serving
+from benchmarks.pairing.runs import Figure, Runs, measure_runs, report
+from benchmarks.pairing.serving import serving
 
 __all__ = ("main",)
 
@@ -43,6 +45,20 @@ class _GiveBack(Exception):
 
 
 async def _blocks(rig: Rig, pid: int, runs: int) -> list[Figure]:
+    found = await _batches("4 KiB blocks", rig, runs)
+    batched = "4 KiB blocks batched / raw one by one"
+    return [
+        Figure(batched, found.figure, at_least=2.5),
+        Figure("4 KiB blocks CPU a byte / raw one by one", found.cpu_ratio),
+    ]
+
+
+async def _mapped_blocks(rig: Rig, pid: int, runs: int) -> list[Figure]:
+    found = await _batches("4 KiB blocks, mapped", rig, runs)
+    return [Figure("4 KiB blocks batched, mapped / raw one by one", found.figure)]
+
+
+async def _batches(title: str, rig: Rig, runs: int) -> Runs:
     """The wall time of a batch contains the making of both lists of blocks."""
     shape, chosen = (2 * _BLOCKS, _BLOCK_NBYTES), random.Random(0)
     here, there = (torch.zeros(shape, dtype=torch.uint8) for _ in range(2))
@@ -73,14 +89,7 @@ async def _blocks(rig: Rig, pid: int, runs: int) -> list[Figure]:
     await ours()
     if not torch.equal(there[places], here[ids]):
         raise SystemExit("wrong bytes in some block")
-    found = await measure_runs(
-        "blocks of 4 KiB, a second", ours, raw, rig.cpu_s, runs=runs
-    )
-    ratio, cpu = found.figure, found.cpu_ratio
-    return [
-        Figure("4 KiB blocks batched / raw one by one", ratio, at_least=2.5),
-        Figure("4 KiB blocks CPU a byte / raw one by one", cpu),
-    ]
+    return await measure_runs(f"{title}, a second", ours, raw, rig.cpu_s, runs=runs)
 
 
 async def _ping(rig: Rig, pid: int, runs: int) -> list[Figure]:
@@ -132,6 +141,7 @@ async def _measured(title: str, rig: Rig, case: Case, runs: int) -> float:
 
 _CASES: dict[str, Callable[[Rig, int, int], Awaitable[list[Figure]]]] = {
     "blocks": _blocks,
+    "mapped-blocks": _mapped_blocks,
     "ping": _ping,
     "outstanding": _outstanding,
     "crowd": _crowd,
@@ -139,8 +149,8 @@ _CASES: dict[str, Callable[[Rig, int, int], Awaitable[list[Figure]]]] = {
 
 
 @contextlib.asynccontextmanager
-async def _open(places: Places) -> AsyncIterator[Rig]:
-    async with open_rig(places.tcp, Settings()) as rig:
+async def _open(url: str) -> AsyncIterator[Rig]:
+    async with open_rig(url, Settings()) as rig:
         yield rig
 
 
@@ -148,7 +158,10 @@ async def _measure_all(names: list[str], runs: int) -> list[Figure]:
     figures: list[Figure] = []
     with serving(large=False) as places:
         for name in names:
-            async with _open(places) as rig:
+            url = places.tcp
+            if name.startswith("mapped"):
+                url = url.partition("?")[0]  # as peers of one host choose by themselves
+            async with _open(url) as rig:
                 figures += await _CASES[name](rig, places.pid, runs)
     return figures
 

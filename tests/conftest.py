@@ -22,11 +22,19 @@ import pytest
 from blockbuster import blockbuster_ctx
 from pytest_asyncio import is_async_test
 
+from asynckv.errors import GPUUnavailable
 from asynckv.links import gpu_link
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.codec import Buffer
+from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.frames import Frame
+from asynckv.tensors.devices import Device
 from asynckv.testing.certificates import Authority
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_processes import GPU_KINDS, GpuKind, usable
 from asynckv.transports.nccl import workers
 from asynckv.transports.nccl.settings import NcclSettings
+from asynckv.transports.nccl.workers import WorkerUse
 
 GRACE_S: Final = 1.0
 """How long what was closed or cancelled may take to be gone."""
@@ -288,6 +296,12 @@ def _descriptors() -> Iterator[tuple[int, str]]:
             yield int(name), target
 
 
+@pytest.fixture(params=GPU_KINDS)
+def gpu_kind(request: pytest.FixtureRequest) -> GpuKind:
+    """What GPU processes of a test have: one that is not there, and the real one."""
+    return usable(request.param)
+
+
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
     """For processes on GPUs that differ: nothing is done that hardware punishes.
@@ -303,3 +317,33 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
         gc.collect()
     gpus.close()
     assert not gpus.faults
+
+
+@pytest.fixture(params=[0, 1])
+def lacking_nccl(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the GPU of that number is, there is no NCCL."""
+    use_worker = workers.use_worker
+
+    def find(device: Device) -> WorkerUse:
+        if device.index == request.param:
+            raise GPUUnavailable("no NCCL here")
+        return use_worker(device)
+
+    monkeypatch.setattr(workers, "use_worker", find)
+
+
+@pytest.fixture
+def sent_devices(monkeypatch: pytest.MonkeyPatch) -> list[SentDevices]:
+    """All that is said of what was sent from GPU to GPU."""
+    said: list[SentDevices] = []
+    send = LinkStream.send
+
+    def listen(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
+        if isinstance(frame, SentDevices):
+            said.append(frame)
+        send(stream, frame, body)
+
+    monkeypatch.setattr(LinkStream, "send", listen)
+    return said

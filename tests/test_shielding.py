@@ -5,11 +5,12 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Generator
 
 import anyio
 import pytest
 
-from asynckv.shielding import wait_or_stop, wait_shielded
+from asynckv.shielding import clear_all_frames, wait_or_stop, wait_shielded
 
 
 async def _ticks(count: int) -> None:
@@ -121,3 +122,103 @@ print(asyncio.run(main()))
         [sys.executable, "-c", program], capture_output=True, text=True
     )
     assert ran.stdout.strip() == "set()", ran.stdout + ran.stderr
+
+
+def test_no_frame_of_an_error_or_of_what_came_before_it_keeps_anything() -> None:
+    class Memory:
+        pass
+
+    def fail(error: Exception) -> None:
+        memory = Memory()
+        kept.append(weakref.ref(memory))
+        raise error
+
+    def fail_again(error: Exception) -> None:
+        memory = Memory()
+        kept.append(weakref.ref(memory))
+        try:
+            fail(error)
+        finally:
+            fail(ValueError("again"))
+
+    kept: list[weakref.ref[Memory]] = []
+    with pytest.raises(ValueError, match="again") as found:
+        fail_again(KeyError("first"))
+    error = found.value
+    assert len(kept) == 3 and all(ref() is not None for ref in kept)
+    error.__cause__ = error  # a ring of them ends too
+    clear_all_frames(error)
+    assert not any(ref() is not None for ref in kept)
+
+
+async def test_a_task_that_has_caught_an_error_and_goes_on_keeps_its_frames() -> None:
+    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    error = KeyError("shared")
+
+    async def catch_and_go_on() -> str:
+        try:
+            raise error
+        except KeyError:
+            await wait_shielded(gate)
+        return "went on"
+
+    task = asyncio.create_task(catch_and_go_on())
+    await _ticks(2)
+    again = ValueError("from it")
+    again.__cause__ = error
+    for one in (error, again):
+        clear_all_frames(one)
+    gate.set_result(None)
+    assert await asyncio.wait_for(task, 10) == "went on"
+
+
+async def test_frames_of_coroutines_and_generators_that_are_over_keep_nothing() -> None:
+    class Memory:
+        pass
+
+    def generate() -> Generator[None, None, None]:
+        memory = Memory()
+        kept.append(weakref.ref(memory))
+        yield
+
+    async def fail() -> None:
+        memory = Memory()
+        kept.append(weakref.ref(memory))
+        for _ in (generator := generate()):
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError as exc:
+                generator.throw(exc)
+
+    kept: list[weakref.ref[Memory]] = []
+    task = asyncio.create_task(fail())
+    await _ticks(2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError) as found:
+        await task
+    assert len(kept) == 2 and all(ref() is not None for ref in kept)
+    clear_all_frames(found.value)
+    assert not any(ref() is not None for ref in kept)
+
+
+def test_frames_of_the_members_of_a_group_keep_nothing() -> None:
+    class Memory:
+        pass
+
+    def fail() -> None:
+        memory = Memory()
+        kept.append(weakref.ref(memory))
+        raise KeyError("one of them")
+
+    kept: list[weakref.ref[Memory]] = []
+    with pytest.raises(KeyError) as found:
+        fail()
+    assert kept[0]() is not None
+    clear_all_frames(ExceptionGroup("some", [found.value]))
+    assert kept[0]() is None
+
+
+def test_an_error_that_is_the_cause_of_its_cause_is_looked_at_once() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__context__ = second, first
+    clear_all_frames(first)

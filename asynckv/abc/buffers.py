@@ -242,6 +242,10 @@ class KVLookupBuffer(KVCacheBuffer):
 
         Entering waits for a match. Leaving cleanly acknowledges, also early;
         leaving by an error or cancellation gives the entry back.
+
+        From entering on the application has the entry. So what ends the stream then
+        is raised, and nothing begins again by itself, though no tensor was seen yet:
+        whoever selects the entry next starts at its first one.
         """
 
 

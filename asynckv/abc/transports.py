@@ -6,7 +6,10 @@ import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
+from asynckv.errors import LocalProtocolError
+
 if TYPE_CHECKING:
+    from asynckv.tensors.feeds import Feed
     from asynckv.tensors.runs import Memory
 
 __all__ = ("PayloadTransport",)
@@ -24,6 +27,9 @@ class PayloadTransport(abc.ABC):
     """
 
     name: ClassVar[str]
+    feeds: int = 0
+    """So many parts may well be sent piece by piece at a time; 0: :meth:`feed` sends
+    none."""
 
     @abc.abstractmethod
     def describe(self) -> bytes:
@@ -48,6 +54,21 @@ class PayloadTransport(abc.ABC):
         Reads ``source`` until ``done`` is called or the transfer is quiet. A
         known ``digest`` is not computed again. Never waits.
         """
+
+    def feed(
+        self,
+        transfer: int,
+        part: int,
+        source: Feed,
+        done: Callable[[bytes, BaseException | None], None],
+        *,
+        digest: bytes | None = None,
+    ) -> None:
+        """As :meth:`send`, of a part whose bytes leave as they come. Never waits.
+
+        :raises LocalProtocolError: this transport sends what is there
+        """
+        raise LocalProtocolError(f"{self.name} sends nothing piece by piece")
 
     @abc.abstractmethod
     def receive(

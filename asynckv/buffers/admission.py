@@ -103,7 +103,7 @@ class Admission:
             )
             if not entry.in_arena and entry.state is not EntryState.GONE:
                 self._check_owned(entry)
-                self._book.check_size(entry)
+                self._book.memory.check_size(entry)
         except BaseException:
             self.abort(entry)
             raise

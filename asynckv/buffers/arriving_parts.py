@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING
 
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.part_landing import PartLanding, lift_landed, on_gpu
+from asynckv.buffers.sent_parts import PartsOnGpu, SentOnGpu, note_sent
+from asynckv.buffers.watchers import Watchers
 from asynckv.errors import GPUFailed, RemoteProtocolError
-from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
 from asynckv.links.requests import LinkStream
 from asynckv.links.riding import rides
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.frames import Cancel, Frame
+from asynckv.protocol.ipc_frames import SentShared
 from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
@@ -30,7 +34,7 @@ from asynckv.types import TensorSpec
 if TYPE_CHECKING:
     from asynckv.buffers.serve_devices import DeviceService
 
-__all__ = ("ArrivingParts",)
+__all__ = ("ArrivingParts", "hear_arriving")
 
 
 class ArrivingParts:
@@ -55,11 +59,11 @@ class ArrivingParts:
         self._devices = devices
         self._landed = landed
         self._landings: dict[int, PartLanding] = {}
-        self._digests: dict[int, bytes] = {}
-        self._in: set[int] = set()
+        self._to_lift: dict[int, bytes] = {}
+        self._watchers = Watchers()
         self._was_by_gpu = False
         self._coming: list[_Coming] = []
-        self._by_gpu: tuple[_Coming, GpuArrivals] | None = None
+        self._by_gpu: tuple[_Coming, PartsOnGpu] | None = None
         self._by_host: _Coming  # from the moment on that anything is granted
 
     async def arrive(self) -> None:
@@ -78,47 +82,45 @@ class ArrivingParts:
         if rest:
             self._by_host = self._receive(rest)
             self._stream.send(Grant(self._transfer))
-            await self._by_host.whole
-        await self._lift()
+        await self._all_in(self._by_host)
 
-    def on_frame(self, frame: Done | Riders | SentDevices, body: bytes) -> None:
+    def on_frame(self, frame: Done | Riders | SentOnGpu, body: bytes) -> None:
         """The peer has sent some.
 
         :raises RemoteProtocolError: it makes no sense
         """
-        if not isinstance(frame, SentDevices):
+        if isinstance(frame, Done | Riders):
             self._by_host.reception.on_parts(frame, body)
         elif not self._was_by_gpu:
             raise RemoteProtocolError("a part of a GPU that was not asked for")
         elif self._by_gpu is not None:  # else it was said before the way was lost
             coming, arrivals = self._by_gpu
-            arrivals.sent(frame)
-            done = Done(frame.transfer, frame.part, frame.digest)
-            coming.reception.on_done(done)
+            note_sent(frame, arrivals, coming.reception)
 
     async def quiesce(self) -> None:
         """Wait until nothing touches the regions (at most 1 s)."""
-        for coming in self._coming:  # all of them, also if the wait is cancelled
-            coming.reception.stop()
         for coming in self._coming:
-            await coming.reception.quiesce()
+            coming.reception.stop()
+        quiet = [coming.reception.quiesce() for coming in self._coming]
+        # All of them, however often the wait is cancelled: the peer is told then.
+        await wait_shielded(asyncio.gather(*quiet, return_exceptions=True))
 
     def _may_come_by_gpu(self) -> bool:
         """Is all on this side's GPU that does not ride?"""
         regions = [region for region, _ in self._parts if not rides(region.nbytes)]
         return bool(regions) and all(region.is_on_device for region in regions)
 
-    async def _come_by_gpu(self, arrivals: GpuArrivals) -> Sequence[int]:
+    async def _come_by_gpu(self, arrivals: PartsOnGpu) -> Sequence[int]:
         """Wait for all parts; return those that are to come through host memory."""
         small = [i for i, (region, _) in enumerate(self._parts) if rides(region.nbytes)]
         self._by_host = self._receive(small)
         rest = [i for i in range(len(self._parts)) if i not in self._landings]
         places = {i: on_gpu(*self._parts[i]) for i in rest}
         self._was_by_gpu = True
-        coming = self._come(places, self._is_in, arrivals)
+        coming = self._come(places, self._landed, arrivals)
         self._by_gpu = coming, arrivals
         del places  # an error's traceback would keep the memory in use
-        self._stream.send(GrantDevices(self._transfer, arrivals.digest))
+        self._stream.send(arrivals.grant(self._transfer))
         try:
             await coming.whole
         except GpuPathLost as exc:
@@ -128,7 +130,7 @@ class ArrivingParts:
                 raise GPUFailed(exc.message) from exc
         else:
             rest = []
-        await self._by_host.whole  # what rides comes once, however the others do
+        await self._all_in(self._by_host)  # it rides once, however the others come
         return rest
 
     def _receive(self, indexes: Sequence[int]) -> _Coming:
@@ -143,7 +145,7 @@ class ArrivingParts:
         self,
         places: Mapping[int, Memory | DeviceMemory],
         verified: Callable[[int, bytes], None],
-        arrivals: GpuArrivals | None,
+        arrivals: PartsOnGpu | None,
     ) -> _Coming:
         targets = [places.get(index) for index in range(len(self._parts))]
         link = self._devices.link
@@ -152,25 +154,38 @@ class ArrivingParts:
         return coming
 
     def _has_come(self, index: int, digest: bytes) -> None:
-        self._digests[index] = digest
-        if not self._landings[index].is_to_be_lifted:
-            self._is_in(index, digest)
+        if self._landings[index].is_to_be_lifted:
+            self._to_lift[index] = digest
+            self._watchers.wake()
+        else:
+            del self._landings[index]
+            self._landed(index, digest)
 
-    def _is_in(self, index: int, digest: bytes) -> None:
-        self._in.add(index)
-        self._landed(index, digest)
+    async def _all_in(self, coming: _Coming) -> None:
+        """Wait until all that comes by one way is verified, and in.
+
+        What has come is brought to its GPU while the rest is on the wire.
+        """
+        coming.whole.add_done_callback(lambda _: self._watchers.wake())
+        while True:
+            if is_whole := coming.whole.done():
+                coming.whole.result()  # what fails one part fails all
+            if self._to_lift:
+                await self._lift()
+            elif is_whole:
+                return
+            else:
+                await self._watchers.next_change(self._stream.link.loop)
 
     async def _lift(self) -> None:
         """Bring what has come to the GPU that it is to be on, and tell of it then."""
-        lifted = [index for index in self._landings if index not in self._in]
-        landings = [self._landings[index] for index in lifted]
-        digests = [self._digests[index] for index in lifted]
-        self._landings.clear()
-        lifting = lift_landed(landings, digests, self._buffer.pool)
-        del landings
+        digests, self._to_lift = self._to_lift, {}
+        landings = [self._landings.pop(index) for index in digests]
+        lifting = lift_landed(landings, [*digests.values()], self._buffer.pool)
+        del landings  # what landed is let go as soon as it was lifted
         await lifting
-        for index, digest in zip(lifted, digests, strict=True):
-            self._is_in(index, digest)
+        for index, digest in digests.items():
+            self._landed(index, digest)
 
 
 class _Coming:
@@ -182,7 +197,7 @@ class _Coming:
         transfer: int,
         targets: Sequence[Memory | DeviceMemory | None],
         verified: Callable[[int, bytes], None],
-        arrivals: GpuArrivals | None,
+        arrivals: PartsOnGpu | None,
     ) -> None:
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._verified = verified
@@ -192,6 +207,7 @@ class _Coming:
             has_riders=True,
             payload=arrivals,
             progress=None if arrivals is None else arrivals.progress,
+            is_compared=arrivals is not None and arrivals.compares,
         )
         self.reception.begin()
         if not self._left:
@@ -207,3 +223,22 @@ class _Coming:
         if not self.whole.done():
             self.whole.set_exception(error)
             self.whole.exception()  # the request may have been cancelled meanwhile
+
+
+def hear_arriving(
+    request: asyncio.Task[None],
+    parts: ArrivingParts | None,
+    frame: Frame,
+    body: bytes,
+) -> None:
+    """The peer says something of what it puts: cancel the request, or tell its parts.
+
+    :raises RemoteProtocolError: nothing of it was granted yet, or it is something else
+    """
+    match frame:
+        case Cancel():
+            request.cancel()
+        case Done() | Riders() | SentDevices() | SentShared() if parts is not None:
+            parts.on_frame(frame, body)
+        case _:
+            raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")

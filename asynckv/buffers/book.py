@@ -1,4 +1,4 @@
-"""Which entries there are, where their bytes lie, and how those that left did.
+"""Which entries there are, and how those that left did.
 
 Rule of this file: every function is plain, and none knows of queries or leases.
 """
@@ -13,45 +13,37 @@ from typing import Final
 
 from asynckv.buffers.drafts import Draft
 from asynckv.buffers.entries import EntryState, StoredEntry
+from asynckv.buffers.entry_memory import EntryMemory
 from asynckv.buffers.expiry import ExpiryClock
 from asynckv.buffers.statistics import Counters
 from asynckv.buffers.tombstones import Tombstone, Tombstones
-from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
-from asynckv.tensors.arena import Arena, Region
-from asynckv.tensors.lending import allocate_but
+from asynckv.errors import EntryAborted, EntryConflict
 
-__all__ = ("LEAST_ACCOUNT_BYTES", "EntryBook")
-
-LEAST_ACCOUNT_BYTES: Final = 64 * 2**20
-"""What may be kept of entries beside their bytes, if a buffer is smaller."""
+__all__ = ("EntryBook",)
 
 logger = logging.getLogger(__name__)
+
+_NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class EntryBook:
     """The entries of a buffer by their ids, and what is remembered of others.
 
-    ``hide`` is called with an entry that leaves and could still be selected,
-    ``changed`` whenever room or a state may have changed, ``has_more_outside``
-    when bytes outside are free again after somebody was refused some.
+    ``memory`` is where their bytes lie. ``hide`` is called with an entry that leaves
+    and could still be selected, ``changed`` whenever room or a state may have changed.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        memory: EntryMemory,
         counters: Counters,
         *,
         hide: Callable[[StoredEntry], None],
         changed: Callable[[], None],
-        has_more_outside: Callable[[], None],
     ) -> None:
         self.entries: dict[str, StoredEntry] = {}
-        self.outside_bytes = 0
+        self.memory = memory
         self.changed = changed
-        self._has_more_outside = has_more_outside
-        self._was_short_outside = False
-        self._account_bytes = 0
-        self._arena = arena
         self._counters = counters
         self._hide = hide
         self._seqs = itertools.count(1)
@@ -72,21 +64,9 @@ class EntryBook:
                 hint="use a new entry_id for new contents",
             )
         entry = StoredEntry(draft, next(self._seqs))
-        self.check_size(entry)
+        self.memory.check_size(entry)
         self.entries[entry.entry_id] = entry
         return entry
-
-    def check_size(self, entry: StoredEntry) -> None:
-        """Refuse what could not be in the arena if it were empty.
-
-        :raises EntryTooLarge: it could never fit, or since memory was refused
-        """
-        if not self.could_ever_fit(entry):
-            raise EntryTooLarge(nbytes=entry.nbytes, max_bytes=self._arena.max_bytes)
-
-    def could_ever_fit(self, entry: StoredEntry) -> bool:
-        """Would it fit if the arena were empty?"""
-        return self._arena.could_ever_fit(entry.sizes, entry.charges)
 
     def resume(self, entry: StoredEntry, digest: bytes) -> None:
         """Let a new entry go on where an insert of the same contents broke off."""
@@ -150,62 +130,9 @@ class EntryBook:
         future.set_result(None)
         return future
 
-    def place(self, entry: StoredEntry) -> bool:
-        """Take memory for an entry that waits for room, if it fits.
-
-        What is kept of it beside its bytes has to fit too.
-        """
-        if not self._may_be_booked(entry):
-            return False
-        regions = self._allocate(entry)
-        if regions is None:
-            return False
-        self._account_bytes += entry.account_nbytes
-        entry.place_regions(regions)
-        entry.in_arena = True
-        streaming = entry.draft.streaming
-        entry.state = EntryState.STREAMING if streaming else EntryState.FILLING
-        return True
-
-    def _allocate(self, entry: StoredEntry) -> list[Region] | None:
-        lent = entry.draft.lent
-        if not lent:
-            return self._arena.allocate(entry.sizes, entry.charges)
-        return allocate_but(lent, self._arena, entry.sizes, entry.charges)
-
-    def may_place_outside(self, nbytes: int) -> bool:
-        """Are so many bytes free outside, for a peer, which pays for them?
-
-        There are as many as in the arena, whatever peers say they can receive.
-        """
-        if self.outside_bytes + nbytes <= self._arena.max_bytes:
-            return True
-        self._was_short_outside = True
-        return False
-
-    def place_outside(self, entry: StoredEntry) -> None:
-        """Somebody selects it while it waits: its bytes go straight there."""
-        regions = self._arena.allocate_outside(entry.sizes, entry.charges)
-        entry.place_regions(regions)
-        self.outside_bytes += entry.nbytes
-        self._counters.direct += 1
-        streaming = entry.draft.streaming
-        entry.state = EntryState.STREAMING if streaming else EntryState.DIRECT
-
-    def move_in(self, entry: StoredEntry) -> bool:
-        """Charge the arena for a streaming entry that began outside, if it fits."""
-        if not self._may_be_booked(entry):
-            return False
-        if not self._arena.adopt(entry.regions, len(entry.charges)):
-            return False
-        self._account_bytes += entry.account_nbytes
-        entry.in_arena = True
-        self._free_outside(entry)
-        return True
-
     def wait_again(self, entry: StoredEntry) -> None:
         """A direct delivery ended but the entry stays: back to its old place."""
-        self._free_outside(entry)
+        self.memory.free_outside(entry)
         entry.delivered_digest = entry.digest()
         entry.drop_regions()
         entry.begin_again()
@@ -238,12 +165,7 @@ class EntryBook:
         entry.left_by = reason
         if entry.place is not None:
             self._hide(entry)
-        if entry.in_arena:
-            self._arena.free(entry.regions)
-            self._account_bytes -= entry.account_nbytes
-        elif entry.regions:
-            self._free_outside(entry)
-        entry.drop_regions()
+        self.memory.free(entry)
         del self.entries[entry.entry_id]
         was_seen = entry.complete or entry.draft.streaming or entry.delivered_digest
         if was_seen or reason != "producer":
@@ -256,18 +178,6 @@ class EntryBook:
         """Nothing more expires."""
         self._expiry.stop()
 
-    def _may_be_booked(self, entry: StoredEntry) -> bool:
-        """Entries without a byte cost memory too: there is no end of them else."""
-        bound = max(self._arena.max_bytes, LEAST_ACCOUNT_BYTES)
-        account_bytes = self._account_bytes
-        return not account_bytes or account_bytes + entry.account_nbytes <= bound
-
-    def _free_outside(self, entry: StoredEntry) -> None:
-        self.outside_bytes -= entry.nbytes
-        if self._was_short_outside:
-            self._was_short_outside = False
-            self._has_more_outside()
-
     def _bury(self, entry: StoredEntry) -> None:
         # Also what was in may be sent again: who inserted it may not know of it.
         goes_on = not entry.draft.streaming
@@ -278,7 +188,7 @@ class EntryBook:
             _now(),
             entry.attempts if goes_on else 0,
             entry.failures if entry.left_by != "max_deliver" else 0,
-            frozenset(entry.consumers or ()),
+            frozenset(entry.consumers) if entry.consumers else _NOBODY,
         )
         self.tombstones.bury(entry.entry_id, stone)
 

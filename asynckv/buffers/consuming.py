@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asynckv.abc import KVEntry, SelectStream
 from asynckv.buffers.asking import ask
 from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.lifting import lift_all
+from asynckv.buffers.lifting import lift_all, lift_some
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.remote_stream import RemoteStream
 from asynckv.buffers.selecting import Selecting
@@ -97,9 +98,12 @@ class RemoteConsumer:
                 views=views,
             )
             try:
-                delivery = await selecting.delivered()
-                if not streams:
-                    await self._lift(delivery, targets)
+                has_gpu = self._peer.on_gpu is not None or bool(targets)
+                lifts = has_gpu and not streams
+                lift = partial(self._lift, targets) if lifts else None
+                delivery = await selecting.delivered(lift)
+                if lifts:
+                    await lift_all(delivery, targets, self._peer.pool)
                 return selecting, delivery
             except BaseException as exc:
                 if not await _may_ask_again(selecting, exc):
@@ -120,15 +124,20 @@ class RemoteConsumer:
         selecting = Selecting(
             *(link, query, targets, peer.budget),
             streams=streams,
-            reader=peer.reader(link, views=views),
-            ways=None if peer.on_gpu is None else peer,
+            reader=peer.ways.reader(link, views=views),
+            ways=None if peer.on_gpu is None else peer.ways,
         )
         self._waits.begin(selecting)
         return selecting
 
-    async def _lift(self, delivery: Delivery, targets: Mapping[str, KVMemory]) -> None:
-        if self._peer.on_gpu is not None or targets:
-            await lift_all(delivery, targets, self._peer.pool)
+    async def _lift(
+        self,
+        targets: Mapping[str, KVMemory],
+        delivery: Delivery,
+        names: Sequence[str],
+    ) -> None:
+        """One tensor is copied to the GPU while others are on the wire."""
+        await lift_some(delivery, names, targets, self._peer.pool)
 
     async def _settle(self, selecting: Selecting, delivery: Delivery) -> bool:
         """Acknowledge receipt of what is not small; ``False`` if it did not count."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from asynckv.buffers.gpu_staging import StagedTensor
 from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.types import TensorSpec
 
@@ -20,7 +21,7 @@ class Declared:
         self._put: set[str] = set()
 
     @contextmanager
-    def putting(self, name: str, tensor: KVMemory) -> Iterator[None]:
+    def putting(self, name: str, tensor: KVMemory | StagedTensor) -> Iterator[None]:
         """Note a put. One that fails has put nothing, and may be made again.
 
         :raises ValueError: unknown name, put before, other shape or dtype
@@ -46,13 +47,14 @@ class Declared:
                 f"{', '.join(missing[:5])}; the entry is aborted"
             )
 
-    def _check(self, name: str, tensor: KVMemory) -> None:
+    def _check(self, name: str, tensor: KVMemory | StagedTensor) -> None:
         if name not in self._specs:
             declared = ", ".join(self._specs)
             raise ValueError(f"{name!r} was not declared; declared: {declared}")
         if name in self._begun:
             raise ValueError(f"{name!r} was put before")
-        found, spec = spec_in(tensor), self._specs[name]
+        found = tensor.spec if isinstance(tensor, StagedTensor) else spec_in(tensor)
+        spec = self._specs[name]
         if found != spec:
             raise ValueError(
                 f"{name!r} is {found.dtype} {found.shape}, declared was "

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import torch
 
 from asynckv.abc import KVEntry
@@ -30,7 +31,7 @@ _AT_A_TIME: Final = 16
 """Tensors take their time to be made, on the loop."""
 
 
-class Delivery:
+class Delivery(msgspec.Struct, eq=False):
     """One offer and what has come of it. Nothing here waits for anybody.
 
     ``landed`` names those of its ``tensors`` that are verified, in the order in
@@ -38,33 +39,29 @@ class Delivery:
     is ``mapped`` lies in memory of the peer.
     """
 
-    __slots__ = (
-        "charged_bytes",
-        "is_complete",
-        "landed",
-        "manifest",
-        "mapped",
-        "offer",
-        "reception",
-        "tensors",
-    )
+    offer: Offer
+    manifest: Manifest
+    mapped: MappedParts | None = None
+    has_completed: bool = False
+    landed: list[str] = []
+    tensors: dict[str, torch.Tensor] = {}
+    reception: Reception | None = None
+    charged_bytes: int = 0
 
-    def __init__(
-        self, offer: Offer, manifest: Manifest, mapped: MappedParts | None = None
-    ) -> None:
-        self.offer = offer
-        self.manifest = manifest
-        self.mapped = mapped
-        self.is_complete = offer.complete
-        self.landed: list[str] = []
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.reception: Reception | None = None
-        self.charged_bytes = 0
+    def __repr__(self) -> str:
+        # Of no token and no tensor: reading one of a GPU would wait for that.
+        return f"<Delivery {self.offer.transfer} of {self.manifest.nbytes} bytes>"
+
+    @property
+    def is_complete(self) -> bool:
+        """The entry is committed, be it since its offer or before it."""
+        return self.offer.complete or self.has_completed
 
     @property
     def is_whole(self) -> bool:
         """Every part is verified and the entry committed."""
-        return self.is_complete and len(self.landed) == len(self.manifest.records)
+        is_complete = self.offer.complete or self.has_completed
+        return is_complete and len(self.landed) == len(self.manifest.records)
 
     @property
     def is_small(self) -> bool:

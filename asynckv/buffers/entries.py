@@ -42,6 +42,9 @@ _PART_NBYTES: Final = 1024
 _KEPT_NBYTES: Final = 1024
 """So much of an offer is kept for the next one, and for the entry's digest."""
 
+_KEPT_PARTS: Final = 16
+"""Of more it is not made early: it would hardly be kept, and 16384 take 3 ms."""
+
 
 class EntryState(enum.Enum):
     """Where an entry is in its life."""
@@ -151,7 +154,8 @@ class StoredEntry:
     def make_complete(self) -> None:
         """Every part has landed: what an offer begins with will not change."""
         self.complete = True
-        if self.nbytes <= _KEPT_NBYTES:
+        is_short = sum(self.charges) <= _KEPT_NBYTES and len(self.parts) <= _KEPT_PARTS
+        if self.is_small and is_short:
             self.preamble()  # while nobody waits for the offer
 
     def preamble(self) -> bytes:
@@ -244,6 +248,9 @@ class Waiter(msgspec.Struct, eq=False):
     place: Place[Waiter] | None = None
     lease: Lease | None = None
 
+    def __repr__(self) -> str:
+        return f"<Waiter {self.seq}>"  # asyncio's debug mode would show the prompt
+
     def may_have(self, entry: StoredEntry) -> bool:
         """May the consumer have a delivery of an entry that has one left?"""
         if not entry.complete:
@@ -271,6 +278,9 @@ class Lease(msgspec.Struct, eq=False):
     reached: bool = False
     charged_bytes: int = 0
     lapse: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.attempt} of entry {self.entry.entry_id}>"
 
     @property
     def holder(self) -> Holder:

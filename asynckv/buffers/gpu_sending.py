@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import TypeAlias
-
+from asynckv.buffers.telling import DigestPart, Telling
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.handshake import strictest
 from asynckv.tensors.arena import Region
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.types import TensorSpec
 
-__all__ = ("DigestPart", "GpuSending")
-
-DigestPart: TypeAlias = Callable[
-    [Region, TensorSpec, Callable[[bytes], None]], "asyncio.Task[None]"
-]
-"""Digests one part, off the loop, then calls back. Cancelled, it does not."""
+__all__ = ("GpuSending",)
 
 
 class GpuSending:
@@ -34,11 +25,9 @@ class GpuSending:
         digest_part: DigestPart,
     ) -> None:
         self._transport = way.transport
-        self._stream = stream
         self._transfer = granted.transfer
-        self._kind = strictest(way.digest, granted.kind)
-        self._digest_part = digest_part
-        self._digesting: list[asyncio.Task[None]] = []
+        kind = strictest(way.digest, granted.kind)
+        self._telling = Telling(stream, granted.transfer, kind, digest_part)
 
     def send(
         self, index: int, region: Region, spec: TensorSpec, digest: bytes | None
@@ -48,7 +37,7 @@ class GpuSending:
 
         def sent(_: bytes, error: BaseException | None) -> None:
             if error is None:  # else the peer hears that the way is lost
-                self._tell(index, region, spec, digest)
+                self._telling.tell(index, region, spec, digest)
 
         memory = place if isinstance(place, DeviceMemory) else region.memory()
         self._transport.send(self._transfer, index, memory, sent)
@@ -56,23 +45,4 @@ class GpuSending:
     def stop(self) -> None:
         """Send no more."""
         self._transport.stop(self._transfer)
-        for task in self._digesting:
-            task.cancel()
-
-    def _tell(
-        self, index: int, region: Region, spec: TensorSpec, digest: bytes | None
-    ) -> None:
-        transfer, stream = self._transfer, self._stream
-        edges = region.edges if isinstance(region, DeviceRegion) else b""
-
-        def tell(digest: bytes) -> None:
-            stream.send(SentDevices(transfer, index, "full", digest))
-
-        if self._kind == "off":
-            stream.send(SentDevices(transfer, index, "off"))
-        elif self._kind == "edges" and edges:
-            stream.send(SentDevices(transfer, index, "edges", edges))
-        elif digest:
-            tell(digest)
-        else:
-            self._digesting.append(self._digest_part(region, spec, tell))
+        self._telling.stop()

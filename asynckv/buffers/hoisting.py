@@ -1,29 +1,58 @@
-"""What is on a GPU, brought to host memory for peers that get it by sockets."""
+"""What is on a GPU, brought to host memory for peers that get it by sockets.
+
+What is longer than a piece leaves while the rest of it is on its way to the host.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Callable
+from typing import Final, Protocol, TypeAlias
+
+import torch
 
 from asynckv.buffers.host_copies import HostCopies
+from asynckv.shielding import clear_all_frames
 from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.feeds import Feed
+from asynckv.tensors.on_gpu import KVOnGpu
+from asynckv.tensors.runs import Runs
 from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
 
-__all__ = ("Hoisting",)
+__all__ = ("PIECE_NBYTES", "Hoisting", "HostCopy", "OnGpu")
 
 logger = logging.getLogger(__name__)
 
+PIECE_NBYTES: Final = 8 * 2**20
+
+HostCopy: TypeAlias = memoryview | Feed
+"""A copy that is whole, or one that has begun and is fed."""
+
+
+class OnGpu(Protocol):
+    """Whatever says where a tensor of a GPU lies, while it does."""
+
+    def place(self, spec: TensorSpec) -> torch.Tensor | Runs | DeviceMemory | KVOnGpu:
+        """Return what a copy of it is made from."""
+
 
 class Hoisting:
-    """Copies for one peer, by ``pool``, one at a time, to memory of ``copies``."""
+    """Copies for one peer, by ``pool``, one at a time, to memory of ``copies``.
 
-    def __init__(self, pool: CopyPool, copies: HostCopies) -> None:
+    ``feeds`` of them may be fed at a time, as the link's payload says, and their pieces
+    take turns; with none each is copied whole.
+    """
+
+    def __init__(self, pool: CopyPool, copies: HostCopies, feeds: int = 0) -> None:
+        self._piece_nbytes = PIECE_NBYTES
         self._pool = pool
         self._copies = copies
+        self._may_feed = bool(feeds)
+        self._feeding = asyncio.Semaphore(max(feeds, 1))
         self._turn = asyncio.Lock()
 
     async def digest(
@@ -48,34 +77,78 @@ class Hoisting:
 
     async def hoist(
         self,
-        region: Region,
+        region: OnGpu,
         spec: TensorSpec,
-        copied: Callable[[memoryview], None],
+        copied: Callable[[HostCopy], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Copy a region when there is room for it, then call one of the two.
+        """As :meth:`copy`; ``failed`` is called, and it is logged, if that raises."""
+        try:
+            await self.copy(region, spec, copied)
+        except Exception as exc:
+            # Whatever it is: who waits for the bytes would wait for ever.
+            clear_all_frames(exc)  # they keep the copy
+            logger.exception("an entry cannot be read from its GPU")
+            failed(exc)
 
-        ``failed`` is called too if ``copied`` raises. The room is others' when
-        nothing refers to the copy any more. A cancelled call has called neither, and
-        ends when the GPU is done.
+    async def copy(
+        self, region: OnGpu, spec: TensorSpec, copied: Callable[[HostCopy], None]
+    ) -> None:
+        """Copy a region as there is room for it; call ``copied`` once, with all of it,
+        or, if it is fed, when its first piece is there.
+
+        The room is others' when nothing refers to the copy any more. When this ends, be
+        it cancelled or by an error, no GPU reads the region; a feed that has begun
+        waits then for bytes that never come: whoever was given it is to stop it.
+
+        :raises GPUFailed: the GPU failed
         """
+        if self._may_feed and spec.nbytes > self._piece_nbytes:
+            async with self._feeding:
+                await self._feed(region, spec, copied)
+            return
         memory = None
         try:
             memory = await self._copies.empty(spec.nbytes)
             async with self._turn:
                 await self._copy(region, spec, memory)
             copied(memory)
-        except Exception as exc:
-            # Whatever it is: who waits for the bytes would wait for ever.
-            traceback.clear_frames(exc.__traceback__)  # they keep the copy
-            logger.exception("an entry cannot be read from its GPU")
-            failed(exc)
         finally:
             memory = None  # whoever keeps the task keeps this frame
 
-    async def _copy(self, region: Region, spec: TensorSpec, memory: memoryview) -> None:
+    async def _feed(
+        self, region: OnGpu, spec: TensorSpec, copied: Callable[[HostCopy], None]
+    ) -> None:
+        feed, memory = Feed(spec.nbytes), None
+        try:
+            for start in range(0, spec.nbytes, self._piece_nbytes):
+                stop = min(start + self._piece_nbytes, spec.nbytes)
+                memory = await self._copies.empty(stop - start)
+                async with self._turn:
+                    await self._copy_piece(region, spec, start, memory)
+                feed.put(memory)
+                memory = None
+                if not start:
+                    copied(feed)
+        finally:
+            del feed, memory  # as there
+
+    async def _copy(self, region: OnGpu, spec: TensorSpec, memory: memoryview) -> None:
         copying = self._pool.copy(
             [region.place(spec)], [tensor_over(memory, spec)], digest=False
         )
         del memory  # as there
+        await copying
+
+    async def _copy_piece(
+        self, region: OnGpu, spec: TensorSpec, start: int, memory: memoryview
+    ) -> None:
+        place, nbytes = region.place(spec), memory.nbytes
+        if not isinstance(place, DeviceMemory | KVOnGpu):
+            raise TypeError("what is fed lies on a GPU")
+        target = tensor_over(memory, TensorSpec((nbytes,), "uint8"))
+        copying = self._pool.copy(
+            [place.part(start, start + nbytes)], [target], digest=False
+        )
+        del memory, target, place
         await copying

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import weakref
 from collections.abc import Coroutine
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.mapped import MAP_S, MappedMemory, Mappings, taken_as_proof
+from asynckv.buffers.shown_sources import ShownSources
 from asynckv.errors import AsyncKVError, GPUFailed, PeerLost
 from asynckv.links.device_streams import open_devices
 from asynckv.links.exports import Export, check_same_host, open_export
@@ -30,7 +32,8 @@ from asynckv.protocol.ipc_frames import (
     OpensIpc,
     OpenStoreIpc,
 )
-from asynckv.tensors.cuda import Event
+from asynckv.protocol.values import Place
+from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
@@ -39,7 +42,7 @@ from asynckv.tensors.imports import ImportedAllocation, in_thread
 from asynckv.tensors.slabs import PAGE_NBYTES
 
 if TYPE_CHECKING:
-    from asynckv.links.sharing import MapDigest
+    from asynckv.links.sharing import MapDigest, MapHolder
 
 __all__ = ("GpuImports", "ImportedFile", "ImportedMemory")
 
@@ -56,6 +59,12 @@ class ImportedFile:
         self.gpus = gpus
         self.nbytes = allocation.nbytes + PAGE_NBYTES
         """As of a file, whose last page is no tensor's."""
+
+    def part(self, place: Place, nbytes: int, owner: object) -> DeviceMemory:
+        """Return where a place lies, that was checked; it keeps ``owner`` alive."""
+        start = place.start + (place.runs[0][0] if place.runs else 0)
+        part = self.allocation.memory.part(start, start + nbytes)
+        return dataclasses.replace(part, owner=owner)
 
 
 class ImportedMemory(MappedMemory):
@@ -197,6 +206,7 @@ class GpuImports:
         device_digest: MapDigest = "full",
         url: str = "",
     ) -> None:
+        self._sources = ShownSources(growth, digest)
         self._is_forced = "payload=" in url
         self._host = Mappings(digest, boot_id, is_forced="payload=map" in url)
         self._ways: weakref.WeakKeyDictionary[Link, GpuLink] = (
@@ -216,6 +226,15 @@ class GpuImports:
         """As :meth:`of`, of its stored values."""
         return self._of_store.get(link) or self._host.of_store(link)
 
+    def holder(self, link: Link) -> MapHolder | None:
+        """Return who reads what is put there in memory of the GPU, if somebody does."""
+        return self._sources.holder(link)
+
+    def reads_puts(self, link: Link, *, of_store: bool) -> bool:
+        """Is what is put into the store, or the lookup buffer, read there?"""
+        known = self._of_store if of_store else self._of_lookup
+        return link in known and self.holder(link) is not None
+
     def way(self, link: Link) -> GpuLink | None:
         """Return by what payload goes from the peer's GPU to this one, if it does."""
         way = self._ways.get(link)
@@ -231,6 +250,7 @@ class GpuImports:
     def close(self) -> None:
         """Forget what is mapped. What else there is, links and views keep."""
         self._host.close()
+        self._sources.close()
 
     async def aclose(self) -> None:
         """Wait until what nobody has views of is closed, at most 2 s."""
@@ -240,6 +260,7 @@ class GpuImports:
         over = [one.closed for one in memory if not one.has_views]
         if over:
             await asyncio.wait(over, timeout=MAP_S)
+        await self._sources.aclose()
 
     async def open(self, link: Link) -> None:
         """Open the memory at the other end of ``link``, if that is the same GPU's.
@@ -247,7 +268,8 @@ class GpuImports:
         Of two buffers the one that is not there is mapped, if it can be. If neither is,
         open a way from another GPU. If that cannot be, one line of the log says why,
         and payload moves as to a peer in host memory: by mappings, or by lanes. Waits
-        at most 2 s a buffer and a mapping, and 10 s for a live peer; a cancelled call
+        at most 2 s a buffer and a mapping, 2 s until the peer has opened what is put
+        from, and 10 s for a live peer; a cancelled call
         leaves nothing behind.
 
         :raises IncompatiblePeer: it cannot be mapped, and no other way is wanted
@@ -268,6 +290,7 @@ class GpuImports:
         elif not why_not and why_not_too:
             await self._host.open_store(link)
         if not (why_not and why_not_too):
+            await self._show(link, own.uuid)
             return
         no_way = await _reason(link, self._open_way(link, pages.device))
         if not no_way:
@@ -278,6 +301,15 @@ class GpuImports:
             *(link.peer.id, why_not, no_way),
         )
         await self._host.open(link)
+
+    async def _show(self, link: Link, uuid: str) -> None:
+        if self._is_forced:
+            return
+        if why_not := await _reason(link, self._sources.show(link, uuid)):
+            logger.info(
+                "what is put at %s goes through host memory: %s",
+                *(link.peer.id, why_not),
+            )
 
     async def _open_memory(
         self,

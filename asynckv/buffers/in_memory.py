@@ -9,6 +9,7 @@ from asynckv.abc import KVCacheBuffer
 from asynckv.buffers.stage import STAGE_NBYTES, Stage
 from asynckv.links.sharing import Sharing
 from asynckv.loops import LoopBound
+from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.devices import Device, DeviceName, device_named
 from asynckv.tensors.growth import Growth
 from asynckv.types import parse_bytes
@@ -69,6 +70,12 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         """The GPU that its memory is on, once there is some."""
         pages = self._growth.device_pages
         return None if pages is None or not pages.is_open else pages.device
+
+    @property
+    def allocation(self) -> DeviceAllocation | None:
+        """That memory, if it is a GPU's. Whoever keeps it keeps it allocated."""
+        pages = self._growth.device_pages
+        return None if pages is None or not pages.is_open else pages.allocation
 
     async def open(self) -> None:
         """Get the memory of the GPU that it is to be on, if any. Again is nothing.

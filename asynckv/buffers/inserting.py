@@ -14,6 +14,7 @@ from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Insert
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVMemory, memory_of
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import joined
 
 __all__ = ("begin_insert",)
@@ -26,8 +27,8 @@ def begin_insert(
     digests: Sequence[bytes] | None,
     ways: OutwardWays | None = None,
 ) -> Sending:
-    """Ask for an entry to be put in. ``sources`` are dense, or blocks; some are staged
-    only if there are too many bytes to ride. Never waits.
+    """Ask for an entry to be put in. ``sources`` are dense, or blocks; some are read on
+    a GPU only if there are too many bytes to ride. Never waits.
 
     :raises EntryTooLarge: tokens, roi and names do not fit in one frame
     """
@@ -57,4 +58,4 @@ def begin_insert(
 
 
 def _in_host(sources: Sequence[Source]) -> list[KVMemory]:
-    return [source for source in sources if not isinstance(source, StagedTensor)]
+    return [s for s in sources if not isinstance(s, StagedTensor | KVOnGpu)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -11,11 +10,13 @@ import torch
 from asynckv.buffers.importing import ImportedMemory
 from asynckv.buffers.manifest import Manifest, verify
 from asynckv.buffers.map_reader import MappedParts, MapReader
+from asynckv.buffers.shown_arrivals import ShownParts
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.exporting import edges_in
+from asynckv.links.riding import rides
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
-from asynckv.protocol.values import MappedOffer, Place
+from asynckv.protocol.values import MappedOffer
 from asynckv.tensors.blocks import KVMemory, tensor_at
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -41,13 +42,37 @@ class IpcReader(MapReader):
         self._device_pool = pool
 
     def unpack(
-        self, offer: Offer, mapped: MappedOffer, body: bytes
+        self,
+        offer: Offer,
+        mapped: MappedOffer,
+        body: bytes,
+        *,
+        by_parts: bool = False,
     ) -> tuple[Manifest, MappedParts]:
-        manifest, parts = super().unpack(offer, mapped, body)
+        manifest, parts = super().unpack(offer, mapped, body, by_parts=by_parts)
         if any(place is not None and len(place.runs) > 1 for place in parts.places):
             parts.let_go()  # the error would keep it, as long as somebody keeps that
             raise RemoteProtocolError("a tensor of a GPU in several places")
         return manifest, parts
+
+    def unpack_parts(
+        self, offer: Offer, mapped: MappedOffer, body: bytes
+    ) -> tuple[Manifest, ShownParts]:
+        """As :meth:`unpack`, of a stream: each part is read once it lies there.
+
+        :raises RemoteProtocolError: as there, or parts that ride have a place
+        """
+        manifest, parts = self.unpack(offer, mapped, body, by_parts=True)
+        shown = ShownParts(
+            *(parts.places, parts.sizes, parts.edges, parts.pin),
+            *(self._imported, self._device_pool),
+        )
+        parts.let_go()
+        every = zip(shown.places, shown.sizes, strict=True)
+        if any(rides(nbytes) is (place is not None) for place, nbytes in every):
+            shown.let_go()  # as there
+            raise RemoteProtocolError("a part of a stream that rides has a place")
+        return manifest, shown
 
     async def _read(
         self,
@@ -66,9 +91,9 @@ class IpcReader(MapReader):
             parts.let_go()
 
     def _sources(self, parts: MappedParts) -> list[DeviceMemory | None]:
-        memory = self._imported.imported.allocation.memory
+        imported = self._imported.imported
         return [
-            None if place is None else _part(memory, place, nbytes, parts.pin)
+            None if place is None else imported.part(place, nbytes, parts.pin)
             for place, nbytes in zip(parts.places, parts.sizes, strict=True)
         ]
 
@@ -132,12 +157,3 @@ class IpcReader(MapReader):
         finally:
             shown.clear()
         return tensors
-
-
-def _part(
-    memory: DeviceMemory, place: Place, nbytes: int, owner: object
-) -> DeviceMemory:
-    """Return where a place lies, that was checked, kept by its pin."""
-    start = place.start + (place.runs[0][0] if place.runs else 0)
-    part = memory.part(start, start + nbytes)
-    return dataclasses.replace(part, owner=owner)

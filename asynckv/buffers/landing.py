@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping
 
 from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.gpu_places import may_land_on_gpu, places_on_gpu
+from asynckv.buffers.handover import match_targets
+from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.lifting import on_host
 from asynckv.buffers.manifest import unpack
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.receive_budget import ReceiveBudget
+from asynckv.buffers.shown_arrivals import ShownArrivals, ShownParts
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_arrivals import GpuArrivals, Ways
 from asynckv.links.link import Link
@@ -29,9 +32,16 @@ __all__ = ("Landing", "read_offer")
 
 
 def read_offer(
-    link: Link, offer: Offer, body: bytes, reader: MapReader | None
+    link: Link,
+    offer: Offer,
+    body: bytes,
+    reader: MapReader | None,
+    *,
+    by_parts: bool = False,
 ) -> Delivery:
     """Return what a peer offers; its bytes may come from now on.
+
+    Who streams reads ``by_parts`` what lies in the peer's memory.
 
     :raises RemoteProtocolError: it makes no sense
     """
@@ -40,7 +50,11 @@ def read_offer(
         if not offer.inline:
             link.payload.announce(offer.transfer)
         return Delivery(offer, manifest)
-    if reader is None or offer.inline or not offer.complete:
+    if by_parts and isinstance(reader, IpcReader) and not offer.inline:
+        delivery = Delivery(offer, *reader.unpack_parts(offer, offer.mapped, body))
+        link.payload.announce(offer.transfer)  # it may be wanted by lanes
+        return delivery
+    if reader is None or by_parts or offer.inline or not offer.complete:
         raise RemoteProtocolError("an offer of memory that is not mapped")
     return Delivery(offer, *reader.unpack(offer, offer.mapped, body))
 
@@ -64,14 +78,18 @@ class Landing:
         self._targets = targets
         self._budget = budget
         self._ways = ways
-        self._arrivals: GpuArrivals | None = None
+        self._arrivals: GpuArrivals | ShownArrivals | None = None
         self._lent: tuple[Reception, ...] = ()
 
     async def accept(
         self, delivery: Delivery, sink: PartSink, stands: Callable[[], bool]
     ) -> None:
-        """Make room for an offer, and grant it if it still stands then."""
-        arrivals = self._arrivals = self._next_arrivals()
+        """Make room for an offer, and grant it if it still stands then.
+
+        :raises ValueError: memory that the caller lent does not fit the entry
+        """
+        match_targets(delivery.manifest.specs, self._targets)
+        arrivals = self._arrivals = self._next_arrivals(delivery)
         targets = self._targets if arrivals is not None else on_host(self._targets)
         nbytes = delivery.own_nbytes(targets)
         await self._budget.reserve(nbytes, in_host=arrivals is None)
@@ -87,7 +105,7 @@ class Landing:
             payload=arrivals,
             progress=None if arrivals is None else arrivals.progress,
         )
-        if arrivals is not None:
+        if isinstance(arrivals, GpuArrivals):
             arrivals.call_when_lost(reception.fail)
         if targets:
             self._lent += (reception,)
@@ -118,10 +136,13 @@ class Landing:
             await self._lent[-1].quiesce()
             self._lent = self._lent[:-1]
 
-    def _next_arrivals(self) -> GpuArrivals | None:
-        if self._ways is None or not may_land_on_gpu(self._targets):
+    def _next_arrivals(self, delivery: Delivery) -> GpuArrivals | ShownArrivals | None:
+        if not may_land_on_gpu(self._targets):
+            delivery.let_go()
             return None
-        return self._ways.arrivals(self._link)
+        if isinstance(delivery.mapped, ShownParts):
+            return ShownArrivals(self._link, delivery.mapped)
+        return None if self._ways is None else self._ways.arrivals(self._link)
 
     async def _places(
         self, delivery: Delivery, targets: Mapping[str, KVMemory]

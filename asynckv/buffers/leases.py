@@ -205,7 +205,7 @@ class Leases:
         self._counters.delivered += 1
         if entry.state is EntryState.WAITING:
             lease.charge()
-            self._book.place_outside(entry)
+            self._book.memory.place_outside(entry)
             self._matchmaker.show(entry)
             self._book.changed()
         elif len(entry.leases) == entry.deliveries_left:

@@ -2,30 +2,37 @@
 
 As the peer's memory is: by the link's payload, or from GPU to GPU, be they in host
 memory or on this side's GPU; what is small rides. Plain functions; tasks read back
-what a GPU has. What left from GPU to GPU may be asked for once more by the link's
-payload, until the peer says that it has verified it: the sources are kept until then.
+what a GPU has, piece by piece while the last one is on the wire. What left from GPU to
+GPU may be asked for once more by the link's payload, until the peer says that it has
+verified it: the sources are kept until then.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
+from asynckv.buffers.gpu_sources import SourceOnGpu
 from asynckv.buffers.gpu_staging import Source, StagedTensor, places_of
+from asynckv.buffers.hoisting import Hoisting, HostCopy
+from asynckv.buffers.host_copies import HostCopies
+from asynckv.buffers.shown_parts import ShownParts, ShownTo
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
+from asynckv.links.own_tasks import OwnTasks
 from asynckv.links.requests import LinkStream
 from asynckv.links.riding import RidingParts, rides
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.shielding import wait_shielded
+from asynckv.protocol.ipc_frames import GrantShared
 from asynckv.tensors.blocks import memory_of
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.feeds import Feed
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Memory, joined
-from asynckv.tensors.views import bytes_of
 
 __all__ = ("LeavingParts", "OutwardWays")
 
@@ -35,8 +42,15 @@ class OutwardWays(Protocol):
 
     pool: CopyPool
 
+    @property
+    def copies(self) -> HostCopies:
+        """Memory of the host for what goes from a GPU another way."""
+
     def way(self, link: Link) -> GpuLink | None:
         """Return what does, while it does."""
+
+    def shown(self, link: Link) -> ShownTo | None:
+        """Return who reads in memory of its GPU there, while somebody does."""
 
 
 class LeavingParts:
@@ -65,18 +79,20 @@ class LeavingParts:
         self._digests = digests
         self._ways = ways
         self._left = left
-        self._failed = failed
         self._riding: RidingParts | None = None
         self._is_by_gpu = False
         self._way: GpuLink | None = None
         self._lent_to: GpuLink | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._shown: ShownParts | None = None
+        self._name = f"asynckv: transfer {transfer} to a buffer"
+        self._tasks = OwnTasks(failed)
+        self._is_by_link = False
         self._is_stopped = False
 
     @property
     def is_busy(self) -> bool:
         """Whether a task, or a worker of NCCL, may still read the sources."""
-        return bool(self._tasks) or self._lent_to is not None
+        return len(self._tasks) > 0 or self._lent_to is not None
 
     def on_grant(self) -> None:
         """Send all by the link's payload: once more what left before.
@@ -88,14 +104,18 @@ class LeavingParts:
         if not self._is_by_gpu:
             self._ride()
         self._leave_way()
-        staged = dict[int, StagedTensor]()
+        self.let_go()
+        hoisted = list[tuple[int, StagedTensor | KVOnGpu]]()
         for index, source in self._large():
-            if isinstance(source, StagedTensor):
-                staged[index] = source
+            if isinstance(source, StagedTensor | KVOnGpu):
+                hoisted.append((index, source))
             else:
                 self._send_by_link(index, memory_of(source))
-        if staged and self._ways is not None:
-            self._start(partial(self._hoist, staged, self._ways.pool))
+        if hoisted and (ways := self._ways) is not None:
+            feeds = self._link.payload.feeds
+            hoisting = Hoisting(ways.pool, ways.copies, feeds)
+            for index, there in hoisted:
+                self._hoist(hoisting, there, partial(self._send_by_link, index))
 
     def on_grant_devices(self, frame: GrantDevices) -> None:
         """Send all from GPU to GPU.
@@ -104,19 +124,49 @@ class LeavingParts:
 
         :raises RemoteProtocolError: nothing ever led there, or it was granted before
         """
-        if self._ways is None or self._is_by_gpu:
+        ways = self._ways
+        if ways is None or self._is_by_gpu:
             raise RemoteProtocolError("a grant of memory that nothing leads to")
         if self._is_stopped:
             return
         self._ride()
         self._is_by_gpu = True
-        self._way = way = self._ways.way(self._link)
+        self._way = way = ways.way(self._link)
         if way is None:
             return
         is_off = strictest(way.digest, frame.kind) == "off"
         kind: DigestMode = "off" if is_off else "full"
+        hoisting = Hoisting(ways.pool, ways.copies)
         for index, source in self._large():
-            self._send_by_gpu(way, kind, index, source)
+            self._send_by_gpu(way, kind, index, source, hoisting)
+
+    def on_grant_shared(self, frame: GrantShared) -> None:
+        """Say where all lies that the peer reads; or that it does not.
+
+        What is not in memory that the peer has open it will grant again.
+
+        :raises RemoteProtocolError: this side has no GPU, or it was granted before
+        """
+        if self._ways is None or self._is_by_gpu:
+            raise RemoteProtocolError("a grant of what was never shown")
+        if self._is_stopped:
+            return
+        self._ride()
+        self._is_by_gpu = True
+        parts = [(index, one, self._known(index)) for index, one in self._large()]
+        shown = self._ways.shown(self._link)
+        self._shown = ShownParts(self._transfer, parts, shown, self._stream.send)
+        self._tasks.start(partial(self._shown.show, frame.kind), self._name)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the peer may read on this side's GPU."""
+        return self._shown is not None and self._shown.are_read
+
+    def let_go(self) -> None:
+        """The peer reads nothing of it any more: it has said so. Never waits."""
+        if self._shown is not None:
+            self._shown.let_go()
 
     def stop(self) -> None:
         """Send no more. Never waits."""
@@ -140,7 +190,7 @@ class LeavingParts:
         """
         self.stop()
         try:  # each waits, however often the one before it was cancelled
-            await wait_shielded(asyncio.gather(*self._tasks, return_exceptions=True))
+            await self._tasks.quiesce()
         finally:
             try:
                 await self._link.payload.quiesce(self._transfer)
@@ -154,9 +204,13 @@ class LeavingParts:
 
     def _ride(self) -> None:
         """Let small parts leave: once each time that all are asked for."""
+        if self._riding is not None:
+            self._riding.stop()
         riding = RidingParts(self._link, self._stream, self._transfer)
         for index, source in enumerate(self._sources):
-            if rides(source.nbytes) and not isinstance(source, StagedTensor):
+            if isinstance(source, StagedTensor | KVOnGpu):
+                continue  # too long, as it is there
+            if rides(source.nbytes):
                 read = partial(joined, memory_of(source))
                 riding.add(index, source.nbytes, read, self._known(index))
         self._riding = riding
@@ -165,35 +219,50 @@ class LeavingParts:
         way, self._way, self._is_by_gpu = self._way, None, False
         if way is not None:
             way.transport.stop(self._transfer)
-        for task in self._tasks:
-            task.cancel()
+        if self._is_by_link:  # what still waits would mix with what is sent anew
+            self._is_by_link = False
+            self._link.payload.stop(self._transfer)
+        self._tasks.cancel()
 
     def _known(self, index: int) -> bytes | None:
         return None if self._digests is None else self._digests[index]
 
-    def _send_by_link(self, index: int, memory: Memory) -> None:
+    def _send_by_link(self, index: int, memory: Memory | Feed) -> None:
         sent, digest = partial(self._sent, index), self._known(index)
-        payload = self._link.payload
-        payload.send(self._transfer, index, memory, sent, digest=digest)
+        payload, self._is_by_link = self._link.payload, True
+        if isinstance(memory, Feed):
+            payload.feed(self._transfer, index, memory, sent, digest=digest)
+        else:
+            payload.send(self._transfer, index, memory, sent, digest=digest)
 
     def _sent(self, index: int, digest: bytes, error: BaseException | None) -> None:
         if not self._is_stopped:
             self._left(index, digest, error)
 
     def _send_by_gpu(
-        self, way: GpuLink, kind: DigestMode, index: int, source: Source
+        self,
+        way: GpuLink,
+        kind: DigestMode,
+        index: int,
+        source: Source,
+        hoisting: Hoisting,
     ) -> None:
         telling = partial(self._tell_sent, kind, index, source)
 
         def sent(_: bytes, error: BaseException | None) -> None:
             if error is None and self._way is way:  # else it is asked for again
-                self._start(telling)
+                self._tasks.start(telling, self._name)
+
+        def send(memory: Memory | DeviceMemory) -> None:
+            way.transport.send(self._transfer, index, memory, sent)
 
         if isinstance(source, StagedTensor):
-            way.transport.send(self._transfer, index, source.place(), sent)
+            send(source.place())
+        elif isinstance(source, KVOnGpu):  # no room to stage it, or on another GPU
+            self._hoist(hoisting, source, cast(Callable[[HostCopy], None], send))
         else:
             self._lent_to = way
-            way.transport.send(self._transfer, index, memory_of(source), sent)
+            send(memory_of(source))
 
     async def _tell_sent(self, kind: DigestMode, index: int, source: Source) -> None:
         digest = b""
@@ -203,22 +272,12 @@ class LeavingParts:
                 (digest,) = await self._ways.pool.digest(places_of([source]))
         self._stream.send(SentDevices(self._transfer, index, kind, digest))
 
-    async def _hoist(self, staged: dict[int, StagedTensor], pool: CopyPool) -> None:
-        """Bring what is on the GPU to the host, and send it from there."""
-        for index, source in staged.items():
-            copy = pool.host_empty(source.spec)
-            await pool.copy([source.place()], [copy], digest=False)
-            self._send_by_link(index, bytes_of(copy))
-
-    def _start(self, work: Callable[[], Awaitable[None]]) -> None:
-        task = asyncio.get_running_loop().create_task(
-            self._try(work), name=f"asynckv: transfer {self._transfer} to a buffer"
-        )
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await work()
-        except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
-            self._failed(exc)
+    def _hoist(
+        self,
+        hoisting: Hoisting,
+        source: StagedTensor | KVOnGpu,
+        copied: Callable[[HostCopy], None],
+    ) -> None:
+        """Bring what is on a GPU to the host, for whoever sends it from there."""
+        there, spec = SourceOnGpu(source), source.spec
+        self._tasks.start(partial(hoisting.copy, there, spec, copied), self._name)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from asynckv.buffers.book import EntryBook
 from asynckv.buffers.entries import EntryState, StoredEntry
+from asynckv.buffers.entry_memory import EntryMemory
 from asynckv.buffers.leases import Leases
 from asynckv.buffers.matchmaker import Matchmaker
 from asynckv.buffers.statistics import Counters
@@ -38,11 +39,10 @@ class Ledger:
         matchmaker = Matchmaker()
         self.counters = Counters()
         self.book = EntryBook(
-            arena,
+            EntryMemory(arena, self.counters, self.offer_waiting_soon),
             self.counters,
             hide=matchmaker.hide,
             changed=changed,
-            has_more_outside=self.offer_waiting_soon,
         )
         self.leases = Leases(
             self.book,
@@ -61,14 +61,14 @@ class Ledger:
 
     def give_room(self, entry: StoredEntry) -> bool:
         """Take memory for a waiting entry, if it fits."""
-        if not self.book.place(entry):
+        if not self.book.memory.place(entry):
             return False
         self.leases.offer(entry)
         return True
 
     def adopt(self, entry: StoredEntry) -> bool:
         """Move a streaming entry that began outside into the arena, if it fits."""
-        if not self.book.move_in(entry):
+        if not self.book.memory.move_in(entry):
             return False
         for lease in entry.leases.values():
             lease.uncharge()

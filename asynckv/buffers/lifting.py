@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_tensors import gpu_of
 
-__all__ = ("lift", "lift_all", "on_host")
+__all__ = ("lift", "lift_all", "lift_some", "on_host")
 
 
 def on_host(targets: Mapping[str, KVMemory]) -> dict[str, KVMemory]:
@@ -34,18 +34,36 @@ async def lift_all(
     """
     try:
         match_targets(delivery.manifest.specs, targets)
-        names = [
-            name
-            for name, found in delivery.tensors.items()
-            if gpu_of(found) is None and _goes_to_gpu(targets.get(name), pool)
-        ]
-        if not names:
-            return
-        places = await _lifted(delivery, names, targets, pool)
     except BaseException:
         delivery.forget()
         raise
-    delivery.tensors |= dict(zip(names, places, strict=True))
+    await lift_some(delivery, [*delivery.tensors], targets, pool)
+
+
+async def lift_some(
+    delivery: Delivery,
+    names: Sequence[str],
+    targets: Mapping[str, KVMemory],
+    pool: CopyPool,
+) -> None:
+    """As :func:`lift_all`, of some that have landed; their ``targets`` fit.
+
+    What these had of the host's memory is let go.
+    """
+    lifted = [
+        name
+        for name in names
+        if gpu_of(delivery.tensors[name]) is None
+        and _goes_to_gpu(targets.get(name), pool)
+    ]
+    if not lifted:
+        return
+    try:
+        places = await _lifted(delivery, lifted, targets, pool)
+    except BaseException:
+        delivery.forget()
+        raise
+    delivery.tensors |= dict(zip(lifted, places, strict=True))
 
 
 async def lift(

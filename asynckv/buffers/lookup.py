@@ -81,7 +81,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             give_room=lambda entry: self.ledger.give_room(entry),
             adopt=lambda entry: self.ledger.adopt(entry),
             bound=f"a buffer of {self._arena.max_bytes} bytes",
-            check_size=lambda entry: self.ledger.book.check_size(entry),
+            check_size=lambda entry: self.ledger.book.memory.check_size(entry),
         )
         self.ledger = Ledger(
             self._arena,
@@ -269,7 +269,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             refused_slabs=self._arena.refused_slabs,
             late_views=self.late_views,
             mapped_by=self.mapped_by,
-            outside_bytes=ledger.book.outside_bytes,
+            outside_bytes=ledger.book.memory.outside_bytes,
             entries=len(ledger.book.entries) - waiting,
             leased=sum(bool(entry.leases) for entry in ledger.book.entries.values()),
             waiting_inserts=waiting,

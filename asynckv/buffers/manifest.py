@@ -102,10 +102,12 @@ def unpack(body: bytes, *, inline: bool) -> Manifest:
     return Manifest(records, tokens, roi, pieces)
 
 
-def unpack_mapped(body: bytes, nbytes: int) -> tuple[Manifest, Sequence[Place | None]]:
+def unpack_mapped(
+    body: bytes, nbytes: int, *, inline: bool = True
+) -> tuple[Manifest, Sequence[Place | None]]:
     """Read a body that says, in ``nbytes``, where its tensors lie; nothing is checked.
 
-    Those that lie nowhere are the manifest's ``inline`` ones.
+    Those that lie nowhere are the manifest's ``inline`` ones, if they came along.
 
     :raises RemoteProtocolError: if it is not exactly what it says
     """
@@ -118,7 +120,7 @@ def unpack_mapped(body: bytes, nbytes: int) -> tuple[Manifest, Sequence[Place | 
     if len(places) != len(records):
         raise RemoteProtocolError(f"{len(places)} places for {len(records)} tensors")
     others = [r for r, place in zip(records, places, strict=True) if place is None]
-    pieces = _read_pieces(body, end + nbytes, others)
+    pieces = _read_pieces(body, end + nbytes, others if inline else ())
     return Manifest(records, tokens, roi, pieces), places
 
 

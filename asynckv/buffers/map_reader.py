@@ -22,7 +22,9 @@ from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import MappedOffer, Place, TensorRecord
 from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.runs import fill, pieces_of
+from asynckv.tensors.jobs import CopyJob
+from asynckv.tensors.long_copies import RunsCopy, long_copies
+from asynckv.tensors.runs import Runs, fill
 from asynckv.tensors.shared_file import check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over
 from asynckv.types import TensorSpec
@@ -67,14 +69,21 @@ class MapReader:
         self._pool = pool
 
     def unpack(
-        self, offer: Offer, mapped: MappedOffer, body: bytes
+        self,
+        offer: Offer,
+        mapped: MappedOffer,
+        body: bytes,
+        *,
+        by_parts: bool = False,
     ) -> tuple[Manifest, MappedParts]:
         """Read the offer; from here on its memory is ours to let go.
+
+        Of a stream, ``by_parts``, no tensor's bytes came along.
 
         :raises RemoteProtocolError: it is not exactly what it says, or does not lie
             in the memory that we have mapped
         """
-        manifest, places = unpack_mapped(body, mapped.nbytes)
+        manifest, places = unpack_mapped(body, mapped.nbytes, inline=not by_parts)
         sizes = [record.spec.nbytes for record in manifest.records]
         file_nbytes = self.memory.file.nbytes
         try:
@@ -176,6 +185,7 @@ class _Job:
         self._views = views
         self._from: list[torch.Tensor] = []
         self._to: list[torch.Tensor] = []
+        self._scattered: list[CopyJob] = []
         self._records: list[TensorRecord] = []
         self._places: list[KVMemory] = []
 
@@ -205,13 +215,15 @@ class _Job:
         self._places.append(target)
         self._tensors[record.name] = tensor_at(target)
         memory, start = memory_of(target), 0
-        for source in self._file.pieces(place, nbytes):
-            done = 0
-            for piece in pieces_of(memory, start, start + source.nbytes):
-                some = TensorSpec((piece.nbytes,), _BYTES)
-                self._from.append(tensor_over(source[done : done + len(piece)], some))
-                self._to.append(tensor_over(piece, some))
-                done += len(piece)
+        pieces = self._file.pieces(place, nbytes)
+        if isinstance(memory, Runs):
+            self._scattered.append(RunsCopy([piece.data for piece in pieces], memory))
+            return
+        for source in pieces:
+            there = memory[start : start + source.nbytes]
+            some = TensorSpec((source.nbytes,), _BYTES)
+            self._from.append(tensor_over(source, some))
+            self._to.append(tensor_over(there, some))
             start += source.nbytes
 
     def take(self) -> dict[str, torch.Tensor]:
@@ -219,19 +231,23 @@ class _Job:
         tensors, self._tensors = self._tensors, {}
         self._from.clear()
         self._to.clear()
+        self._scattered.clear()
         self._places.clear()
         self._lent = None
         return tensors
 
     async def run(self, pool: CopyPool, *, is_full: bool) -> None:
         """Copy what is to be copied; with ``is_full`` verify every byte."""
-        if not self._from and not is_full:
-            return
-        # While they are hot, where each tensor lies in one piece.
-        is_hot = is_full and len(self._from) == len(self._records)
-        digests = await pool.copy(self._from, self._to, digest=is_hot)
-        if is_full and not is_hot:
+        if is_full and len(self._from) == len(self._records):
+            # While they are hot, where each tensor lies in one piece.
+            digests = await pool.copy(self._from, self._to)
+        else:
+            if self._from or self._scattered:
+                copies = long_copies(self._from, self._to)
+                await pool.run([*self._scattered, *copies])
+                del copies  # they keep what they have copied
+            if not is_full:
+                return
             digests = await pool.digest(self._places)
-        if is_full:
-            for record, found in zip(self._records, digests, strict=True):
-                verify(record, found)
+        for record, found in zip(self._records, digests, strict=True):
+            verify(record, found)

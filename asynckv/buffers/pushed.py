@@ -6,13 +6,15 @@ import abc
 from typing import Protocol
 
 from asynckv.buffers.part_landing import PartLanding
+from asynckv.buffers.sent_parts import PartsOnGpu, SentOnGpu, note_sent
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links.ipc_arrivals import IpcArrivals
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Push
+from asynckv.protocol.ipc_frames import GrantShared
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.cuda import DeviceMemory
 
@@ -42,7 +44,7 @@ class Pushed(abc.ABC):
     """One tensor on its way into its region."""
 
     reception: Reception
-    grant: Grant | GrantDevices
+    grant: Grant | GrantDevices | GrantShared
 
     def __init__(self, pushes: PushSink, frame: Push) -> None:
         self.frame = frame
@@ -52,6 +54,16 @@ class Pushed(abc.ABC):
     @property
     def is_given_up(self) -> bool:
         """May a GPU's worker that was given up write for ever where it was to land?"""
+        return False
+
+    @property
+    def is_read_there(self) -> bool:
+        """Does the writer keep it until it hears that nothing reads it any more?"""
+        return False
+
+    @property
+    def is_worked_at(self) -> bool:
+        """Is it this side that copies, or digests, it now (at most ``OWN_WORK_S``)?"""
         return False
 
     async def quiesce(self) -> None:
@@ -71,8 +83,8 @@ class Pushed(abc.ABC):
         """
 
     @abc.abstractmethod
-    def on_sent_devices(self, frame: SentDevices) -> None:
-        """The writer says that it is sent, from GPU to GPU."""
+    def on_sent(self, frame: SentOnGpu) -> None:
+        """The writer says that it is sent, from GPU to GPU, or where it lies."""
 
     @abc.abstractmethod
     def part_verified(self, index: int, digest: bytes) -> None:
@@ -112,7 +124,7 @@ class PushedByHost(Pushed):
     def on_done(self, frame: Done) -> None:
         self.reception.on_done(frame)
 
-    def on_sent_devices(self, frame: SentDevices) -> None:
+    def on_sent(self, frame: SentOnGpu) -> None:
         if not self._is_again:  # else it was said before the way was lost
             raise RemoteProtocolError("a tensor of a GPU that was not asked for")
 
@@ -133,15 +145,16 @@ class PushedByGpu(Pushed):
         frame: Push,
         link: Link,
         place: DeviceMemory,
-        arrivals: GpuArrivals,
+        arrivals: PartsOnGpu,
     ) -> None:
         super().__init__(pushes, frame)
         self.reception = Reception(
             *(link, frame.transfer, [place], self),
             payload=arrivals,
             progress=arrivals.progress,
+            is_compared=arrivals.compares,
         )
-        self.grant = GrantDevices(frame.transfer, arrivals.digest)
+        self.grant = arrivals.grant(frame.transfer)
         self._arrivals = arrivals
         self._digest: bytes | None = None
         self._is_in = False
@@ -155,6 +168,14 @@ class PushedByGpu(Pushed):
     def is_given_up(self) -> bool:
         return not self._was_quiet and self._arrivals.is_given_up
 
+    @property
+    def is_read_there(self) -> bool:
+        return isinstance(self._arrivals, IpcArrivals)
+
+    @property
+    def is_worked_at(self) -> bool:
+        return self._arrivals.progress.is_working(self.frame.transfer)
+
     async def quiesce(self) -> None:
         await super().quiesce()
         if not self._arrivals.is_given_up:  # a worker given up later is no matter
@@ -166,9 +187,8 @@ class PushedByGpu(Pushed):
         self._is_in = True
         self._pushes.is_in(self.index, self._digest)
 
-    def on_sent_devices(self, frame: SentDevices) -> None:
-        self._arrivals.sent(frame)
-        self.reception.on_done(Done(frame.transfer, 0, frame.digest))
+    def on_sent(self, frame: SentOnGpu) -> None:
+        note_sent(frame, self._arrivals, self.reception)
 
     def part_verified(self, index: int, digest: bytes) -> None:
         self._digest = digest

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import torch
 
-from asynckv.abc import InsertWriter
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.declared import Declared
 from asynckv.buffers.drafts import Draft
+from asynckv.buffers.gpu_room import GpuRoom, StagingWriter
+from asynckv.buffers.gpu_sources import gpu_source, until_made
 from asynckv.buffers.gpu_staging import (
     GpuStaging,
     Source,
@@ -23,7 +25,6 @@ from asynckv.buffers.leaving_parts import LeavingParts, OutwardWays
 from asynckv.buffers.manifest import INLINE_NBYTES, check_body, pack
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link
-from asynckv.links.riding import rides
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
@@ -36,6 +37,7 @@ from asynckv.protocol.frames import (
     Push,
     Retract,
 )
+from asynckv.protocol.ipc_frames import GrantShared
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
@@ -43,6 +45,7 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import joined
+from asynckv.types import TensorSpec
 
 __all__ = ("BUSY_BYTES", "PushingBy", "RemoteWriter", "dense", "lendable", "source_of")
 
@@ -69,15 +72,15 @@ async def _copy_of(memory: KVMemory | KVOnGpu, pool: CopyPool) -> torch.Tensor:
 
 
 async def source_of(
-    memory: KVMemory | KVOnGpu, pool: CopyPool, staging: GpuStaging | None
+    memory: KVMemory | KVOnGpu,
+    pool: CopyPool,
+    staging: GpuStaging | None,
+    nbytes: int,
 ) -> Source:
-    """Return what can be sent as it lies: a copy on this side's GPU of what is there
-    and does not ride, if there is ``staging`` with room; else as :func:`lendable`.
+    """Return what can be sent as it lies, of a request of ``nbytes``: what is read on a
+    GPU (see :func:`~asynckv.buffers.gpu_sources.gpu_source`), else as :func:`lendable`.
     """
-    staged = None
-    if staging is not None and not rides(memory.nbytes):
-        staged = await staging.staged(memory)
-    return staged or await lendable(memory, pool)
+    return await gpu_source(memory, staging, nbytes) or await lendable(memory, pool)
 
 
 async def lendable(memory: KVMemory | KVOnGpu, pool: CopyPool) -> KVMemory:
@@ -98,6 +101,13 @@ class PushingBy(OutwardWays, Protocol):
     def staging(self, nbytes: int) -> GpuStaging | None:
         """Return where copies are made of what goes to a peer's GPU, if it may."""
 
+    @property
+    def room(self) -> GpuRoom | None:
+        """Where else what goes there is made, if this side has memory of a GPU."""
+
+
+_OfOne: TypeAlias = Grant | GrantDevices | GrantShared | Retract | Done
+
 
 class _Pushing:
     """One tensor on its way."""
@@ -115,14 +125,17 @@ class _Pushing:
             failed=self.fail,
         )
 
-    def on_frame(self, frame: Grant | GrantDevices | Retract | Done) -> None:
+    def on_frame(self, frame: _OfOne) -> None:
         """The peer has memory for it; or does not need it, or has it on its GPU."""
         self.granted.give(None)
         if isinstance(frame, Grant):
             self.leaving.on_grant()
         elif isinstance(frame, GrantDevices):
             self.leaving.on_grant_devices(frame)
+        elif isinstance(frame, GrantShared):
+            self.leaving.on_grant_shared(frame)
         else:
+            self.leaving.let_go()
             self.end(Done(self._transfer, 0) if isinstance(frame, Done) else None)
 
     def end(self, last: Done | None) -> None:
@@ -143,7 +156,7 @@ class _Pushing:
             self.fail(PeerLost(f"the payload was not sent: {error}"))
 
 
-class RemoteWriter(InsertWriter):
+class RemoteWriter(StagingWriter):
     """Sends each tensor to the buffer at the other end of ``link``.
 
     A streaming entry does not survive its link.
@@ -160,6 +173,9 @@ class RemoteWriter(InsertWriter):
         self._answer: Answer[None] = Answer()
         self._room: Answer[None] = Answer()
         self._pushing: dict[int, _Pushing] = {}
+        self._unread: dict[int, LeavingParts] = {}
+        """Of puts that were cancelled: the peer has not said yet that it is through."""
+        self._waiting = set[Answer[list[StagedTensor]]]()
         frame = Insert(
             entry_id=draft.entry_id,
             transfer=self._transfer,
@@ -182,12 +198,27 @@ class RemoteWriter(InsertWriter):
             raise RuntimeError("the writer was left already")
         with self._declared.putting(name, tensor):
             self._answer.check()
-            staging = self.by.staging(tensor.nbytes)
-            source = await source_of(tensor, self.by.pool, staging)
+            pool, nbytes = self.by.pool, tensor.nbytes
+            memory, staging = pool.catch(tensor), self.by.staging(nbytes)
+            source = await source_of(memory, pool, staging, nbytes)
             try:
+                await until_made([source], pool)
                 await self._push(self._indexes[name], source)
             finally:
                 release_staged([source])
+
+    async def room(self, specs: Sequence[TensorSpec]) -> list[StagedTensor] | None:
+        self._answer.check()
+        least = min((spec.nbytes for spec in specs), default=0)
+        room = None if self.by.staging(least) is None else self.by.room
+        return None if room is None else await room.take(specs, self._waiting)
+
+    async def put_staged(self, name: str, staged: StagedTensor) -> None:
+        if self._is_closed:
+            raise RuntimeError("the writer was left already")
+        with self._declared.putting(name, staged):
+            self._answer.check()
+            await self._push(self._indexes[name], staged)
 
     def check_whole(self) -> None:
         """Refuse to commit what is not whole.
@@ -213,17 +244,22 @@ class RemoteWriter(InsertWriter):
         match frame:
             case Grant(transfer=self._transfer):
                 self._room.give(None)
-            case Grant() | GrantDevices() | Retract() | Done():
+            case Grant() | GrantDevices() | GrantShared() | Retract() | Done():
                 if (pushing := self._pushing.get(frame.transfer)) is not None:
                     pushing.on_frame(frame)
+                elif (leaving := self._unread.pop(frame.transfer, None)) is not None:
+                    leaving.let_go()
             case Accepted():
+                self._let_go()
                 self._answer.give(None)
                 self._room.give(None)
                 for pushing in self._pushing.values():
                     pushing.end(None)  # acknowledged early: nobody needs the rest
             case Cancelled():
+                self._let_go()
                 self._fail(EntryAborted(reason="producer"))
             case _:
+                self._let_go()  # the last word, or the link ends
                 fail_by(frame, "insert", self._fail)
 
     def on_lost(self, error: PeerLost) -> None:
@@ -234,7 +270,9 @@ class RemoteWriter(InsertWriter):
         if self._answer.is_in:
             return  # acknowledged early: nobody needs the rest, nor would grant it
         transfer = self._link.new_transfer()
-        if source.nbytes <= INLINE_NBYTES and not isinstance(source, StagedTensor):
+        if source.nbytes <= INLINE_NBYTES and not isinstance(
+            source, StagedTensor | KVOnGpu
+        ):
             view = joined(memory_of(source))
             digest = b"" if self._link.digest == "off" else digest_of(view)
             push = Push(transfer=transfer, part=part, inline=True, digest=digest)
@@ -255,9 +293,19 @@ class RemoteWriter(InsertWriter):
         finally:
             del self._pushing[transfer]
             pushing.leaving.end()
+            if pushing.leaving.is_read:
+                self._unread[transfer] = pushing.leaving
         if last is not None:
             # Nobody is shown it before: a cancelled put has put nothing.
             self.stream.send(last)
+
+    def _let_go(self) -> None:
+        """The peer is through with all that it was shown."""
+        for leaving in self._unread.values():
+            leaving.let_go()
+        self._unread.clear()
+        for pushing in self._pushing.values():
+            pushing.leaving.let_go()
 
     async def _drained(self) -> None:
         """Wait while a peer that reads slowly has much left to read."""
@@ -270,5 +318,7 @@ class RemoteWriter(InsertWriter):
     def _fail(self, error: Exception) -> None:
         self._answer.fail(error)  # raised by the next put, or by none
         self._room.fail(error)
+        for waiting in self._waiting:
+            waiting.fail(error)
         for pushing in self._pushing.values():
             pushing.fail(error)

@@ -11,6 +11,7 @@ from asynckv.buffers.sending import Sending
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Put
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import bytes_of, spec_of
 
 __all__ = ("begin_put",)
@@ -19,14 +20,14 @@ __all__ = ("begin_put",)
 def begin_put(
     link: Link,
     key: str,
-    source: torch.Tensor | StagedTensor,
+    source: torch.Tensor | StagedTensor | KVOnGpu,
     ways: OutwardWays | None = None,
 ) -> Sending:
-    """Ask for a value to be stored. ``source`` is dense; if it is staged, its bytes
-    are too many to ride. Never waits.
+    """Ask for a value to be stored. ``source`` is dense; if it is read on a GPU, its
+    bytes are too many to ride. Never waits.
     """
     view, inline = memoryview(b""), False
-    if isinstance(source, StagedTensor):
+    if isinstance(source, StagedTensor | KVOnGpu):
         spec = source.spec
     else:
         spec, inline = spec_of(source), source.nbytes <= INLINE_NBYTES

@@ -22,6 +22,7 @@ from asynckv.buffers.consuming import RemoteConsumer
 from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drafts import Draft, make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
+from asynckv.buffers.gpu_sources import until_made
 from asynckv.buffers.gpu_staging import Source, places_of, release_staged
 from asynckv.buffers.handover import check_targets
 from asynckv.buffers.inserting import begin_insert
@@ -91,10 +92,12 @@ class RemoteLookupBuffer(KVLookupBuffer):
             deliveries=deliveries,
         )
         sources: list[Source] = []
-        staging = self._peer.staging(sum(draft.sizes))
+        nbytes = sum(draft.sizes)
+        staging = self._peer.ways.staging(nbytes)
         try:
             for tensor in named.values():
-                sources += [await source_of(tensor, pool, staging)]
+                sources += [await source_of(tensor, pool, staging, nbytes)]
+            await until_made(sources, pool)
             digests = None
             if entry_id is not None:
                 digests = await pool.digest(places_of(sources))
@@ -175,7 +178,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             deliveries=deliveries,
             streaming=True,
         )
-        writer = RemoteWriter(await self._peer.link(), draft, self._peer)
+        writer = RemoteWriter(await self._peer.link(), draft, self._peer.ways)
         try:
             with self._waiting_for_room("open_insert", draft):
                 await writer.granted()
@@ -226,9 +229,18 @@ class RemoteLookupBuffer(KVLookupBuffer):
         self._peer.abort()
 
     @property
+    def sends_from(self) -> str:
+        """The GPU from which what is put goes to the buffer's now, else ``"cpu"``."""
+        memory = self._peer.on_gpu
+        pages = None if memory is None else memory.device_pages
+        if pages is None or not self._peer.ways.lead_to_gpu:
+            return "cpu"
+        return pages.device.name
+
+    @property
     def shows_gpu_memory(self) -> bool:
         """Does a ``drop_select`` read a peer's memory of this side's own GPU now?"""
-        return self._peer.reads_gpu_memory
+        return self._peer.ways.read_gpu_memory
 
     async def _insert(
         self,
@@ -246,7 +258,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         incarnation = ""
         while True:
             link = await self._peer.link(incarnation)
-            inserting = begin_insert(link, draft, sources, digests, self._peer)
+            inserting = begin_insert(link, draft, sources, digests, self._peer.ways)
             with self._waiting_for_room("insert", draft):
                 if await inserting.accepted():
                     return

@@ -13,6 +13,7 @@ import torch
 from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.asking import ANSWER_S, ask
 from asynckv.buffers.getting import Getting
+from asynckv.buffers.gpu_sources import gpu_source, until_made
 from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.buffers.pinning import Pinning
 from asynckv.buffers.pushing import dense
@@ -22,6 +23,7 @@ from asynckv.errors import PeerLost
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Contains, Delete
+from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import check_landing_place
 
 if TYPE_CHECKING:
@@ -56,11 +58,14 @@ class RemoteStoreBuffer(KVStoreBuffer):
         if value is None:
             await self.delete(key)
             return
-        staging = self._peer.staging(value.nbytes)
-        staged = None if staging is None else await staging.staged(value)
-        source = staged or await dense(value, self._peer.pool)
+        pool, nbytes = self._peer.pool, value.nbytes
+        memory = pool.catch(value)
+        staging = self._peer.ways.staging(nbytes, of_store=True)
+        there = await gpu_source(memory, staging, nbytes)
+        source = there or await dense(memory, pool)
         self._putting += 1
         try:
+            await until_made([source], pool)
             await self._put(key, source)
         finally:
             self._putting -= 1
@@ -124,7 +129,9 @@ class RemoteStoreBuffer(KVStoreBuffer):
         """Abort the peer."""
         self._peer.abort()
 
-    async def _put(self, key: str, source: torch.Tensor | StagedTensor) -> None:
+    async def _put(
+        self, key: str, source: torch.Tensor | StagedTensor | KVOnGpu
+    ) -> None:
         """A put that was cut off is made again: the last one counts."""
         who = f"put of {key!r} ({source.nbytes} bytes)"
         room = f"room in the store at {self._peer.url}"
@@ -133,13 +140,13 @@ class RemoteStoreBuffer(KVStoreBuffer):
             link = await self._peer.link(incarnation)
             incarnation = link.peer.incarnation
             with LoggedWait(who, room, "the end of a get or put there"):
-                if await begin_put(link, key, source, self._peer).accepted():
+                if await begin_put(link, key, source, self._peer.ways).accepted():
                     return
 
     async def _get(self, key: str, into: torch.Tensor | None) -> torch.Tensor | None:
         while True:
             link = await self._peer.link()
-            getting = Getting(link, key, into, self._peer.getting_by(link))
+            getting = Getting(link, key, into, self._peer.ways.getting_by(link))
             try:
                 return await getting.value()
             except GpuPathLost as exc:

@@ -8,8 +8,9 @@ before any error reaches the caller.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeAlias
 
 from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
@@ -42,7 +43,11 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done, Riders
 from asynckv.tensors.blocks import KVMemory
 
-__all__ = ("Selecting", "check_key_fits")
+__all__ = ("Lift", "Selecting", "check_key_fits")
+
+Lift: TypeAlias = Callable[[Delivery, Sequence[str]], Awaitable[None]]
+"""Lets some tensors, verified, be where they are wanted. Cancelled, it ends when the
+GPU is done."""
 
 
 class Selecting:
@@ -91,10 +96,11 @@ class Selecting:
         )
         self._stream = link.open_stream(self, frame, key)
 
-    async def delivered(self) -> Delivery:
+    async def delivered(self, lift: Lift | None = None) -> Delivery:
         """Wait for an entry; unless the query streams, for all of it, verified.
 
-        An offer that is retracted meanwhile is forgotten; the wait goes on.
+        An offer that is retracted meanwhile is forgotten; the wait goes on. ``lift`` is
+        given the tensors that have landed while others are still to come.
 
         :raises Exception: what ended the query; ``PeerLost`` if the link did
         """
@@ -104,10 +110,16 @@ class Selecting:
             await self._take_in(delivery)
             if self._error is not None:
                 raise self._error
+            lifted = 0
             while self.delivery is delivery:
                 if self._streams or delivery.is_whole:
                     return delivery
-                await self.changed()
+                names = delivery.landed[lifted:]
+                if lift is not None and names:
+                    lifted += len(names)
+                    await lift(delivery, names)
+                else:
+                    await self.changed()
 
     def changed(self) -> asyncio.Future[None]:
         """Return what is done when a frame has changed something.
@@ -116,7 +128,7 @@ class Selecting:
         """
         if self._error is not None:
             raise self._error
-        return self._watchers.next_change()
+        return self._watchers.next_change(self.link.loop)
 
     def reach(self, delivery: Delivery) -> None:
         """The application has it from now on. Never waits."""
@@ -125,7 +137,8 @@ class Selecting:
     def settle_at_once(self, delivery: Delivery) -> None:
         """Acknowledge verified receipt of a small entry. Never waits."""
         self._stream.send(Took(delivery.offer.token))
-        self._stream.close()
+        if not self.link.is_open:
+            self._stream.close()  # else its last frame has done so
         if delivery.charged_bytes:
             self.release()
 
@@ -210,7 +223,7 @@ class Selecting:
                 self._on_parts(frame, body)
             case Complete(transfer=transfer):
                 if delivery is not None and delivery.offer.transfer == transfer:
-                    delivery.is_complete = True
+                    delivery.has_completed = True
                     if delivery.reception is not None:
                         delivery.reception.expect()
             case Retract(transfer=transfer):
@@ -240,12 +253,15 @@ class Selecting:
     def _fail(self, error: Exception) -> None:
         self._is_answered = True
         self._error = error
+        if self._streams and self.delivery is not None:
+            self.delivery.let_go()  # nothing more is told of, though nobody leaves yet
         self._watchers.wake()
 
     def _on_offer(self, offer: Offer, body: bytes) -> None:
         if self.delivery is not None:
             raise RemoteProtocolError("a second offer, the first one stands")
-        delivery = read_offer(self.link, offer, body, self._reader)
+        reader, by_parts = self._reader, self._streams
+        delivery = read_offer(self.link, offer, body, reader, by_parts=by_parts)
         # What is mapped, and nobody wants any more, is let go.
         if offer.mapped is None or self._error is None:
             self.delivery = delivery
@@ -255,6 +271,7 @@ class Selecting:
 
     def _on_retract(self, delivery: Delivery) -> None:
         self.delivery = None
+        delivery.let_go()
         delivery.uncharge(self._budget)
         if delivery.reception is not None:
             delivery.reception.stop()
@@ -271,8 +288,9 @@ class Selecting:
         """Let its bytes land, or read them where they are."""
         reader = self._reader
         if delivery.offer.inline:
-            delivery.read_inline(on_host(self.targets))
-        elif delivery.mapped is not None and reader is not None:
+            targets = self.targets
+            delivery.read_inline(on_host(targets) if targets else targets)
+        elif delivery.mapped is not None and reader is not None and not self._streams:
             await reader.take(delivery, self.targets, self._budget, self._stands)
         else:
             if self._landing is None:

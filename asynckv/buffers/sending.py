@@ -17,6 +17,7 @@ from asynckv.protocol.frames import (
     Insert,
     Put,
 )
+from asynckv.protocol.ipc_frames import GrantShared
 from asynckv.protocol.payload_frames import Done, Grant
 
 __all__ = ("Sending",)
@@ -96,10 +97,15 @@ class Sending:
             case GrantDevices(transfer=self._transfer):
                 self.may_be_in = True
                 self._leaving.on_grant_devices(frame)
+            case GrantShared(transfer=self._transfer):
+                self.may_be_in = True
+                self._leaving.on_grant_shared(frame)
             case Accepted():
                 self._leaving.end()
+                self._leaving.let_go()
                 self._answer.give(None)
             case _:
+                self._leaving.let_go()  # the last word, or the link ends
                 fail_by(frame, self._request, self._answer.fail)
 
     def on_lost(self, error: PeerLost) -> None:

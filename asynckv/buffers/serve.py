@@ -58,7 +58,9 @@ class _Services:
         self.lookup = self.store = None
         buffers = [buffer for buffer in (lookup, store) if buffer is not None]
         self.devices = DeviceService(
-            *(buffers, link, device_digest), may_use_nccl=may_use_nccl
+            *(buffers, link, device_digest),
+            may_use_nccl=may_use_nccl,
+            map_digest=map_digest,
         )
         if lookup is not None:
             self.lookup = LookupService(lookup, link, kept, self.devices, map_digest)

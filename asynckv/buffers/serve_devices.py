@@ -8,15 +8,18 @@ from collections.abc import Callable, Sequence
 
 from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.in_memory import InMemoryBuffer
+from asynckv.buffers.peer_sources import PeerSources
+from asynckv.buffers.sent_parts import PartsOnGpu
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
-from asynckv.links.requests import LinkStream
+from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.links.sharing import MapDigest
 from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.protocol.frames import OpeningFrame
+from asynckv.protocol.ipc_frames import ShowIpc
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.devices import Device
 
@@ -31,6 +34,9 @@ class DeviceService:
     ``way`` is what connects them from then on, for whatever is sent from here, or put
     into the buffers; ``copies`` are in host memory, for what goes another way.
     ``digest`` is what this side wants to be compared of what goes there.
+
+    ``sources`` are what a peer on the same GPU puts from, and a ``map_digest`` is
+    compared of.
     """
 
     def __init__(
@@ -40,8 +46,10 @@ class DeviceService:
         digest: MapDigest,
         *,
         may_use_nccl: bool,
+        map_digest: MapDigest = "edges",
     ) -> None:
         self.link = link
+        self.sources = PeerSources(buffers, link, map_digest)
         self.way: GpuLink | None = None
         self.copies = HostCopies()
         self._buffers = buffers
@@ -53,12 +61,16 @@ class DeviceService:
 
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
-    ) -> DeviceStream | None:
+    ) -> StreamHandler | None:
         """Begin to open the other end of what the peer opens; return what hears of it.
+
+        Or open what it shows of its own.
 
         :raises ConfigError: this side has no GPU, has two, or is to use none
         :raises RemoteProtocolError: the peer has asked before
         """
+        if isinstance(frame, ShowIpc) and self._may_use_nccl:
+            return self.sources.open(stream, frame)
         if not isinstance(frame, OpenDevices):
             return None
         if self._was_asked:
@@ -79,14 +91,18 @@ class DeviceService:
         task.add_done_callback(self._task_ended)
         return channel
 
-    def arrivals(self, buffer: InMemoryBuffer) -> GpuArrivals | None:
+    def arrivals(self, buffer: InMemoryBuffer) -> PartsOnGpu | None:
         """Return by what one transfer may come into memory of ``buffer``'s GPU.
 
         What is kept has the digest of all its bytes, unless the link has none: an
         entry is known again by it.
         """
         way, pool = self.way, buffer.pool
-        if way is None or not way.is_open or not isinstance(pool, DeviceCopyPool):
+        if not isinstance(pool, DeviceCopyPool):
+            return None
+        if (shared := self.sources.arrivals(buffer, pool)) is not None:
+            return shared
+        if way is None or not way.is_open:
             return None
         return GpuArrivals(way, pool, "off" if self.link.digest == "off" else "full")
 
@@ -121,6 +137,7 @@ class DeviceService:
             await asyncio.wait(set(self._tasks))
         if self.way is not None:
             await self.way.aclose()
+        await self.sources.aclose()
 
     async def _open(
         self, channel: DeviceStream, asked: OpenDevices, device: Device

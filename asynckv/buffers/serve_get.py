@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from asynckv.buffers.gpu_sending import GpuSending
+from asynckv.buffers.hoisting import HostCopy
 from asynckv.buffers.manifest import INLINE_NBYTES, pack
 from asynckv.buffers.serve_mapped import map_value, needs_copies
 from asynckv.buffers.serve_offer import release
@@ -32,6 +33,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.arena import Region
+from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import TensorSpec
@@ -143,8 +145,11 @@ class ServedGet:
         else:
             self._send_bytes(region.memory())
 
-    def _send_copy(self, copy: memoryview) -> None:
-        if rides(copy.nbytes):
+    def _send_copy(self, copy: HostCopy) -> None:
+        if isinstance(copy, Feed):
+            feed, digest = self._service.link.payload.feed, self._pinned.digest or None
+            feed(self._transfer, 0, copy, self._sent, digest=digest)
+        elif rides(copy.nbytes):
             self._riding = RidingParts(self._service.link, self._stream, self._transfer)
             digest = self._pinned.digest or None
             self._riding.add(0, copy.nbytes, lambda: copy, digest)

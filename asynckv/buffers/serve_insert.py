@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from asynckv.buffers.admission import Landed
-from asynckv.buffers.arriving_parts import ArrivingParts
+from asynckv.buffers.arriving_parts import ArrivingParts, hear_arriving
 from asynckv.buffers.contents import check_names
 from asynckv.buffers.drafts import Draft
 from asynckv.buffers.entries import StoredEntry
@@ -18,19 +18,15 @@ from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import (
     AsyncKVError,
     PeerLost,
-    RemoteProtocolError,
 )
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Accepted,
-    Cancel,
     Cancelled,
     Frame,
     Insert,
 )
-from asynckv.protocol.payload_frames import Done, Riders
 from asynckv.tensors.arena import Region
 from asynckv.types import TensorSpec
 
@@ -115,13 +111,7 @@ class ServedInsert:
             await self._arriving.quiesce()
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
-        match frame:
-            case Cancel():
-                self._task.cancel()
-            case Done() | Riders() | SentDevices() if self._arriving is not None:
-                self._arriving.on_frame(frame, body)
-            case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+        hear_arriving(self._task, self._arriving, frame, body)
 
     def on_lost(self, error: PeerLost) -> None:
         self._task.cancel()

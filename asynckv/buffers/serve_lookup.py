@@ -112,7 +112,7 @@ class LookupService:
         self.predecessors: tuple[LookupService, ...] = ()
         self.is_leaving = False
         self._charged_bytes = 0
-        self.hoisting = Hoisting(buffer.pool, devices.copies)
+        self.hoisting = Hoisting(buffer.pool, devices.copies, link.payload.feeds)
         self.staging = Staging(buffer.pool, buffer.stage, map_digest)
         self._inserts: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -212,8 +212,10 @@ class LookupService:
     def may_charge(self, nbytes: int) -> bool:
         """Can the peer's receive bound, and ours, take bytes that have no room?"""
         bound = self.link.peer_limits.max_receive_bytes
-        book = self.buffer.ledger.book
-        return self._charged_bytes + nbytes <= bound and book.may_place_outside(nbytes)
+        memory = self.buffer.ledger.book.memory
+        return self._charged_bytes + nbytes <= bound and memory.may_place_outside(
+            nbytes
+        )
 
     def charge(self, nbytes: int) -> None:
         """Charge the peer for such bytes; a negative number gives back."""

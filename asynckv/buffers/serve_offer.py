@@ -13,9 +13,12 @@ from typing import TypeAlias
 import msgspec
 
 from asynckv.buffers.entries import Lease, StoredEntry
-from asynckv.buffers.gpu_sending import DigestPart, GpuSending
+from asynckv.buffers.gpu_sending import GpuSending
+from asynckv.buffers.hoisting import HostCopy
 from asynckv.buffers.manifest import check_body
 from asynckv.buffers.serve_mapped import can_be_mapped, map_entry
+from asynckv.buffers.serve_shown import ShownSending, show_parts
+from asynckv.buffers.telling import DigestPart
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
@@ -29,7 +32,9 @@ from asynckv.protocol.frames import (
     Retract,
 )
 from asynckv.protocol.payload_frames import Done
+from asynckv.protocol.values import MappedOffer
 from asynckv.tensors.arena import Region
+from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import TensorSpec
@@ -37,11 +42,12 @@ from asynckv.types import TensorSpec
 __all__ = ("Hoist", "Offering", "make_offer", "may_begin", "release")
 
 Hoist: TypeAlias = Callable[
-    [Region, TensorSpec, Callable[[memoryview], None]], "asyncio.Task[None]"
+    [Region, TensorSpec, Callable[[HostCopy], None]], "asyncio.Task[None]"
 ]
-"""Copies one part to host memory, off the loop, then calls back with the copy.
+"""Copies one part to host memory, off the loop, and calls back with the copy: when it
+is whole, or with a feed when it has begun.
 
-Cancelled, it does not call back.
+Cancelled, it does not call back any more, and a feed is fed no further.
 """
 
 
@@ -67,39 +73,34 @@ def make_offer(
     *,
     hoist: Hoist | None = None,
     copies: Sequence[SlabRegion] = (),
+    reader: MapHolder | None = None,
 ) -> Offering:
     """Offer what was leased, with its bytes if they are small and all there.
 
     With a ``holder`` who has mapped them, or ``copies`` of what is on a GPU, it is told
-    where they lie. ``hoist`` brings what is on a GPU to the host, for lanes. The copies
-    are released when the delivery ends.
+    where they lie; the ``reader`` of a stream, where parts will lie as they come.
+    ``hoist`` brings what is on a GPU to the host, for lanes. The copies are released
+    when the delivery ends.
 
     :raises EntryTooLarge: its tokens, roi and names do not fit in a frame
     """
     entry = lease.entry
-    regions = entry.regions[: len(entry.parts)]
-    # Not even what is small has bytes at hand that lie on a GPU.
-    is_at_hand = not any(region.is_on_device for region in regions)
-    inline = entry.complete and entry.is_small and is_at_hand
-    body = entry.preamble()
-    pin = mapped = None
-    if inline:
-        pieces = [_read(region) for region in regions]
-        body = b"".join((body, *pieces))
-    elif holder is not None and entry.complete and can_be_mapped(entry, holder):
-        if (shown := map_entry(entry, holder, copies)) is not None:
-            pin, mapped, places = shown
-            body += places
+    body, inline, shown = _body_of(link, entry, holder, copies, reader)
+    pin, mapped = (None, None) if shown is None else shown
     try:
         check_body(link.limits.max_body_bytes, body)
     except BaseException:
-        if holder is not None and pin is not None:
-            holder.unpin(pin.number)
+        keeper = holder if reader is None else reader
+        if keeper is not None and pin is not None:
+            keeper.unpin(pin.number)
         release(copies)
         raise
-    transfer = link.new_transfer()
     offering = Offering(
-        link, stream, entry, transfer, pin=pin, hoist=hoist, copies=copies
+        *(link, stream, entry, link.new_transfer()),
+        pin=pin,
+        reader=reader if pin is not None else None,
+        hoist=hoist,
+        copies=copies,
     )
     offer = Offer(
         transfer=offering.transfer,
@@ -115,10 +116,33 @@ def make_offer(
     return offering
 
 
+def _body_of(
+    link: Link,
+    entry: StoredEntry,
+    holder: MapHolder | None,
+    copies: Sequence[SlabRegion],
+    reader: MapHolder | None,
+) -> tuple[bytes, bool, tuple[Pin, MappedOffer] | None]:
+    """Return what an offer says, whether the bytes are in it, and what was pinned."""
+    body, shown = entry.preamble(), None
+    if entry.complete and entry.is_small and (pieces := _pieces(entry, body)):
+        return b"".join(pieces), True, None
+    if reader is not None:
+        # What fits in a frame without its places is not kept back by them.
+        shown = show_parts(entry, reader, link.limits.max_body_bytes - len(body))
+    elif holder is not None and entry.complete and can_be_mapped(entry, holder):
+        shown = map_entry(entry, holder, copies)
+    if shown is None:
+        return body, False, None
+    pin, mapped, places = shown
+    return body + places, False, (pin, mapped)
+
+
 class Offering(msgspec.Struct, eq=False):
     """An offer that has left. Its parts follow once the peer grants them memory.
 
-    If it has a ``pin``, they are the peer's to read already.
+    If it has a ``pin``, they are the peer's to read already; or, if that is the
+    ``reader`` of a stream, once it is told of each.
     """
 
     link: Link
@@ -127,21 +151,25 @@ class Offering(msgspec.Struct, eq=False):
     transfer: int
     is_granted: bool = False
     pin: Pin | None = None
+    reader: MapHolder | None = None
     hoist: Hoist | None = None
     copies: Sequence[SlabRegion] = ()
     _riding: RidingParts | None = None
-    _hoisted: list[asyncio.Task[None]] = msgspec.field(default_factory=list)
-    _by_gpu: GpuSending | None = None
+    _hoisted: list[asyncio.Task[None]] = []
+    _by_gpu: GpuSending | ShownSending | None = None
 
-    def grant(self, transfer: int, by_gpu: GpuSending | None = None) -> None:
+    def grant(
+        self, transfer: int, by_gpu: GpuSending | ShownSending | None = None
+    ) -> None:
         """The peer's memory is ready: send what has landed."""
-        if self.pin is not None:
+        if self.pin is not None and self.reader is None:
             raise RemoteProtocolError("a Grant for what lies in mapped memory")
         if transfer == self.transfer and not self.is_granted:
             self.is_granted = True
             self._by_gpu = by_gpu
             for index in self.entry.landed:
-                self._send(index)
+                if self.is_granted:  # one that cannot be sent may end it all
+                    self._send(index)
 
     def grant_devices(
         self, frame: GrantDevices, way: GpuLink, digest_part: DigestPart
@@ -174,7 +202,8 @@ class Offering(msgspec.Struct, eq=False):
                 self._riding.stop()
         for task in self._hoisted:
             task.cancel()
-        release(self.copies)
+        if self.copies:
+            release(self.copies)
 
     def _send(self, index: int) -> None:
         part = self.entry.parts[index]
@@ -190,9 +219,13 @@ class Offering(msgspec.Struct, eq=False):
             read = partial(_read, region)
             self._send_bytes(index, region.nbytes, read, region.memory)
 
-    def _send_copy(self, index: int, copy: memoryview) -> None:
-        """A copy in host memory is there; it is let go when it was sent."""
-        self._send_bytes(index, copy.nbytes, lambda: copy, lambda: copy)
+    def _send_copy(self, index: int, copy: HostCopy) -> None:
+        """A copy in host memory is there, or begins to be: let go when it was sent."""
+        if isinstance(copy, Feed):
+            feed, digest = self.link.payload.feed, self._digest_of(index)
+            feed(self.transfer, index, copy, self._sent(index), digest=digest)
+        else:
+            self._send_bytes(index, copy.nbytes, lambda: copy, lambda: copy)
 
     def _send_bytes(
         self,
@@ -201,25 +234,46 @@ class Offering(msgspec.Struct, eq=False):
         read: Callable[[], memoryview],
         memory: Callable[[], Memory],
     ) -> None:
-        transfer, stream = self.transfer, self.stream
-        digest = self.entry.parts[index].digest or None
+        digest = self._digest_of(index)
         if rides(nbytes):
             if self._riding is None:
-                self._riding = RidingParts(self.link, stream, transfer)
+                self._riding = RidingParts(self.link, self.stream, self.transfer)
             self._riding.add(index, nbytes, read, digest)
-            return
+        else:
+            send, sent = self.link.payload.send, self._sent(index)
+            send(self.transfer, index, memory(), sent, digest=digest)
+
+    def _digest_of(self, index: int) -> bytes | None:
+        return self.entry.parts[index].digest or None
+
+    def _sent(self, index: int) -> Callable[[bytes, BaseException | None], None]:
+        transfer, stream = self.transfer, self.stream
 
         def sent(digest: bytes, error: BaseException | None) -> None:
             if error is None:
                 stream.send(Done(transfer, index, digest))
 
-        self.link.payload.send(transfer, index, memory(), sent, digest=digest)
+        return sent
 
 
 def release(copies: Iterable[SlabRegion]) -> None:
     """Give back what was copied for one delivery, but for what the peer has of it."""
     for copy in copies:
         copy.release()
+
+
+def _pieces(entry: StoredEntry, preamble: bytes) -> list[bytes | memoryview] | None:
+    """Return all that rides with the offer of a small entry, if all is at hand.
+
+    Not even what is small has bytes at hand that lie on a GPU.
+    """
+    pieces: list[bytes | memoryview] = [preamble]
+    for part in entry.parts:
+        region = part.region
+        if region is None or region.is_on_device:
+            return None
+        pieces.append(_read(region))
+    return pieces
 
 
 def _read(region: Region) -> memoryview:

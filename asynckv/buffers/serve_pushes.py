@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asynckv.buffers.entries import StoredEntry
-from asynckv.buffers.part_landing import PartLanding, lift_landed, on_gpu
+from asynckv.buffers.part_landing import PartLanding, on_gpu
+from asynckv.buffers.part_lifts import PartLifts
 from asynckv.buffers.pushed import Pushed, PushedByGpu, PushedByHost
-from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, RemoteProtocolError
+from asynckv.buffers.sent_parts import SentOnGpu
+from asynckv.buffers.silence import Silence
+from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Push,
@@ -24,10 +26,7 @@ from asynckv.tensors.arena import Region
 if TYPE_CHECKING:
     from asynckv.buffers.serve_lookup import LookupService
 
-__all__ = ("SILENCE_S", "ServedPushes")
-
-SILENCE_S: Final = 30.0
-"""A writer that puts nothing for as long, on a live link, has failed."""
+__all__ = ("ServedPushes",)
 
 
 class _Writer(Protocol):
@@ -43,8 +42,7 @@ class _Writer(Protocol):
 class ServedPushes:
     """The parts of ``entry`` on their way into its memory, each granted.
 
-    Also judges whether the writer has fallen silent, from the beginning until
-    :meth:`quiesce`.
+    Its ``silence`` listens to the writer from the beginning until :meth:`quiesce`.
     """
 
     def __init__(
@@ -62,21 +60,16 @@ class ServedPushes:
         self._retracted: dict[int, list[Pushed]] = {}
         self._to_grant: set[int] = set()
         self._verified: set[int] = set()
-        self._lifting: dict[int, asyncio.Task[None]] = {}
+        self._lifts = PartLifts(service, entry, self.is_in, self.failed)
         self._has_ended = False
-        self._landed_bytes: dict[int, int] = {}
-        self._silence = self._listen()
+        self.silence = Silence(
+            self._landed_bytes, self.failed, is_working=self._is_working
+        )
 
     @property
     def are_whole(self) -> bool:
         """Every part is in, or is not needed any more."""
         return len(self._verified) == len(self.entry.parts)
-
-    def hear(self) -> None:
-        """The writer is alive."""
-        self._silence.cancel()
-        if not self._has_ended:
-            self._silence = self._listen()
 
     def on_push(self, frame: Push, body: bytes) -> None:
         """A tensor follows, or has come along.
@@ -86,7 +79,7 @@ class ServedPushes:
         if frame.part >= len(self.entry.parts):
             raise RemoteProtocolError("a tensor was pushed that was never declared")
         coming = any(pushed.index == frame.part for pushed in self._coming.values())
-        if coming or frame.part in self._verified or frame.part in self._lifting:
+        if coming or frame.part in self._verified or frame.part in self._lifts:
             raise RemoteProtocolError("a tensor was pushed twice")
         region = self.entry.parts[frame.part].region
         if region is None:  # the entry has left
@@ -109,33 +102,34 @@ class ServedPushes:
         if pushed is not None:
             pushed.on_done(frame)
 
-    def on_sent_devices(self, frame: SentDevices) -> None:
-        """The last byte of a part was sent from GPU to GPU; else as :meth:`on_done`."""
+    def on_sent(self, frame: SentOnGpu) -> None:
+        """A part was sent from GPU to GPU, or lies there; else as :meth:`on_done`."""
         pushed = self._coming.get(frame.transfer)
         if pushed is not None:
-            pushed.on_sent_devices(frame)
+            pushed.on_sent(frame)
 
     def on_retract(self, transfer: int) -> None:
         """The push is void; the same part may be pushed again."""
         self._to_grant.discard(transfer)
         pushed = self._coming.get(transfer)
-        if pushed is not None and pushed.index not in self._lifting:
+        if pushed is not None and pushed.index not in self._lifts:
             del self._coming[transfer]
             pushed.reception.stop()
             self._retracted.setdefault(pushed.index, []).append(pushed)
+            if pushed.is_read_there:
+                self._service.run(self._let_go_of(pushed), "end of a push")
 
     def verified(self, index: int, digest: bytes, landing: PartLanding) -> None:
         """One part is whole, and its bytes are those that were sent."""
-        self.hear()
+        self.silence.hear()
         if landing.is_to_be_lifted:
-            lifting = self._lift(index, digest, landing)
-            self._lifting[index] = self._service.run(lifting, "copy to a GPU")
+            self._lifts.begin(index, digest, landing)
         else:
             self.is_in(index, digest)
 
     def came_by_gpu(self, transfer: int) -> None:
         """One part is verified, where it belongs: the writer may say so."""
-        self.hear()
+        self.silence.hear()
         self._stream.send(Done(transfer, 0))
 
     def lost_way(self, pushed: Pushed, lost: GpuPathLost) -> None:
@@ -149,19 +143,17 @@ class ServedPushes:
     async def quiesce(self) -> None:
         """Listen no more, and wait until no thread touches the entry's memory."""
         self._has_ended = True
-        self._silence.cancel()
+        self.silence.stop()
         every = [*self._coming.values()]
         for retracted in self._retracted.values():
             every += retracted
         receptions = [pushed.reception for pushed in every]
-        for reception in receptions:  # all of them, also if the wait is cancelled
-            reception.stop()
-        for task in self._lifting.values():
-            task.cancel()
         for reception in receptions:
-            await reception.quiesce()
-        for task in self._lifting.values():
-            await wait_shielded(task)
+            reception.stop()
+        lifting = self._lifts.cancel()
+        quiet = [reception.quiesce() for reception in receptions]
+        # All of them, however often the wait is cancelled: the writer is told then.
+        await wait_shielded(asyncio.gather(*quiet, *lifting, return_exceptions=True))
 
     def _take_inline(self, frame: Push, body: bytes, region: Region) -> None:
         if len(body) != region.nbytes:
@@ -170,7 +162,7 @@ class ServedPushes:
         if frame.digest and frame.digest != digest:
             self.failed(ChecksumError("a pushed tensor changed on its way"))
             return
-        landing = self._landing(frame.part, region)
+        landing = self._lifts.landing(frame.part, region)
         landing.fill(memoryview(body))
         self.verified(frame.part, digest, landing)
 
@@ -184,7 +176,7 @@ class ServedPushes:
             place = on_gpu(region, self.entry.parts[frame.part].spec)
             pushed = PushedByGpu(self, frame, link, place, by_gpu)
         else:
-            landing = self._landing(frame.part, region)
+            landing = self._lifts.landing(frame.part, region)
             pushed = PushedByHost(self, frame, link, landing, is_again=again)
         self._coming[frame.transfer] = pushed
         pushed.reception.begin()
@@ -217,24 +209,15 @@ class ServedPushes:
         else:
             self.failed(GPUFailed(lost.message))
 
+    async def _let_go_of(self, pushed: Pushed) -> None:
+        """Tell the writer once nothing reads any more what it has taken back."""
+        await pushed.quiesce()
+        self._stream.send(Retract(pushed.frame.transfer))
+
     def _let_go(self, frame: Push) -> None:
         self._stream.send(Retract(frame.transfer))
         self._verified.add(frame.part)
         self._writer.pushed(self)
-
-    def _landing(self, index: int, region: Region) -> PartLanding:
-        pool = self._service.buffer.pool
-        return PartLanding(region, self.entry.parts[index].spec, pool)
-
-    async def _lift(self, index: int, digest: bytes, landing: PartLanding) -> None:
-        """Bring a part to the GPU that it is to be on."""
-        try:
-            if self.entry.parts[index].region is not None:  # else it has left
-                await lift_landed([landing], [digest], self._service.buffer.pool)
-        except Exception as exc:  # noqa: BLE001 - the writer is told
-            self.failed(exc)
-        else:
-            self.is_in(index, digest)
 
     def is_in(self, index: int, digest: bytes) -> None:
         """One part is in, for whoever consumes the entry."""
@@ -242,14 +225,10 @@ class ServedPushes:
         self._service.buffer.ledger.landed(self.entry, index, digest)
         self._writer.pushed(self)
 
-    def _listen(self) -> asyncio.TimerHandle:
-        return self._service.loop.call_later(SILENCE_S, self._fall_silent)
+    def _is_working(self) -> bool:
+        """Is it this side that the parts wait for?"""
+        coming = self._coming.values()
+        return self._lifts.are_working or any(one.is_worked_at for one in coming)
 
-    def _fall_silent(self) -> None:
-        landed = {number: one.landed_bytes for number, one in self._coming.items()}
-        if landed != self._landed_bytes and any(landed.values()):
-            self._landed_bytes = landed
-            self.hear()  # a tensor is slow, but it comes
-            return
-        message = f"no tensor came for {SILENCE_S:.0f} s"
-        self.failed(EntryAborted(message, reason="producer"))
+    def _landed_bytes(self) -> dict[int, int]:
+        return {number: one.landed_bytes for number, one in self._coming.items()}

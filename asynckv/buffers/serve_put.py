@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asynckv.buffers.arriving_parts import ArrivingParts
+from asynckv.buffers.arriving_parts import ArrivingParts, hear_arriving
 from asynckv.buffers.part_landing import PartLanding, lift_landed
 from asynckv.buffers.serve_insert import answer
 from asynckv.buffers.store_ledger import PendingPut
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Cancel, Frame, Put
-from asynckv.protocol.payload_frames import Done, Riders
+from asynckv.protocol.frames import Frame, Put
 from asynckv.tensors.views import dtype_of
 
 if TYPE_CHECKING:
@@ -50,13 +48,7 @@ class ServedPut:
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
-        match frame:
-            case Cancel():
-                self._task.cancel()
-            case Done() | Riders() | SentDevices() if self._arriving is not None:
-                self._arriving.on_frame(frame, body)
-            case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+        hear_arriving(self._task, self._arriving, frame, body)
 
     def on_lost(self, error: PeerLost) -> None:
         self._task.cancel()

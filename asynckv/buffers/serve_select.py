@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from asynckv.buffers.entries import Lease, Waiter
+from asynckv.buffers.hoisting import HostCopy
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.serve_mapped import can_be_mapped, needs_copies
 from asynckv.buffers.serve_offer import Offering, make_offer, may_begin, release
+from asynckv.buffers.serve_shown import ShownSending, reads_gpu
 from asynckv.buffers.staging import Original
+from asynckv.buffers.telling import Telling
 from asynckv.errors import (
     BufferClosed,
     EntryAborted,
@@ -41,6 +44,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
+from asynckv.protocol.handshake import strictest
 from asynckv.protocol.payload_frames import Grant
 from asynckv.tensors.arena import Region
 from asynckv.tensors.slab_regions import SlabRegion
@@ -226,20 +230,34 @@ class ServedSelect(msgspec.Struct, eq=False):
             release(copies)  # the peer has left its mapping, or has too many pins
             copies = None
         link, stream, hoist = self.payer.link, self._stream, self._hoist
+        reader = self.payer.showing.holder if self.streams else None
         try:
             self._offering = make_offer(
-                *(link, stream, lease, holder), hoist=hoist, copies=copies or ()
+                *(link, stream, lease, holder),
+                hoist=hoist,
+                copies=copies or (),
+                reader=reader,
             )
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.
             self.payer.loop.call_soon(self._fail, exc)
 
     def _grant_devices(self, frame: GrantDevices) -> None:
-        way = self.payer.devices.way
-        if way is None:
+        offering, showing = self._offering, self.payer.showing
+        way, transfer = self.payer.devices.way, frame.transfer
+        if way is None and not reads_gpu(showing.holder):
             raise RemoteProtocolError("a grant of memory that nothing leads to")
-        if self._offering is not None:
-            self._offering.grant_devices(frame, way, self._digest_part)
+        if offering is None or offering.transfer != transfer:
+            return
+        if offering.reader is not None:
+            kind = strictest(showing.digest, frame.kind)
+            told = Telling(self._stream, transfer, kind, self._digest_part)
+            shown = ShownSending(offering.reader, told, self._fail)
+            offering.grant(transfer, shown)
+        elif way is not None:
+            offering.grant_devices(frame, way, self._digest_part)
+        else:
+            raise RemoteProtocolError("a grant of what was not shown")
 
     def _digest_part(
         self, region: Region, spec: TensorSpec, told: Callable[[bytes], None]
@@ -248,7 +266,7 @@ class ServedSelect(msgspec.Struct, eq=False):
         return self.payer.run(digesting, "digest of what came without one")
 
     def _hoist(
-        self, region: Region, spec: TensorSpec, copied: Callable[[memoryview], None]
+        self, region: Region, spec: TensorSpec, copied: Callable[[HostCopy], None]
     ) -> asyncio.Task[None]:
         hoisting = self.payer.hoisting.hoist(region, spec, copied, self._fail)
         return self.payer.run(hoisting, "copy from a GPU")

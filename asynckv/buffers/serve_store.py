@@ -50,7 +50,7 @@ class StoreService:
         self.kept = kept
         self.devices = devices
         self.showing = Showing(link, buffer.sharing, map_digest, buffer.stage)
-        self.hoisting = Hoisting(buffer.pool, devices.copies)
+        self.hoisting = Hoisting(buffer.pool, devices.copies, link.payload.feeds)
         self.staging = Staging(buffer.pool, buffer.stage, map_digest)
         self.loop = asyncio.get_running_loop()
         self.is_leaving = False

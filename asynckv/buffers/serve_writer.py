@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from asynckv.buffers.entries import EntryState
+from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.buffers.manifest import unpack
 from asynckv.buffers.serve_insert import answer, draft_of, kept_nbytes
 from asynckv.buffers.serve_pushes import ServedPushes
@@ -20,6 +20,7 @@ from asynckv.protocol.frames import (
     Push,
     Retract,
 )
+from asynckv.protocol.ipc_frames import SentShared
 from asynckv.protocol.payload_frames import Done, Grant
 
 if TYPE_CHECKING:
@@ -55,14 +56,14 @@ class ServedWriter:
         if pushes is None:
             name = type(frame).__name__
             raise RemoteProtocolError(f"a {name} came for what was never granted")
-        pushes.hear()
+        pushes.silence.hear()
         match frame:
             case Push():
                 pushes.on_push(frame, body)
             case Done():
                 pushes.on_done(frame)
-            case SentDevices():
-                pushes.on_sent_devices(frame)
+            case SentDevices() | SentShared():
+                pushes.on_sent(frame)
             case Retract(transfer=transfer):
                 pushes.on_retract(transfer)
             case Commit():
@@ -96,7 +97,8 @@ class ServedWriter:
     async def _run(self) -> None:
         admission = self._service.buffer.admission
         entry = await admission.begin(self._draft)
-        self._pushes = ServedPushes(self._service, self._stream, entry, self)
+        pushes = ServedPushes(self._service, self._stream, entry, self)
+        self._pushes = pushes
         try:
             self._stream.send(Grant(self._frame.transfer))
             await self._ended
@@ -105,5 +107,12 @@ class ServedWriter:
             raise
         finally:
             self._ended.cancel()
-            await self._pushes.quiesce()
+            await self._quiet(entry, pushes)
         await admission.finish(entry)
+
+    async def _quiet(self, entry: StoredEntry, pushes: ServedPushes) -> None:
+        try:
+            await pushes.quiesce()
+        except BaseException:  # a Cancel behind the Commit: nobody else would end it
+            self._service.buffer.admission.abort(entry)
+            raise

@@ -41,7 +41,7 @@ class Showing:
         self.holder: MapHolder | None = None
         self._sharing = sharing
         self._mapped = sharing if stage is None else stage.sharing
-        self._digest: MapDigest = digest
+        self.digest: MapDigest = digest
         self._asked: frozenset[type[Frame]] = frozenset()
 
     def open(self, stream: LinkStream, asked: OpensMemory) -> StreamHandler:
@@ -63,7 +63,7 @@ class Showing:
     def _invite(self) -> tuple[MapHolder, Mappable]:
         found = None
         if self.link.may_map:
-            found = self._mapped.invite(self.link, self._digest)
+            found = self._mapped.invite(self.link, self.digest)
         if found is None:
             raise ConfigError("this side has no memory that could be mapped")
         return found
@@ -72,7 +72,7 @@ class Showing:
         link, found = self.link, None
         # A handle is all that a process of this host needs, to write there too.
         if link.may_map and link.own_host == link.peer_host:
-            found = self._sharing.export(link, uuid, self._digest)
+            found = self._sharing.export(link, uuid, self.digest)
         if found is None:
             raise ConfigError("this side has no memory of that GPU to show")
         return found

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from asynckv.buffers.stage import Stage
 from asynckv.errors import ChecksumError
 from asynckv.links.sharing import MapDigest
+from asynckv.shielding import clear_all_frames
 from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.slab_regions import SlabRegion
@@ -66,7 +66,7 @@ class Staging:
             copies = None
         except Exception as exc:
             # Whatever it is: who waits for the bytes would wait for ever.
-            traceback.clear_frames(exc.__traceback__)  # they keep the GPU's memory
+            clear_all_frames(exc)  # they keep the GPU's memory
             logger.exception("an entry cannot be read from its GPU")
             failed(exc)
         finally:

@@ -35,8 +35,10 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     @property
     def nbytes(self) -> int:
         """About what it costs to remember it; an entry's id is 256 bytes at most."""
-        each = len(self.tokens) + len(self.consumers)
-        return _NBYTES + _NBYTES_EACH * each + sum(map(len, self.consumers))
+        nbytes = _NBYTES + _NBYTES_EACH * len(self.tokens)
+        for consumer in self.consumers:
+            nbytes += _NBYTES_EACH + len(consumer)
+        return nbytes
 
 
 class Tombstones:

@@ -78,8 +78,8 @@ class KeptBytes:
 
         :raises Overloaded: it cannot be kept; nothing was charged
         """
+        whole = self._whole
         if not self.fits(nbytes):
-            whole = self._whole
             whole.refused += 1
             raise Overloaded(
                 f"the requests of this link keep {self._used_bytes} bytes at the "
@@ -88,7 +88,7 @@ class KeptBytes:
                 f"{whole.max_bytes}"
             )
         self._used_bytes += nbytes
-        self._whole.used_bytes += nbytes
+        whole.used_bytes += nbytes
 
     def give(self, nbytes: int) -> None:
         """The request is over."""

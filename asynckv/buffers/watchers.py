@@ -19,9 +19,10 @@ class Watchers:
         self._first: asyncio.Future[None] | None = None
         self._others: list[asyncio.Future[None]] | None = None
 
-    def next_change(self) -> asyncio.Future[None]:
+    def next_change(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
         """Return what is done when the object has changed; look at it then."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # The loop is known to who waits; asked of asyncio it costs a system call.
+        future: asyncio.Future[None] = loop.create_future()
         if self._first is None:
             self._first = future
         elif self._others is None:
@@ -36,6 +37,8 @@ class Watchers:
         if first is None:
             return  # nor is there any other
         self._first = self._others = None
-        for future in (first, *(others or ())):
+        if not first.done():
+            first.set_result(None)
+        for future in others or ():
             if not future.done():
                 future.set_result(None)

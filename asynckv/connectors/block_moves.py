@@ -1,4 +1,4 @@
-"""From the blocks of registered caches to tensors of the host and back.
+"""From the blocks of registered caches to memory of the host or their GPU, and back.
 
 Wherever the caches are. On a GPU what is read is what the engine's stream had been
 given to compute, and nothing is written that it may still read.
@@ -6,6 +6,7 @@ given to compute, and nothing is written that it may still read.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Final
@@ -13,9 +14,10 @@ from typing import Final
 import torch
 
 from asynckv.connectors.caches import PagedCaches
+from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.cuda import Event
+from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.gpu_pools import GpuPools, gpu_mark
 from asynckv.tensors.on_gpu import at_once
@@ -41,6 +43,7 @@ class BlockMoves:
         pools = [one for layer in caches.layers for one in caches.pools(layer)]
         self._gpu = GpuPools(pools, pool.stagings) if caches.is_on_gpu else None
         self._any_pool = pools[0]
+        self._is_open = False
 
     def close(self) -> None:
         """Let the thread that looks at streams end; the pool is its owner's."""
@@ -112,6 +115,29 @@ class BlockMoves:
         copied = dict(zip(found, copies, strict=True))
         return [copied.get(at, one) for at, one in enumerate(tensors)]
 
+    async def open(self) -> None:
+        """Have ready what a GPU takes its time for: kernels, and memory for them.
+
+        CUDA may keep who allocates waiting for an operation that waits for a peer. A
+        cancelled call leaves it to the first gathering.
+
+        :raises GPUFailed: CUDA failed
+        :raises GPUUnavailable: CuPy or a driver is missing
+        """
+        if self._gpu is not None and len(self._any_pool):
+            block = KVBlocks(self._any_pool, (0,))
+            await self.gather([block], [empty_tensor(block.spec)], None)
+        self._is_open = True
+
+    async def open_if_possible(self) -> None:
+        """As :meth:`open`, once; what fails is for a transfer to say.
+
+        A cancelled call leaves it to the next one.
+        """
+        if not self._is_open:
+            with contextlib.suppress(GPUFailed, GPUUnavailable):
+                await self.open()
+
     async def gather(
         self,
         sources: Sequence[KVBlocks],
@@ -129,6 +155,23 @@ class BlockMoves:
             await self.pool.copy(sources, targets, digest=False)
             return
         await self.reached(mark)
+        make = functools.partial(self._gpu.gathering, sources, targets)
+        await self.pool.make_and_run(make)
+
+    async def gather_there(
+        self, sources: Sequence[KVBlocks], targets: Sequence[DeviceMemory]
+    ) -> None:
+        """Copy blocks, as they are now, into plain memory of their GPU, that is ready.
+
+        It is there on return. A cancelled call, or one that fails, ends when no block
+        is read any more.
+
+        :raises ValueError: a target is on another GPU, or not as long as its blocks
+        :raises GPUFailed: CUDA failed
+        :raises GPUUnavailable: CuPy or a driver is missing
+        """
+        if self._gpu is None:
+            raise ValueError("these blocks are on no GPU")
         make = functools.partial(self._gpu.gathering, sources, targets)
         await self.pool.make_and_run(make)
 

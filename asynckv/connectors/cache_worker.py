@@ -1,17 +1,26 @@
-"""What workers have in common: the caches of one rank, and the GPU that they are on."""
+"""What workers have in common: the caches of one rank, and what moves its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
+import anyio
 import torch
 
-from asynckv.abc import KVConnectorWorker, SupportsCrossLayerCaches, SupportsStreams
+from asynckv.abc import (
+    KVConnectorWorker,
+    KVTransferResults,
+    SupportsCrossLayerCaches,
+    SupportsStreams,
+)
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.transfers import Transfers
 from asynckv.loops import LoopBound
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
@@ -21,10 +30,29 @@ from asynckv.tensors.stagings import Stagings
 __all__ = ("CacheWorker",)
 
 
+class _Way(Protocol):
+    """What leads to other processes."""
+
+    async def aclose(self) -> None:
+        """Say goodbye."""
+
+    def abort(self) -> None:
+        """Hang up. Never waits."""
+
+
 class CacheWorker(
     LoopBound, KVConnectorWorker, SupportsCrossLayerCaches, SupportsStreams
 ):
     """The parent of the workers that move blocks of registered caches themselves."""
+
+    @abstractmethod
+    def begin_to_wait(self) -> Coroutine[Any, Any, None]:
+        """As ``wait_for_save``, of the step that is now, whenever it is awaited."""
+
+    @property
+    @abstractmethod
+    def _way(self) -> _Way:
+        """What is closed when no transfer is under way any more."""
 
     def __init__(
         self,
@@ -41,6 +69,7 @@ class CacheWorker(
         self._device = device
         self._pool = CopyPool(stagings=stagings)
         self._moves: BlockMoves | None = None
+        self._transfers = Transfers()
 
     def register_kv_caches(
         self,
@@ -64,6 +93,39 @@ class CacheWorker(
         self._check_loop()
         if self._moves is not None:
             self._moves.follow(mark)
+
+    async def wait_for_save(self) -> None:
+        await self.begin_to_wait()
+
+    def get_finished(
+        self, finished_req_ids: frozenset[str] = frozenset()
+    ) -> KVTransferResults:
+        self._check_loop()
+        return self._transfers.results()
+
+    def call_when_finished(self, callback: Callable[[], None]) -> None:
+        self._check_loop_if_bound()
+        self._transfers.call_when_ended(callback)
+
+    async def aclose(self) -> None:
+        """End every transfer, wait until memory is quiet, then close.
+
+        A cancellation is held back until memory is quiet; then it closes at once.
+        """
+        self._check_loop()
+        try:
+            await self._transfers.aclose()
+            with anyio.CancelScope(shield=True):
+                await self._way.aclose()
+        finally:  # also if the task is cancelled: nothing stays open
+            self.abort()
+
+    def abort(self) -> None:
+        self._transfers.abort()
+        self._way.abort()
+        self._pool.close()
+        if self._moves is not None:
+            self._moves.close()
 
     def _register(self, caches: PagedCaches) -> None:
         self.config.check_device(str(caches.device))

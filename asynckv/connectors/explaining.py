@@ -147,6 +147,7 @@ def _on_the_gpu(config: KVTransferConfig, kind: str, options: ConnectorOptions) 
         for what, is_so in (
             ("what waits here", keeps and not stores),
             ("what is fetched", config.is_kv_consumer and (stores or not is_push)),
+            ("what is pushed", config.is_kv_producer and is_push and not stores),
         )
         if is_so
     ]

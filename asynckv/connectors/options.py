@@ -12,6 +12,7 @@ import msgspec
 from asynckv.config import KVTransferConfig
 from asynckv.errors import ConfigError
 from asynckv.links.address import Address, parse_url
+from asynckv.types import parse_bytes
 
 __all__ = ("CONNECTOR_OPTIONS", "ConnectorOptions", "Direction", "url_of_rank")
 
@@ -46,6 +47,7 @@ class _Extra(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float = 600.0
     consumer_tp_size: int | None = None
     consumer_pp_size: int | None = None
+    push_buffer_size: int | str = "256MiB"
     connectors: list[dict[str, object]] = []
 
 
@@ -63,7 +65,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``push`` sends to the decoding engine's own buffer while the prompt is computed,
     ``pull`` keeps it here until that engine fetches it. ``consumer_tp_size`` is how
     many ranks a stage of the engine has that decodes, ``consumer_pp_size`` how many
-    stages, if not as many as this one.
+    stages, if not as many as this one. ``push_buffer_bytes``: how much of a GPU a rank
+    that pushes has for each rank that it pushes to, ``kv_buffer_size`` at the most.
     """
 
     listen: str | None = None
@@ -76,6 +79,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float = 600.0
     consumer_tp_size: int | None = None
     consumer_pp_size: int | None = None
+    push_buffer_bytes: int = 256 * 2**20
     are_peers_named: bool = True
 
     @classmethod
@@ -108,6 +112,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
             ttl_s=found.ttl_s,
             consumer_tp_size=found.consumer_tp_size,
             consumer_pp_size=found.consumer_pp_size,
+            push_buffer_bytes=_push_buffer_bytes(found, config),
         )
 
     def ranks_of(self, peer: str) -> int:
@@ -169,6 +174,14 @@ def _check_seconds(found: _Extra) -> None:
     for name in ("consumer_tp_size", "consumer_pp_size"):
         if (size := getattr(found, name)) is not None and size < 1:
             raise ConfigError(f"kv_connector_extra_config.{name} is less than 1")
+
+
+def _push_buffer_bytes(found: _Extra, config: KVTransferConfig) -> int:
+    try:
+        nbytes = parse_bytes(found.push_buffer_size)
+    except ValueError as exc:
+        raise ConfigError(f"kv_connector_extra_config.push_buffer_size: {exc}") from exc
+    return min(nbytes, config.max_bytes)
 
 
 def _peers_of(

@@ -33,7 +33,8 @@ class P2PLeaving:
     if there is room, and goes on from there. What has no such room after 0.2 s fails.
     A save into this process's own buffer that has room there waits for nobody: it is
     let finish. So is one of blocks on a GPU, which is copied to staging from the first,
-    while there is room. ``hang_up`` ends the links that a save goes over.
+    or to memory of that GPU once its target has room, while there is some. ``hang_up``
+    ends the links that a save goes over.
     """
 
     def __init__(self, transfers: Transfers, staging: Staging) -> None:

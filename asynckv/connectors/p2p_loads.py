@@ -14,10 +14,11 @@ from asynckv.connectors.headers import HEADER, EntryHeader, NotSaved
 from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.connectors.peers import identity_of
-from asynckv.connectors.whole_entries import are_views, forget_locals, open_entry
+from asynckv.connectors.whole_entries import are_views, open_entry
 from asynckv.errors import IncompatiblePeer
 from asynckv.observability.lines import as_line
 from asynckv.parallel.plans import RankRead
+from asynckv.shielding import clear_all_frames
 
 __all__ = ("P2PLoad", "Source", "release")
 
@@ -136,7 +137,7 @@ class P2PLoad:
                     except (IncompatiblePeer, NotSaved) as exc:
                         refusal = exc
                         if are_views(stream):
-                            forget_locals(exc)
+                            clear_all_frames(exc)
                     has_read = True
         except (asyncio.CancelledError, TimeoutError) as exc:
             if has_read:  # the acknowledgement has left, only its answer has not come

@@ -54,17 +54,25 @@ class P2PRoutes:
             return self._config.is_kv_producer
         return self._config.is_kv_consumer
 
+    @property
+    def pushes(self) -> bool:
+        """Whether what is computed here is put into the buffers of others."""
+        return self._options.direction == "push" and self._config.is_kv_producer
+
     async def open(self, device: Device | None = None) -> None:
         """Serve the own buffer, where there is one. Cancelled, nothing is open.
 
-        With ``device`` what it keeps, and what is fetched, has memory of that GPU. Who
-        pushes fetches nothing: it needs none.
+        With ``device`` what it keeps, and what is fetched, has memory of that GPU; what
+        is pushed has some of it while it leaves: see :meth:`push_from`.
 
         :raises ConfigError: the address cannot be listened on
         :raises GPUUnavailable: CuPy, a driver or that GPU is missing
         :raises GPUFailed: it has not so much memory left
         """
-        self.peers.device = device if self._options.direction == "pull" else None
+        if self._options.direction == "pull":
+            self.peers.device = device
+        else:
+            self.push_from(device)
         if not self.serves or self.buffer is not None:
             return
         config = self._config
@@ -80,6 +88,25 @@ class P2PRoutes:
             buffer.abort()  # memory of a GPU does not wait for the garbage collector
             raise
         self.buffer = await self._stack.enter_async_context(buffer)
+
+    def push_from(self, device: Device | None) -> None:
+        """What is pushed leaves ``device``, through a little of it. Never waits.
+
+        What is pulled is kept where it was opened.
+        """
+        if self.pushes:
+            self.peers.push_from(device, self._options.push_buffer_bytes)
+
+    def may_lead_to_gpu(self, order: SaveOrder, device: str) -> bool:
+        """Whether what ``order`` pushes may go from ``device`` to a GPU there."""
+        if self._options.direction == "pull":
+            return False
+        try:
+            readers = self._engine.readers_in(self._consumer_shape(order.peer))
+        except IncompatiblePeer:
+            return False  # the save will say so
+        peers = self.peers
+        return any(peers.may_lead_to_gpu(order.peer, rank, device) for rank in readers)
 
     def _serving(self, buffer: LookupBuffer) -> Server:
         config, engine = self._config, self._engine

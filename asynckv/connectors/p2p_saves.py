@@ -11,7 +11,7 @@ import torch
 
 from asynckv.abc import InsertWriter, KVLookupBuffer
 from asynckv.connectors.block_moves import BlockMoves
-from asynckv.connectors.gathering import LayerGathering
+from asynckv.connectors.gpu_layers import GpuLayers
 from asynckv.connectors.headers import HEADER, EntryHeader
 from asynckv.connectors.p2p_orders import SaveOrder
 from asynckv.connectors.staging import StagedCopy, Staging
@@ -31,9 +31,10 @@ class P2PSave:
     """Puts each layer into one entry or more, as soon as it is computed.
 
     The blocks are read until :attr:`quiet` is set; what was staged before goes on from
-    its copy. Blocks on a GPU are put from copies in ``staging`` alone, as which each
-    layer comes to the host once, however many targets there are; where the target
-    ``is_on_their_gpu``, as blocks of the host are.
+    its copy. Blocks on a GPU are put from copies alone: on that GPU, where something
+    leads from there to a target (``may_lead_to_gpu``), else in ``staging``, as which
+    each layer comes to the host once, however many targets there are. Where the target
+    ``is_on_their_gpu`` they are put as blocks of the host are.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class P2PSave:
         staging: Staging | None = None,
         is_local: bool = False,
         is_on_their_gpu: bool = False,
+        may_lead_to_gpu: bool = False,
     ) -> None:
         self.order = order
-        self.nbytes = 0
+        self._nbytes = 0
         self.quiet = asyncio.Event()
         self.must_leave = False
         self._moves = moves
@@ -62,21 +64,28 @@ class P2PSave:
         self._unread = dict.fromkeys(caches.layers, 1)
         self._readings: set[asyncio.Timeout] = set()
         self._copy: StagedCopy | None = None
-        self._ungathered = len(caches.layers)
-        self._gathering: LayerGathering | None = None
+        self._on_gpu: GpuLayers | None = None
         self._marks: dict[str, Event | None] = {}
         self._last_mark: Event | None = None
         if moves.is_on_gpu and not is_on_their_gpu:
-            self._gathering = LayerGathering(
-                moves, staging or Staging(0), self._blocks, self._on_gathered
+            self._on_gpu = GpuLayers(
+                *(moves, staging or Staging(0), self._blocks, self._look),
+                by_host=not may_lead_to_gpu,
             )
+
+    @property
+    def nbytes(self) -> int:
+        """Of what was put."""
+        return self._nbytes if self._on_gpu is None else self._on_gpu.nbytes
 
     @property
     def is_copying(self) -> bool:
         """Whether it waits for nobody any more, but for memory of this process."""
-        if self._gathering is not None:
-            return not self._gathering.is_waiting_for_room
-        return self._is_local and not self._not_admitted
+        if self._on_gpu is None:
+            return self._is_local and not self._not_admitted
+        if self._on_gpu.wait_for_nobody:
+            return True
+        return not (self._not_admitted or self._on_gpu.wait_for_room)
 
     def offer(self, layer: str, mark: Event | None = None) -> None:
         """The layer is computed at ``mark``: copy it soon. Never waits.
@@ -87,11 +96,10 @@ class P2PSave:
             return
         self._offered.append(layer)
         self._marks[layer] = self._last_mark = mark
-        if self._gathering is not None:
-            self._gathering.offer(layer, mark)
-        else:
-            for queue in self._queues:
-                queue.put_nowait(layer)
+        if self._on_gpu is not None:
+            self._on_gpu.offer(layer, mark)
+        for queue in self._queues:
+            queue.put_nowait(layer)
 
     def offer_rest(self, mark: Event | None = None) -> None:
         """All layers are computed at ``mark``."""
@@ -106,16 +114,21 @@ class P2PSave:
         """
         self._not_admitted = len(targets)
         self._unread = dict.fromkeys(self._caches.layers, len(targets))
+        if self._on_gpu is not None:
+            self._on_gpu.begin(len(targets))
+        if not targets:
+            return
         try:
             async with asyncio.TaskGroup() as group:
-                for target in targets:
-                    queue: asyncio.Queue[str] = asyncio.Queue()
-                    for layer in self._offered if self._gathering is None else ():
-                        queue.put_nowait(layer)
-                    self._queues.append(queue)
-                    group.create_task(self._write(target, queue))
-                if self._gathering is not None and targets:
-                    group.create_task(self._gathering.run(len(self._caches.layers)))
+                if self._on_gpu is not None:
+                    group.create_task(self._on_gpu.run())
+                writes = [
+                    group.create_task(self._write(target, self._new_queue()))
+                    for target in targets
+                ]
+                await asyncio.wait(writes)
+                if self._on_gpu is not None:
+                    self._on_gpu.finish()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
@@ -127,7 +140,8 @@ class P2PSave:
         """
         if self._copy is not None or self.quiet.is_set():
             return True
-        if self._gathering is not None:
+        if self._on_gpu is not None:
+            self._on_gpu.leave_gpu()
             return False  # it is being done, if there is room
         unread = [layer for layer, count in self._unread.items() if count]
         blocks = {layer: self._blocks(layer) for layer in unread}
@@ -148,31 +162,35 @@ class P2PSave:
 
     def hurry(self) -> None:
         """No step waits any longer for room in staging. Never waits."""
-        if self._gathering is not None:
-            self._gathering.may_wait_for_room = False
+        if self._on_gpu is not None:
+            self._on_gpu.hurry()
 
     def end(self) -> None:
         """It has ended, in whatever way. Never waits."""
         self.quiet.set()
         if self._copy is not None:
             self._copy.drop()
-        if self._gathering is not None:
-            self._gathering.drop()
+        if self._on_gpu is not None:
+            self._on_gpu.drop()
 
-    def _on_gathered(self, layer: str) -> None:
-        self._ungathered -= 1
-        for queue in self._queues:
+    def _new_queue(self) -> asyncio.Queue[str]:
+        queue: asyncio.Queue[str] = asyncio.Queue()
+        for layer in self._offered:
             queue.put_nowait(layer)
-        self._look()
+        self._queues.append(queue)
+        return queue
 
     def _blocks(self, layer: str) -> dict[str, KVBlocks]:
         return self._caches.blocks(layer, self.order.block_ids)
 
     def _look(self) -> None:
         """See whether the blocks are still read, or will be."""
-        is_copied = self._copy is not None and not self._readings
-        is_copied |= self._gathering is not None and not self._ungathered
-        if is_copied or not any(self._unread.values()):
+        if self._on_gpu is not None:
+            is_read = self._on_gpu.are_read
+        else:
+            is_copied = self._copy is not None and not self._readings
+            is_read = not is_copied and any(self._unread.values())
+        if not is_read:
             self.quiet.set()
 
     async def _write(self, target: Target, queue: asyncio.Queue[str]) -> None:
@@ -190,23 +208,24 @@ class P2PSave:
             ttl_s=self._ttl_s,
             deliveries=deliveries,
         ) as writer:
-            self._not_admitted -= 1
+            if self._on_gpu is None:
+                self._not_admitted -= 1
             await writer.put(HEADER, header)
+            if self._on_gpu is not None:
+                self._not_admitted -= 1  # from here on it copies, whatever a peer does
+                await self._on_gpu.put(writer, queue)
+                return
             for _ in self._caches.layers:
                 layer = await queue.get()
                 for name, memory in self._blocks(layer).items():
                     await self._put(writer, layer, name, memory)
-                    self.nbytes += memory.nbytes
+                    self._nbytes += memory.nbytes
                 self._layer_put(layer)
 
     async def _put(
         self, writer: InsertWriter, layer: str, name: str, blocks: KVBlocks
     ) -> None:
         """Put one tensor from where it lies; from its copy, once there is one."""
-        if self._gathering is not None:
-            gathered = self._gathering.copy_of(layer)
-            await writer.put(name, gathered.tensor(layer, name))
-            return
         if self._copy is None:
             try:
                 # It is ended by `stage`: by then there is a copy.
@@ -232,8 +251,6 @@ class P2PSave:
         self._unread[layer] -= 1
         if not self._unread[layer] and self._copy is not None:
             self._copy.drop(layer)
-        if not self._unread[layer] and self._gathering is not None:
-            self._gathering.drop(layer)
         self._look()
 
 

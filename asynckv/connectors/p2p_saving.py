@@ -85,6 +85,9 @@ class P2PSaving:
             staging=self._staging,
             is_local=buffer is not None,
             is_on_their_gpu=buffer is not None and moves.fit(buffer.device),
+            may_lead_to_gpu=self._routes.may_lead_to_gpu(
+                order, str(moves.caches.device)
+            ),
         )
 
     def offer(self, layer: str) -> None:
@@ -157,6 +160,9 @@ class P2PSaving:
 
     async def _save(self, save: P2PSave) -> None:
         try:
+            if self._routes.peers.device is not None and self._routes.pushes:
+                # The caches may have come after start(): before a peer is dialled.
+                await self._moves().open_if_possible()
             await save.run(self._routes.targets(save.order))
         finally:
             self.nbytes += save.nbytes

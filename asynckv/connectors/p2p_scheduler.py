@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 from collections.abc import Mapping
-from typing import Final
 
 import msgspec
 
@@ -29,47 +27,13 @@ from asynckv.connectors.keys import prompt_digest, salt_digest
 from asynckv.connectors.lifecycle import LifeCounters
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
+from asynckv.connectors.p2p_params import P2PParams, P2PRequest
 from asynckv.loops import ThreadBound
 from asynckv.observability.lines import as_line
-from asynckv.parallel.shapes import EngineShape
 
 __all__ = ("P2PScheduler", "P2PSchedulerStatistics")
 
 logger = logging.getLogger(__name__)
-
-_MAX_ID_LENGTH: Final = 200
-_MAX_INCARNATIONS: Final = 1024
-
-
-class _Params(msgspec.Struct, frozen=True):
-    """What a request may say of its transfer. It comes from outside."""
-
-    do_remote_decode: bool = False
-    do_remote_prefill: bool = False
-    transfer_id: str = ""
-    peer: str = ""
-    num_tokens: int | None = None
-    incarnations: tuple[str, ...] = ()
-    shape: EngineShape | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class _Known:
-    """A request until it is finished, and what is still to be done for it."""
-
-    request: KVRequest
-    transfer_id: str = ""
-    peer: str = ""
-    num_tokens: int = 0
-    incarnations: tuple[str, ...] = ()
-    shape: EngineShape | None = None
-    is_to_load: bool = False
-    is_to_save: bool = False
-    is_saved: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.request.request_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +65,9 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         self.engine = engine
         self.options = ConnectorOptions.of(config)
         self.load_failure_policy: KVLoadFailurePolicy = config.kv_load_failure_policy
+        self._params = P2PParams(engine, self.options)
         self._max_bytes = config.max_bytes
-        self._requests: dict[str, _Known] = {}
+        self._requests: dict[str, P2PRequest] = {}
         self._orders: list[LoadOrder] = []
         self._loads = ExpectedLoads()
         self._incarnations: tuple[str, ...] = ()
@@ -209,72 +174,18 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         self._orders.clear()
         self._loads.clear()
 
-    def _known(self, request: KVRequest) -> _Known:
+    def _known(self, request: KVRequest) -> P2PRequest:
         """Return what is known of a request; its parameters are read once."""
         known = self._requests.get(request.request_id)
         if known is None:
-            known = self._requests[request.request_id] = _Known(request)
+            known = self._requests[request.request_id] = P2PRequest(request)
             try:
-                self._read(known)
+                self._params.read(known)
             except (ValueError, TypeError) as exc:  # msgspec's are ValueErrors
-                known.is_to_load = known.is_to_save = False
                 self._refused_params += 1
                 why = as_line(str(exc))
                 logger.warning("%s has no transfer: %s", as_line(known.name), why)
         return known
-
-    def _read(self, known: _Known) -> None:
-        given = known.request.kv_transfer_params
-        if given is None:
-            return
-        params = msgspec.convert({name: given[name] for name in given}, _Params)
-        known.name.encode()  # it goes to the workers too
-        _check_name("transfer_id", params.transfer_id)
-        _check_name("peer", params.peer)
-        if len(params.incarnations) > _MAX_INCARNATIONS:
-            raise ValueError(f"{len(params.incarnations)} incarnations")
-        for incarnation in params.incarnations:
-            _check_name("incarnation", incarnation)
-        if params.do_remote_prefill:
-            if not params.transfer_id:
-                raise ValueError("it says of no transfer_id where its KV is")
-            named = self._sender if self._is_push else self._peer_named
-            known.peer = named(params.peer)
-            wanted = known.request.num_tokens
-            given_tokens = wanted if params.num_tokens is None else params.num_tokens
-            known.num_tokens = max(0, min(wanted, given_tokens))
-            known.incarnations = params.incarnations
-            known.shape = params.shape or self._shape_of(known.peer)
-            known.is_to_load = known.num_tokens > 0
-        elif params.do_remote_decode:
-            known.peer = self._peer_named(params.peer) if self._is_push else ""
-            known.is_to_save = True
-        known.transfer_id = params.transfer_id or secrets.token_hex(16)
-
-    @property
-    def _is_push(self) -> bool:
-        return self.options.direction == "push"
-
-    def _peer_named(self, name: str) -> str:
-        """Return one of the configured peers, and never anything else.
-
-        :raises ValueError: it is none of them, or it is not said which
-        """
-        peers = self.options.peers
-        if name in peers or (name and peers and not self.options.are_peers_named):
-            return name  # by its URL no name is known here: the worker asks who it is
-        if not name and len(peers) == 1:
-            return next(iter(peers))
-        raise ValueError(f"{name[:80]!r} is none of the {len(peers)} configured peers")
-
-    def _sender(self, name: str) -> str:
-        """Return who is said to send: it is not dialled, so anybody may be named."""
-        only = tuple(self.options.peers) if self.options.are_peers_named else ()
-        return name[:_MAX_ID_LENGTH] or (only[0] if len(only) == 1 else "")
-
-    def _shape_of(self, peer: str) -> EngineShape | None:
-        """Return how the KV of a peer is cut that did not say: as ours."""
-        return self.engine.shape_over(self.options.ranks_of(peer))
 
     def _save_of(self, scheduled: KVScheduled) -> SaveOrder | None:
         known = self._requests.get(scheduled.request_id)
@@ -299,7 +210,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
     def _refusal_of(self, request: KVRequest, num_blocks: int) -> str:
         """Say why a prompt can never be kept here, if it cannot."""
         nbytes = num_blocks * (self.engine.block_nbytes or 0)
-        if self._is_push or nbytes <= self._max_bytes:
+        if self.options.direction == "push" or nbytes <= self._max_bytes:
             return ""
         reason = (
             f"EntryTooLarge: {request.num_tokens} tokens are {nbytes} bytes of KV, "
@@ -310,7 +221,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         )
         return reason
 
-    def _release(self, known: _Known) -> None:
+    def _release(self, known: P2PRequest) -> None:
         """Nothing of it is needed here: let the producer have its memory back."""
         known.is_to_load = False
         self._orders.append(
@@ -326,7 +237,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             )
         )
 
-    def _params_of(self, known: _Known) -> dict[str, object]:
+    def _params_of(self, known: P2PRequest) -> dict[str, object]:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -336,9 +247,3 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             "incarnations": list(self._incarnations),
             "shape": msgspec.to_builtins(self.engine.shape),
         }
-
-
-def _check_name(what: str, name: str) -> None:
-    """Refuse what could not be sent on, or logged."""
-    if len(name) > _MAX_ID_LENGTH or not name.isprintable():
-        raise ValueError(f"a {what} of {len(name)} characters, or of unprintable ones")

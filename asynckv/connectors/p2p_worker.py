@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Coroutine, Set
+from collections.abc import Coroutine, Set
 from typing import Any
 
-import anyio
 import torch
 
 from asynckv.abc import (
     KVConnectorHandshake,
     KVConnectorMetadata,
-    KVTransferResults,
     SupportsHandshake,
     SupportsHeldBlocks,
     SupportsLayerwise,
@@ -28,7 +26,6 @@ from asynckv.connectors.p2p_orders import P2PMetadata
 from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saving import P2PSaving
 from asynckv.connectors.staging import Staging
-from asynckv.connectors.transfers import Transfers
 from asynckv.errors import ConfigError
 from asynckv.tensors.devices import Device
 from asynckv.tensors.stagings import Stagings
@@ -42,7 +39,7 @@ class P2PWorkerStatistics:
 
     ``staged_saves`` were copied since no step could wait for them, ``staged_bytes`` of
     them are left; ``late_saves`` were given up, as there was no room for that. From a
-    GPU all is copied, and each layer is counted.
+    GPU each layer that comes to the host is counted.
     """
 
     loading: int
@@ -83,7 +80,6 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
     ) -> None:
         super().__init__(config, engine, stagings=stagings, device=device)
         self.routes = P2PRoutes(config, engine)
-        self._transfers = Transfers()
         self._staging = Staging(config.max_bytes)
         self._orders: P2PMetadata | None = None
         notices = P2PNotices(self._transfers, self.routes, self.options)
@@ -99,7 +95,10 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         self._check_loop()
         if self._transfers.is_closing:
             raise RuntimeError("this worker was closed: make another one")
-        await self.routes.open(self._buffer_device())
+        device = self._buffer_device()
+        if device is not None and self.routes.pushes and self._moves is not None:
+            await self._moves.open_if_possible()  # nothing else is open yet
+        await self.routes.open(device)
 
     def get_handshake_metadata(self) -> KVConnectorHandshake | None:
         server = self.routes.server
@@ -150,9 +149,6 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         if self.options.layerwise:
             self._saving.offer(layer_name)
 
-    async def wait_for_save(self) -> None:
-        await self.begin_to_wait()
-
     def begin_to_wait(self) -> Coroutine[Any, Any, None]:
         self._check_loop()
         return self._saving.begin_to_wait()
@@ -160,16 +156,6 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
     def let_go_of_blocks(self, request_ids: Set[str] | None) -> None:
         self._check_loop()
         self._saving.let_go_of_blocks(request_ids)
-
-    def get_finished(
-        self, finished_req_ids: frozenset[str] = frozenset()
-    ) -> KVTransferResults:
-        self._check_loop()
-        return self._transfers.results()
-
-    def call_when_finished(self, callback: Callable[[], None]) -> None:
-        self._check_loop_if_bound()
-        self._transfers.call_when_ended(callback)
 
     def statistics(self) -> P2PWorkerStatistics:
         transfers, routes = self._transfers, self.routes
@@ -188,25 +174,9 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
             buffer=None if routes.buffer is None else routes.buffer.statistics(),
         )
 
-    async def aclose(self) -> None:
-        """End every transfer, wait until memory is quiet, then close.
-
-        A cancellation is held back until memory is quiet; then it closes at once.
-        """
-        self._check_loop()
-        try:
-            await self._transfers.aclose()
-            with anyio.CancelScope(shield=True):
-                await self.routes.aclose()
-        finally:  # also if the task is cancelled: nothing stays open
-            self.abort()
-
-    def abort(self) -> None:
-        self._transfers.abort()
-        self.routes.abort()
-        self._pool.close()
-        if self._moves is not None:
-            self._moves.close()
+    @property
+    def _way(self) -> P2PRoutes:
+        return self.routes
 
     def _register(self, caches: PagedCaches) -> None:
         buffer, there = self.routes.buffer, str(caches.device)
@@ -217,3 +187,4 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
                 hint="register them before start(), or say local_rank",
             )
         super()._register(caches)
+        self.routes.push_from(self._buffer_device())

@@ -7,6 +7,7 @@ next one who needs that peer dials anew.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Final
 
 import anyio
@@ -15,12 +16,20 @@ from asynckv.buffers.remote import Peer, connect
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
-from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
+from asynckv.errors import (
+    AsyncKVError,
+    GPUFailed,
+    GPUUnavailable,
+    PeerLost,
+    PeerRestarted,
+)
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.tensors.devices import Device
 
 __all__ = ("PeerLine", "Peers", "identity_of")
+
+logger = logging.getLogger(__name__)
 
 _DIAL_S: Final = 5.0
 _OPEN_GPU_S: Final = 20.0
@@ -34,7 +43,11 @@ def identity_of(engine_id: str, rank: int) -> str:
 
 
 class PeerLine:
-    """One rank of one peer, dialled when it is needed."""
+    """One rank of one peer, dialled when it is needed.
+
+    Where ``does_without_gpu`` memory that its GPU has not got fails no dialling: that
+    link does without, and the next one asks for it again.
+    """
 
     def __init__(
         self,
@@ -45,15 +58,18 @@ class PeerLine:
     ) -> None:
         self.url = url
         self.device = device
-        """The GPU in whose memory is received what is fetched, if in one's."""
+        """The GPU in whose memory is received what is fetched, or from whose is sent
+        what is pushed, if from one's."""
         self.max_bytes = config.max_bytes
         """What may be received at once: as much of that GPU is allocated."""
+        self.does_without_gpu = False
         self._config = config
         self._identity = identity
         self._peer: Peer | None = None
         self._dialling: asyncio.Task[Peer] | None = None
         self._old: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self._missed: tuple[Device, int] | None = None
         self.lost = 0
 
     @property
@@ -61,19 +77,48 @@ class PeerLine:
         """Whether a request could leave now."""
         return self._peer is not None and self._peer.is_connected
 
+    def may_lead_to_gpu(self, device: str) -> bool:
+        """Whether what is put may go from ``device`` to a GPU; it may until dialled."""
+        if self.device is None or self.device.name != device:
+            return False
+        return (
+            not self.is_connected or self._peer is None or self._peer.ways.lead_to_gpu
+        )
+
     async def peer(self) -> Peer:
         """Return the peer, dialling if nobody does; its end is not hidden.
 
         A cancelled call leaves no trace.
 
         :raises PeerLost: nobody is there, or this is closed
+        :raises GPUUnavailable: CuPy, a driver or the GPU is missing, and needed
+        :raises GPUFailed: it has no memory left, which is needed
         """
+        while True:
+            self._leave_lost()
+            device = self.device
+            try:
+                return await self._reach()
+            except (GPUFailed, GPUUnavailable) as exc:
+                if device is None or not self.does_without_gpu:
+                    raise
+                self._do_without(device, exc)
+
+    def _do_without(self, device: Device, why: Exception) -> None:
+        if self.device is not device:
+            return  # who dialled as well has said so
+        self._missed = device, self.max_bytes
+        self.device, self.max_bytes = None, self._config.max_bytes
+        logger.warning(
+            "what is pushed to %s leaves %s by way of host memory: %s",
+            *(self.url, device.name, as_line(str(why))),
+        )
+
+    async def _reach(self) -> Peer:
         if self._is_closed:
             raise PeerLost(f"the connector that used {self.url} is closed")
         if self._peer is not None:
-            if self._peer.is_connected:
-                return self._peer
-            self._drop(self._peer)
+            return self._peer
         if self._dialling is None:
             self._dialling = asyncio.create_task(
                 self._dial(), name=f"asynckv: dial {self.url}"
@@ -87,6 +132,15 @@ class PeerLine:
         if dialling.cancelled():
             raise PeerLost(f"the connector that dialled {self.url} was closed")
         return dialling.result()
+
+    def _leave_lost(self) -> None:
+        """Let go of a link that was lost; the next one may find memory of the GPU."""
+        if self._is_closed or self._peer is None or self._peer.is_connected:
+            return
+        self._drop(self._peer)
+        if self._missed is not None:
+            self.device, self.max_bytes = self._missed
+            self._missed = None
 
     def hang_up(self) -> None:
         """End the link as if it were lost: who comes next dials anew. Never waits."""
@@ -165,6 +219,23 @@ class Peers(LoopBound):
         self._is_closed = False
         self.device: Device | None = None
         """The GPU in whose memory is received what is fetched, if in one's."""
+        self._pushes_from: int | None = None
+
+    def push_from(self, device: Device | None, max_bytes: int) -> None:
+        """Have so much of a GPU for what is pushed to each rank, from the next dial on.
+
+        Where it is not to be had what is pushed comes by way of host memory. Never
+        waits.
+        """
+        self.device, self._pushes_from = device, max_bytes
+
+    def may_lead_to_gpu(self, name: str, rank: int, device: str) -> bool:
+        """Whether what is put at a rank may go from ``device`` to a GPU there."""
+        if self.device is None or self.device.name != device:
+            return False
+        names = (name,) if name in self._options.peers else self._options.peers
+        lines = [self._lines.get((one, rank)) for one in names]
+        return any(line is None or line.may_lead_to_gpu(device) for line in lines)
 
     def line(self, name: str, rank: int) -> PeerLine:
         """Return the way to one rank of a peer of that name in the configuration.
@@ -176,6 +247,9 @@ class Peers(LoopBound):
         found = self._lines.get((name, rank))
         if found is None:
             found = PeerLine(url, self._config, identity, self.device)
+            if self.device is not None and self._pushes_from is not None:
+                found.max_bytes = self._pushes_from
+                found.does_without_gpu = True
             self._lines[name, rank] = found
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import time
@@ -25,12 +24,10 @@ from asynckv.abc import (
 from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.expected import ExpectedLoads
-from asynckv.connectors.keys import prefix_block_keys, rank_block_keys
+from asynckv.connectors.keys import prefix_block_keys
 from asynckv.connectors.lifecycle import LifeCounters
-from asynckv.connectors.store_holds import StoreHolds
-from asynckv.connectors.store_line import StoreLine
+from asynckv.connectors.store_finder import StoreFinder
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
-from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
 from asynckv.errors import AsyncKVError
 from asynckv.loops import LoopBound, ThreadBound
 
@@ -38,9 +35,6 @@ __all__ = ("StoreScheduler", "StoreSchedulerStatistics")
 
 logger = logging.getLogger(__name__)
 
-_ASK_S: Final = 5.0
-_HELD_S: Final = 10.0
-_MOST_HELD: Final = 256
 _FRESH_S: Final = 4.0
 _MOST_ASKED: Final = 8
 
@@ -58,6 +52,15 @@ class _Known:
     question: int = -1
     is_loaded: bool = False
     saved: int = 0
+
+    def forget_old_answer(self) -> None:
+        """What was found long ago is held no longer: ask again, but not for ever."""
+        if (
+            self.stored
+            and self.times_asked < _MOST_ASKED
+            and time.monotonic() - self.answered_s > _FRESH_S
+        ):
+            self.is_asked, self.stored, self.saved = False, None, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +103,12 @@ class StoreScheduler(
         self._fingerprint = config.fingerprint
         self._is_consumer = config.is_kv_consumer
         self._is_producer = config.is_kv_producer
-        self._namespace = namespace_of(engine)
-        self._line = StoreLine(config, engine, store, "scheduler")
-        self.holds = StoreHolds(_HELD_S, _MOST_HELD)
+        self.finder = StoreFinder(config, engine, store)
         self._requests: dict[str, _Known] = {}
         self._questions: list[KVQuestion] = []
         self._orders: list[StoreOrder] = []
         self._loads = ExpectedLoads()
         self._asked = self._hit_blocks = self._unanswered = 0
-        self._refused = ""
 
     async def start(self) -> None:
         """Nothing to open: the store is dialled by the first question."""
@@ -127,7 +127,7 @@ class StoreScheduler(
             return None, False  # an older load of that id is not quiet yet
         if known.is_loaded or not self._is_consumer or not known.keys:
             return 0, False
-        self._forget_old_answer(known)
+        known.forget_old_answer()
         self._ask_for(known)
         if known.stored is None:
             return None, False
@@ -143,38 +143,11 @@ class StoreScheduler(
         self._check_loop()
         num_keys = 0
         try:
-            async with asyncio.timeout(_ASK_S):
-                store = await self._line.store()
-                counts = [
-                    await store.match_prefix(
-                        rank_block_keys(question.keys, self._namespace, rank)
-                    )
-                    for rank in range(self.engine.size)
-                ]
-                if found := min(counts):
-                    num_keys = await self._hold(store, question.keys[:found])
-                else:
-                    await self._compare(store)
+            num_keys = await self.finder.find(question.keys)
         except (AsyncKVError, OSError, TimeoutError) as exc:
             self._unanswered += 1
             logger.debug("the store does not answer: %s", exc)
         return question.answered(num_keys)
-
-    async def _hold(self, store: KVStoreBuffer, keys: tuple[str, ...]) -> int:
-        """Say how many are there for every rank; they stay until a load can begin."""
-        ranks, count = range(self.engine.size), len(keys)
-        all_keys = [rank_block_keys(keys, self._namespace, rank) for rank in ranks]
-        there = await self.holds.hold(store, [key for part in all_keys for key in part])
-        parts = [there[rank * count : (rank + 1) * count] for rank in ranks]
-        return min((*part, False).index(False) for part in parts)
-
-    async def _compare(self, store: KVStoreBuffer) -> None:
-        """Nothing was found: perhaps because who saves there is cut otherwise."""
-        there = StoredShape.read(await store.get(SHAPE_KEY))
-        refused = "" if there is None else there.differs_from(self.engine)
-        if refused and refused != self._refused:
-            logger.warning("blocks in the store are not for this engine: %s", refused)
-        self._refused = refused
 
     def take_answer(self, answer: KVAnswer) -> None:
         self._check_thread()
@@ -244,7 +217,7 @@ class StoreScheduler(
             hit_blocks=self._hit_blocks,
             unanswered=self._unanswered,
             lives=dataclasses.replace(self._loads.counters),
-            refused=self._refused,
+            refused=self.finder.refused,
         )
 
     def shutdown(self) -> None:
@@ -255,14 +228,10 @@ class StoreScheduler(
 
     async def aclose(self) -> None:
         self._check_loop()
-        try:
-            await self.holds.aclose()
-        finally:
-            await self._line.aclose()
+        await self.finder.aclose()
 
     def abort(self) -> None:
-        self.holds.abort()
-        self._line.abort()
+        self.finder.abort()
 
     def _known(self, request: KVRequest) -> _Known:
         known = self._requests.get(request.request_id)
@@ -275,15 +244,6 @@ class StoreScheduler(
             )
             known = self._requests[request.request_id] = _Known(request, keys)
         return known
-
-    def _forget_old_answer(self, known: _Known) -> None:
-        """What was found long ago is held no longer: ask again, but not for ever."""
-        if (
-            known.stored
-            and known.times_asked < _MOST_ASKED
-            and time.monotonic() - known.answered_s > _FRESH_S
-        ):
-            known.is_asked, known.stored, known.saved = False, None, 0
 
     def _ask_for(self, known: _Known) -> None:
         if self._is_consumer and known.keys and not known.is_asked:

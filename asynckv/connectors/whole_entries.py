@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import AsyncIterator
 
 import torch
@@ -13,10 +12,11 @@ from asynckv.buffers.contents import flatten
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.buffers.streaming import LocalViews
+from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import spec_of
 
-__all__ = ("WholeEntry", "are_views", "forget_locals", "open_entry")
+__all__ = ("WholeEntry", "are_views", "open_entry")
 
 
 @contextlib.asynccontextmanager
@@ -27,14 +27,14 @@ async def open_entry(
 
     In this process's own memory of a GPU they are views, as they land. In a peer's
     memory of this GPU it is waited for until it is whole, and they are views too: what
-    streams there comes through host memory.
+    streams there is copied.
     """
     async with _opened(buffer, entry_id) as stream:
         try:
             yield stream
         except BaseException as exc:
             if are_views(stream):
-                forget_locals(exc)
+                clear_all_frames(exc)  # a view keeps the peer's memory in use
             raise
 
 
@@ -62,19 +62,6 @@ async def _whole(buffer: KVLookupBuffer, entry_id: str) -> AsyncIterator[SelectS
             yield whole
         finally:
             whole.close()
-
-
-def forget_locals(error: BaseException) -> None:
-    """Let the calls that ``error`` has ended hold no tensor, whoever keeps the error.
-
-    The peer's memory that a view is of is nobody else's as long as it lives.
-    """
-    link: BaseException | None = error
-    seen: set[int] = set()  # an error may be the cause of its own cause
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__
 
 
 class WholeEntry(SelectStream):

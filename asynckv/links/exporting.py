@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from asynckv.protocol.digests import Digester
 from asynckv.protocol.values import Place
@@ -13,7 +13,10 @@ from asynckv.tensors.arena import Region
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.device_regions import DeviceRegion
 
-__all__ = ("ExportedMemory", "edges_in")
+__all__ = ("LEAST_NBYTES", "ExportedMemory", "edges_in")
+
+LEAST_NBYTES: Final = 2 * 2**20
+"""Of less CUDA shows the peer what lies beside it too."""
 
 
 class ExportedMemory:

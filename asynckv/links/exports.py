@@ -9,15 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from typing import Final
 
+from asynckv.errors import RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.processes import ProcessBound
 from asynckv.protocol.ipc_frames import Exported
-from asynckv.tensors.device_pages import DeviceAllocation
+from asynckv.tensors.cuda import IPC_HANDLE_NBYTES
+from asynckv.tensors.device_pages import MARK_NBYTES, DeviceAllocation
 from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation
+from asynckv.tensors.slabs import PAGE_NBYTES
 
-__all__ = ("Export", "check_same_host", "open_export")
+__all__ = ("Export", "check_exported", "check_same_host", "open_export")
+
+_MAX_NBYTES: Final = 2**44
+"""No GPU has more: what lies beyond would be anybody's."""
 
 
 class Export(ProcessBound):
@@ -52,9 +59,10 @@ async def open_export(
 
     :raises PeerLost: nobody is where the ticket is good, or hung up
     :raises AuthError: that is another user's
-    :raises RemoteProtocolError: that is no place for a ticket
+    :raises RemoteProtocolError: that is no place for a ticket, or no allocation
     :raises GPUFailed: it cannot be opened, or is this process's own
     """
+    check_exported(exported)
     sock, fd = await fetch_file(exported.address, exported.ticket)
     os.close(fd)
     owner = os.getpid()
@@ -68,6 +76,21 @@ async def open_export(
         cuda, device, exported.handle, exported.nbytes, ended
     )
     return Export(sock, allocation), nonce
+
+
+def check_exported(exported: Exported) -> None:
+    """Check what a peer claims to have exported, before any of it is opened.
+
+    That it has so many bytes CUDA alone can tell. What the peer says later is checked
+    against the size that it has claimed here.
+
+    :raises RemoteProtocolError: no handle, or no allocation, is like that
+    """
+    if len(exported.handle) != IPC_HANDLE_NBYTES:
+        raise RemoteProtocolError(f"a handle of {len(exported.handle)} bytes is none")
+    nbytes = exported.nbytes - MARK_NBYTES
+    if nbytes < PAGE_NBYTES or nbytes % PAGE_NBYTES or nbytes > _MAX_NBYTES:
+        raise RemoteProtocolError(f"nobody exports {exported.nbytes} bytes of a GPU")
 
 
 def _hang_up(sock: socket.socket) -> None:

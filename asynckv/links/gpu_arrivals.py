@@ -10,13 +10,13 @@ import asyncio
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink, GpuPathLost
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
-from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
@@ -30,6 +30,7 @@ _Done = Callable[[bytes, BaseException | None], None]
 
 @dataclasses.dataclass(slots=True)
 class _Part:
+    transfer: int
     memory: DeviceMemory
     done: _Done
     kind: DigestMode | None = None
@@ -44,6 +45,9 @@ class GpuArrivals:
     by that way.
     """
 
+    compares: ClassVar[bool] = False
+    """Is what has landed compared with what was sent, before it is told?"""
+
     def __init__(
         self, gpus: GpuLink, pool: DeviceCopyPool, digest: DigestMode | None = None
     ) -> None:
@@ -56,6 +60,10 @@ class GpuArrivals:
         self._is_stopped = False
         self._lost: weakref.WeakMethod[Callable[[GpuPathLost], None]] | None = None
         gpus.expect(self)
+
+    def grant(self, transfer: int) -> GrantDevices:
+        """Return what the peer is told once :meth:`receive` was called."""
+        return GrantDevices(transfer, self.digest)
 
     @property
     def progress(self) -> Progress:
@@ -76,7 +84,7 @@ class GpuArrivals:
     ) -> None:
         if not isinstance(target, DeviceMemory):
             raise TypeError("memory of the host does not come this way")
-        self._parts[part] = _Part(target, done)
+        self._parts[part] = _Part(transfer, target, done)
 
         def landed(_: bytes, error: BaseException | None) -> None:
             if error is not None:
@@ -133,9 +141,11 @@ class GpuArrivals:
 
     async def quiesce(self, transfer: int) -> None:
         self.stop(transfer)
-        await self.gpus.transport.quiesce(transfer)
-        for task in list(self._comparing):
-            await wait_shielded(task)
+        try:  # each waits, however often the one before it was cancelled
+            await self.gpus.transport.quiesce(transfer)
+        finally:
+            comparing = asyncio.gather(*self._comparing, return_exceptions=True)
+            await wait_shielded(comparing)
 
     def _compare_if_due(self, number: int) -> None:
         part = self._parts[number]
@@ -149,10 +159,11 @@ class GpuArrivals:
     async def _compare(self, part: _Part) -> None:
         digest = b""
         try:
-            if part.kind == "full":
-                (digest,) = await self.pool.digest([part.memory])
-            elif part.kind == "edges":
-                (digest,) = await self.pool.edges([part.memory])
+            with self.progress.working(part.transfer):
+                if part.kind == "full":
+                    (digest,) = await self.pool.digest([part.memory])
+                elif part.kind == "edges":
+                    (digest,) = await self.pool.edges([part.memory])
         except Exception as exc:  # noqa: BLE001 - whoever waits is told
             part.done(b"", exc)
         else:

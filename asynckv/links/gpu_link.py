@@ -39,14 +39,14 @@ class GpuPathLost(GPUFailed):
     Whoever has lent memory waits until it is quiet, and looks at :attr:`is_quiet` then.
     """
 
-    def __init__(self, error: BaseException, worker: DeviceWorker) -> None:
+    def __init__(self, error: BaseException, worker: DeviceWorker | None) -> None:
         super().__init__(f"the way from GPU to GPU was lost: {error}")
         self._worker = worker
 
     @property
     def is_quiet(self) -> bool:
         """Whether what was under way will leave memory alone: else it never may."""
-        return self._worker.error is None
+        return self._worker is None or self._worker.error is None
 
 
 class Arrivals(Protocol):

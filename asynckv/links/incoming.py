@@ -225,5 +225,5 @@ class Incoming:
             stream.send(to_failure(exc))
         else:
             session.attach(event.stream, handler)
-            if self._link.error is not None:  # lost meanwhile, when it was not there
-                handler.on_lost(self._link.error)
+            if (error := self._ending.error) is not None:
+                handler.on_lost(error)  # lost meanwhile, when it was not there

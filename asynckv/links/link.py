@@ -65,7 +65,7 @@ class Link:
         self.url = url
         self.own_host = stream.own_host
         self.peer_host = stream.peer_host
-        loop = asyncio.get_running_loop()
+        self.loop = loop = asyncio.get_running_loop()
         self.payload = make_payload(agreement, loop, self.abort)
         self._stream = stream
         self._session: Session[StreamHandler]

@@ -58,7 +58,8 @@ class Reception:
 
     If ``has_riders``, small parts come by :meth:`on_riders` only. The others come by
     ``payload``, the link's own by default; only the end of another one is an error of
-    the transfer alone. Parts whose target is None do not come here.
+    the transfer alone. If what it tells ``is_compared``, no ``Done`` follows. Parts
+    whose target is None do not come here.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Reception:
         has_riders: bool = False,
         payload: PartReceiver | None = None,
         progress: Progress | None = None,
+        is_compared: bool = False,
     ) -> None:
         self.transfer = transfer
         self._link = link
@@ -87,6 +89,8 @@ class Reception:
         self._unlanded = self._unverified = len(targets) - len(self._absent)
         self._landed: dict[int, bytes] = {}
         self._sent: dict[int, bytes] = {}
+        self._is_compared = is_compared
+        self._is_expected = False
         self._is_stopped = False
 
     def begin(self, *, whole: bool = True) -> None:
@@ -110,7 +114,8 @@ class Reception:
 
     def expect(self) -> None:
         """From here on bytes that do not come end the link (``STALL_S``)."""
-        if not self._is_stopped and self._unlanded:
+        if not self._is_stopped and self._unlanded and not self._is_expected:
+            self._is_expected = True
             self._progress.expect(self.transfer)
 
     def on_parts(self, frame: Done | Riders, body: bytes) -> None:
@@ -171,7 +176,7 @@ class Reception:
         self._is_stopped = True
         self._sink = None
         self._small.clear()
-        self._progress.forget(self.transfer)
+        self._expect_no_more()
         self._payload.stop(self.transfer)
 
     async def quiesce(self) -> None:
@@ -179,8 +184,13 @@ class Reception:
         self._is_stopped = True
         self._sink = None
         self._small.clear()
-        self._progress.forget(self.transfer)
+        self._expect_no_more()
         await self._payload.quiesce(self.transfer)
+
+    def _expect_no_more(self) -> None:
+        if self._is_expected:  # another part of the transfer may be, elsewhere
+            self._is_expected = False
+            self._progress.forget(self.transfer)
 
     def _done_with(self, index: int) -> Callable[[bytes, BaseException | None], None]:
         def done(digest: bytes, error: BaseException | None) -> None:
@@ -201,13 +211,15 @@ class Reception:
 
     def _land(self, index: int, digest: bytes) -> None:
         self._landed[index] = digest
+        if self._is_compared:
+            self._sent[index] = digest
         self._land_one()
         self._compare(index)
 
     def _land_one(self) -> None:
         self._unlanded -= 1
         if not self._unlanded:
-            self._progress.forget(self.transfer)
+            self._expect_no_more()
 
     def _compare(self, index: int) -> None:
         landed, sent = self._landed.get(index), self._sent.get(index)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from asynckv.errors import PeerLost
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame, OpeningFrame
@@ -49,22 +51,17 @@ class Service(Protocol):
         """
 
 
-class LinkStream:
+class LinkStream(msgspec.Struct, eq=False):
     """A stream of a link, as the side that asks and the side that answers see it."""
 
-    __slots__ = ("_outgoing", "_session", "id", "link")
+    # A Struct, because two are made for each request.
+    link: Link
+    _session: Session[StreamHandler]
+    _outgoing: Outgoing
+    id: int
 
-    def __init__(
-        self,
-        link: Link,
-        session: Session[StreamHandler],
-        outgoing: Outgoing,
-        stream_id: int,
-    ) -> None:
-        self.id = stream_id
-        self.link = link
-        self._session = session
-        self._outgoing = outgoing
+    def __repr__(self) -> str:
+        return f"<LinkStream {self.id} of {self.link!r}>"
 
     def send(self, frame: Frame, body: Buffer = b"") -> None:
         """Queue a frame; nothing happens if stream or link are over.

@@ -55,12 +55,24 @@ class LoggedWaits(Generic[T]):
     :meth:`end` cost next to nothing. ``who`` names a wait, if it is to be logged.
     """
 
-    __slots__ = ("_long", "_now", "_since", "_timer", "_what", "_who")
+    __slots__ = (
+        "_is_logged",
+        "_long",
+        "_loop",
+        "_now",
+        "_since",
+        "_timer",
+        "_what",
+        "_who",
+    )
 
     def __init__(self, who: Callable[[T], str], what: str, until: str) -> None:
         self._who = who
         self._what = (what, until)
-        self._now = -math.inf  # one number for those who begin at about the same time
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # For those who begin at about the same time: one number, one look at the log.
+        self._now = -math.inf
+        self._is_logged = False
         self._since: dict[T, float] = {}
         self._long: set[T] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -70,11 +82,13 @@ class LoggedWaits(Generic[T]):
 
     def begin(self, wait: T) -> None:
         """From now on ``wait`` is one of them."""
-        if logger.isEnabledFor(logging.DEBUG):
-            _log_begin(self._who(wait), *self._what)
-        loop = asyncio.get_running_loop()
+        if (loop := self._loop) is None:
+            loop = self._loop = asyncio.get_running_loop()
         if (now := loop.time()) - self._now > _SAME_S:
             self._now = now
+            self._is_logged = logger.isEnabledFor(logging.DEBUG)
+        if self._is_logged:
+            _log_begin(self._who(wait), *self._what)
         self._since[wait] = self._now
         if self._timer is None:
             self._timer = loop.call_later(LONG_WAIT_S, self._look)

@@ -89,9 +89,8 @@ class Arrival:
         if (region := gpus.spare(self.nbytes)) is None:
             return False
         self.region = region
-        self._reading = gpus.sharing.peer_memory.read(
-            shown, _place(region, self.spec), self._read
-        )
+        place = _place(region, self.spec)
+        self._reading = gpus.sharing.read(shown, place, self._read)
         return True
 
     def land_on_gpu(self, link: Link, gpus: GpuSide) -> GrantDevices | None:

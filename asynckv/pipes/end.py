@@ -80,7 +80,7 @@ class PipeEnd:
             return
         self._terms = opened, digest
         if self._has_dialled:
-            self._on_gpu(*self._terms).ask()
+            self._on_gpu(*self._terms).opening.ask()
         for answer in self._asked.values():
             answer(self._on_gpu(*self._terms))
 
@@ -106,7 +106,7 @@ class PipeEnd:
             case Push():
                 self.inbound.on_push(frame, body)
             case Done():
-                self.inbound.on_done(frame)
+                self.inbound.granting.on_done(frame)
             case Grant():
                 self.outbound.leaving.on_grant(frame)
             case PushShared():
@@ -114,7 +114,7 @@ class PipeEnd:
             case GrantDevices():
                 self.outbound.leaving.on_grant_devices(frame)
             case SentDevices():
-                self.inbound.on_sent_devices(frame)
+                self.inbound.granting.on_sent_devices(frame)
             case Read():
                 self.outbound.on_read(frame)
             case Flushed():
@@ -137,11 +137,11 @@ class PipeEnd:
         self.inbound.end(error, keep=False)
         try:
             if self.gpus is not None:
-                await self.gpus.let_meet()
+                await self.gpus.opening.let_meet()
             await self.link.aclose()
         finally:
             with anyio.CancelScope(shield=True):
-                await self.inbound.aclose()
+                await self.inbound.granting.aclose()
                 await self.outbound.aclose()
                 if self.gpus is not None:
                     await self.gpus.aclose()
@@ -155,7 +155,7 @@ class PipeEnd:
         self._end(error or ours)
         if error is None:
             self.inbound.end(ours, keep=False)
-            self.inbound.abort()
+            self.inbound.granting.abort()
             self.outbound.abort()
             if self.gpus is not None:
                 self.gpus.abort()
@@ -168,7 +168,7 @@ class PipeEnd:
     def _on_gpu(self, opened: OpenDevice, digest: Digest) -> GpuSide:
         if self.gpus is None:
             self.gpus = GpuSide(self.link, opened, self._max_bytes, digest)
-            self.inbound.gpus = self.outbound.leaving.gpus = self.gpus
+            self.inbound.granting.gpus = self.outbound.leaving.gpus = self.gpus
         return self.gpus
 
     def _break(self, error: Exception) -> None:
@@ -188,7 +188,7 @@ def _heard(
     if isinstance(frame, OpenIpc):
         sharing = SharingStream(answers=True)
         sharing.use(stream)
-        return sharing, lambda gpus: gpus.share(sharing, frame.uuid)
+        return sharing, lambda gpus: gpus.opening.share(sharing, frame.uuid)
     channel = DeviceStream(answers=True)
     channel.use(stream)
-    return channel, lambda gpus: gpus.answer(channel, frame)
+    return channel, lambda gpus: gpus.opening.answer(channel, frame)

@@ -9,36 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from asynckv.errors import (
     AsyncKVError,
+    ChecksumError,
     ConfigError,
     PeerLost,
 )
+from asynckv.links.exporting import LEAST_NBYTES
 from asynckv.links.exports import check_same_host, open_export
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.links.options import new_identity
+from asynckv.links.peer_memory import PeerMemory
 from asynckv.links.sharing import MapHolder, Sharing
-from asynckv.pipes.peer_memory import PeerMemory
 from asynckv.pipes.sharing_stream import SharingStream
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
+from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, PushShared
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu
 
-__all__ = ("AGREE_S", "LEAST_NBYTES", "GpuSharing")
+__all__ = ("AGREE_S", "GpuSharing")
 
 logger = logging.getLogger(__name__)
-
-LEAST_NBYTES: Final = 2 * 2**20
-"""Of less CUDA shows the peer what lies beside it too."""
 
 AGREE_S: Final = 10.0
 _TELL_S: Final = 0.1
@@ -67,7 +67,7 @@ class GpuSharing:
         self._pool = pool
         self._sharing = Sharing(growth.arena, self._look, growth.drop_soon)
         self._holder: MapHolder | None = None
-        self.peer_memory = PeerMemory(self._copy_from_peer, self._lost)
+        self.peer_memory = PeerMemory(self._lost)
         self._has_begun = False
         self._is_over = False
 
@@ -170,6 +170,20 @@ class GpuSharing:
             (digest,) = await pool.edges([target])
         return digest
 
+    def read(
+        self,
+        shown: PushShared,
+        target: DeviceMemory,
+        done: Callable[[Exception | None], None],
+    ) -> asyncio.Task[None]:
+        """Copy what the peer has shown, as :meth:`PeerMemory.read`. Never waits."""
+
+        async def copy(source: DeviceMemory, target: DeviceMemory) -> None:
+            if await self.copy(source, target) != shown.digest:
+                raise ChecksumError("a tensor arrived with other bytes than were sent")
+
+        return self.peer_memory.read(shown.offset, target, copy, done)
+
     def close(self) -> None:
         """Show nothing more, and close the peer's memory when nothing reads it.
 
@@ -197,11 +211,6 @@ class GpuSharing:
         self.peer_memory.put(export)
         self.digest = strictest(self._wanted, exported.digest)
         return nonce
-
-    async def _copy_from_peer(
-        self, source: DeviceMemory, target: DeviceMemory
-    ) -> bytes:
-        return await self.copy(source, target)
 
     def _show(self) -> Exported:
         found = self._sharing.export(self._link, self._uuid, self._wanted)

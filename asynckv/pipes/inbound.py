@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 from collections.abc import Callable
-from typing import Final
 
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.links.receiving import Reception
 from asynckv.pipes.arrivals import Arrival
-from asynckv.pipes.gpu_side import GpuSide
+from asynckv.pipes.granting import Granting
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
 from asynckv.pipes.reports import Reports
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Push
 from asynckv.protocol.ipc_frames import PushShared
-from asynckv.protocol.payload_frames import Done, Grant
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
 
 __all__ = ("Inbound",)
-
-_NOTHING: Final = memoryview(b"")
 
 
 class Inbound:
@@ -51,17 +43,13 @@ class Inbound:
         self.received_bytes = 0
         self.received_tensors = 0
         self._link = link
-        self._send = send
         self._broke = broke
         self._queue: collections.deque[Arrival] = collections.deque()
         self._unverified: collections.deque[Arrival] = collections.deque()
-        self._landing: dict[int, Arrival] = {}
-        self.gpus: GpuSide | None = None
         self.reports = Reports(send, max_bytes)
         self._changed = asyncio.Event()
-        self._memory = Growth(max_bytes, self._grant_waiting)
-        self._to_grant: dict[Arrival, None] = {}
-        """What waits for a slab, the first one first."""
+        self.granting = Granting(link, send, max_bytes, self._changed.set)
+        """What of it lands where."""
         self._lost: PeerLost | None = None
         self._was_cut = False
         self._checksum: ChecksumError | None = None
@@ -89,7 +77,7 @@ class Inbound:
             if self._lost is not None:
                 raise self._failure()
             if self._queue:
-                self._grant(self._queue[0])
+                self.granting.grant(self._queue[0])
             self._changed.clear()
             await self._changed.wait()
         return self._queue[0]
@@ -123,37 +111,19 @@ class Inbound:
 
     def on_push_shared(self, frame: PushShared, body: bytes) -> None:
         """The next tensor lies in memory of the peer's that this side can read."""
-        if self.gpus is not None:
-            self.gpus.sharing.peer_memory.check(frame)
+        self.granting.check_shown(frame)
         self._await(self._announced(frame), body)
-
-    def on_done(self, frame: Done) -> None:
-        """The peer has sent a tensor's last byte."""
-        arrival = self._landing.get(frame.transfer)
-        if arrival is None or arrival.reception is None:
-            raise RemoteProtocolError("a Done for what was never granted")
-        arrival.reception.on_done(frame)
-
-    def on_sent_devices(self, frame: SentDevices) -> None:
-        """The peer has sent a tensor's last byte from its GPU to this one's."""
-        arrival = self._landing.get(frame.transfer)
-        if arrival is None:
-            raise RemoteProtocolError("a tensor of a GPU that was never granted")
-        arrival.on_sent_devices(frame)
 
     def land_again(self, arrival: Arrival) -> None:
         """It cannot come from GPU to GPU: let it come through host memory."""
         if self._lost is None:
-            # Without memory for it now, it comes when the application waits.
-            with contextlib.suppress(MemoryError):
-                self._grant(arrival)
+            self.granting.try_to_grant(arrival)
             self._changed.set()
 
     def verified(self, arrival: Arrival) -> None:
         """All bytes of it are here, and are those that were sent."""
         arrival.is_verified = True
-        arrival.reception = None
-        self._landing.pop(arrival.transfer, None)
+        self.granting.landed(arrival)
         count = 0
         while self._unverified and self._unverified[0].is_verified:
             self._unverified.popleft()
@@ -188,14 +158,6 @@ class Inbound:
         self.reports.end()
         self._changed.set()
 
-    async def aclose(self) -> None:
-        """Give idle memory back. Bounded; what was taken keeps its own."""
-        await self._memory.aclose()
-
-    def abort(self) -> None:
-        """As :meth:`aclose`, but never waits."""
-        self._memory.close()
-
     def _failure(self) -> Exception:
         if self._checksum is not None:
             return ChecksumError(self._checksum.message, hint=self._checksum.hint)
@@ -223,11 +185,7 @@ class Inbound:
     def _await(self, arrival: Arrival, body: bytes) -> None:
         if body or arrival.nbytes <= INLINE_NBYTES:
             raise RemoteProtocolError("a small tensor that did not ride along")
-        self._link.payload.announce(arrival.transfer)
-        if arrival.nbytes <= self.max_bytes:
-            # Without memory for it now, it comes when the application waits.
-            with contextlib.suppress(MemoryError):
-                self._grant(arrival)
+        self.granting.expect(arrival)
         self._changed.set()
 
     def _take_inline(self, arrival: Arrival, frame: Push, body: bytes) -> None:
@@ -241,47 +199,10 @@ class Inbound:
             bytes_of(arrival.tensor)[:] = body
         self.verified(arrival)
 
-    def _grant(self, arrival: Arrival) -> None:
-        if arrival.spec is None or arrival.is_landing:
-            return
-        if self.gpus is not None and arrival.read_on_gpu(self.gpus):
-            return
-        on_gpu = None
-        if self.gpus is not None:
-            on_gpu = arrival.land_on_gpu(self._link, self.gpus)
-        if on_gpu is not None:
-            self._landing[arrival.transfer] = arrival
-            self._send(on_gpu, _NOTHING)
-            return
-        if self._memory.awaits(arrival.nbytes):
-            self._to_grant[arrival] = None
-            return
-        try:
-            arrival.tensor = self._memory.lending.spare(arrival.spec)
-        except RuntimeError as exc:
-            raise MemoryError(f"none for a tensor of {arrival.nbytes} bytes") from exc
-        target = bytes_of(arrival.tensor)
-        arrival.reception = Reception(self._link, arrival.transfer, [target], arrival)
-        self._landing[arrival.transfer] = arrival
-        arrival.reception.begin()
-        self._send(Grant(arrival.transfer), _NOTHING)
-
-    def _grant_waiting(self) -> None:
-        waiting, self._to_grant = self._to_grant, {}
-        for arrival in waiting:
-            with contextlib.suppress(MemoryError):  # as in on_push
-                self._grant(arrival)
-        if waiting:
-            self._changed.set()
-
     def _cut(self) -> None:
         """Forget the last tensor, which is not whole or follows one that is not."""
         arrival = self._queue.pop()
-        self._to_grant.pop(arrival, None)
-        if arrival.reception is not None:
-            arrival.reception.stop()
-        arrival.let_go()
-        self._landing.pop(arrival.transfer, None)
+        self.granting.forget(arrival)
         if self._unverified and self._unverified[-1] is arrival:
             self._unverified.pop()
         self.held_bytes -= arrival.nbytes

@@ -15,6 +15,7 @@ from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import new_identity
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.observability.waits import LoggedWait
+from asynckv.pipes.callers import Callers
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.opening import PipeListener
 from asynckv.pipes.pipe import Pipe
@@ -30,7 +31,6 @@ __all__ = ("Joining",)
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
-_MAX_CALLERS: Final = 1024
 
 
 class Joining:
@@ -61,9 +61,7 @@ class Joining:
         self._rendezvous: Rendezvous | None = None
         self._link: Link | None = None
         self._ends: dict[int, PipeEnd] = {}
-        self._callers: dict[str, PipeEnd] = {}
-        self._changed = asyncio.Event()
-        self._error: PeerLost | None = None
+        self._callers = Callers(max_bytes, has_gpu=device is not None)
         self._awaited: int | None = None
 
     async def join(self) -> dict[int, Pipe]:
@@ -110,8 +108,9 @@ class Joining:
 
     def abort(self) -> None:
         """Leave now, without a word. Never waits."""
-        for end in (*self._ends.values(), *self._callers.values()):
+        for end in self._ends.values():
             end.abort()
+        self._callers.abort()
         if self._link is not None:
             self._link.abort()
         if self._listener is not None:
@@ -127,23 +126,19 @@ class Joining:
         if isinstance(frame, JoinGroup) and isinstance(self._rendezvous, Leader):
             return self._rendezvous.seat(stream, frame)
         if isinstance(frame, OpenDevices | OpenIpc):
-            return self._end_of(stream).asked_for_gpus(stream, frame)
+            return self._end_of(stream.link).asked_for_gpus(stream, frame)
         if not isinstance(frame, OpenPipe):
             raise ConfigError(
                 f"nothing here answers a {type(frame).__name__}",
                 hint="a group of ranks meets at that address",
             )
-        if frame.name in self._callers or len(self._callers) >= _MAX_CALLERS:
-            raise ConfigError("that rank has its pipe already")
-        has_gpu = self._device is not None
-        end = PipeEnd.asked_for(stream, self._max_bytes, has_gpu=has_gpu)
-        self._callers[frame.name] = end
-        self._changed.set()
-        return end
+        return self._callers.arrived(stream, frame)
 
-    def _end_of(self, stream: LinkStream) -> PipeEnd:
-        for end in (*self._callers.values(), *self._ends.values()):
-            if end.link is stream.link:
+    def _end_of(self, link: Link) -> PipeEnd:
+        if (end := self._callers.of(link)) is not None:
+            return end
+        for end in self._ends.values():
+            if end.link is link:
                 return end
         raise ConfigError("this link is no pipe")
 
@@ -151,7 +146,7 @@ class Joining:
 
     async def _join(self) -> None:
         if self.rank == 0:
-            self._rendezvous = Leader(self.size, self._on_ended, self._scheme)
+            self._rendezvous = Leader(self.size, self._callers.fail, self._scheme)
             self._listener = await self._listen(self._address)
             members = await self._rendezvous.members()
         else:
@@ -190,7 +185,8 @@ class Joining:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _come(self) -> Follower:
-        self._rendezvous, self._error = None, None
+        self._rendezvous = None
+        self._callers.hope_again()
         self._link = await dial(
             str(self._address),
             identity=new_identity(),
@@ -199,7 +195,7 @@ class Joining:
         )
         port = await self._port_at(self._link.own_host)
         self._rendezvous = follower = Follower(
-            self._link, self.rank, self.size, port, self._on_ended
+            self._link, self.rank, self.size, port, self._callers.fail
         )
         return follower
 
@@ -245,13 +241,7 @@ class Joining:
         return bool(host) and is_beyond_this_host(Address(self._scheme, host=host))
 
     async def _pipe_from(self, rank: int, group_id: str) -> PipeEnd:
-        name = _caller(group_id, rank)
-        while name not in self._callers:
-            if self._error is not None:
-                raise self._error
-            self._changed.clear()
-            await self._changed.wait()
-        end = self._callers.pop(name)
+        end = await self._callers.taken(_caller(group_id, rank))
         if self._listener is not None:
             self._listener.release(end.link)
         end.inbound.open()
@@ -290,10 +280,6 @@ class Joining:
         if missing:
             return f"{name_ranks(missing)} of {self.size} did not come"
         return "the others were not ready"
-
-    def _on_ended(self, error: PeerLost) -> None:
-        self._error = error
-        self._changed.set()
 
 
 def _caller(group_id: str, rank: int) -> str:

@@ -14,6 +14,7 @@ from typing import Final
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.links.link import Link
+from asynckv.links.own_tasks import OwnTasks
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import Parcel
@@ -49,12 +50,11 @@ class Leaving:
         self._link = link
         self._send = send
         self._memory = memory
-        self._failed = failed
         self._waiting: dict[int, Parcel] = {}
         self._shown: dict[int, tuple[GpuSharing, int]] = {}
         self._by_gpu: dict[int, Parcel] = {}
         self._reading: dict[int, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnTasks(failed)
 
     def add(self, parcel: Parcel) -> None:
         """It leaves when the peer grants it memory."""
@@ -97,7 +97,7 @@ class Leaving:
         :raises RemoteProtocolError: it waits for none, or there is no way
         """
         gpus, transfer = self.gpus, frame.transfer
-        way = None if gpus is None else gpus.agreed_way
+        way = None if gpus is None else gpus.opening.agreed_way
         parcel = self._waiting.pop(transfer, None)
         if parcel is None or gpus is None or way is None:
             raise RemoteProtocolError("a GrantDevices for what waits for none")
@@ -128,38 +128,26 @@ class Leaving:
         self._shown.clear()  # the peer may still read it, until it says otherwise
         for transfer in list(self._by_gpu):
             self._stop(transfer)
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     async def aclose(self) -> None:
         """Wait until no thread and no GPU reads what was to leave."""
         self.end()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.wait()
 
     def _stop(self, transfer: int) -> Parcel | None:
         """Stop what goes from GPU to GPU, if it does; return that."""
         parcel = self._by_gpu.pop(transfer, None)
         if parcel is not None and self.gpus is not None:
-            if (way := self.gpus.agreed_way) is not None:
+            if (way := self.gpus.opening.agreed_way) is not None:
                 way.transport.stop(transfer)
             if (task := self._reading.pop(transfer, None)) is not None:
                 task.cancel()
         return parcel
 
     def _start(self, parcel: Parcel, work: Callable[[], Awaitable[None]]) -> None:
-        task = asyncio.get_running_loop().create_task(
-            self._try(work), name=f"asynckv: transfer {parcel.transfer} of a pipe"
-        )
-        self._reading[parcel.transfer] = task
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await work()
-        except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
-            self._failed(exc)
+        name = f"asynckv: transfer {parcel.transfer} of a pipe"
+        self._reading[parcel.transfer] = self._tasks.start(work, name)
 
     async def _tell_sent(self, gpus: GpuSide, parcel: Parcel, kind: DigestMode) -> None:
         digest = await self._digest(gpus, parcel, kind)

@@ -16,6 +16,7 @@ from asynckv.pipes.arrivals import Arrival
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
 from asynckv.pipes.placing import Placing
+from asynckv.pipes.told_errors import ToldErrors
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.open_device import OpenDevice
@@ -73,8 +74,7 @@ class Pipe(KVPipe, LoopBound):
             self._placing = Placing(device, self._pool, lambda: receives.gpus)
         self._turn_to_receive = asyncio.Lock()
         self._calls = 0
-        self._told_loss = False
-        self._told_broken = False
+        self._told = ToldErrors()
 
     def __repr__(self) -> str:
         return f"<Pipe over {self._link!r}>"
@@ -101,7 +101,7 @@ class Pipe(KVPipe, LoopBound):
         """
         self._check_loop()
         if (gpus := self._sends.gpus) is not None:
-            await gpus.settled()
+            await gpus.opening.settled()
 
     def statistics(self) -> PipeStatistics:
         """Return what went through and what is in it now. Never waits."""
@@ -140,7 +140,7 @@ class Pipe(KVPipe, LoopBound):
                 self._outbound.put(parcel, memory, digest)
         except BaseException as exc:
             self._outbound.drop(parcel)
-            self._note(exc)
+            self._told.note(exc)
             raise
 
     async def flush(self) -> None:
@@ -151,7 +151,7 @@ class Pipe(KVPipe, LoopBound):
         try:
             await self._outbound.flush()
         except PipeBroken as exc:
-            self._note(exc)
+            self._told.note(exc)
             raise
 
     async def recv_tensor(
@@ -166,7 +166,7 @@ class Pipe(KVPipe, LoopBound):
                 self._inbound.take(arrival)
                 return received
         except (PeerLost, ChecksumError) as exc:
-            self._note(exc)
+            self._told.note(exc)
             raise
 
     async def __anext__(self) -> torch.Tensor | None:
@@ -189,7 +189,7 @@ class Pipe(KVPipe, LoopBound):
         try:
             await self._drain()
         except PipeBroken as exc:
-            if not self._knows(exc):
+            if not self._told.has(exc):
                 raise
         except BaseException:
             self.abort()
@@ -199,7 +199,7 @@ class Pipe(KVPipe, LoopBound):
             await self._close_ends()
 
     def abort(self) -> None:
-        self._told_loss = self._told_broken = True
+        self._told.note_all()
         self._hang_up()
 
     async def __aexit__(
@@ -276,13 +276,3 @@ class Pipe(KVPipe, LoopBound):
         self._calls += 1
         if not self._calls % _CALLS_A_TICK:
             await asyncio.sleep(0)
-
-    def _note(self, error: BaseException) -> None:
-        self._told_loss |= isinstance(error, PeerLost | ChecksumError)
-        self._told_broken |= isinstance(error, PipeBroken)
-
-    def _knows(self, error: PipeBroken) -> bool:
-        """Whether the application has heard of it; from now on it has."""
-        knew = self._told_broken or (self._told_loss and not error.maybe_delivered)
-        self._note(error)
-        return knew

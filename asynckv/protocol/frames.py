@@ -17,7 +17,7 @@ from asynckv.protocol.device_frames import (
     OpenDevices,
     SentDevices,
 )
-from asynckv.protocol.ipc_frames import IpcFrame, OpensIpc
+from asynckv.protocol.ipc_frames import IpcFrame, OpensIpc, ShowIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpensMap
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.pin_frames import Pin, Pinned
@@ -450,6 +450,7 @@ OpeningFrame: TypeAlias = (
     | OpenDevices
     | OpensMap
     | OpensIpc
+    | ShowIpc
     | OpenPipe
 )
 

@@ -31,7 +31,7 @@ __all__ = (
     "checksum_of",
     "pack_fields",
     "pack_header",
-    "stream_of",
+    "parity_of",
     "unpack_fields",
     "unpack_header",
 )
@@ -53,7 +53,7 @@ _Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _MAGIC: Final = b"AKV1"
 _TLS_RECORDS: Final = (b"\x15", b"\x16")  # alert, handshake
-_STREAM: Final = slice(20, 24)
+_STREAM_END: Final = 24
 _xxh3: Final = xxhash.xxh3_64_intdigest
 _pack_beginning: Final = struct.Struct("!4sBBH").pack
 _unpack_beginning: Final = struct.Struct("!4sBBH").unpack
@@ -136,9 +136,9 @@ def check_magic(beginning: bytearray) -> None:
         raise _foreign(magic, WIRE_VERSION)
 
 
-def stream_of(frame: bytes) -> int:
-    """Return the stream of a whole frame that was packed here."""
-    return int.from_bytes(frame[_STREAM], "big")
+def parity_of(frame: bytes) -> int:
+    """Return 1 for a whole frame of an odd stream that was packed here, else 0."""
+    return frame[_STREAM_END - 1] & 1
 
 
 def _foreign(magic: bytes, version: int) -> RemoteProtocolError:

@@ -4,7 +4,12 @@ One stream a link and buffer: :class:`OpenIpc` or :class:`OpenStoreIpc`,
 :class:`Exported`, :class:`Imported`, then ``Accepted`` or a ``Failure``. Both sides of
 a pipe show theirs: who asks says :class:`Exported` too, behind its :class:`Imported`,
 and hears an :class:`Imported` before the ``Accepted``. :class:`PushShared` belongs to
-the pipe's own stream. As in :mod:`asynckv.protocol.frames`, values only.
+the pipe's own stream.
+
+A peer that puts into a buffer shows memory of its own by :class:`ShowIpc`, with its
+:class:`Exported` right behind; it hears an :class:`Imported`, then ``Accepted`` or a
+``Failure``. :class:`GrantShared` and :class:`SentShared` belong to the stream of an
+insert or a put. As in :mod:`asynckv.protocol.frames`, values only.
 """
 
 from __future__ import annotations
@@ -18,12 +23,15 @@ from asynckv.types import TensorSpec
 
 __all__ = (
     "Exported",
+    "GrantShared",
     "Imported",
     "IpcFrame",
     "OpenIpc",
     "OpenStoreIpc",
     "OpensIpc",
     "PushShared",
+    "SentShared",
+    "ShowIpc",
 )
 
 _Uuid = Annotated[str, msgspec.Meta(max_length=64)]
@@ -51,6 +59,12 @@ class OpenStoreIpc(_Base, frozen=True, tag="openstoreipc"):
 
 
 OpensIpc: TypeAlias = OpenIpc | OpenStoreIpc
+
+
+class ShowIpc(_Base, frozen=True, tag="showipc"):
+    """Will the buffers' side open memory of that GPU that this peer puts from?"""
+
+    uuid: _Uuid
 
 
 class Exported(_Base, frozen=True, tag="exported"):
@@ -88,4 +102,30 @@ class PushShared(_Base, frozen=True, tag="pushshared"):
     digest: Digest = b""
 
 
-IpcFrame: TypeAlias = Exported | Imported | PushShared
+class GrantShared(_Base, frozen=True, tag="grantshared"):
+    """The receiver's memory is ready: it reads all that does not ride where it lies.
+
+    ``kind`` says what digest the receiver wants; the stricter one counts.
+    """
+
+    transfer: Count
+    kind: Literal["full", "edges", "off"]
+
+
+class SentShared(_Base, frozen=True, tag="sentshared"):
+    """One part lies in the memory that this side has exported, at ``offset``.
+
+    It stays there until the receiver has said that it has it, or is through with it.
+    Without an offset the part is elsewhere: all of the transfer is to be granted
+    otherwise. ``digest`` is of all its bytes, of the first and last ones, or there is
+    none.
+    """
+
+    transfer: Count
+    part: Count
+    kind: Literal["full", "edges", "off"]
+    offset: Count | None = None
+    digest: Digest = b""
+
+
+IpcFrame: TypeAlias = Exported | Imported | PushShared | GrantShared | SentShared

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from asynckv.protocol.bodies import BODY_PART_BYTES, max_unfinished_bytes
 from asynckv.protocol.codec import Buffer, encode_parts, encode_plain
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.header import stream_of
+from asynckv.protocol.header import parity_of
 from asynckv.protocol.values import Limits
 
 __all__ = ("Outbox",)
@@ -104,7 +104,7 @@ class Outbox:
         So the peer comes first to what it is to answer.
         """
         data = encode_plain(stream, frame, b"", self._limits)
-        self._count(stream, len(data))
+        self.nbytes += len(data)  # of a stream of this side: it is no answer
         if self._long:
             self._add(stream, data)
         else:
@@ -169,13 +169,10 @@ class Outbox:
             self.nbytes = self.answer_bytes = 0
             return data
         taken: list[bytes] = []
-        nbytes = 0
         while self._urgent:
             taken.append(self._urgent.popleft())
             self._count(0, -len(taken[-1]))
-        while self._ready and nbytes < max_bytes:
-            taken.append(self._take_ready())
-            nbytes += len(taken[-1])
+        nbytes = self._take_ready(taken, max_bytes)
         while (part := self._take_part()) is not None:
             taken.append(part)
             nbytes += len(part)
@@ -192,11 +189,20 @@ class Outbox:
         if not stream or stream & 1 != self._own_parity:
             self.answer_bytes += nbytes
 
-    def _take_ready(self) -> bytes:
-        data = self._ready.popleft()
-        self._taken_count += 1
-        self._count(stream_of(data), -len(data))
-        return data
+    def _take_ready(self, taken: list[bytes], max_bytes: int) -> int:
+        """Move frames from the front until there are ``max_bytes``: how many are."""
+        ready, before, parity = self._ready, len(taken), self._own_parity
+        nbytes = answer_bytes = 0
+        while ready and nbytes < max_bytes:
+            data = ready.popleft()
+            taken.append(data)
+            nbytes += len(data)
+            if parity_of(data) != parity:
+                answer_bytes += len(data)
+        self._taken_count += len(taken) - before
+        self.nbytes -= nbytes
+        self.answer_bytes -= answer_bytes
+        return nbytes
 
     def _take_part(self) -> bytes | None:
         self._start_waiting()

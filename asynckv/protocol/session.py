@@ -46,6 +46,7 @@ _OPENS: Final = Role.OPENS
 _GOES_ON: Final = Role.GOES_ON
 _ASKS_LAST: Final = Role.ASKS_LAST
 _ANSWERS_LAST: Final = Role.ANSWERS_LAST
+_OF_THE_LINK: Final = Role.OF_THE_LINK
 _NOTHING: Final = Nothing()
 
 
@@ -232,7 +233,7 @@ class Session(Generic[T]):
     ) -> Event[T] | None:
         if not stream:
             return self._hear(frame, body)
-        if role is Role.OF_THE_LINK:
+        if role is _OF_THE_LINK:
             raise RemoteProtocolError(f"{type(frame).__name__} on a stream")
         owner = self._streams.get(stream)
         if owner is None:

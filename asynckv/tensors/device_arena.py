@@ -41,10 +41,15 @@ class DeviceArena(PagedArena):
         freed: Callable[[], None],
         pinned: Callable[[SlabRegion], None] = lambda region: None,
         unmapped: Callable[[IdlePages], None] = lambda idle: None,
+        given_back: Callable[[], None] = lambda: None,
     ) -> None:
         pages = DevicePages(max_bytes, device, wanted)
         super().__init__(
-            max_bytes, pages, freed=freed, pinned=pinned, unmapped=unmapped
+            *(max_bytes, pages),
+            freed=freed,
+            pinned=pinned,
+            unmapped=unmapped,
+            given_back=given_back,
         )
 
     def allocate_outside(

@@ -274,6 +274,8 @@ class _DeviceCopy(CopyJob):
     ) -> None:
         self.digest = reading.digest() if self._is_digested else b""
         region = region_behind(place[0]) if len(place) == 1 else None
+        if region is not None and region.nbytes != self._nbytes:
+            return  # these are the edges of a piece
         # Of what was there they stay those of the first time: a change is noticed.
         if region is not None and (is_new or not region.edges):
             region.edges = reading.edges()

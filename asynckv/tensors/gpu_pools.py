@@ -1,8 +1,8 @@
 """Blocks of pools on a GPU into tensors of the host, and back: jobs of a copy pool.
 
 The blocks of all pools that are alike move by one kernel at a time, through pinned
-memory; from tensors of the same GPU, straight. Nothing here waits for anybody's stream:
-whoever asks has waited.
+memory; from tensors of the same GPU, and to its plain memory, straight. Nothing here
+waits for anybody's stream: whoever asks has waited.
 """
 
 from __future__ import annotations
@@ -52,16 +52,26 @@ class GpuPools:
         }
 
     def gathering(
-        self, sources: Sequence[KVBlocks], targets: Sequence[torch.Tensor]
+        self,
+        sources: Sequence[KVBlocks],
+        targets: Sequence[torch.Tensor | DeviceMemory],
     ) -> list[CopyJob]:
         """Return what copies blocks of these pools into tensors of the host.
 
+        Or into plain memory of their GPU, that is ready.
+
         :raises ValueError: a target is not as its blocks are
         """
-        return [
-            _Gathering(self._blocks_of(some), some)
-            for some in self._alike(sources, targets)
-        ]
+        jobs: list[CopyJob] = []
+        for is_here, kind in ((False, _Gathering), (True, _Leaving)):
+            pairs = [
+                (blocks, place)
+                for blocks, place in zip(sources, targets, strict=True)
+                if isinstance(place, DeviceMemory) is is_here
+            ]
+            groups = self._alike([one for one, _ in pairs], [one for _, one in pairs])
+            jobs += [kind(self._blocks_of(some), some) for some in groups]
+        return jobs
 
     def scattering(
         self, sources: Sequence[torch.Tensor], targets: Sequence[KVBlocks]
@@ -86,8 +96,12 @@ class GpuPools:
         return jobs
 
     def _memory(
-        self, tensor: torch.Tensor, place: DeviceMemory
+        self, tensor: torch.Tensor | DeviceMemory, place: DeviceMemory
     ) -> memoryview | DeviceMemory:
+        if isinstance(tensor, DeviceMemory):
+            if tensor.device != place.device:
+                raise ValueError("it is on another GPU than its blocks")
+            return tensor
         if gpu_of(tensor) is None:
             return bytes_of(tensor)
         if gpu_of(tensor) != place.device:  # whose memory no kernel there may read
@@ -98,16 +112,14 @@ class GpuPools:
         return self._stagings.blocks(some.caches[0].device)
 
     def _alike(
-        self, blocks: Sequence[KVBlocks], tensors: Sequence[torch.Tensor]
+        self,
+        blocks: Sequence[KVBlocks],
+        tensors: Sequence[torch.Tensor | DeviceMemory],
     ) -> list[_Alike]:
         """Put together what one kernel can move: pieces of one size."""
         found: dict[tuple[int, int], _Alike] = {}
         for one, tensor in zip(blocks, tensors, strict=True):
-            if (one.shape, one.dtype) != (tensor.shape, tensor.dtype):
-                raise ValueError(
-                    f"blocks of {one.dtype} {tuple(one.shape)} are not a tensor of "
-                    f"{tensor.dtype} {tuple(tensor.shape)}"
-                )
+            _check_alike(one, tensor)
             if not one.nbytes:
                 continue
             place = self._places[id(one.pool)]
@@ -214,6 +226,27 @@ class _Landing(_Moving):
         used = [*some.caches, *some.here]
         self._blocks.copy(some.packed(), some.addresses, some.piece_nbytes, used)
         yield
+
+
+class _Leaving(_Moving):
+    """To other memory of the same GPU."""
+
+    def steps(self) -> Iterator[None]:
+        some = self._some
+        used = [*some.caches, *some.here]
+        self._blocks.copy(some.addresses, some.packed(), some.piece_nbytes, used)
+        yield
+
+
+def _check_alike(blocks: KVBlocks, other: torch.Tensor | DeviceMemory) -> None:
+    if isinstance(other, DeviceMemory):
+        if other.nbytes != blocks.nbytes:
+            raise ValueError(f"{other.nbytes} bytes for blocks of {blocks.nbytes}")
+    elif (blocks.shape, blocks.dtype) != (other.shape, other.dtype):
+        raise ValueError(
+            f"blocks of {blocks.dtype} {tuple(blocks.shape)} are not a tensor of "
+            f"{other.dtype} {tuple(other.shape)}"
+        )
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -67,7 +67,9 @@ class Growth:
             "unmapped": _weakly(self.drop_soon),
         }
         if device is not None:
-            self._slabs = on_device = DeviceArena(max_bytes, device, **told)
+            self._slabs = on_device = DeviceArena(
+                max_bytes, device, **told, given_back=_weakly(self._given_back)
+            )
             self.device_pages = on_device.pages
         elif has_slabs():
             self._slabs = SlabArena(max_bytes, **told)
@@ -75,6 +77,7 @@ class Growth:
         self.arena = self._slabs or HeapArena(max_bytes)
         self.lending = Lending(self.arena, None if device is None else device.empty)
         self._changed = changed
+        self._call_when_given_back: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._growing: _Slab | None = None
         self._dropping: set[asyncio.Future[None]] = set()
@@ -84,6 +87,10 @@ class Growth:
     def late_views(self) -> int:
         """How many views have kept memory for 10 s after their entry's end."""
         return self._late.count
+
+    def call_when_given_back(self, callback: Callable[[], None]) -> None:
+        """Call back when memory of a GPU may be free; it must not take any then."""
+        self._call_when_given_back = callback
 
     def awaits(self, nbytes: int) -> bool:
         """Is a slab under way without which so many spare bytes are not there?
@@ -184,6 +191,9 @@ class Growth:
         finally:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(slab.set_result, nbytes)
+
+    def _given_back(self) -> None:
+        self._call_when_given_back()
 
     def _add_slab(self, slab: _Slab) -> None:
         self._growing = None

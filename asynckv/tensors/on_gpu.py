@@ -44,6 +44,14 @@ class KVOnGpu:
         """Shape and dtype."""
         return spec_of(self.tensor)
 
+    def part(self, start: int, stop: int) -> KVOnGpu:
+        """Return the bytes from ``start`` to ``stop``, as a tensor of bytes.
+
+        :raises ValueError: they are not within these
+        """
+        memory = self.memory.part(start, stop)
+        return KVOnGpu(self.tensor.reshape(-1).view(torch.uint8)[start:stop], memory)
+
 
 def at_once(tensor: torch.Tensor, tensors: DeviceTensors) -> KVOnGpu:
     """Return a tensor of a GPU that is ready, and that no stream is to be waited for.

@@ -7,13 +7,15 @@ from typing import Final
 
 from asynckv.tensors.slabs import PAGE_NBYTES
 
-__all__ = ("pack", "pages_of")
+__all__ = ("ALIGNMENT_NBYTES", "pack", "pages_of")
+
+ALIGNMENT_NBYTES: Final = 64
+"""Every tensor begins at a multiple of it."""
 
 _PACKED_BELOW: Final = 64 * 1024
 """Smaller tensors of an entry share pages, which are free when the last has left."""
 
 _PACKED_NBYTES: Final = 256 * 1024
-_ALIGNMENT: Final = 64
 
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -34,7 +36,7 @@ def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
             blocks.append(0)
         places.append((packed, filled))
         blocks[packed] = pages_of(filled + nbytes)
-        filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        filled += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
     return blocks, places
 
 

@@ -87,7 +87,8 @@ class PagedArena(Arena):
     ``freed`` is called, in any thread, when memory may have become free otherwise than
     by a call here: :meth:`collect` is to follow. ``pinned`` is told of a region that
     somebody has a view of when its entry leaves; ``unmapped`` gets the pages of a
-    closed arena when nothing is in them any more but such views.
+    closed arena when nothing is in them any more but such views. ``given_back`` is
+    called after each region whose memory is somebody else's from then on.
 
     Memory that cannot be had lowers ``max_bytes``; where there is none at all, regions
     are on the heap.
@@ -108,8 +109,10 @@ class PagedArena(Arena):
         freed: Callable[[], None],
         pinned: Callable[[SlabRegion], None] = lambda region: None,
         unmapped: Callable[[IdlePages], None] = lambda idle: None,
+        given_back: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(max_bytes)
+        self._given_back = given_back
         self._max_heap_bytes = max(max_bytes // _HEAP_SHARE, _HEAP_LEAST_NBYTES)
         self._heap_bytes = 0
         self._generations = itertools.count(1)
@@ -184,15 +187,20 @@ class PagedArena(Arena):
         If not, a slab is asked for, so that it does next time. The region may exceed
         the bound until it is handed out and released.
         """
+        regions = self.take_spares([nbytes])
+        return None if regions is None else regions[0]
+
+    def take_spares(self, sizes: Sequence[int]) -> list[SlabRegion] | None:
+        """As :meth:`take_spare`, several at once: all or none."""
         self.collect()
-        if self.is_closed or nbytes < self.least_spare_nbytes:
+        if self.is_closed or min(sizes, default=0) < self.least_spare_nbytes:
             return None
-        regions = self._take([nbytes])
+        regions = self._take(sizes)
         if regions is None:
             self.pages.want()
             return None
-        self.used_bytes += nbytes  # not at its peak: it will be no one's soon
-        return regions[0]
+        self.used_bytes += sum(sizes)  # not at its peak: it will be no one's soon
+        return regions
 
     def adopt(self, regions: Sequence[Region], charges: int = 0) -> bool:
         self.collect()
@@ -229,7 +237,9 @@ class PagedArena(Arena):
             pages.left -= 1
             if not pages.left:
                 self.pages.free(pages)
-        self._unmap_if_over()
+        if self.is_closed:
+            self._unmap_if_over()
+        self._given_back()
 
     def add_slab(self, nbytes: int | None) -> None:
         """Use what :meth:`ArenaPages.make_slab` has returned, be it too little."""

@@ -22,6 +22,7 @@ import torch
 from asynckv.protocol.digests import Digester
 from asynckv.protocol.values import Place
 from asynckv.tensors.arena import Region
+from asynckv.tensors.packing import ALIGNMENT_NBYTES
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs
 from asynckv.tensors.stitching import stitch
 from asynckv.tensors.views import dtype_of, empty_tensor, tensor_over
@@ -34,7 +35,6 @@ _MAX_NBYTES: Final = 2**44
 """A larger file is refused: it would leave few addresses for anything else."""
 
 _EDGE_NBYTES: Final = 4096
-_ALIGNMENT: Final = 64
 _NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
@@ -202,7 +202,7 @@ def check_place(place: Place, nbytes: int, file_nbytes: int) -> None:
         if offset + length > end:
             raise ValueError(f"a tensor ends at {offset + length} of {end} bytes")
         room += length
-    if place.start % _ALIGNMENT:
+    if place.start % ALIGNMENT_NBYTES:
         raise ValueError(f"a tensor lies at {place.start} bytes: not aligned")
     if place.start + nbytes > room:
         raise ValueError(f"a tensor of {nbytes} bytes lies in {room} bytes")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-__all__ = ("until", "until_blocked")
+__all__ = ("cancel_before_each", "until", "until_blocked")
 
 _TIMEOUT_S: Final = 10.0
 _QUIET_TICKS: Final = 5
@@ -40,6 +40,24 @@ async def until_blocked(*tasks: asyncio.Task[Any]) -> None:
         return quiet >= _QUIET_TICKS
 
     await until(are_blocked)
+
+
+async def cancel_before_each(
+    waiting: asyncio.Task[None], awaited: Sequence[asyncio.Future[None]]
+) -> None:
+    """Cancel ``waiting`` before each of what it waits for ends, and see it out.
+
+    :raises AssertionError: it did not wait for all of them
+    """
+    ended_early = False
+    for one in awaited:
+        await until_blocked(waiting)
+        ended_early |= waiting.done()
+        waiting.cancel()
+        one.set_result(None)
+    await asyncio.wait({waiting})
+    if ended_early:
+        raise AssertionError("it has not waited for all")
 
 
 def _is_blocked(task: asyncio.Task[Any]) -> bool:

@@ -19,6 +19,7 @@ __all__ = (
     "expect_same",
     "is_same",
     "noise",
+    "only",
 )
 
 _E = TypeVar("_E", bound=BaseException)
@@ -44,6 +45,16 @@ def is_same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
     if found is None or (found.dtype, found.shape) != (dense.dtype, dense.shape):
         return False
     return numpy.array_equal(bytes_of(found.cpu()), bytes_of(dense))
+
+
+def only(tensor: object) -> torch.Tensor:
+    """Return what an entry has in place of one tensor: no mapping, and not nothing.
+
+    :raises AssertionError: it is not so
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise AssertionError(f"expected a tensor, found {type(tensor).__name__}")
+    return tensor
 
 
 def expect(is_so: bool, otherwise: object) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any, Final, Literal, TypeAlias
 
 import pytest
 
 from asynckv.errors import GPUUnavailable
 from asynckv.tensors.cuda_cupy import open_cuda
+from asynckv.testing import children
 
-__all__ = ("BEGIN", "GPU_KINDS", "GpuKind", "why_not")
+__all__ = ("BEGIN", "GPU_KINDS", "GpuKind", "running", "usable", "why_not")
 
 GpuKind: TypeAlias = Literal["fake", "real"]
 
@@ -27,8 +30,15 @@ def open_device():
     from asynckv.testing.fake_devices import fake_device_of
     from asynckv.testing.fake_gpus import FakeGpus
     return fake_device_of(FakeGpus().process()).device
+async def order():
+    return (await asyncio.to_thread(sys.stdin.readline)).strip()
+def tell(*words):
+    print(*words, flush=True)
 """
-"""How the code of such a process begins: ``sys.argv[1]`` is the kind."""
+"""How the code of such a process begins: ``sys.argv[1]`` is the kind.
+
+It waits with ``order()`` for a line that a test says, and ``tell()``s it one.
+"""
 
 
 def why_not(kind: GpuKind) -> str:
@@ -40,3 +50,20 @@ def why_not(kind: GpuKind) -> str:
     except GPUUnavailable as exc:
         return str(exc)
     return ""
+
+
+def usable(kind: GpuKind) -> GpuKind:
+    """Return it; a test that cannot run on that kind is skipped, and says why."""
+    if reason := why_not(kind):
+        pytest.skip(reason)
+    return kind
+
+
+def running(
+    code: str, kind: GpuKind, *args: str
+) -> contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    """Run ``code`` after :data:`BEGIN`, as :func:`asynckv.testing.children.running`.
+
+    ``args`` are in its ``sys.argv``, from 2 on.
+    """
+    return children.running(BEGIN + code, kind, *args)

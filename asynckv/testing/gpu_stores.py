@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from asynckv.buffers.remote import Peer, connect
-from asynckv.buffers.serve import Server, serve
+from asynckv.buffers.remote import connect
+from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_devices import FakeDevice, fake_device_of
+from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_peers import GpuPeer
 
 __all__ = ("GpuStores", "open_gpu_stores")
 
@@ -20,14 +21,10 @@ _STORE_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuStores:
-    """``store`` is on ``ours``, and what ``peer`` gets of it on ``theirs``."""
+class GpuStores(GpuPeer):
+    """``store`` is what ``server`` serves."""
 
     store: StoreBuffer
-    server: Server
-    peer: Peer
-    ours: FakeDevice
-    theirs: FakeDevice
 
     @property
     def pinned_bytes(self) -> int:
@@ -40,25 +37,9 @@ class GpuStores:
         stage = self.store.stage
         return 0 if stage is None else stage.used_bytes
 
-    @property
-    def has_moved(self) -> bool:
-        """Whether anything has gone from GPU to GPU."""
-        (services,) = [s for s in self.server._services if not s.is_lost]
-        way = services.devices.way
-        return way is not None and way.transport.sender._sending._next > 0
-
-    @property
-    def has_put(self) -> bool:
-        """Whether anything has gone there from the peer's GPU."""
-        way = self.peer.way(self.peer._linked())
-        return way is not None and way.transport.sender._sending._next > 0
-
     async def opened(self) -> None:
         """Wait until the server knows too that a way between two GPUs is open."""
-        (services,) = [s for s in self.server._services if not s.is_lost]
-        await until(lambda: services.devices.way is not None)
-        way = services.devices.way
-        await until(lambda: way is not None and way.is_open)
+        await until(lambda: self.is_way_open)
 
 
 @asynccontextmanager
@@ -80,4 +61,4 @@ async def open_gpu_stores(
     ):
         if asked["device"] is None:
             peer.pool.stagings = there.stagings()
-        yield GpuStores(store, server, peer, here, there)
+        yield GpuStores(server, peer, here, there, store)

@@ -1,7 +1,9 @@
 """A connector's worker with caches on a GPU, real or not: here, and in a process.
 
 ``python -m asynckv.testing.gpu_workers KIND URL`` saves :data:`PROMPT`, says so, and
-serves until its standard input ends.
+serves until its standard input ends. With ``push`` behind it pushes to the URL, twice,
+and says by which way the second one went, and how many layers came to the host; with
+``half`` it pushes the first layer alone of another one.
 """
 
 from __future__ import annotations
@@ -105,15 +107,37 @@ def save_order(name: str) -> SaveOrder:
     return SaveOrder(name, name, "D", PROMPT, (SAVED,))
 
 
-async def _save(kind: GpuKind, url: str) -> None:
-    worker, _ = worker_on(kind, "kv_producer", url)
+async def _save(worker: P2PWorker, name: str) -> str:
+    worker.bind_connector_metadata(P2PMetadata(saves=(save_order(name),)))
+    await worker.wait_for_save()
+    await until(lambda: not worker.statistics().saving)
+    worker.clear_connector_metadata()
+    failed = worker.get_finished().failed_sending
+    return f"failed {failed}" if failed else "saved"
+
+
+async def _push(worker: P2PWorker, *, half: bool) -> str:
+    """Save once to have dialled, then once more."""
+    if (said := await _save(worker, "first")) != "saved":
+        return said
+    (line,) = worker.routes.peers._lines.values()
+    before = worker.statistics().staged_saves
+    if half:
+        worker.bind_connector_metadata(P2PMetadata(saves=(save_order("t"),)))
+        worker.save_kv_layer(_LAYERS[0])
+        return "begun"
+    said = await _save(worker, "t")
+    layers = worker.statistics().staged_saves - before
+    return f"{said} {(await line.peer()).transport} {layers}"
+
+
+async def _run(kind: GpuKind, url: str, how: str) -> None:
+    direction = "push" if how else "pull"
+    worker, _ = worker_on(kind, "kv_producer", url, direction=direction)
     async with worker:
         await worker.start()
-        worker.bind_connector_metadata(P2PMetadata(saves=(save_order("t"),)))
-        await worker.wait_for_save()
-        await until(lambda: not worker.statistics().saving)
-        failed = worker.get_finished().failed_sending
-        sys.stdout.write(f"failed {failed}\n" if failed else "saved\n")
+        saving = _push(worker, half=how == "half") if how else _save(worker, "t")
+        sys.stdout.write(f"{await saving}\n")
         sys.stdout.flush()
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -124,4 +148,5 @@ async def _save(kind: GpuKind, url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_save("real" if sys.argv[1] == "real" else "fake", sys.argv[2]))
+    _kind: GpuKind = "real" if sys.argv[1] == "real" else "fake"
+    asyncio.run(_run(_kind, sys.argv[2], "".join(sys.argv[3:])))

@@ -7,27 +7,17 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
-from asynckv.links.options import Digest
 from asynckv.pipes.gpu_sharing import GpuSharing
-from asynckv.pipes.opening import listen_pipe, open_pipe
-from asynckv.pipes.pipe import Pipe
-from asynckv.testing.expectations import expect
-from asynckv.testing.fake_devices import FakeDevice, fake_device_of
+from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.nccl_pipe_pairs import gpu_side_of, used_bytes_of
-from asynckv.testing.pipe_checks.values import PIPE_BYTES
+from asynckv.testing.gpu_pipe_pairs import GpuPipes, gpu_side_of, open_pipes_on
 
 __all__ = ("IpcPipes", "open_ipc_pipes")
 
 
 @dataclasses.dataclass(frozen=True)
-class IpcPipes:
-    """``near`` has dialled, from ``ours``; ``far`` has accepted, on ``theirs``."""
-
-    near: Pipe
-    far: Pipe
-    ours: FakeDevice
-    theirs: FakeDevice
+class IpcPipes(GpuPipes):
+    """What one side has on the GPU the other may read where it lies."""
 
     @property
     def near_sharing(self) -> GpuSharing:
@@ -45,43 +35,20 @@ class IpcPipes:
         holder = self.near_sharing._holder
         return 0 if holder is None else holder._last_number
 
-    @property
-    def opened(self) -> int:
-        """How many allocations the two processes have open of each other's."""
-        return sum(len(gpu.process.cuda._opened) for gpu in (self.ours, self.theirs))
-
-    @property
-    def used_bytes(self) -> int:
-        """What both pipes have of their memory of the GPU."""
-        return sum(map(used_bytes_of, (self.near, self.far)))
+    def break_off(self, *, near: bool) -> None:
+        sharing = self.near_sharing if near else self.far_sharing
+        sharing._lost("a test")
 
 
 @contextlib.asynccontextmanager
 async def open_ipc_pipes(
-    gpus: FakeGpus,
-    *,
-    url: str = "",
-    listens: Digest = "auto",
-    is_connected: bool = True,
-    **options: Any,
+    gpus: FakeGpus, *, is_connected: bool = True, **options: Any
 ) -> AsyncIterator[IpcPipes]:
-    """Open a pipe on the first of ``gpus``; ``options`` are those of ``open_pipe``.
+    """Open a pipe on the first of ``gpus``; ``options`` are of :func:`open_pipes_on`.
 
-    ``url`` is the end of the URL that is dialled, ``listens`` the listener's digest.
     Unless ``is_connected`` is false this waits until both sides share their memory.
     """
     ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process())
-    common = {"lanes": 2, "max_bytes": PIPE_BYTES, **options}
-    near_options = {"device": ours.device, **common}
-    far_options = {**common, "device": theirs.device, "digest": listens}
-    async with (
-        listen_pipe("tcp://127.0.0.1:0", **far_options) as listener,
-        open_pipe(listener.url + url, **near_options) as near,
-        await listener.accept() as far,
-    ):
-        if is_connected:
-            await near.gpus_settled()
-            await far.gpus_settled()
-            is_shared = near.transport == far.transport == "cuda_ipc"
-            expect(is_shared, "no memory is shared")
-        yield IpcPipes(near, far, ours, theirs)
+    expected = "cuda_ipc" if is_connected else None
+    async with open_pipes_on(ours, theirs, expected=expected, **options) as pipes:
+        yield IpcPipes(*pipes, ours, theirs)

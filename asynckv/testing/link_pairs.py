@@ -17,7 +17,15 @@ from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Frame, OpeningFrame, Result
 from asynckv.protocol.values import PeerIdentity
 
-__all__ = ("Answer", "Hearer", "LinkPair", "ScriptedService", "linked", "name_of")
+__all__ = (
+    "Answer",
+    "Hearer",
+    "LinkPair",
+    "ScriptedService",
+    "landed_bytes",
+    "linked",
+    "name_of",
+)
 
 Answer: TypeAlias = Callable[[LinkStream, OpeningFrame, bytes], None]
 
@@ -84,6 +92,11 @@ class ScriptedService:
         self.hearers.append(Hearer())
         self.answer(stream, frame, body)
         return self.hearers[-1]
+
+
+def landed_bytes(link: Link) -> int:
+    """Return what has landed of parts of a link's first payloads that are not whole."""
+    return sum(link.payload.landed_bytes(number) for number in range(1, 30))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,60 +8,24 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
-from asynckv.buffers.serve import Server, serve
-from asynckv.links.gpu_link import GpuLink
-from asynckv.links.options import Digest
-from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pairs import open_gpu_pair
+from asynckv.testing.gpu_peers import GpuPeer
 
 __all__ = ("NcclBuffers", "open_nccl_buffers")
 
 
 @dataclasses.dataclass(frozen=True)
-class NcclBuffers:
-    """``buffer`` is on ``ours``, and what ``peer`` receives on ``theirs``."""
+class NcclBuffers(GpuPeer):
+    """``buffer`` is what ``server`` serves."""
 
     buffer: LookupBuffer
-    server: Server
-    peer: Peer
-    ours: FakeDevice
-    theirs: FakeDevice
-
-    @property
-    def way(self) -> GpuLink:
-        """The server's end of what connects both GPUs."""
-        (services,) = [s for s in self.server._services if not s.is_lost]
-        if services.devices.way is None:
-            raise LookupError("nothing connects both GPUs")
-        return services.devices.way
-
-    @property
-    def near_way(self) -> GpuLink:
-        """The peer's end of it."""
-        if (way := self.peer.way(self.peer._linked())) is None:
-            raise LookupError("nothing connects both GPUs")
-        return way
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether anything has gone from GPU to GPU."""
-        return self.way.transport.sender._sending._next > 0
-
-    @property
-    def has_put(self) -> bool:
-        """Whether anything has gone there from the peer's GPU."""
-        return self.near_way.transport.sender._sending._next > 0
 
     @property
     def staged_bytes(self) -> int:
         """What the peer has of its GPU for what it sends."""
-        arena = (self.peer.on_gpu or self.peer.memory).arena
-        if isinstance(arena, PagedArena):
-            arena.collect()
-        return arena.used_bytes + arena.pinned_bytes
+        return self.puts.staged_bytes
 
     async def emptied(self) -> None:
         """Wait until nothing is kept on either side."""
@@ -71,31 +35,19 @@ class NcclBuffers:
 
     async def opened(self) -> None:
         """Wait until both sides know that the way is open."""
-        await until(lambda: self.way.is_open)
+        await until(lambda: self.is_way_open)
 
 
 @asynccontextmanager
 async def open_nccl_buffers(
     gpus: FakeGpus,
     *,
-    url: str = "",
-    serves: Digest = "auto",
     their_nccl: int | None = None,
-    buffer_bytes: int = 16 * 2**20,
     **options: Any,
 ) -> AsyncIterator[NcclBuffers]:
-    """Open both, on two of ``gpus``; ``options`` are those of ``connect``.
+    """Open both, on two of ``gpus``; ``options`` are those of ``open_gpu_pair``.
 
-    ``url`` is the end of the URL that is connected to, ``serves`` the server's digest,
-    ``their_nccl`` the version that the peer has.
+    ``their_nccl`` is the version that the peer has.
     """
-    ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process(), 1)
-    if their_nccl is not None:
-        theirs.process.nccl.number = their_nccl
-    asked = {"device": theirs.device, "max_bytes": "16MiB", **options}
-    async with (
-        LookupBuffer(buffer_bytes, device=ours.device, drain_s=0) as buffer,
-        serve("tcp://127.0.0.1:0", lookup=buffer, digest=serves) as server,
-        connect(server.url + url, **asked) as peer,
-    ):
-        yield NcclBuffers(buffer, server, peer, ours, theirs)
+    async with open_gpu_pair(gpus, theirs=1, their_nccl=their_nccl, **options) as pair:
+        yield NcclBuffers(pair.server, pair.peer, pair.ours, pair.theirs, pair.buffer)

@@ -13,9 +13,11 @@ from typing import ClassVar, Final
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import AsyncKVError, LocalProtocolError, PeerLost
+from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory
 from asynckv.transports.completions import Completions
 from asynckv.transports.ending import Ending
+from asynckv.transports.fed_parts import FedPart
 from asynckv.transports.lanes import Lanes
 from asynckv.transports.parts import DoneCallback, Part, PartTable
 from asynckv.transports.pending import PendingParts
@@ -50,7 +52,7 @@ class InlineTransport(PayloadTransport):
         on_lost: Callable[[Exception], None],
         max_chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> None:
-        self._lane_count = lanes
+        self._lane_count = self.feeds = lanes
         self._digest = digest
         self._table = PartTable()
         self._leaving = PendingParts(loop)
@@ -99,7 +101,22 @@ class InlineTransport(PayloadTransport):
         *,
         digest: bytes | None = None,
     ) -> None:
-        outgoing = self._part(transfer, part, source, done, digest)
+        self._send(self._part(transfer, part, source, done, digest))
+
+    def feed(
+        self,
+        transfer: int,
+        part: int,
+        source: Feed,
+        done: DoneCallback,
+        *,
+        digest: bytes | None = None,
+    ) -> None:
+        known = digest if self._digest else b""
+        self._check_open()
+        self._send(FedPart(transfer, part, source, done, known))
+
+    def _send(self, outgoing: Part) -> None:
         self._leaving.add(outgoing)
         if self._ending.error is not None:
             self._ending.settle_soon()
@@ -171,9 +188,12 @@ class InlineTransport(PayloadTransport):
         done: DoneCallback,
         digest: bytes | None,
     ) -> Part:
+        self._check_open()
+        return Part(transfer, number, memory, done, digest if self._digest else b"")
+
+    def _check_open(self) -> None:
         if not self._lanes:
             raise LocalProtocolError("the payload lanes are not open yet")
-        return Part(transfer, number, memory, done, digest if self._digest else b"")
 
     def _tell(self, part: Part) -> None:
         if part in self._leaving:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from asynckv.errors import PeerLost
 from asynckv.security.tls_socket import Connection
+from asynckv.shielding import clear_all_frames
 from asynckv.transports.lane_sockets import LaneSocket
 from asynckv.transports.parts import Part, PartTable
 from asynckv.transports.pending import PendingParts
@@ -175,4 +175,4 @@ class Lanes:
 def _forget_memory(error: BaseException | None) -> None:
     """Let an error that is kept not keep what was being moved."""
     if error is not None:
-        traceback.clear_frames(error.__traceback__)
+        clear_all_frames(error)

@@ -66,6 +66,14 @@ class Part:
         return self.memory.nbytes - self.moved_bytes
 
     @property
+    def ready_bytes(self) -> int:
+        """Bytes that could move now."""
+        return self.left_bytes
+
+    def call_when_ready(self, told: Callable[[], None]) -> None:
+        """Call ``told``, in any thread, each time that more are ready than before."""
+
+    @property
     def small_blocks(self) -> SmallBlocks | None:
         """What copies its memory, if that is many small blocks."""
         memory = self.memory
@@ -85,14 +93,22 @@ class Part:
         if self._digester is not None:
             self._digester.update_all(pieces)
 
+    def move(self, nbytes: int) -> None:
+        """So many more bytes have moved."""
+        self.moved_bytes += nbytes
+
     def let_go(self) -> None:
         """Keep the memory alive no longer, nor whoever moved it."""
         self.memory = _NOTHING
         self.carrier = None
 
     def tell(self, error: BaseException | None = None) -> None:
-        """Call ``done``, unless the part was stopped. On the loop, once."""
+        """Call ``done``, unless the part was stopped. On the loop, once.
+
+        Nobody touches its memory any more, which is let go in any case.
+        """
         if self.stopped:
+            self.let_go()  # stopped after its last byte: no thread has done so
             return
         self.stopped = True
         digest = self.known_digest or b""

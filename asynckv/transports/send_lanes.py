@@ -1,5 +1,7 @@
 """The sending half of a payload lane: parts leave in chunks, transfers take turns.
 
+Of one transfer the first part leaves that has bytes to be sent.
+
 The thread reads a part's memory only between :meth:`SendLane._next_part` and
 :meth:`SendLane._leave`, and asks between chunks whether the part was stopped.
 """
@@ -44,6 +46,7 @@ class SendLane:
         """Queue ``part``; ``True`` if a thread had to be started for it."""
         with self._changed:
             self._queues.setdefault(part.transfer, collections.deque()).append(part)
+            part.call_when_ready(self._wake)
             self.queued_bytes += part.left_bytes
             self._changed.notify()
             if self._has_thread:
@@ -52,11 +55,15 @@ class SendLane:
         return self._lane.start(self._send_parts, "send", self._owner.sender_ended)
 
     def stop(self, transfer: int) -> None:
-        """Send no further chunk of ``transfer``."""
+        """Send no further chunk of ``transfer``, and keep no memory but of this one."""
         with self._changed:
-            for part in self._queues.pop(transfer, ()):
+            parts, sending = self._queues.pop(transfer, ()), self._sending
+            for part in parts:
                 part.stopped = True
                 self.queued_bytes -= part.left_bytes
+        for part in parts:
+            if part is not sending:  # the thread lets go of that one
+                part.let_go()
 
     def is_sending(self, transfer: int) -> bool:
         """The thread reads memory of ``transfer``."""
@@ -70,27 +77,44 @@ class SendLane:
             self._changed.notify()
 
     def _send_parts(self) -> None:
-        while (part := self._next_part()) is not None:
-            sent = 0
-            try:
-                sent = self._send_chunk_of(part)
-            finally:
-                self._leave(part, sent)
+        while self._send_chunk():
+            pass
+
+    def _send_chunk(self) -> bool:
+        # A call for each, so that a thread that waits has no part in its frame.
+        part, sent = self._next_part(), 0
+        if part is None:
+            return False
+        try:
+            sent = self._send_chunk_of(part)
+        finally:
+            self._leave(part, sent)
+        return True
 
     def _next_part(self) -> Part | None:
         with self._changed:
-            while not self._queues and not self._ended:
+            while (part := self._first_ready()) is None and not self._ended:
                 self._changed.wait()
-            if self._ended:
+            if self._ended or part is None:
                 return None
-            transfer, parts = next(iter(self._queues.items()))
-            self._queues.move_to_end(transfer)
-            self._sending = parts[0]
-            return self._sending
+            self._queues.move_to_end(part.transfer)
+            self._sending = part
+            return part
+
+    def _first_ready(self) -> Part | None:
+        for parts in self._queues.values():
+            for part in parts:
+                if part.ready_bytes:
+                    return part
+        return None
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
     def _send_chunk_of(self, part: Part) -> int:
         start = part.moved_bytes
-        nbytes = min(part.left_bytes, self._max_chunk_bytes)
+        nbytes = min(part.ready_bytes, self._max_chunk_bytes)
         header = encode_chunk_header(part.transfer, part.number, start, nbytes)
         blocks = part.small_blocks
         if blocks is not None:
@@ -117,20 +141,20 @@ class SendLane:
     def _leave(self, part: Part, nbytes: int) -> None:
         with self._changed:
             self._sending = None
-            part.moved_bytes += nbytes
+            part.move(nbytes)
             stopped, moved = part.stopped, not part.left_bytes
             if not stopped:
                 self.queued_bytes -= nbytes
                 if moved:
-                    self._drop_first_of(part.transfer)
+                    self._drop(part)
         if stopped:
             part.let_go()
             self._owner.part_left()
         elif moved:
             self._owner.part_moved(part)
 
-    def _drop_first_of(self, transfer: int) -> None:
-        parts = self._queues[transfer]
-        parts.popleft()
+    def _drop(self, part: Part) -> None:
+        parts = self._queues[part.transfer]
+        parts.remove(part)
         if not parts:
-            del self._queues[transfer]
+            del self._queues[part.transfer]

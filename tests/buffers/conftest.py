@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
+from asynckv.buffers import hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import Server, serve
@@ -91,3 +92,9 @@ def far_link() -> Callable[[Server, Peer], Link]:
         return next(x for x in links if x.peer.id == name and x.is_open)
 
     return find
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves a GPU is copied in quarters of a MiB."""
+    monkeypatch.setattr(hoisting, "PIECE_NBYTES", 2**18)

@@ -20,7 +20,7 @@ from asynckv.errors import GPUFailed, LeaseLost
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.testing.expectations import is_same
+from asynckv.testing.expectations import is_same, only
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
@@ -59,11 +59,6 @@ async def on_gpu(local: LookupBuffer) -> AsyncIterator[tuple[FakeDevice, Peer]]:
             connect(server.url, device=gpu.device, max_bytes="16MiB") as peer,
         ):
             yield gpu, peer
-
-
-def only(tensor: object) -> torch.Tensor:
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
 
 
 def is_on_gpu(entry: StoredEntry) -> bool:

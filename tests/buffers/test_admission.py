@@ -29,7 +29,7 @@ class Bench:
         self.room = Room(
             lambda e: self.ledger.give_room(e),
             lambda e: self.adopt(e),
-            check_size=lambda e: self.ledger.book.check_size(e),
+            check_size=lambda e: self.ledger.book.memory.check_size(e),
         )
         self.ledger = Ledger(
             self.arena,
@@ -126,7 +126,7 @@ async def test_cancelled_with_a_consumer_it_is_that_consumers_alone() -> None:
     insert.cancel()
     await asyncio.wait({insert})
     bench.ledger.leases.acknowledge(holder.held())
-    assert bench.ledger.book.outside_bytes == 0
+    assert bench.ledger.book.memory.outside_bytes == 0
 
 
 async def broken_off(bench: Bench, *, counts: bool) -> bytes:

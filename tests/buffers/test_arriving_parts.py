@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from asynckv.buffers.arriving_parts import _Coming
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
-from asynckv.errors import PeerLost
+from asynckv.errors import ChecksumError, PeerLost
 from asynckv.links.dial import dial
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.digests import digest_of
@@ -17,7 +18,7 @@ from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.link_pairs import name_of
+from asynckv.testing.link_pairs import linked, name_of
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.testing.raw_inserts import RawInsert
@@ -52,6 +53,16 @@ async def check_is_in(pair: NcclBuffers, raw: RawInsert) -> None:
     entry = await pair.buffer.drop_select()
     assert isinstance(entry.key, dict) and is_same(entry.key["0"], noise(MIB, 1))
     assert bytes(entry.key["1"].tolist()) == LITTLE
+
+
+async def test_a_failure_just_after_a_cancellation_is_no_matter() -> None:
+    async with linked() as pair:
+        target = memoryview(bytearray(MIB))
+        coming = _Coming(pair.near, 1, [target], lambda *_: None, None)
+        coming.whole.cancel()  # as whoever waits for it does, before it stops it
+        coming.reception.fail(ChecksumError("other bytes"))
+        assert coming.whole.cancelled()
+        await coming.reception.quiesce()
 
 
 async def test_what_rides_may_come_last(two_gpus: FakeGpus) -> None:

@@ -4,12 +4,9 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers import book
-from asynckv.buffers.entries import EntryState
 from asynckv.buffers.queries import make_query
-from asynckv.errors import EntryAborted, EntryConflict, EntryTooLarge
+from asynckv.errors import EntryAborted, EntryConflict
 from asynckv.testing.blocked import until
-from asynckv.testing.holders import RecordingHolder
 from asynckv.testing.ledgers import SteppedLedger
 
 ONE = make_query([1], None)
@@ -88,11 +85,6 @@ async def test_an_id_cannot_be_inserted_twice_at_a_time() -> None:
         bench.begin("a")
 
 
-async def test_what_could_never_fit_is_refused() -> None:
-    with pytest.raises(EntryTooLarge):
-        SteppedLedger().begin("a", nbytes=93)
-
-
 async def test_a_cancelled_insert_does_not_forget_how_the_id_left_before() -> None:
     bench = SteppedLedger()
     bench.insert("a")
@@ -100,67 +92,6 @@ async def test_a_cancelled_insert_does_not_forget_how_the_id_left_before() -> No
     bench.ledger.forsake(bench.begin("a"))
     with pytest.raises(EntryAborted, match="withdrawn"):
         bench.book.when_gone("a")
-
-
-async def test_entries_without_a_byte_wait_when_too_much_is_kept_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 8000)
-    bench = SteppedLedger()
-    entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
-    filling, waiting = EntryState.FILLING, EntryState.WAITING
-    assert [entry.state for entry in entries] == [filling, filling, waiting]
-    bench.ledger.forsake(entries[0])
-    assert entries[2].state is filling
-
-
-async def test_one_entry_of_very_many_tensors_has_room_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 1000)
-    assert SteppedLedger().begin("it").state is EntryState.FILLING
-
-
-async def test_what_began_outside_stays_there_while_too_much_is_kept_of_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(book, "LEAST_ACCOUNT_BYTES", 1000)
-    bench = SteppedLedger()
-    bench.insert("full", tokens=(9,))
-    entry = bench.begin("a", streaming=True)
-    bench.select(streams=True)
-    assert entry.state is EntryState.STREAMING
-    bench.room.change()
-    assert not entry.in_arena
-    bench.ledger.withdraw("full")
-    assert entry.in_arena
-
-
-async def test_outside_there_are_as_many_bytes_as_inside() -> None:
-    bench = SteppedLedger()
-    bench.insert("full", tokens=(9,), nbytes=92)
-    assert bench.book.may_place_outside(100)
-    bench.begin("a", nbytes=50)
-    bench.select()
-    assert bench.book.may_place_outside(42)
-    assert not bench.book.may_place_outside(43)
-
-
-async def test_who_was_refused_bytes_outside_has_them_when_they_are_free_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench = SteppedLedger()
-    bench.insert("full", tokens=(9,), nbytes=92)
-    for name, tokens in (("a", (1,)), ("b", (2,))):
-        bench.begin(name, tokens, nbytes=50)
-    first, _ = bench.select()
-    second = RecordingHolder()
-    monkeypatch.setattr(second, "may_charge", bench.book.may_place_outside)
-    bench.leases.select(make_query([2], None), second, None)
-    assert second.entry_id is None
-    bench.leases.acknowledge(first.held())
-    await asyncio.sleep(0)
-    assert second.entry_id == "b"
 
 
 async def test_a_cancelled_wait_for_the_end_is_forgotten() -> None:

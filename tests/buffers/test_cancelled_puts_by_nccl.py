@@ -11,12 +11,10 @@ from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_puts import LAYERS, check_is_in
 from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-from asynckv.types import TensorSpec
-
-LAYERS = {"key": TensorSpec((MIB,), "uint8"), "hidden": TensorSpec((8,), "uint8")}
 
 
 @pytest.fixture
@@ -31,15 +29,6 @@ async def stores(two_gpus: FakeGpus) -> AsyncIterator[GpuStores]:
     async with open_gpu_stores(two_gpus, theirs=1) as pair:
         await pair.opened()
         yield pair
-
-
-async def check_is_in(pair: NcclBuffers, salt: int = 1) -> None:
-    """The entry is there, once; and neither side keeps anything of it."""
-    entry = await pair.buffer.drop_select([1])
-    assert isinstance(entry.key, torch.Tensor)
-    assert is_same(entry.key, noise(MIB, salt)) and is_same(entry.hidden, noise(8))
-    del entry
-    await pair.emptied()
 
 
 async def test_a_cancelled_insert_leaves_no_trace_on_either_gpu(

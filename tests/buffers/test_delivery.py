@@ -73,7 +73,7 @@ def test_an_entry_that_is_not_committed_is_not_whole() -> None:
     delivery = inline_offer(complete=False)
     delivery.read_inline({})
     assert not delivery.is_whole
-    delivery.is_complete = True
+    delivery.has_completed = True
     assert delivery.is_whole
 
 
@@ -90,3 +90,9 @@ async def test_only_what_is_lent_by_nobody_needs_memory_of_its_own() -> None:
 def test_up_to_64_kib_is_small_however_it_comes() -> None:
     assert large_offer(INLINE_NBYTES).is_small
     assert not large_offer(INLINE_NBYTES + 1).is_small
+
+
+def test_a_delivery_shows_no_token_and_no_tensor() -> None:
+    delivery = inline_offer()
+    delivery.read_inline({})
+    assert repr(delivery) == "<Delivery 2 of 32 bytes>"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from asynckv.buffers.entries import EntryState, Lease, Part, StoredEntry, Waiter
@@ -7,6 +8,7 @@ from asynckv.buffers.manifest import content_digest
 from asynckv.buffers.queries import Query, as_tokens
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.holders import RecordingHolder, draft_of
+from asynckv.types import TensorSpec
 
 
 def placed(tokens: torch.Tensor) -> StoredEntry:
@@ -59,11 +61,30 @@ def test_the_beginning_of_an_offer_is_kept_once_nothing_can_change() -> None:
     assert entry.preamble() != first
 
 
-def test_a_tiny_entry_has_the_beginning_of_its_offer_before_it_is_asked_for() -> None:
-    entry = placed(torch.tensor([1, 2]))
+@pytest.mark.parametrize(
+    ("nbytes", "tokens", "is_made"),
+    [(8, 2, True), (64 * 1024, 2, True), (64 * 1024 + 1, 2, False), (8, 200, False)],
+)
+def test_the_beginning_of_a_small_offer_is_made_before_it_is_asked_for(
+    nbytes: int, tokens: int, is_made: bool
+) -> None:
+    entry = StoredEntry(draft_of("it", tuple(range(tokens)), nbytes), 1)
     entry.make_complete()
     entry.parts[0] = Part("other", entry.parts[0].spec)
-    assert b"other" not in entry.preamble()
+    assert (b"other" not in entry.preamble()) is is_made
+
+
+@pytest.mark.parametrize(("parts", "is_made"), [(16, True), (17, False)])
+def test_an_offer_of_many_parts_is_not_made_before_it_is_asked_for(
+    parts: int, is_made: bool
+) -> None:
+    draft = draft_of("it", (1, 2), 0)
+    specs = {str(number): TensorSpec((0,), "uint8") for number in range(parts)}
+    object.__setattr__(draft, "specs", specs)
+    entry = StoredEntry(draft, 1)
+    entry.make_complete()
+    entry.parts[0] = Part("other", entry.parts[0].spec)
+    assert (b"other" not in entry.preamble()) is is_made
 
 
 def test_the_digest_covers_tokens_and_tensors() -> None:
@@ -89,3 +110,9 @@ def test_what_a_consumer_paid_is_given_back_once() -> None:
     for _ in range(2):
         lease.uncharge()
     assert holder.charged_bytes == 0
+
+
+def test_a_lease_shows_neither_its_token_nor_the_prompt() -> None:
+    waiter = Waiter(Query(b"prompt"), RecordingHolder(), 3, None)
+    lease = Lease(StoredEntry(draft_of("it"), 1), waiter, 0, 1, b"token")
+    assert (repr(lease), repr(waiter)) == ("<Lease 1 of entry it>", "<Waiter 3>")

@@ -4,21 +4,30 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from asynckv.buffers.hoisting import Hoisting
+from asynckv.buffers.hoisting import Hoisting, HostCopy
 from asynckv.buffers.host_copies import HostCopies
 from asynckv.errors import GPUFailed
 from asynckv.tensors.arena import Region
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.tensors.feeds import Feed
 from asynckv.tensors.views import tensor_over
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.device_memory import (
+    filled_region,
+    open_device_arena,
+    open_device_pool,
+)
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
 
 SPEC = TensorSpec((MIB,), "uint8")
+PIECE = MIB // 4
 
 
 @pytest.fixture
@@ -29,40 +38,59 @@ def gpu() -> Iterator[FakeDevice]:
 
 @pytest.fixture
 def pool(gpu: FakeDevice) -> Iterator[DeviceCopyPool]:
-    device = gpu.device
-    pool = DeviceCopyPool(device, device.opened, empty=device.empty)
-    yield pool
-    pool.close()
-    pool.lanes.close()
+    with open_device_pool(gpu) as pool:
+        yield pool
 
 
 @pytest.fixture
 def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
-    arena = DeviceArena(4 * MIB, gpu.device, wanted=lambda: None, freed=lambda: None)
-    arena.add_slab(arena.pages.make_slab())
-    yield arena
-    arena.close()
+    with open_device_arena(gpu) as arena:
+        yield arena
 
 
 def refuse(told: object) -> None:
     raise AssertionError(told)
 
 
+def whole(copy: HostCopy) -> memoryview:
+    assert isinstance(copy, memoryview)
+    return copy
+
+
+class Fed:
+    """Whoever is given a feed, and takes its pieces out when it likes."""
+
+    def __init__(self) -> None:
+        self.feeds: list[Feed] = []
+        self.content = b""
+
+    def __call__(self, copy: HostCopy) -> None:
+        assert isinstance(copy, Feed)
+        self.feeds.append(copy)
+
+    @property
+    def ahead(self) -> int:
+        """What has come of the first one, and was not taken."""
+        return self.feeds[0].fed_bytes - len(self.content) if self.feeds else 0
+
+    def take(self) -> None:
+        """Take what has come of the first one."""
+        feed, start = self.feeds[0], len(self.content)
+        self.content += b"".join(map(bytes, feed.pieces(start, feed.fed_bytes)))
+        feed.leave(feed.fed_bytes)
+
+
 async def filled(arena: DeviceArena, pool: DeviceCopyPool, seed: int) -> Region:
-    regions = arena.allocate([MIB])
-    assert regions is not None
-    (region,) = regions
-    await pool.copy([noise(MIB, seed)], [region.place(SPEC)])
-    return region
+    return await filled_region(arena, pool, noise(MIB, seed))
 
 
 async def test_copies_are_in_host_memory_and_come_in_turn(
     arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
-    hoist, copies = Hoisting(pool, HostCopies()).hoist, list[memoryview]()
+    hoist, copies = Hoisting(pool, HostCopies()).hoist, list[HostCopy]()
     regions = [await filled(arena, pool, seed) for seed in (1, 2)]
     await asyncio.gather(*(hoist(r, SPEC, copies.append, refuse) for r in regions))
-    first, second = (tensor_over(copy, SPEC) for copy in copies)
+    first, second = (tensor_over(whole(copy), SPEC) for copy in copies)
     assert is_same(first, noise(MIB, 1)) and is_same(second, noise(MIB, 2))
     arena.free(regions)
 
@@ -137,7 +165,7 @@ async def test_who_cannot_be_told_of_a_copy_is_told_of_that(
 async def test_each_copy_waits_until_others_are_gone(
     arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
-    hoisting, copies = Hoisting(pool, HostCopies(MIB)), list[memoryview]()
+    hoisting, copies = Hoisting(pool, HostCopies(MIB)), list[HostCopy]()
     regions = [await filled(arena, pool, seed) for seed in (1, 2)]
     hoist = hoisting.hoist
     tasks = [
@@ -156,7 +184,7 @@ async def test_each_copy_waits_until_others_are_gone(
 async def test_a_digest_waits_for_no_copy_to_be_sent(
     arena: DeviceArena, pool: DeviceCopyPool
 ) -> None:
-    hoisting, copies = Hoisting(pool, HostCopies(MIB)), list[memoryview]()
+    hoisting, copies = Hoisting(pool, HostCopies(MIB)), list[HostCopy]()
     region, digests = await filled(arena, pool, 1), list[bytes]()
     await hoisting.hoist(region, SPEC, copies.append, refuse)
     waiting = asyncio.create_task(hoisting.hoist(region, SPEC, copies.append, refuse))
@@ -177,3 +205,82 @@ async def test_what_cannot_be_digested_is_told(
     await hoisting.digest(region, SPEC, refuse, errors.append)
     assert "released" in str(errors[0]) and "cannot be digested" in caplog.text
     caplog.clear()
+
+
+@pytest.mark.usefixtures("small_pieces")
+async def test_a_long_part_is_fed_as_far_as_there_is_room(
+    arena: DeviceArena, pool: DeviceCopyPool
+) -> None:
+    copies, fed = HostCopies(2 * PIECE), Fed()
+    region = await filled(arena, pool, 1)
+    assert isinstance(region, DeviceRegion)
+    region.edges = b""
+    hoisting = Hoisting(pool, copies, 1)
+    task = asyncio.create_task(hoisting.hoist(region, SPEC, fed, refuse))
+    while len(fed.content) < MIB:
+        await until(lambda: fed.ahead >= min(2 * PIECE, MIB - len(fed.content)))
+        await until_blocked(task)
+        assert max(fed.ahead, copies.used_bytes) <= 2 * PIECE
+        fed.take()
+    await task
+    assert fed.content == bytes(noise(MIB, 1).tolist())
+    assert not region.edges  # those of a piece are not its own
+    await until(lambda: not copies.used_bytes)
+    arena.free([region])
+
+
+@pytest.mark.usefixtures("small_pieces")
+async def test_as_many_parts_are_fed_at_a_time_as_may_be(
+    arena: DeviceArena, pool: DeviceCopyPool
+) -> None:
+    copies, fed = HostCopies(3 * PIECE), Fed()
+    regions = [await filled(arena, pool, seed) for seed in (1, 2, 3)]
+    hoisting = Hoisting(pool, copies, 2)
+    coroutines = [hoisting.hoist(region, SPEC, fed, refuse) for region in regions]
+    tasks = [asyncio.create_task(one) for one in coroutines]
+    await until(lambda: sorted(x.fed_bytes for x in fed.feeds) == [PIECE, 2 * PIECE])
+    await until_blocked(*tasks)
+    assert len(fed.feeds) == 2
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    fed.feeds.clear()
+    await until(lambda: not copies.used_bytes)  # though the tasks are kept
+    arena.free(regions)
+
+
+@pytest.mark.usefixtures("small_pieces")
+async def test_what_fails_while_it_is_fed_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    gpu: FakeDevice,
+    arena: DeviceArena,
+    pool: DeviceCopyPool,
+) -> None:
+    def fail(*anything: object) -> None:
+        raise GPUFailed("it has fallen off the bus")
+
+    copies, fed, errors = HostCopies(2 * PIECE), Fed(), list[Exception]()
+    region = await filled(arena, pool, 1)
+    hoisting = Hoisting(pool, copies, 1).hoist(region, SPEC, fed, errors.append)
+    task = asyncio.create_task(hoisting)
+    await until(lambda: bool(fed.feeds) and fed.feeds[0].fed_bytes == 2 * PIECE)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.process.cuda, "copy", fail)
+        fed.take()
+        await task
+    assert "off the bus" in str(errors[0]) and "cannot be read" in caplog.text
+    fed.feeds.clear()
+    await until(lambda: not copies.used_bytes)
+    caplog.clear()
+    arena.free([region])
+
+
+@pytest.mark.usefixtures("small_pieces")
+async def test_what_is_in_host_memory_is_not_fed(pool: DeviceCopyPool) -> None:
+    class OnHost:
+        def place(self, spec: TensorSpec) -> torch.Tensor:
+            return noise(spec.nbytes)
+
+    with pytest.raises(TypeError, match="lies on a GPU"):
+        await Hoisting(pool, HostCopies(), 1).copy(OnHost(), SPEC, refuse)

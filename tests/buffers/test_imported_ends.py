@@ -197,7 +197,7 @@ async def test_what_is_no_invitation_opens_nothing(
     monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus, answer: Frame | str
 ) -> None:
     def say(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
-        exported = Exported(f"asynckv-{0:032}", b"t" * 16, b"h" * 64, MIB)
+        exported = Exported(f"asynckv-{0:032}", b"t" * 16, b"h" * 64, MIB + 512)
         frames = [answer] if not isinstance(answer, str) else [exported, exported]
         if isinstance(frame, OpenDevices):
             stream.send(to_failure(ConfigError("nor a way to it")))

@@ -15,7 +15,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import GPUFailed
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.testing.expectations import is_same
+from asynckv.testing.expectations import is_same, only
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.pairs import Scheme, new_url
@@ -50,11 +50,6 @@ async def peer(
     ):
         peer.pool.stagings = gpu.stagings()
         yield peer
-
-
-def only(tensor: object) -> torch.Tensor:
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
 
 
 def places(gpu: FakeDevice, nbytes: int) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.buffers import serve_mapped
+from asynckv.buffers import serve_mapped, serve_shown
 from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
@@ -69,6 +69,17 @@ async def test_a_tensor_in_several_places_breaks_the_link(
     await buffer.insert([1], None, noise(MIB), None, None)
     with pytest.raises(PeerLost, match="several places"):
         await peer.lookup.drop_select([1])
+    await until(lambda: not buffer.statistics().mapped_by)
+
+
+async def test_a_part_of_a_stream_that_rides_has_no_place(
+    monkeypatch: pytest.MonkeyPatch, buffer: LookupBuffer, peer: Peer
+) -> None:
+    monkeypatch.setattr(serve_shown, "rides", lambda nbytes: False)
+    await buffer.insert([1], None, noise(MIB), None, noise(8))
+    with pytest.raises(PeerLost, match="rides has a place"):
+        async with peer.lookup.open_drop_select([1]) as stream:
+            await anext(stream)
     await until(lambda: not buffer.statistics().mapped_by)
 
 

@@ -107,10 +107,19 @@ async def test_what_is_offered_in_memory_that_is_not_mapped_is_refused(
     offer = Offer(2, inline=inline, complete=complete, mapped=mapped)
     async with connect(mappable.url) as peer:
         link = peer._linked()
-        reader = peer.reader(link, views=False) if is_mapped else None
+        reader = peer.ways.reader(link, views=False) if is_mapped else None
         assert (reader is not None) is is_mapped
         with pytest.raises(RemoteProtocolError, match="that is not mapped"):
             read_offer(link, offer, BODY, reader)
+
+
+async def test_a_stream_is_shown_nothing_in_mapped_memory(mappable: Server) -> None:
+    offer = Offer(2, inline=False, mapped=MappedOffer(1, 0))
+    async with connect(mappable.url) as peer:
+        reader = peer.ways.reader(peer._linked(), views=False)
+        assert reader is not None
+        with pytest.raises(RemoteProtocolError, match="that is not mapped"):
+            read_offer(peer._linked(), offer, BODY, reader, by_parts=True)
 
 
 async def test_what_was_granted_lands_and_is_verified(ground: Ground) -> None:

@@ -30,10 +30,10 @@ async def test_an_entry_without_room_goes_straight_to_who_selects_it() -> None:
     entry = bench.begin("a", nbytes=50)
     holder, _ = bench.select()
     assert entry.state is EntryState.DIRECT
-    assert (bench.book.outside_bytes, holder.charged_bytes) == (58, 58)
+    assert (bench.book.memory.outside_bytes, holder.charged_bytes) == (58, 58)
     bench.finish(entry)
     bench.leases.acknowledge(holder.held())
-    assert (bench.book.outside_bytes, holder.charged_bytes) == (0, 0)
+    assert (bench.book.memory.outside_bytes, holder.charged_bytes) == (0, 0)
 
 
 async def test_a_consumer_whose_bound_is_full_gets_no_direct_delivery() -> None:
@@ -59,7 +59,7 @@ async def test_a_direct_delivery_given_back_begins_again_for_the_next() -> None:
     assert second.entry_id == "a"
     assert entry.state is EntryState.DIRECT
     assert not entry.complete
-    assert bench.book.outside_bytes == 58
+    assert bench.book.memory.outside_bytes == 58
 
 
 async def test_an_early_acknowledgement_does_not_restart_bytes_on_their_way() -> None:
@@ -72,7 +72,7 @@ async def test_an_early_acknowledgement_does_not_restart_bytes_on_their_way() ->
     assert entry.parts[0].region is region
     bench.finish(entry)
     assert entry.state is EntryState.WAITING
-    assert bench.book.outside_bytes == 0
+    assert bench.book.memory.outside_bytes == 0
 
 
 async def test_a_forsaken_direct_delivery_is_its_consumers_alone() -> None:
@@ -86,7 +86,7 @@ async def test_a_forsaken_direct_delivery_is_its_consumers_alone() -> None:
     assert bench.select()[0].entry_id is None
     bench.leases.give_back(holder.held(), reached=False)
     assert "a" not in bench.book.entries
-    assert bench.book.outside_bytes == 0
+    assert bench.book.memory.outside_bytes == 0
 
 
 async def test_a_forsaken_stream_outside_is_its_consumers_alone() -> None:
@@ -100,7 +100,7 @@ async def test_a_forsaken_stream_outside_is_its_consumers_alone() -> None:
     bench.leases.acknowledge(one.held())
     bench.leases.acknowledge(two.held())
     assert bench.book.when_gone("a").done()
-    assert bench.book.outside_bytes == 0
+    assert bench.book.memory.outside_bytes == 0
 
 
 async def test_a_stream_that_began_outside_moves_in_when_there_is_room() -> None:
@@ -110,10 +110,10 @@ async def test_a_stream_that_began_outside_moves_in_when_there_is_room() -> None
     holder, _ = bench.select()
     bench.finish(entry)
     bench.leases.give_back(holder.held(), reached=False)
-    assert bench.book.outside_bytes == 58
+    assert bench.book.memory.outside_bytes == 58
     assert bench.ledger.withdraw(full.entry_id)
     assert entry.in_arena
-    assert (bench.book.outside_bytes, bench.arena.used_bytes) == (0, 58)
+    assert (bench.book.memory.outside_bytes, bench.arena.used_bytes) == (0, 58)
 
 
 async def test_closing_ends_queries_and_what_no_application_holds() -> None:

@@ -233,9 +233,9 @@ class LedgerAgainstBruteForce(RuleBasedStateMachine):
         states = {e.entry_id: e.state.name.lower() for e in book.entries.values()}
         assert states == {e.id: e.state for e in self.model.entries.values()}
         assert self.bench.arena.used_bytes == self.model.used()
-        assert book.outside_bytes == self.model.outside()
+        assert book.memory.outside_bytes == self.model.outside()
         charged = sum(holder.charged_bytes for holder, _ in self.waiters.values())
-        assert charged <= book.outside_bytes
+        assert charged <= book.memory.outside_bytes
 
     def teardown(self) -> None:
         def close() -> None:
@@ -244,7 +244,7 @@ class LedgerAgainstBruteForce(RuleBasedStateMachine):
 
         self.run(close)
         self.loop.close()
-        assert self.bench.arena.used_bytes == self.bench.book.outside_bytes == 0
+        assert self.bench.arena.used_bytes == self.bench.book.memory.outside_bytes == 0
         assert self.bench.leases.waiting_count == 0
 
 

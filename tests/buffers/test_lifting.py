@@ -12,8 +12,8 @@ from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.views import spec_of
+from asynckv.testing.device_memory import open_device_pool
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.lookup_checks.values import noise
@@ -27,11 +27,8 @@ def gpu() -> Iterator[FakeDevice]:
 
 @pytest.fixture
 async def pool(gpu: FakeDevice) -> AsyncIterator[CopyPool]:
-    device = gpu.device
-    pool = DeviceCopyPool(device, device.opened, empty=device.empty)
-    yield pool
-    pool.close()
-    pool.lanes.close()
+    with open_device_pool(gpu) as pool:
+        yield pool
 
 
 def delivered(**tensors: torch.Tensor) -> Delivery:

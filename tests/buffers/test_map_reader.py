@@ -14,12 +14,14 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server
 from asynckv.errors import ChecksumError, PeerLost
+from asynckv.links.options import Digest
 from asynckv.protocol.values import Place
 from asynckv.tensors import shared_file
+from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.shared_file import edges_of
 from asynckv.testing.blocked import until, until_blocked
 
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 
 
 @pytest.fixture
@@ -260,3 +262,19 @@ async def test_an_offer_that_ends_before_there_was_room_lands_nowhere_and_costs_
 
 def _refuse(*args: object, **kwargs: object) -> None:
     raise OSError("too many mappings")
+
+
+@pytest.mark.parametrize("digest", ["full", "edges", "off"])
+@pytest.mark.parametrize("nbytes", [KIB, 16 * KIB])
+async def test_blocks_land_where_the_caller_wants_them(
+    local: LookupBuffer, mappable: Server, digest: Digest, nbytes: int
+) -> None:
+    tensor = (torch.arange(96 * nbytes) % 251).to(torch.uint8).view(96, nbytes)
+    await local.insert([1, 2], None, tensor, None, None)
+    pool = torch.zeros((200, nbytes), dtype=torch.uint8)
+    ids = [*range(7, 200, 2)][:96]
+    async with connect(mappable.url, digest=digest) as peer:
+        assert peer.transport == "map"
+        await peer.lookup.drop_select(into={"key": KVBlocks(pool, ids)})
+    assert torch.equal(pool[ids], tensor)
+    assert int(pool.count_nonzero()) == int(tensor.count_nonzero())

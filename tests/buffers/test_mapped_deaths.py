@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.testing.blocked import until
+from asynckv.testing.children import line_of, running, tell
 from asynckv.testing.faults.processes import frozen_peer
 
 pytestmark = [
@@ -52,25 +51,6 @@ async def main():
         await asyncio.Event().wait()
 asyncio.run(main())
 """
-
-
-@contextlib.asynccontextmanager
-async def running(code: str, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, *args, stdin=pipe, stdout=pipe
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
-
-
-async def line_of(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    return (await process.stdout.readline()).decode().strip()
 
 
 def socket_names() -> list[str]:
@@ -141,8 +121,7 @@ async def test_a_consumer_that_stands_still_past_its_lease_keeps_its_bytes(
                 await insert(buffer, float(value))
                 await buffer.drop_select([1])
             await insert(buffer, 30.0, nbytes=3 * MIB - 4096)
-        assert process.stdin is not None
-        process.stdin.write(b"go on\n")
+        await tell(process, "go on")
         assert await line_of(process) == "1.0 1.0"
         assert await line_of(process) == "LeaseLost"
 

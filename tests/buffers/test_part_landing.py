@@ -9,9 +9,12 @@ from asynckv.errors import ChecksumError
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.views import bytes_of
+from asynckv.testing.device_memory import (
+    open_device_arena,
+    open_device_pool,
+    region_in,
+)
 from asynckv.testing.expectations import noise
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.types import TensorSpec
@@ -30,21 +33,16 @@ def gpu() -> Iterator[FakeDevice]:
 
 @pytest.fixture
 def pool(gpu: FakeDevice) -> Iterator[CopyPool]:
-    pool = DeviceCopyPool(gpu.device, gpu.device.opened, empty=gpu.device.empty)
-    yield pool
-    pool.close()
-    pool.lanes.close()
+    with open_device_pool(gpu) as pool:
+        yield pool
 
 
 @pytest.fixture
 def region(gpu: FakeDevice) -> Iterator[Region]:
-    arena = DeviceArena(2**20, gpu.device, wanted=lambda: None, freed=lambda: None)
-    arena.add_slab(arena.pages.make_slab())
-    regions = arena.allocate([NBYTES])
-    assert regions is not None
-    yield regions[0]
-    arena.free(regions)
-    arena.close()
+    with open_device_arena(gpu, 2**20) as arena:
+        region = region_in(arena, NBYTES)
+        yield region
+        arena.free([region])
 
 
 async def test_what_is_for_the_host_lands_where_it_belongs(pool: CopyPool) -> None:

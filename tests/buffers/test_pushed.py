@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers import serve_pushes
+from asynckv.buffers import serve_pushes, silence
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.pushed import PushedByGpu
 from asynckv.buffers.serve import serve
+from asynckv.buffers.silence import Silence
 from asynckv.errors import GPUFailed, LeaseLost, PeerLost
 from asynckv.links.dial import dial
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
@@ -246,8 +247,27 @@ async def test_a_way_that_is_lost_when_the_writer_has_left_is_no_matter(
 async def test_a_writer_that_sends_nothing_by_its_gpu_has_fallen_silent(
     writer: RawWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve_pushes, "SILENCE_S", 0.05)
+    monkeypatch.setattr(silence, "SILENCE_S", 0.05)
     await writer.push()
     last = await writer.raw.last()
     assert isinstance(last, Failure) and "no tensor came" in last.message
     await until(lambda: not writer.pair.buffer.statistics().used_bytes)
+
+
+async def test_a_writer_whose_part_is_worked_at_here_is_not_silent_meanwhile(
+    writer: RawWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, fall_silent = list[Silence](), Silence._fall_silent
+
+    def look(listener: Silence) -> None:
+        looks.append(listener)
+        fall_silent(listener)
+
+    monkeypatch.setattr(Silence, "_fall_silent", look)
+    with writer.pair.way.progress.working(transfer := await writer.push()):
+        monkeypatch.setattr(silence, "SILENCE_S", 0.02)
+        writer.say(Retract(transfer + 2))  # heard: from now on it is short
+        await until(lambda: len(looks) > 2)
+        assert len(writer.raw.hearer.frames) == 2  # grants, and no failure
+    last = await writer.raw.last()
+    assert isinstance(last, Failure) and "no tensor came" in last.message

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from asynckv.buffers.drafts import make_draft
+from asynckv.buffers.gpu_room import GpuRoom
 from asynckv.buffers.gpu_staging import GpuStaging
+from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.pushing import RemoteWriter, dense, lendable
+from asynckv.buffers.shown_parts import ShownTo
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
@@ -143,10 +146,21 @@ class NoGpu:
     def __init__(self) -> None:
         self.pool = CopyPool()
 
+    @property
+    def copies(self) -> HostCopies:
+        return HostCopies()
+
     def way(self, link: Link) -> GpuLink | None:
         return None
 
+    def shown(self, link: Link) -> ShownTo | None:
+        return None
+
     def staging(self, nbytes: int) -> GpuStaging | None:
+        return None
+
+    @property
+    def room(self) -> GpuRoom | None:
         return None
 
 

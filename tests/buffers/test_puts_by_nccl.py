@@ -1,4 +1,7 @@
-"""What a peer on one GPU puts into buffers on another one."""
+"""What a peer on one GPU puts into buffers on another one: sent there, by NCCL.
+
+What holds within one GPU too is in test_puts_to_gpus.py.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +12,24 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import pytest
-import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serve_insert import ServedInsert
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import ChecksumError, EntryConflict, GPUFailed, PeerLost
-from asynckv.links.options import Digest
+from asynckv.errors import GPUFailed, PeerLost
 from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Frame
-from asynckv.tensors.blocks import KVBlocks
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.expectations import is_same
+from asynckv.testing.expectations import is_same, only
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_puts import LAYERS, check_is_in, insert, put_layers
 from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
-from asynckv.testing.lookup_checks.values import (
-    LOOKUP_MAX_BYTES,
-    MIB,
-    LookupCheck,
-    noise,
-)
-from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
+from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.transports.nccl.parts import DevicePart
-from asynckv.types import TensorSpec
-
-LAYERS = {"key": TensorSpec((MIB,), "uint8"), "hidden": TensorSpec((8,), "uint8")}
-PIECE = 32 * 1024
-"""Too long to ride, and too short to be a value's own."""
 
 
 @pytest.fixture
@@ -56,66 +46,6 @@ async def stores(two_gpus: FakeGpus) -> AsyncIterator[GpuStores]:
         yield pair
 
 
-def only(tensor: object) -> torch.Tensor:
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
-
-
-async def insert(pair: NcclBuffers, salt: int = 1, entry_id: str | None = None) -> None:
-    """Insert a large tensor and a small one, both of the peer's GPU."""
-    tensor = pair.theirs.tensor
-    await pair.peer.lookup.insert(
-        *([1], None, tensor(noise(MIB, salt)), None, tensor(noise(8))),
-        entry_id=entry_id,
-    )
-
-
-async def check_is_in(pair: NcclBuffers, salt: int = 1) -> None:
-    """The entry is there, once, on its GPU; and neither side keeps anything of it."""
-    entry = await pair.buffer.drop_select([1])
-    assert only(entry.key).is_cuda and is_same(only(entry.key), noise(MIB, salt))
-    assert is_same(entry.hidden, noise(8))
-    del entry
-    await pair.emptied()
-
-
-async def test_an_entry_goes_from_gpu_to_gpu(pair: NcclBuffers) -> None:
-    await insert(pair)
-    assert pair.has_put
-    await check_is_in(pair)
-
-
-async def test_what_has_come_is_sent_on_with_its_digest(pair: NcclBuffers) -> None:
-    await insert(pair)
-    (entry,) = pair.buffer.ledger.book.entries.values()
-    assert all(part.digest for part in entry.parts)
-    found = await pair.peer.lookup.drop_select([1])
-    assert is_same(only(found.key), noise(MIB, 1)) and pair.has_moved
-
-
-async def test_each_tensor_goes_wherever_it_is(pair: NcclBuffers) -> None:
-    gpu, host = pair.theirs.tensor, noise(MIB, 2).view(4, -1)
-    pool = gpu(noise(MIB, 3).view(8, -1))
-    await pair.peer.lookup.insert(
-        [1],
-        None,
-        {"a": gpu(noise(MIB, 1)), "b": host, "c": KVBlocks(pool, [5, 1, 2])},
-        {"a": gpu(noise(MIB, 4).view(16, -1)).t(), "b": KVBlocks(host, [3, 0])},
-        gpu(noise(8)),
-        extras={"little": noise(9), "some": gpu(noise(PIECE, 5))},
-    )
-    assert pair.has_put
-    await until(lambda: not pair.staged_bytes)
-    entry = await pair.buffer.drop_select([1])
-    assert isinstance(entry.key, dict) and isinstance(entry.value, dict)
-    assert is_same(entry.key["a"], noise(MIB, 1)) and is_same(entry.key["b"], host)
-    assert is_same(entry.key["c"], noise(MIB, 3).view(8, -1)[[5, 1, 2]])
-    assert is_same(entry.value["a"], noise(MIB, 4).view(16, -1).t().contiguous())
-    assert is_same(entry.value["b"], host[[3, 0]])
-    assert is_same(entry.extras["little"], noise(9))
-    assert is_same(entry.extras["some"], noise(PIECE, 5))
-
-
 async def test_what_has_no_room_on_the_way_goes_from_host_memory(
     two_gpus: FakeGpus,
 ) -> None:
@@ -124,50 +54,6 @@ async def test_what_has_no_room_on_the_way_goes_from_host_memory(
         await insert(pair)
         assert pair.has_put
         await check_is_in(pair)
-
-
-async def test_tensors_of_another_gpu_go_from_host_memory(
-    two_gpus: FakeGpus,
-) -> None:
-    async with open_nccl_buffers(two_gpus) as pair:
-        await pair.opened()
-        other = fake_device_of(pair.theirs.process, 0)
-        key = other.tensor(noise(MIB))
-        await pair.peer.lookup.insert([1], None, key, None, None)
-        entry = await pair.buffer.drop_select([1])
-        assert is_same(only(entry.key), noise(MIB)) and pair.has_put
-
-
-async def test_few_bytes_ride_with_their_frame(pair: NcclBuffers) -> None:
-    key = pair.theirs.tensor(noise(PIECE))
-    await pair.peer.lookup.insert([1], None, key, None, None)
-    assert is_same(only((await pair.buffer.drop_select([1])).key), noise(PIECE))
-    assert not pair.has_put
-
-
-async def test_a_value_goes_from_gpu_to_gpu(stores: GpuStores) -> None:
-    await stores.peer.store.put("key", stores.theirs.tensor(noise(MIB, 2)))
-    assert stores.has_put
-    value = await stores.store.get("key")
-    assert value is not None and value.is_cuda and is_same(value, noise(MIB, 2))
-    pinned = stores.store.lookup("key", None)
-    assert pinned is not None and pinned.digest and pinned.region.is_on_device
-    stores.store.release(pinned)
-
-
-async def test_layers_go_from_gpu_to_gpu_and_are_shown_at_once(
-    pair: NcclBuffers,
-) -> None:
-    async with (
-        pair.peer.lookup.open_insert([1], None, LAYERS) as writer,
-        pair.buffer.open_drop_select([1]) as stream,
-    ):
-        for salt, (name, spec) in enumerate(LAYERS.items(), 1):
-            await writer.put(name, pair.theirs.tensor(noise(spec.nbytes, salt)))
-            found = await stream.wait_for(name)
-            assert found.is_cuda and is_same(found, noise(spec.nbytes, salt))
-    assert pair.has_put
-    await pair.emptied()
 
 
 async def test_a_layer_in_host_memory_goes_by_both_gpus(pair: NcclBuffers) -> None:
@@ -193,77 +79,12 @@ async def test_what_is_for_host_memory_gets_there(two_gpus: FakeGpus) -> None:
         async with peer.lookup.open_insert([2], None, LAYERS) as writer:
             await writer.put("key", key)
             await writer.put("hidden", noise(8))
-        way = peer.way(peer._linked())
+        way = peer.ways.way(peer._linked())
         assert way is not None and not way.transport.sender._sending._next
         for tokens in ([1], [2]):
             entry = await lookup.drop_select(tokens)
             assert is_same(only(entry.key), noise(MIB, 1))
             assert is_same(entry.hidden, noise(8))
-
-
-@pytest.mark.parametrize("digest", ["full", "edges", "off"])
-async def test_an_entry_is_known_again_whatever_is_compared(
-    two_gpus: FakeGpus, digest: Digest
-) -> None:
-    async with open_nccl_buffers(two_gpus, serves=digest, digest=digest) as pair:
-        await pair.opened()
-        await insert(pair, entry_id="it")
-        assert pair.has_put
-        await insert(pair, entry_id="it")
-        if digest != "off":
-            with pytest.raises(EntryConflict):
-                await insert(pair, 2, entry_id="it")
-        await check_is_in(pair)
-
-
-async def test_an_insert_that_was_selected_while_it_waited_comes_again_with_room(
-    pair: NcclBuffers,
-) -> None:
-    other = await pair.buffer.insert([2], None, noise(15 * MIB), None, None)
-    inserting = asyncio.create_task(insert(pair))
-    await until(lambda: pair.buffer.statistics().waiting_inserts == 1)
-    with pytest.raises(ZeroDivisionError):
-        async with pair.buffer.drop_select([1]) as entry:
-            assert is_same(only(entry.key), noise(MIB, 1))
-            del entry
-            raise ZeroDivisionError
-    assert not pair.has_put
-    assert await pair.buffer.withdraw(other)
-    await inserting
-    assert pair.has_put
-    await check_is_in(pair)
-
-
-async def wrong(*anything: object) -> list[bytes]:
-    return [b"of other bytes.."]
-
-
-async def test_other_bytes_than_were_sent_are_not_inserted(
-    monkeypatch: pytest.MonkeyPatch, pair: NcclBuffers
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(pair.peer.pool, "digest", wrong)
-        with pytest.raises(ChecksumError):
-            await insert(pair)
-        with pytest.raises(ChecksumError):
-            async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
-                await writer.put("key", pair.theirs.tensor(noise(MIB)))
-    await pair.emptied()
-    assert pair.peer.transport == "nccl"
-    await insert(pair)
-    await check_is_in(pair)
-
-
-async def test_other_bytes_than_were_sent_are_not_stored(
-    monkeypatch: pytest.MonkeyPatch, stores: GpuStores
-) -> None:
-    await stores.store.put("key", noise(MIB, 1))
-    with monkeypatch.context() as patch:
-        patch.setattr(stores.peer.pool, "digest", wrong)
-        with pytest.raises(ChecksumError):
-            await stores.peer.store.put("key", stores.theirs.tensor(noise(MIB, 2)))
-    assert is_same(await stores.store.get("key"), noise(MIB, 1))
-    assert stores.store.statistics().used_bytes == MIB
 
 
 async def stuck(pair: NcclBuffers, putting: asyncio.Task[None]) -> None:
@@ -353,12 +174,6 @@ async def test_what_nobody_says_was_sent_before_the_way_broke_is_asked_for_again
         await check_is_in(pair)
 
 
-async def put_layers(pair: NcclBuffers) -> None:
-    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
-        await writer.put("key", pair.theirs.tensor(noise(MIB, 1)))
-        await writer.put("hidden", noise(8))
-
-
 async def select(pair: NcclBuffers) -> None:
     entry = await pair.peer.lookup.drop_select([1])
     assert is_same(only(entry.key), noise(MIB, 1))
@@ -398,7 +213,8 @@ async def test_a_put_whose_way_breaks_goes_on_through_host_memory(
     stores: GpuStores, end: str
 ) -> None:
     stores.theirs.process.nccl.is_silent = True
-    near, (services,) = stores.peer.way(stores.peer._linked()), stores.server._services
+    near = stores.peer.ways.way(stores.peer._linked())
+    (services,) = stores.server._services
     far = services.devices.way
     assert near is not None and far is not None
     value = stores.theirs.tensor(noise(MIB, 2))
@@ -469,18 +285,3 @@ async def test_a_link_that_is_cut_is_connected_again_and_the_entry_sent(
     await inserting
     assert pair.peer.transport == "nccl"
     await check_is_in(pair)
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("check", LOOKUP_CHECKS, ids=lambda check: check.__name__)
-async def test_a_served_lookup_on_another_gpu_keeps_what_every_one_keeps(
-    two_gpus: FakeGpus, check: LookupCheck
-) -> None:
-    async with open_nccl_buffers(two_gpus, buffer_bytes=LOOKUP_MAX_BYTES) as pair:
-        await pair.opened()
-        there = fake_device_of(two_gpus.process(), 1).device
-        async with connect(
-            pair.server.url, device=there, max_bytes="16MiB"
-        ) as producer:
-            assert producer.transport == "nccl"
-            await check(producer.lookup, pair.peer.lookup, pair.buffer)

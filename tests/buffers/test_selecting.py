@@ -63,6 +63,20 @@ async def frames_of(pair: LinkPair, count: int) -> list[Frame]:
     return [frame for frame, _ in pair.service.hearers[0].frames]
 
 
+async def small_delivery(
+    pair: LinkPair, budget: ReceiveBudget
+) -> tuple[Selecting, Delivery]:
+    """Let a small entry be delivered by payload."""
+    selecting = selecting_on(pair, budget)
+    delivered = asyncio.create_task(selecting.delivered())
+    await until(lambda: bool(pair.service.asked))
+    stream = pair.service.asked[0][0]
+    offer(stream, 2, 100, inline=False)
+    assert await frames_of(pair, 1) == [Grant(2)]
+    stream.send(Riders(2, (0,), (digest_of(bytes(100)),)), bytes(100))
+    return selecting, await delivered
+
+
 async def test_bytes_that_changed_are_refused_and_given_back() -> None:
     def answer(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
         offer(stream, 2, 100, inline=True)
@@ -210,18 +224,28 @@ async def test_an_entry_may_be_complete_before_there_is_room_for_it() -> None:
 async def test_a_small_entry_by_payload_is_charged_until_it_is_taken() -> None:
     budget = ReceiveBudget(MIB)
     async with linked("mem://", lambda *_: None) as pair:
-        selecting = selecting_on(pair, budget)
-        delivered = asyncio.create_task(selecting.delivered())
-        await until(lambda: bool(pair.service.asked))
-        stream = pair.service.asked[0][0]
-        offer(stream, 2, 100, inline=False)
-        assert await frames_of(pair, 1) == [Grant(2)]
-        stream.send(Riders(2, (0,), (digest_of(bytes(100)),)), bytes(100))
-        delivery = await delivered
+        selecting, delivery = await small_delivery(pair, budget)
         assert budget.used_bytes == 100
         selecting.settle_at_once(delivery)
         assert await frames_of(pair, 2) == [Grant(2), Took(b"t")]
         assert budget.used_bytes == 0
+
+
+async def test_what_is_settled_at_once_counts_as_no_open_stream() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        selecting, delivery = await small_delivery(pair, ReceiveBudget(MIB))
+        assert pair.near._session._own_count == 1
+        selecting.settle_at_once(delivery)
+        assert pair.near._session._own_count == 0
+
+
+async def test_what_is_settled_on_a_link_that_was_cut_hears_of_no_loss() -> None:
+    async with linked("mem://", lambda *_: None) as pair:
+        selecting, delivery = await small_delivery(pair, ReceiveBudget(MIB))
+        pair.near.abort()
+        selecting.settle_at_once(delivery)
+        await pair.near.wait_closed()
+        assert selecting._error is None
 
 
 async def test_what_belongs_to_no_standing_offer_is_ignored() -> None:

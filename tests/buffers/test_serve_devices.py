@@ -43,6 +43,14 @@ async def test_a_buffer_in_host_memory_leads_nowhere(local: LookupBuffer) -> Non
             await ask(server.url)
 
 
+async def test_nothing_comes_to_host_memory_from_a_gpu(
+    local: LookupBuffer, mappable: Server
+) -> None:
+    async with connect(mappable.url):
+        (services,) = mappable._services
+        assert services.devices.arrivals(local) is None
+
+
 async def test_a_server_whose_url_asks_for_lanes_leads_nowhere(gpus: FakeGpus) -> None:
     device = fake_device_of(gpus.process()).device
     async with (

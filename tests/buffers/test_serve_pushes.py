@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from asynckv.buffers import serve_pushes
+from asynckv.buffers import part_lifts, silence
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.part_landing import PartLanding
 from asynckv.buffers.serve import serve
+from asynckv.buffers.silence import Silence
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
@@ -107,7 +109,7 @@ async def test_the_last_byte_of_what_was_retracted_does_not_matter(link: Link) -
 async def test_a_writer_that_falls_silent_has_failed(
     local: LookupBuffer, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve_pushes, "SILENCE_S", 0.02)
+    monkeypatch.setattr(silence, "SILENCE_S", 0.02)
     last = await RawInsert(link, MIB, streaming=True).last()
     assert isinstance(last, Failure) and last.reason == "producer"
     assert local.statistics().aborted == 1
@@ -123,11 +125,36 @@ async def test_a_writer_whose_tensor_comes_slowly_has_not_failed(
     raw = RawInsert(link, MIB, streaming=True)
     await raw.granted()
     transfer = await raw.push()
-    monkeypatch.setattr(serve_pushes, "SILENCE_S", 0.02)
+    monkeypatch.setattr(silence, "SILENCE_S", 0.02)
     raw.stream.send(Retract(transfer + 2))  # heard: from now on it is short
     last = await raw.last()
     assert isinstance(last, Failure) and last.reason == "producer"
     assert landed == []
+
+
+async def test_a_writer_whose_tensor_is_lifted_here_has_not_failed(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, looks = asyncio.get_running_loop().create_future(), list[Silence]()
+    fall_silent = Silence._fall_silent
+
+    async def lift(*anything: object) -> None:
+        await gate
+
+    def look(listener: Silence) -> None:
+        looks.append(listener)
+        fall_silent(listener)
+
+    monkeypatch.setattr(Silence, "_fall_silent", look)
+    monkeypatch.setattr(silence, "SILENCE_S", 0.02)
+    monkeypatch.setattr(PartLanding, "is_to_be_lifted", True)
+    monkeypatch.setattr(part_lifts, "lift_landed", lift)
+    raw = RawInsert(link, 8, streaming=True)
+    raw.push_inline(bytes(8))
+    raw.stream.send(Commit())
+    await until(lambda: len(looks) > 2)
+    gate.set_result(None)
+    assert await raw.last() == Accepted()
 
 
 async def test_memory_of_retracted_tensors_is_quiet_at_the_end(

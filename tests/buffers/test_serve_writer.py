@@ -8,12 +8,15 @@ import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
+from asynckv.buffers.serve_pushes import ServedPushes
 from asynckv.errors import EntryAborted
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
+    Cancel,
+    Cancelled,
     Commit,
     Failure,
     Push,
@@ -71,6 +74,28 @@ async def test_what_comes_after_the_end_changes_nothing(
     last = await raw.last()
     assert isinstance(last, Failure) and last.code == "ChecksumError"
     assert local.statistics().aborted == 1
+
+
+async def test_a_cancel_just_behind_the_commit_leaves_nothing_half_done(
+    monkeypatch: pytest.MonkeyPatch, link: Link, local: LookupBuffer
+) -> None:
+    begun = asyncio.Event()
+
+    async def quiesce(self: ServedPushes) -> None:
+        begun.set()
+        await quiesce_at_once(self)
+        await asyncio.Event().wait()
+
+    quiesce_at_once = ServedPushes.quiesce
+    monkeypatch.setattr(ServedPushes, "quiesce", quiesce)
+    raw = RawInsert(link, 3, streaming=True)
+    await raw.granted()
+    raw.push_inline(b"abc")
+    raw.stream.send(Commit())
+    await begun.wait()
+    raw.stream.send(Cancel())
+    assert await raw.last() == Cancelled()
+    assert not local.ledger.book.entries and local.statistics().aborted == 1
 
 
 async def test_an_entry_acknowledged_early_needs_no_more_tensors(

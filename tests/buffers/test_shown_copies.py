@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
@@ -12,6 +13,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
+from asynckv.buffers.serve_store import StoreService
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import (
     AsyncKVError,
@@ -31,7 +33,7 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.testing.expectations import is_same
+from asynckv.testing.expectations import is_same, only
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
@@ -62,11 +64,6 @@ async def stores(gpus: FakeGpus) -> AsyncIterator[GpuStores]:
     """A store on a GPU, and a peer that has none."""
     async with open_gpu_stores(gpus, device=None) as pair:
         yield pair
-
-
-def only(tensor: object) -> torch.Tensor:
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
 
 
 async def fill(buffer: LookupBuffer, seed: int = 1) -> None:
@@ -378,16 +375,26 @@ async def test_a_value_that_finds_no_room_comes_by_lanes(stores: GpuStores) -> N
     held[0].release()
 
 
+@contextlib.asynccontextmanager
+async def getting_in_turn(
+    stores: GpuStores,
+) -> AsyncIterator[tuple[StoreService, asyncio.Task[torch.Tensor | None]]]:
+    """Get a value, whose copy waits for its turn until this is left."""
+    await stores.store.put("key", noise(MIB))
+    (services,) = stores.server._services
+    serving = services.store
+    assert serving is not None
+    async with serving.staging._turn:
+        getting = asyncio.create_task(stores.peer.store.get("key"))
+        await until(lambda: bool(serving.under_way))
+        await until_blocked(getting)
+        yield serving, getting
+
+
 async def test_a_value_whose_peer_has_left_its_mapping_comes_by_lanes(
     monkeypatch: pytest.MonkeyPatch, stores: GpuStores
 ) -> None:
-    await stores.store.put("key", noise(MIB))
-    (services,) = stores.server._services
-    assert services.store is not None
-    async with services.store.staging._turn:
-        getting = asyncio.create_task(stores.peer.store.get("key"))
-        await until(lambda: bool(services.store and services.store.under_way))
-        await until_blocked(getting)
+    async with getting_in_turn(stores) as (_, getting):
         monkeypatch.setattr(sharing, "MAX_PINS", 0)
     assert is_same(await getting, noise(MIB))
     assert is_same(await stores.peer.store.get("key"), noise(MIB))
@@ -397,15 +404,10 @@ async def test_a_value_whose_peer_has_left_its_mapping_comes_by_lanes(
 async def test_a_copy_is_shown_to_whom_it_was_made_for(
     monkeypatch: pytest.MonkeyPatch, stores: GpuStores
 ) -> None:
-    await stores.store.put("key", noise(MIB))
     (services,) = stores.server._services
-    assert services.store is not None
-    async with services.store.staging._turn:
-        getting = asyncio.create_task(stores.peer.store.get("key"))
-        await until(lambda: bool(services.store and services.store.under_way))
-        await until_blocked(getting)
-        monkeypatch.setattr(services.store.hoisting, "hoist", None)
-        services.store.showing.holder = None  # it may be another one by then
+    async with getting_in_turn(stores) as (serving, getting):
+        monkeypatch.setattr(serving.hoisting, "hoist", None)
+        serving.showing.holder = None  # it may be another one by then
     assert is_same(await getting, noise(MIB))
     assert not stores.peer.budget.used_bytes and not services.devices.copies.used_bytes
     await until(lambda: not stores.staged_bytes)

@@ -11,7 +11,6 @@ from asynckv.errors import ChecksumError, GPUFailed
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.slab_regions import SlabRegion
@@ -19,6 +18,11 @@ from asynckv.tensors.slabs import has_slabs
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.device_memory import (
+    filled_region,
+    open_device_arena,
+    open_device_pool,
+)
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.lookup_checks.values import MIB, noise
@@ -37,11 +41,8 @@ def gpu() -> Iterator[FakeDevice]:
 
 @pytest.fixture
 def pool(gpu: FakeDevice) -> Iterator[DeviceCopyPool]:
-    device = gpu.device
-    pool = DeviceCopyPool(device, device.opened, empty=device.empty)
-    yield pool
-    pool.close()
-    pool.lanes.close()
+    with open_device_pool(gpu) as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -54,15 +55,10 @@ async def stage() -> AsyncIterator[Stage]:
 
 @pytest.fixture
 async def region(gpu: FakeDevice, pool: DeviceCopyPool) -> AsyncIterator[Region]:
-    arena = DeviceArena(4 * MIB, gpu.device, wanted=lambda: None, freed=lambda: None)
-    arena.add_slab(arena.pages.make_slab())
-    regions = arena.allocate([MIB])
-    assert regions is not None
-    (region,) = regions
-    await pool.copy([noise(MIB, 1)], [region.place(SPEC)])
-    yield region
-    region.release()
-    arena.close()
+    with open_device_arena(gpu) as arena:
+        region = await filled_region(arena, pool, noise(MIB, 1))
+        yield region
+        region.release()
 
 
 def original(region: Region, *, digest: bytes | None = None) -> Original:

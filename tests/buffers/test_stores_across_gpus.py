@@ -19,7 +19,7 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.expectations import is_same
+from asynckv.testing.expectations import is_same, only
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.fake_gpus.streams import Delay
@@ -39,11 +39,6 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "lanes": {"device": None, "url": "?payload=inline"},
 }
 SMALL = 64 * 1024
-
-
-def only(tensor: object) -> torch.Tensor:
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
 
 
 @pytest.fixture(params=WAYS)
@@ -220,7 +215,7 @@ async def test_a_way_that_is_lost_leaves_host_memory(
     apart.theirs.tensors.stream(1).add(Delay(50))
     getting = asyncio.create_task(apart.peer.store.get("key", into=into))
     await until_blocked(getting)
-    way = apart.peer.arrivals(apart.peer._linked())
+    way = apart.peer.ways.arrivals(apart.peer._linked())
     assert way is not None
     way.gpus._on_lost(GPUFailed("it has fallen off the bus"))
     assert await getting is into and is_same(into, noise(MIB))
@@ -231,7 +226,7 @@ async def test_a_way_that_is_lost_leaves_host_memory(
 async def test_memory_that_a_lost_worker_may_write_to_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch, apart: GpuStores
 ) -> None:
-    way = apart.peer.arrivals(apart.peer._linked())
+    way = apart.peer.ways.arrivals(apart.peer._linked())
     assert way is not None
     worker = way.gpus._use.worker
 
@@ -262,8 +257,8 @@ async def test_a_lookup_and_a_store_are_both_read_where_they_lie(
         await store.put("key", noise(MIB, 2))
         assert is_same(only((await peer.lookup.drop_select([1])).key), noise(MIB, 1))
         assert is_same(await peer.store.get("key"), noise(MIB, 2))
-        assert peer.reader(peer._linked(), views=False) is not None
-        assert peer.getting_by(peer._linked()).reader is not None
+        assert peer.ways.reader(peer._linked(), views=False) is not None
+        assert peer.ways.getting_by(peer._linked()).reader is not None
 
 
 async def test_entries_in_host_memory_take_the_way_of_the_store_beside_them(

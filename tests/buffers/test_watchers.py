@@ -2,31 +2,35 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from asynckv.buffers.watchers import Watchers
 from asynckv.testing.blocked import until_blocked
 
 
 async def test_all_who_wait_are_woken_once() -> None:
     watchers = Watchers()
-    waiting = [watchers.next_change() for _ in range(3)]
+    waiting = [watchers.next_change(asyncio.get_running_loop()) for _ in range(3)]
     watchers.wake()
     await asyncio.gather(*waiting)
-    later = watchers.next_change()
+    later = watchers.next_change(asyncio.get_running_loop())
     assert not later.done()
     watchers.wake()
     assert later.done()
     watchers.wake()  # nobody waits
 
 
-async def test_who_was_cancelled_is_passed_over() -> None:
+@pytest.mark.parametrize("number", range(3))
+async def test_who_was_cancelled_is_passed_over(number: int) -> None:
     watchers = Watchers()
 
     async def wait() -> None:
-        await watchers.next_change()
+        await watchers.next_change(asyncio.get_running_loop())
 
-    gone, there = asyncio.create_task(wait()), asyncio.create_task(wait())
-    await until_blocked(gone)
+    there = [asyncio.create_task(wait()) for _ in range(3)]
+    gone = there.pop(number)
+    await until_blocked(gone, *there)
     gone.cancel()
     await asyncio.wait({gone})
     watchers.wake()
-    await there
+    await asyncio.gather(*there)

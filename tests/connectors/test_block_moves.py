@@ -7,6 +7,7 @@ from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.errors import GPUFailed
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.on_gpu import at_once
 from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
 
 
@@ -60,3 +61,25 @@ def test_blocks_go_straight_to_a_buffer_on_their_gpu(device: str, fits: bool) ->
         assert not moves_on(gpu, cache[:, 1]).fit(device)
     host = BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool())
     assert not host.fit("cpu")
+
+
+async def test_blocks_are_gathered_in_other_memory_of_their_gpu() -> None:
+    with fake_device() as gpu:
+        cache = torch.arange(32.0).view(8, 4)
+        moves, there = moves_on(gpu, gpu.tensor(cache)), gpu.tensor(torch.zeros(2, 4))
+        blocks = moves.caches.blocks("a", ((5, 1),))["a.key"]
+        await moves.gather_there([blocks], [at_once(there, gpu.tensors).memory])
+        assert torch.equal(there.cpu(), cache[[5, 1]])
+        moves.pool.close()
+
+
+async def test_what_takes_a_gpu_its_time_is_ready_once_it_is_opened() -> None:
+    with fake_device() as gpu:
+        moves = moves_on(gpu, gpu.tensor(torch.arange(32.0).view(8, 4)))
+        await moves.open()
+        count = len(gpu.process.owned)
+        blocks = moves.caches.blocks("a", ((5, 1),))["a.key"]
+        await moves.gather([blocks], [torch.zeros(2, 4)], None)
+        assert len(gpu.process.owned) == count
+        moves.pool.close()
+    await BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool()).open()

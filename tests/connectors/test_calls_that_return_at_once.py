@@ -21,6 +21,7 @@ from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
+from asynckv.connectors.store_shapes import namespace_of
 from asynckv.connectors.store_worker import StoreWorker
 from asynckv.integrations.bridge.bridge import Bridge
 from asynckv.tensors import copying
@@ -255,6 +256,5 @@ async def test_a_store_reads_blocks_in_wait_for_save_alone(copies: Copies) -> No
         cache.zero_()
         await worker.flush()
         assert copies.loop_thread not in copies.threads
-        (key, *_) = worker._keys_of(orders.saves[0])
-        value = await store.get(key)
+        value = await store.get(f"a/{namespace_of(worker.engine)}/0")
         assert value is not None and bool((value[64:].view(torch.float32) == 1).all())

@@ -47,7 +47,8 @@ async def test_layers_come_in_the_order_of_their_offers(moves: BlockMoves) -> No
     gathering = gathering_of(moves, 2 * LAYER_NBYTES, came)
     for layer in "ba":
         gathering.offer(layer, moves.now())
-    await gathering.run(2)
+    gathering.finish()
+    await gathering.run()
     assert came == ["b", "a"]
     found = gathering.copy_of("a").tensor("a", "a.key")
     assert found.tolist() == torch.arange(32.0).view(8, 4)[[5, 1]].tolist()
@@ -62,7 +63,8 @@ async def test_where_there_is_no_room_it_waits_until_a_layer_is_dropped(
     gathering = gathering_of(moves, LAYER_NBYTES, came)
     for layer in "ab":
         gathering.offer(layer, None)
-    running = asyncio.create_task(gathering.run(2))
+    gathering.finish()
+    running = asyncio.create_task(gathering.run())
     await until(lambda: gathering.is_waiting_for_room)
     assert came == ["a"]
     gathering.drop("a")
@@ -70,12 +72,45 @@ async def test_where_there_is_no_room_it_waits_until_a_layer_is_dropped(
     assert (came, gathering.is_waiting_for_room) == (["a", "b"], False)
 
 
+async def test_a_layer_that_nobody_needs_any_more_is_not_waited_for(
+    moves: BlockMoves,
+) -> None:
+    came: list[str] = []
+    gathering = gathering_of(moves, LAYER_NBYTES, came)
+    for layer in "ab":
+        gathering.offer(layer, None)
+    gathering.finish()
+    running = asyncio.create_task(gathering.run())
+    await until(lambda: gathering.is_waiting_for_room)
+    gathering.drop("b")
+    await running
+    assert (came, gathering._staging.copies) == (["a", "b"], 1)
+    gathering.drop()
+
+
+async def test_a_layer_that_nobody_needs_when_it_is_there_is_dropped(
+    moves: BlockMoves, gpu: FakeDevice
+) -> None:
+    gate = Gate()
+    gpu.tensors.stream(0).add(gate)
+    came: list[str] = []
+    gathering = gathering_of(moves, LAYER_NBYTES, came)
+    gathering.offer("a", moves.now())
+    gathering.finish()
+    running = asyncio.create_task(gathering.run())
+    await until_blocked(running)
+    gathering.drop("a")
+    gate.open()
+    await running
+    assert (came, gathering._staging.used_bytes) == (["a"], 0)
+
+
 async def test_it_fails_for_want_of_room_when_no_step_waits(moves: BlockMoves) -> None:
     gathering = gathering_of(moves, LAYER_NBYTES - 1, [])
     gathering.may_wait_for_room = False
     gathering.offer("a", None)
     with pytest.raises(TimeoutError, match="no room"):
-        await gathering.run(1)
+        await gathering.run()
 
 
 async def test_cancelled_while_the_engine_computes_it_keeps_no_room(
@@ -85,7 +120,7 @@ async def test_cancelled_while_the_engine_computes_it_keeps_no_room(
     gpu.tensors.stream(0).add(gate)
     gathering = gathering_of(moves, LAYER_NBYTES, [])
     gathering.offer("a", moves.now())
-    running = asyncio.create_task(gathering.run(1))
+    running = asyncio.create_task(gathering.run())
     await until_blocked(running)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -120,7 +155,8 @@ async def test_it_waits_for_room_no_longer_when_it_copies(
     gathering.offer("a", None)
     gpu.tensors.stream(0).add(gate)
     gathering.offer("b", moves.now())
-    running = asyncio.create_task(gathering.run(2))
+    gathering.finish()
+    running = asyncio.create_task(gathering.run())
     await until(lambda: gathering.is_waiting_for_room)
     gathering.drop("a")
     await until(lambda: gathering._staging.used_bytes > 0)

@@ -21,6 +21,7 @@ def options_of(**extra: object) -> ConnectorOptions:
         ({"direction": "sideways"}, "direction"),
         ({"load_timeout_s": 0}, "load_timeout_s is 0"),
         ({"consumer_tp_size": 0}, "consumer_tp_size"),
+        ({"push_buffer_size": "much"}, "push_buffer_size"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(
@@ -33,6 +34,13 @@ def test_what_cannot_work_is_refused_by_name(
 def test_push_is_what_happens_unless_somebody_says_pull() -> None:
     assert options_of().direction == "push"
     assert options_of(direction="pull").direction == "pull"
+
+
+@pytest.mark.parametrize(("asked", "nbytes"), [("2MiB", 2**21), ("1TiB", 10**9)])
+def test_what_pushes_has_as_much_of_a_gpu_as_is_kept_at_the_most(
+    asked: str, nbytes: int
+) -> None:
+    assert options_of(push_buffer_size=asked).push_buffer_bytes == nbytes
 
 
 def test_peers_have_names_or_are_their_urls() -> None:

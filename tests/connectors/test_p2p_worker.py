@@ -15,6 +15,8 @@ import torch
 
 from asynckv.abc import KVConnectorMetadata
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.config import KVRole
+from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
@@ -22,11 +24,12 @@ from asynckv.connectors.p2p_scheduler import P2PScheduler
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import EngineShape
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.engines.toy_engine import ToyEngine, ToyLoadFailed
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import make_engine, pair_configs, toy_shape
 from asynckv.testing.engines.toy_rank import ToyRank
+from asynckv.testing.gpu_workers import worker_on
 
 MODEL = ToyModel()
 NAMES = itertools.count()
@@ -487,3 +490,29 @@ async def test_a_hundred_aborts_under_load_leave_nothing_behind(direction: str) 
             async with asyncio.timeout(10):
                 await engine.quiet()
             assert engine.unknown_completions == 0
+
+
+@pytest.mark.parametrize(
+    ("role", "direction", "is_awaited"),
+    [
+        ("kv_both", "push", True),
+        ("kv_consumer", "push", False),
+        ("kv_producer", "pull", False),
+    ],
+)
+async def test_a_start_gets_a_gpu_ready_that_is_pushed_from_before_all_else(
+    monkeypatch: pytest.MonkeyPatch, role: KVRole, direction: str, is_awaited: bool
+) -> None:
+    async def never(moves: BlockMoves) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(BlockMoves, "open", never)
+    worker, _ = worker_on("fake", role, "mem://start", direction=direction)
+    async with worker:
+        starting = asyncio.create_task(worker.start())
+        if is_awaited:
+            await until_blocked(starting)
+            starting.cancel()
+        await asyncio.wait([starting])
+        assert starting.cancelled() is is_awaited
+        assert (worker.routes.server is None) is is_awaited

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from asynckv.abc import (
     KVAnswer,
@@ -10,19 +9,16 @@ from asynckv.abc import (
     KVScheduled,
     KVTransferResults,
 )
-from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.keys import rank_block_keys
 from asynckv.connectors.store_orders import StoreMetadata
 from asynckv.connectors.store_scheduler import StoreScheduler
-from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
 
 REQUEST = KVRequest("r", tuple(range(10)))
 ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
 
 
-def make(store: StoreBuffer | None = None) -> StoreScheduler:
+def make() -> StoreScheduler:
     config = KVTransferConfig(
         kv_role="kv_both",
         kv_connector_extra_config={
@@ -30,7 +26,7 @@ def make(store: StoreBuffer | None = None) -> StoreScheduler:
             "fingerprint": "toy",
         },
     )
-    return StoreScheduler(config, ENGINE, store)
+    return StoreScheduler(config, ENGINE)
 
 
 def orders(scheduler: StoreScheduler, *scheduled: KVScheduled) -> StoreMetadata:
@@ -63,21 +59,6 @@ def test_an_answer_to_an_older_request_of_the_same_id_says_nothing() -> None:
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
     scheduler.take_answer(question.answered(1))
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (4, True)
-
-
-async def test_a_block_is_there_when_every_rank_s_part_is() -> None:
-    async with StoreBuffer() as store:
-        scheduler = make(store)
-        scheduler.on_new_request(REQUEST)
-        (question,) = scheduler.take_questions()
-        assert (await scheduler.ask(question)).num_keys == 0
-        for rank, count in ((0, 2), (1, 1)):
-            for key in rank_block_keys(question.keys, namespace_of(ENGINE), rank)[
-                :count
-            ]:
-                await store.put(key, torch.ones(1))
-        assert (await scheduler.ask(question)).num_keys == 1
-        await scheduler.aclose()
 
 
 async def test_a_store_that_is_not_there_has_nothing() -> None:
@@ -143,37 +124,6 @@ def test_what_failed_to_load_is_saved_again_when_it_is_computed() -> None:
     (save,) = orders(scheduler, KVScheduled("r", ((7, 8, 9),), 0, 10)).saves
     assert save.block_ids == ((7, 8),)
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
-
-
-async def test_blocks_of_an_engine_that_is_cut_otherwise_are_refused_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with StoreBuffer() as store:
-        other = KVEngine(engine_id="O", block_size=8, tp_size=2)
-        await store.put(SHAPE_KEY, StoredShape.of(other).tensor())
-        scheduler = make(store)
-        scheduler.on_new_request(REQUEST)
-        (question,) = scheduler.take_questions()
-        for _ in range(2):
-            assert (await scheduler.ask(question)).num_keys == 0
-        assert scheduler.statistics().refused == "block_size=8 there and 4 here"
-        assert len(caplog.messages) == 1 and "8 there and 4 here" in caplog.text
-
-
-async def test_what_was_found_stays_until_its_load_can_begin() -> None:
-    async with StoreBuffer("1MiB") as store:
-        scheduler = make(store)
-        scheduler.on_new_request(REQUEST)
-        (question,) = scheduler.take_questions()
-        for rank in (0, 1):
-            for key in rank_block_keys(question.keys, namespace_of(ENGINE), rank):
-                await store.put(key, torch.zeros(2**16, dtype=torch.uint8))
-        assert (await scheduler.ask(question)).num_keys == 2
-        for number in range(40):
-            filler = torch.zeros(2**16, dtype=torch.uint8)
-            await store.put(f"filler {number}", filler)
-        assert (await scheduler.ask(question)).num_keys == 2
-        await scheduler.aclose()
 
 
 def test_an_old_answer_is_asked_for_again_but_not_for_ever(

@@ -204,7 +204,7 @@ async def test_a_value_that_is_no_block_keeps_no_memory(gpus: FakeGpus) -> None:
             await spool.scatter(value, ((0,),), 0)
 
         with pytest.raises(ValueError, match="no block of") as kept:
-            await worker._load_block(peer.store, "other", scatter)
+            await worker._loading._load_block(peer.store, "other", scatter)
         await until(lambda: is_free(engines[1]))
         assert kept.value.__traceback__ is not None
 

@@ -3,12 +3,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-import torch
 
 from asynckv.abc import SelectStream
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.streaming import LocalViews
-from asynckv.connectors.whole_entries import WholeEntry, forget_locals, open_entry
+from asynckv.connectors.whole_entries import WholeEntry, open_entry
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_gpus import FakeGpus
@@ -87,29 +86,3 @@ async def test_an_error_of_who_has_copies_is_left_as_it_is() -> None:
                 await read_and_fail(entry)
         assert "kept" in kept.traceback[-1].locals
         assert await buffer.withdraw("e")
-
-
-def test_what_led_to_an_error_is_forgotten_too() -> None:
-    def fail() -> None:
-        held = torch.zeros(2)
-        raise ValueError(held.nbytes)
-
-    def fail_again() -> None:
-        try:
-            fail()
-        except ValueError as exc:
-            raise KeyError from exc
-
-    with pytest.raises(KeyError) as caught:
-        fail_again()
-    forget_locals(caught.value)
-    cause = caught.value.__cause__
-    assert cause is not None and cause.__traceback__ is not None
-    last = cause.__traceback__.tb_next
-    assert last is not None and last.tb_frame.f_locals == {}
-
-
-def test_an_error_that_is_the_cause_of_its_cause_is_looked_at_once() -> None:
-    first, second = ValueError("first"), ValueError("second")
-    first.__cause__, second.__context__ = second, first
-    forget_locals(first)

@@ -11,9 +11,10 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from asynckv.errors import GPUFailed
+from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.exports import check_same_host, open_export
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.sharing import MapHolder, Sharing
@@ -106,6 +107,40 @@ async def test_what_cannot_be_opened_is_hung_up(
     with pytest.raises(GPUFailed, match="not here"):
         await both.open()
     await until(lambda: both.holder._connection is None)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"handle": b""},
+        {"handle": b"h" * 63},
+        {"nbytes": 0},
+        {"nbytes": 512},
+        {"nbytes": MIB},
+        {"nbytes": 2**62},
+    ],
+)
+async def test_what_nobody_exports_is_not_even_connected_to(
+    both: Both, claim: dict[str, Any]
+) -> None:
+    lie = dataclasses.replace(
+        both, exported=msgspec.structs.replace(both.exported, **claim)
+    )
+    with pytest.raises(RemoteProtocolError):
+        await lie.open()
+    assert both.holder._connection is None and not both.opened
+    export, nonce = await both.open()  # the ticket is good still
+    assert both.holder.verify(nonce)
+    export.close_soon()
+    await until(lambda: not both.opened)
+
+
+async def test_more_than_was_exported_is_not_opened(both: Both) -> None:
+    more = msgspec.structs.replace(both.exported, nbytes=both.exported.nbytes + 4096)
+    with pytest.raises(GPUFailed):
+        await dataclasses.replace(both, exported=more).open()
+    await until(lambda: both.holder._connection is None)
+    assert not both.opened
 
 
 async def test_a_cancelled_opening_hangs_up_when_its_thread_has_closed_it(

@@ -5,38 +5,22 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 
 from asynckv.buffers.serve_offer import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.options import Digest
-from asynckv.links.requests import LinkStream
-from asynckv.protocol.codec import Buffer
 from asynckv.protocol.device_frames import SentDevices
-from asynckv.protocol.frames import Frame
+from asynckv.shielding import wait_shielded
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[SentDevices]:
-    """All that servers say of parts that they sent."""
-    said: list[SentDevices] = []
-    send = LinkStream.send
-
-    def listen(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
-        if isinstance(frame, SentDevices):
-            said.append(frame)
-        send(stream, frame, body)
-
-    monkeypatch.setattr(LinkStream, "send", listen)
-    return said
 
 
 async def take(pair: NcclBuffers) -> None:
@@ -56,16 +40,20 @@ async def take(pair: NcclBuffers) -> None:
     ],
 )
 async def test_the_stricter_digest_is_compared(
-    two_gpus: FakeGpus, said: list[SentDevices], ours: Digest, theirs: Digest, kind: str
+    two_gpus: FakeGpus,
+    sent_devices: list[SentDevices],
+    ours: Digest,
+    theirs: Digest,
+    kind: str,
 ) -> None:
     async with open_nccl_buffers(two_gpus, serves=ours, digest=theirs) as pair:
         await take(pair)
-    assert [frame.kind for frame in said] == [kind]
-    assert bool(said[0].digest) is (kind != "off")
+    assert [frame.kind for frame in sent_devices] == [kind]
+    assert bool(sent_devices[0].digest) is (kind != "off")
 
 
 async def test_a_part_without_a_digest_gets_one(
-    two_gpus: FakeGpus, said: list[SentDevices]
+    two_gpus: FakeGpus, sent_devices: list[SentDevices]
 ) -> None:
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
         await pair.buffer.insert([1], None, noise(MIB), None, None)
@@ -73,7 +61,7 @@ async def test_a_part_without_a_digest_gets_one(
         entry.parts[0].digest = b""
         found = await pair.peer.lookup.drop_select([1])
         assert is_same(found.key, noise(MIB))  # type: ignore[arg-type]
-    assert said[0].kind == "full" and said[0].digest
+    assert sent_devices[0].kind == "full" and sent_devices[0].digest
 
 
 async def test_a_part_that_cannot_be_digested_is_not_given(
@@ -121,6 +109,33 @@ async def test_other_bytes_than_were_inserted_are_noticed(
             await pair.peer.lookup.drop_select([1])
 
 
+@pytest.mark.parametrize("order", [1, -1])
+async def test_all_digests_are_waited_for_however_often_the_wait_is_cancelled(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, order: int
+) -> None:
+    reading = list[asyncio.Future[None]]()
+
+    async def digest(*anything: object) -> list[bytes]:
+        reading.append(asyncio.get_running_loop().create_future())
+        await wait_shielded(reading[-1])
+        return [b""]
+
+    async with open_nccl_buffers(two_gpus, digest="full") as pair:
+        assert isinstance(pair.peer.pool, DeviceCopyPool)
+        monkeypatch.setattr(pair.peer.pool, "digest", digest)
+        arrivals = GpuArrivals(pair.near_way, pair.peer.pool)
+        transport = pair.near_way.transport
+        monkeypatch.setattr(transport, "receive", lambda *_: _[-1](b"", None))
+        place = pair.peer.pool.memory_of(pair.theirs.tensor(noise(8)))
+        for part in range(2):
+            arrivals.receive(1, part, place, lambda digest, error: None)
+            arrivals.sent(SentDevices(1, part, "full"))
+        await until(lambda: len(reading) == 2)
+        quiescing = asyncio.create_task(arrivals.quiesce(1))
+        await cancel_before_each(quiescing, reading[::order])
+        assert quiescing.cancelled() and not arrivals._comparing
+
+
 async def test_what_makes_no_sense_is_refused(two_gpus: FakeGpus) -> None:
     async with open_nccl_buffers(two_gpus, digest="full") as pair:
         assert isinstance(pair.peer.pool, DeviceCopyPool)
@@ -135,6 +150,29 @@ async def test_what_makes_no_sense_is_refused(two_gpus: FakeGpus) -> None:
             arrivals.sent(SentDevices(1, 0, "edges"))
         await arrivals.quiesce(1)
         arrivals.sent(SentDevices(1, 0, "full"))  # late, and of no interest
+
+
+async def test_a_digest_that_takes_its_time_is_not_the_peers_delay(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works, digest = asyncio.Event(), DeviceCopyPool.digest
+
+    async def slow(pool: DeviceCopyPool, places: list[torch.Tensor]) -> list[bytes]:
+        if pool is pair.peer.pool:
+            await works.wait()
+        return await digest(pool, places)
+
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.opened()
+        monkeypatch.setattr(DeviceCopyPool, "digest", slow)
+        task = asyncio.create_task(take(pair))
+        progress = pair.near_way.progress
+        await until(lambda: bool(progress._working))
+        (transfer,) = progress._transfers
+        assert not progress._is_owed(asyncio.get_running_loop().time())
+        works.set()
+        await task
+        assert transfer not in progress._transfers and not progress._working
 
 
 async def test_a_part_that_nobody_asked_for_ends_the_link(

@@ -15,10 +15,9 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
-from asynckv.errors import GPUFailed, GPUUnavailable, PeerLost
+from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links import gpu_link, progress
 from asynckv.links.gpu_link import GpuLink, GpuPathLost
-from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import (
     CancelMode,
@@ -33,7 +32,6 @@ from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.transports.nccl import transport, workers
 from asynckv.transports.nccl.worker import DeviceWorker
-from asynckv.transports.nccl.workers import WorkerUse, use_worker
 
 BY_HOST = "goes through host memory"
 IN_VAIN = {"the other rank", "the peer's first"}
@@ -63,20 +61,11 @@ async def test_versions_that_differ_are_no_way(
     assert caplog.text.count(BY_HOST) == 1 and "NCCL 1 here" in caplog.text
 
 
-@pytest.mark.parametrize("lacking", [0, 1])
+@pytest.mark.usefixtures("lacking_nccl")
 async def test_without_nccl_there_is_no_way(
-    two_gpus: FakeGpus,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    lacking: int,
+    two_gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def find(device: Device) -> WorkerUse:
-        if device.index == lacking:
-            raise GPUUnavailable("no NCCL here")
-        return use_worker(device)
-
     caplog.set_level("INFO")
-    monkeypatch.setattr(workers, "use_worker", find)
     async with open_nccl_buffers(two_gpus) as pair:
         await check_comes_by_host(pair, "map")
     assert caplog.text.count(BY_HOST) == 1 and "no NCCL here" in caplog.text

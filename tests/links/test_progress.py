@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Final, cast
@@ -13,7 +14,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.progress import STALL_S, Progress
+from asynckv.links.progress import OWN_WORK_S, STALL_S, Progress
 from asynckv.testing.simulation.machines import Machines, open_machines
 from asynckv.testing.simulation.nodes import Process
 
@@ -50,6 +51,13 @@ class Watched:
         with self.node.inside():
             for transfer in transfers:
                 self.progress.expect(transfer)
+
+    @contextlib.contextmanager
+    def working(self, transfer: int) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            with self.node.inside():
+                stack.enter_context(self.progress.working(transfer))
+            yield
 
     def run(self, seconds: float) -> int:
         """Let time pass; return how often a stall was told."""
@@ -123,6 +131,45 @@ def test_what_came_by_another_way_is_progress(watched: Watched) -> None:
     watched.progress.note(1)
     assert watched.run(29) == 0
     assert watched.run(10) == 1
+
+
+def test_what_this_side_is_at_work_at_is_not_judged(watched: Watched) -> None:
+    watched.expect(1)
+    with watched.working(1):
+        assert watched.run(200) == 0
+    assert watched.run(24) == 0
+    assert watched.run(11) == 1
+
+
+def test_what_others_owe_is_judged_meanwhile(watched: Watched) -> None:
+    watched.expect(1, 3)
+    with watched.working(1), watched.working(1):
+        assert watched.run(36) == 1
+
+
+def test_work_that_hangs_is_judged_too(watched: Watched) -> None:
+    watched.expect(1)
+    with watched.working(1):
+        assert watched.run(OWN_WORK_S + 20) == 0
+        assert watched.run(20) == 1
+
+
+def test_it_says_at_what_this_side_is_at_work(watched: Watched) -> None:
+    with watched.working(1):
+        with watched.node.inside():
+            assert watched.progress.is_working(1)
+            assert not watched.progress.is_working(3)
+        watched.run(OWN_WORK_S)
+        with watched.node.inside():
+            assert not watched.progress.is_working(1)
+
+
+def test_a_part_never_sent_of_what_is_worked_at_is_told(watched: Watched) -> None:
+    watched.expect(1)
+    watched.run(29)
+    with watched.working(1):
+        assert watched.run(OWN_WORK_S) == 0
+        assert watched.run(35) == 1
 
 
 def test_what_is_stopped_is_not_watched(watched: Watched) -> None:

@@ -25,3 +25,9 @@ async def test_a_service_may_answer_and_forget_within_open() -> None:
         await pair.near.aclose()
         assert (await hearer.loss()).goodbye
         assert pair.service.hearers[0].losses == []
+
+
+async def test_a_stream_shows_its_number_and_its_link_alone() -> None:
+    async with linked() as pair:
+        stream = pair.near.open_stream(Hearer(), Peek(has_key=True))
+        assert repr(stream) == f"<LinkStream {stream.id} of {pair.near!r}>"

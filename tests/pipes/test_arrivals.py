@@ -25,7 +25,7 @@ async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclPipes]:
 async def test_what_was_not_asked_for_does_not_come(pair: NcclPipes) -> None:
     inbound = pair.far._inbound
     with pytest.raises(RemoteProtocolError, match="never granted"):
-        inbound.on_sent_devices(SentDevices(99, 0, "off"))
+        inbound.granting.on_sent_devices(SentDevices(99, 0, "off"))
     arrival = Arrival(inbound, Push(1, 0, False, TensorSpec((LARGE,), "uint8")))
     with pytest.raises(RemoteProtocolError, match="not asked for"):
         arrival.on_sent_devices(SentDevices(1, 0, "off"))
@@ -35,11 +35,12 @@ async def test_what_was_granted_again_may_have_been_sent_meanwhile(
     pair: NcclPipes,
 ) -> None:
     inbound = pair.far._inbound
-    assert inbound.gpus is not None
+    gpus = inbound.granting.gpus
+    assert gpus is not None
     arrival = Arrival(inbound, Push(1, 0, False, TensorSpec((LARGE,), "uint8")))
-    assert arrival.land_on_gpu(pair.far._link, inbound.gpus) is not None
+    assert arrival.land_on_gpu(pair.far._link, gpus) is not None
     assert arrival.reception is not None
     arrival.reception.stop()
     arrival.let_go()
     arrival.on_sent_devices(SentDevices(1, 0, "edges"))
-    assert arrival.land_on_gpu(pair.far._link, inbound.gpus) is None
+    assert arrival.land_on_gpu(pair.far._link, gpus) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,27 +17,27 @@ from asynckv.errors import (
     PeerLost,
     PipeBroken,
 )
-from asynckv.links import sharing
+from asynckv.links import peer_memory, sharing
+from asynckv.links.exporting import LEAST_NBYTES
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.links.sharing import MapHolder
-from asynckv.pipes import gpu_sharing, peer_memory
+from asynckv.pipes import gpu_sharing
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.protocol.frames import Failure
 from asynckv.protocol.ipc_frames import Exported, OpenIpc
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.fake_gpus.cuda import FakeCuda
 from asynckv.testing.fake_gpus.gates import Gate
+from asynckv.testing.gpu_pipe_pairs import arenas_of, expect_by_host, used_bytes_of
+from asynckv.testing.held_copies import held_copies, is_busy
 from asynckv.testing.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
 from asynckv.testing.link_pairs import Hearer
-from asynckv.testing.nccl_pipe_pairs import used_bytes_of
 from asynckv.testing.pipe_checks.values import (
     LARGE,
-    PIPE_BYTES,
     receive_many,
     send_many,
 )
@@ -53,22 +54,6 @@ SPEC = TensorSpec((LARGE,), "uint8")
 async def pair(two_gpus: FakeGpus) -> AsyncIterator[IpcPipes]:
     async with open_ipc_pipes(two_gpus) as pair:
         yield pair
-
-
-def arenas_of(gpu: FakeDevice) -> list[int]:
-    """What pipes have of the memory of the GPU; torch has a byte, and tensors less."""
-    return [a.array.nbytes for a in gpu.process.owned if a.array.nbytes > PIPE_BYTES]
-
-
-async def check_comes_by_host(pair: IpcPipes) -> None:
-    for sends, receives, gpu in (
-        (pair.near, pair.far, pair.ours),
-        (pair.far, pair.near, pair.theirs),
-    ):
-        await sends.send_tensor(gpu.tensor(noise(LARGE, 2)))
-        found = await receives.recv_tensor()
-        assert found is not None and found.is_cuda and is_same(found, noise(LARGE, 2))
-    assert pair.near.transport == pair.far.transport == "inline"
 
 
 def fail(*anything: object) -> Any:
@@ -92,21 +77,14 @@ class Held:
         return await self._copy(*places)
 
 
-def hold_gpu(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Let copies of a process begin, and not end before the gate is opened."""
-    gate, cuda = Gate(), gpu.process.cuda
-    copy = cuda.copy
-
-    def hold(target: int, source: int, nbytes: int, stream: Any) -> None:
-        copy(target, source, nbytes, stream)
-        stream.add(gate)
-
-    monkeypatch.setattr(cuda, "copy", hold)
-    return gate
-
-
-def busy(gpu: FakeDevice) -> bool:
-    return any(stream.work for stream in gpu.process.streams.values())
+@contextlib.asynccontextmanager
+async def reading(gpus: FakeGpus) -> AsyncIterator[tuple[IpcPipes, Gate]]:
+    """A pipe whose far side's GPU reads one tensor, until the gate is opened."""
+    async with open_ipc_pipes(gpus) as pair:
+        with held_copies(pair.theirs.process, have_begun=True) as gate:
+            await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
+            await until(lambda: is_busy(pair.theirs.process))
+            yield pair, gate
 
 
 # Where it cannot be opened.
@@ -130,8 +108,8 @@ async def test_what_cuda_refuses_is_no_way(
     monkeypatch.setattr(FakeCuda, call, refuse)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await until(lambda: caplog.text.count(BY_HOST) == 2)
-        await check_comes_by_host(pair)
-        await check_comes_by_host(pair)
+        await expect_by_host(pair)
+        await expect_by_host(pair)
         await until(lambda: not (arenas_of(pair.ours) or arenas_of(pair.theirs)))
     assert caplog.text.count(BY_HOST) == 2
     assert not pair.opened
@@ -153,7 +131,7 @@ async def test_memory_that_was_not_proved_is_not_read(
     monkeypatch.setattr(MapHolder, "verify", doubt)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await until(lambda: caplog.text.count(BY_HOST) == 2)
-        await check_comes_by_host(pair)
+        await expect_by_host(pair)
     assert not (left or pair.opened)
 
 
@@ -177,7 +155,7 @@ async def test_what_is_not_here_is_not_asked(
     monkeypatch.setattr(place, name, value)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await pair.near.gpus_settled()
-        await check_comes_by_host(pair)
+        await expect_by_host(pair)
     assert reason in caplog.text and "both sides have the same GPU" in caplog.text
 
 
@@ -189,13 +167,13 @@ async def test_memory_that_cuda_would_show_with_more_is_not_shown(
     malloc = FakeCuda.malloc
 
     def find_little(cuda: FakeCuda, nbytes: int) -> DeviceMemory:
-        return fail() if nbytes > gpu_sharing.LEAST_NBYTES else malloc(cuda, nbytes)
+        return fail() if nbytes > LEAST_NBYTES else malloc(cuda, nbytes)
 
     caplog.set_level("INFO")
     monkeypatch.setattr(FakeCuda, "malloc", find_little)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await until(lambda: caplog.text.count(BY_HOST) == 2)
-        await check_comes_by_host(pair)
+        await expect_by_host(pair)
         assert not pair.opened
     assert "too little memory" in caplog.text
 
@@ -207,15 +185,6 @@ async def test_a_side_whose_memory_is_gone_opens_none(pair: IpcPipes) -> None:
     exported = Exported("", b"", b"", 2**20, "edges")
     with pytest.raises(ConfigError, match="no memory of a GPU"):
         await pair.far_sharing._open(exported)
-
-
-@pytest.mark.parametrize("url", ["?payload=inline", "?payload=map"])
-async def test_a_url_that_asks_for_lanes_gets_them(
-    two_gpus: FakeGpus, url: str
-) -> None:
-    async with open_ipc_pipes(two_gpus, url=url, is_connected=False) as pair:
-        await check_comes_by_host(pair)
-        assert pair.near._sends.gpus is None
 
 
 async def test_a_gpu_that_does_not_answer_is_given_up(
@@ -231,7 +200,7 @@ async def test_a_gpu_that_does_not_answer_is_given_up(
     monkeypatch.setattr(gpu_sharing, "open_export", wait)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await until(lambda: caplog.text.count(BY_HOST) == 2)
-        await check_comes_by_host(pair)
+        await expect_by_host(pair)
 
 
 async def send_and_receive(pair: IpcPipes) -> None:
@@ -286,7 +255,7 @@ async def test_what_cannot_be_read_comes_by_host(
     monkeypatch.setattr(pair.far_sharing, "copy", fail)
     await asyncio.gather(send_many(pair.near, 6), receive_many(pair.far, 6))
     await until(lambda: pair.near.transport == pair.far.transport == "inline")
-    await check_comes_by_host(pair)
+    await expect_by_host(pair)
     await until(lambda: caplog.text.count("from here on") == 2)
     await until(lambda: not pair.opened)
     await until(lambda: not pair.used_bytes)
@@ -316,7 +285,7 @@ async def test_what_is_under_way_when_sharing_ends_comes_once(
     held.let_go()
     await receive_many(pair.far, 4)
     await pair.near.flush()
-    await check_comes_by_host(pair)
+    await expect_by_host(pair)
     await until(lambda: not pair.opened)
 
 
@@ -324,12 +293,9 @@ async def test_what_is_under_way_when_sharing_ends_comes_once(
 
 
 async def test_a_sender_that_aborts_keeps_what_is_still_read(
-    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+    two_gpus: FakeGpus,
 ) -> None:
-    async with open_ipc_pipes(two_gpus) as pair:
-        gate = hold_gpu(pair.theirs, monkeypatch)
-        await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
-        await until(lambda: busy(pair.theirs))
+    async with reading(two_gpus) as (pair, gate):
         pair.near.abort()
         with pytest.raises(PeerLost):
             await pair.far.recv_tensor()
@@ -355,12 +321,9 @@ async def test_a_region_that_is_still_read_is_nobody_elses(
 
 
 async def test_a_receiver_that_aborts_ends_when_its_gpu_is_done(
-    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+    two_gpus: FakeGpus,
 ) -> None:
-    async with open_ipc_pipes(two_gpus) as pair:
-        gate = hold_gpu(pair.theirs, monkeypatch)
-        await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
-        await until(lambda: busy(pair.theirs))
+    async with reading(two_gpus) as (pair, gate):
         pair.far.abort()
         with pytest.raises(PipeBroken):
             await pair.near.flush()
@@ -376,10 +339,7 @@ async def test_who_does_not_close_keeps_the_memory(
 ) -> None:
     monkeypatch.setattr(sharing, "_LEAVE_S", 0.01)
     monkeypatch.setattr(peer_memory, "_CLOSE_S", 0.01)
-    async with open_ipc_pipes(two_gpus) as pair:
-        gate = hold_gpu(pair.theirs, monkeypatch)
-        await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
-        await until(lambda: busy(pair.theirs))
+    async with reading(two_gpus) as (pair, gate):
         pair.near.abort()
         await pair.near.aclose()
         with pytest.raises(PeerLost):
@@ -388,19 +348,6 @@ async def test_who_does_not_close_keeps_the_memory(
         assert arenas_of(pair.ours)
         gate.open()
         await until(lambda: not arenas_of(pair.ours))
-
-
-async def test_what_has_come_can_be_taken_from_a_peer_that_died(
-    pair: IpcPipes,
-) -> None:
-    await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
-    await pair.near.flush()
-    pair.near.abort()
-    await until(lambda: not pair.far._link.is_open)
-    await until(lambda: not pair.opened)
-    assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))
-    with pytest.raises(PeerLost):
-        await pair.far.recv_tensor()
 
 
 async def test_what_was_received_outlives_its_pipe(two_gpus: FakeGpus) -> None:

@@ -1,37 +1,29 @@
-"""What connects two GPUs, where it cannot be opened, or breaks: the pipe goes on."""
+"""What connects two GPUs, where it breaks or has no room: the pipe goes on."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
 from asynckv.errors import (
     ChecksumError,
     GPUFailed,
-    GPUUnavailable,
     PeerLost,
     PipeBroken,
 )
-from asynckv.pipes.opening import listen_pipe, open_pipe
-from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pipe_pairs import arenas_of, expect_by_host
 from asynckv.testing.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 from asynckv.testing.pipe_checks.values import (
     LARGE,
-    PIPE_BYTES,
     receive_many,
     send_many,
 )
-from asynckv.testing.pipe_pairs import open_group
-from asynckv.transports.nccl import workers
-from asynckv.transports.nccl.workers import WorkerUse, use_worker
 
 BY_HOST = "goes through host memory"
 ENDS = pytest.mark.parametrize("end", ["near_way", "far_way"])
@@ -41,22 +33,6 @@ ENDS = pytest.mark.parametrize("end", ["near_way", "far_way"])
 async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclPipes]:
     async with open_nccl_pipes(two_gpus) as pair:
         yield pair
-
-
-def arenas_of(gpu: FakeDevice) -> list[int]:
-    """What pipes have of the memory of a GPU; torch has a byte, since it was opened."""
-    return [a.array.nbytes for a in gpu.process.owned if a.array.nbytes >= PIPE_BYTES]
-
-
-async def check_comes_by_host(pair: NcclPipes) -> None:
-    for sends, receives, gpu in (
-        (pair.near, pair.far, pair.ours),
-        (pair.far, pair.near, pair.theirs),
-    ):
-        await sends.send_tensor(gpu.tensor(noise(LARGE, 2)))
-        found = await receives.recv_tensor()
-        assert found is not None and found.is_cuda and is_same(found, noise(LARGE, 2))
-    assert pair.near.transport == pair.far.transport == "inline"
 
 
 async def stall(pair: NcclPipes) -> asyncio.Task[None]:
@@ -75,94 +51,13 @@ async def check_stalled(pair: NcclPipes) -> None:
     await pair.near.flush()
 
 
-async def test_the_side_that_accepted_has_settled_when_its_gpu_is_connected(
-    two_gpus: FakeGpus,
-) -> None:
-    async with open_nccl_pipes(two_gpus, is_connected=False) as pair:
-        await until(lambda: pair.far._sends.gpus is not None)
-        await pair.far.gpus_settled()
-        assert pair.far.transport == "nccl"
-
-
-async def test_versions_that_differ_are_no_way(
-    two_gpus: FakeGpus, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    async with open_nccl_pipes(two_gpus, their_nccl=1, is_connected=False) as pair:
-        await until(lambda: caplog.text.count(BY_HOST) == 2)
-        await check_comes_by_host(pair)
-        await check_comes_by_host(pair)
-    assert caplog.text.count(BY_HOST) == 2 and "NCCL 1 here" in caplog.text
-
-
-@pytest.mark.parametrize("lacking", [0, 1])
-async def test_without_nccl_there_is_no_way(
-    two_gpus: FakeGpus,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    lacking: int,
-) -> None:
-    def find(device: Device) -> WorkerUse:
-        if device.index == lacking:
-            raise GPUUnavailable("no NCCL here")
-        return use_worker(device)
-
-    caplog.set_level("INFO")
-    monkeypatch.setattr(workers, "use_worker", find)
-    async with open_nccl_pipes(two_gpus, is_connected=False) as pair:
-        await until(lambda: "no NCCL here" in caplog.text)
-        await check_comes_by_host(pair)
-
-
-@pytest.mark.parametrize("url", ["?payload=inline", "?payload=map"])
-async def test_a_url_that_asks_for_lanes_gets_them(
-    two_gpus: FakeGpus, url: str
-) -> None:
-    async with open_nccl_pipes(two_gpus, url=url, is_connected=False) as pair:
-        await check_comes_by_host(pair)
-        assert pair.near._sends.gpus is None
-
-
-async def test_a_peer_without_a_gpu_refuses(
-    two_gpus: FakeGpus, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    gpu = fake_device_of(two_gpus.process())
-    async with (
-        listen_pipe("tcp://127.0.0.1:0") as listener,
-        open_pipe(listener.url, device=gpu.device) as near,
-        await listener.accept() as far,
-    ):
-        await until(lambda: "no GPU to connect" in caplog.text)
-        await near.send_tensor(noise(LARGE, 1))
-        assert is_same(await far.recv_tensor(), noise(LARGE, 1))
-
-
-async def test_a_pipe_within_one_process_goes_by_host(
-    two_gpus: FakeGpus, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    gpu = fake_device_of(two_gpus.process())
-    options: Any = {"device": gpu.device, "max_bytes": PIPE_BYTES}
-    async with (
-        listen_pipe("tcp://127.0.0.1:0", **options) as listener,
-        open_pipe(listener.url, **options) as near,
-        await listener.accept() as far,
-    ):
-        await until(lambda: BY_HOST in caplog.text)
-        await until(lambda: not arenas_of(gpu))
-        await near.send_tensor(noise(LARGE, 1))
-        found = await far.recv_tensor()
-        assert found is not None and found.is_cuda and is_same(found, noise(LARGE, 1))
-
-
 @ENDS
 async def test_after_a_worker_was_given_up_the_pipe_goes_on(
     pair: NcclPipes, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     getattr(pair, end).transport._worker.give_up(GPUFailed("it is stuck"))
     await until(lambda: "inline" in {pair.near.transport, pair.far.transport})
-    await check_comes_by_host(pair)
+    await expect_by_host(pair)
     assert "from here on" in caplog.text
 
 
@@ -173,7 +68,7 @@ async def test_what_was_under_way_when_the_way_broke_comes_by_host(
     receiving = await stall(pair)
     getattr(pair, end)._stalled(PeerLost("nothing has come for long"))
     await receiving
-    await check_comes_by_host(pair)
+    await expect_by_host(pair)
     await until(lambda: not pair.used_bytes)
 
 
@@ -203,18 +98,6 @@ async def test_a_peer_that_dies_meanwhile_ends_both_calls(pair: NcclPipes) -> No
         await pair.far.recv_tensor()
     await until(lambda: pair.far_way.transport.is_quiet)
     await until(lambda: not pair.used_bytes)
-
-
-async def test_what_has_come_can_be_taken_from_a_peer_that_died(
-    pair: NcclPipes,
-) -> None:
-    await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
-    await pair.near.flush()
-    pair.near.abort()
-    await until(lambda: not pair.far._link.is_open)
-    assert is_same(await pair.far.recv_tensor(), noise(LARGE, 1))
-    with pytest.raises(PeerLost):
-        await pair.far.recv_tensor()
 
 
 async def test_other_bytes_than_were_sent_are_noticed(
@@ -299,14 +182,3 @@ async def test_nothing_is_left_on_a_gpu(two_gpus: FakeGpus) -> None:
         await asyncio.gather(send_many(pair.near, 8), receive_many(pair.far, 8))
         assert arenas_of(pair.ours) and arenas_of(pair.theirs)
     await until(lambda: not (arenas_of(pair.ours) or arenas_of(pair.theirs)))
-
-
-async def test_the_pipes_of_a_group_are_connected(two_gpus: FakeGpus) -> None:
-    device = fake_device_of(two_gpus.process()).device
-    async with open_group(2, device=device) as groups:
-        pipe = groups[0].next_pipe
-        assert pipe is groups[0].pipe_to(1)
-        for one in (pipe, groups[1].pipe_to(0)):
-            await until(lambda one=one: one._sends.gpus is not None)  # type: ignore[misc]
-            await one.gpus_settled()
-            assert one.transport == "inline"  # both ranks are of one process

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,20 +9,18 @@ from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolE
 from asynckv.pipes import inbound
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.parcels import MAX_TENSORS
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Flushed,
     Frame,
     Push,
     Read,
 )
-from asynckv.protocol.payload_frames import Done, Grant
-from asynckv.tensors import growth, lending
-from asynckv.tensors.slabs import has_slabs
-from asynckv.testing import until, until_blocked
+from asynckv.protocol.payload_frames import Grant
+from asynckv.tensors import growth
+from asynckv.testing import until_blocked
+from asynckv.testing.receiving_halves import HALF_BYTES, HalfLink, ReceivingHalf
 from asynckv.types import TensorSpec
 
-BOUND = 2**20
 LARGE = 2**18
 LOST = PeerLost("the cable was cut")
 BYE = PeerLost("goodbye")
@@ -32,92 +28,26 @@ BYE.goodbye = True
 
 
 @pytest.fixture(autouse=True)
-def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where tensors land: at once on the ``heap``, or in ``slabs`` that come soon."""
-    kind: str = getattr(request, "param", "heap")
-    if kind == "heap":
-        monkeypatch.setattr(growth, "has_slabs", lambda: False)
-    elif not has_slabs():
-        pytest.skip("no memory files here")
-    return kind
-
-
-in_slabs = pytest.mark.parametrize("memory", ["slabs"], indirect=True)
-
-
-class FakeLink:
-    """As much of a link as a receiver uses; it is its own payload transport."""
-
-    def __init__(self) -> None:
-        self.digest = "full"
-        self.announced: list[int] = []
-        self.stopped: list[int] = []
-        self.landing: dict[int, Callable[[bytes, BaseException | None], None]] = {}
-        self.payload = self
-        self.progress = self
-
-    def expect(self, transfer: int) -> None: ...
-
-    def forget(self, transfer: int) -> None: ...
-
-    def announce(self, transfer: int) -> None:
-        self.announced.append(transfer)
-
-    def receive(self, transfer: int, part: int, target: memoryview, done: Any) -> None:
-        self.landing[transfer] = done
-
-    def stop(self, transfer: int) -> None:
-        self.stopped.append(transfer)
-
-
-class Receiver:
-    """An inbound half, open, and what it said."""
-
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.broken: list[ChecksumError] = []
-        self.link = FakeLink()
-        self.half = Inbound(
-            self.link,  # type: ignore[arg-type]
-            lambda frame, body: self.frames.append(frame),
-            BOUND,
-            self.broken.append,
-        )
-        self.half.open()
-        self.half.reports.tell()
-        self.frames.clear()
-
-    def push(self, nbytes: int, transfer: int = 1, dtype: str = "uint8") -> None:
-        spec = TensorSpec((nbytes,), dtype)
-        body = bytes(nbytes) if nbytes <= 2**16 else b""
-        push = Push(transfer, 0, bool(body), spec, digest_of(body))
-        self.half.on_push(push, body)
-
-    def land(self, transfer: int = 1, *, sent: bytes = b"d") -> None:
-        self.link.landing[transfer](b"d", None)
-        self.half.on_done(Done(transfer, 0, sent))
-
-    async def next(self) -> torch.Tensor | None:
-        arrival = await self.half.head()
-        self.half.take(arrival)
-        return arrival.tensor
+def on_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors land at once; what slabs change is in test_granting.py."""
+    monkeypatch.setattr(growth, "has_slabs", lambda: False)
 
 
 async def test_the_peer_is_told_how_much_there_is_room_for() -> None:
     frames: list[Frame] = []
     half = Inbound(
-        FakeLink(),  # type: ignore[arg-type]
+        HalfLink(),  # type: ignore[arg-type]
         lambda frame, body: frames.append(frame),
-        BOUND,
+        HALF_BYTES,
         lambda error: None,
     )
     half.open()
     half.reports.tell()
-    assert frames == [Read(BOUND, MAX_TENSORS)]
+    assert frames == [Read(HALF_BYTES, MAX_TENSORS)]
 
 
 async def test_what_was_verified_and_what_was_taken_is_told_once_a_tick() -> None:
-    receiver = Receiver()
+    receiver = ReceivingHalf()
     for transfer in (1, 2, 3):
         receiver.push(100, transfer)
     await receiver.next()
@@ -129,7 +59,7 @@ async def test_what_was_verified_and_what_was_taken_is_told_once_a_tick() -> Non
 
 
 async def test_large_tensors_land_in_any_order_and_come_in_theirs() -> None:
-    receiver = Receiver()
+    receiver = ReceivingHalf()
     receiver.push(LARGE, 1)
     receiver.push(LARGE + 1, 2)
     assert receiver.frames == [Grant(1), Grant(2)]
@@ -144,40 +74,8 @@ async def test_large_tensors_land_in_any_order_and_come_in_theirs() -> None:
     assert first.nbytes == LARGE
 
 
-async def test_a_tensor_above_the_bound_gets_memory_when_somebody_waits() -> None:
-    receiver = Receiver()
-    receiver.push(2 * BOUND)
-    assert receiver.link.announced == [1]
-    assert receiver.frames == []
-    waiting = asyncio.create_task(receiver.next())
-    await until_blocked(waiting)
-    assert receiver.frames == [Grant(1)]
-    receiver.land()
-    tensor = await waiting
-    assert tensor is not None
-    assert tensor.nbytes == 2 * BOUND
-
-
-async def test_without_memory_for_it_a_tensor_stays_in_the_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def none_left(spec: TensorSpec) -> torch.Tensor:
-        raise RuntimeError("out of memory")
-
-    receiver = Receiver()
-    with monkeypatch.context() as patch:
-        patch.setattr(lending, "empty_tensor", none_left)
-        receiver.push(LARGE)
-        with pytest.raises(MemoryError, match=str(LARGE)):
-            await receiver.next()
-    waiting = asyncio.create_task(receiver.next())
-    await until_blocked(waiting)
-    receiver.land()
-    assert await waiting is not None
-
-
 async def test_a_changed_small_tensor_breaks_the_stream_behind_what_is_good() -> None:
-    receiver = Receiver()
+    receiver = ReceivingHalf()
     receiver.push(8)
     spec = TensorSpec((8,), "uint8")
     receiver.half.on_push(Push(2, 0, True, spec, b"not its digest"), bytes(8))
@@ -190,7 +88,7 @@ async def test_a_changed_small_tensor_breaks_the_stream_behind_what_is_good() ->
 
 
 async def test_a_changed_large_tensor_breaks_the_stream_too() -> None:
-    receiver = Receiver()
+    receiver = ReceivingHalf()
     receiver.push(LARGE, 1)
     receiver.push(8, 2)
     receiver.land(1, sent=b"other")
@@ -203,7 +101,7 @@ async def test_a_changed_large_tensor_breaks_the_stream_too() -> None:
 
 @pytest.mark.parametrize("error", [LOST, BYE])
 async def test_what_has_come_whole_can_be_taken_after_a_loss(error: PeerLost) -> None:
-    receiver = Receiver()
+    receiver = ReceivingHalf()
     receiver.push(8, 1)
     receiver.push(LARGE, 2)
     receiver.half.end(error)
@@ -214,7 +112,7 @@ async def test_what_has_come_whole_can_be_taken_after_a_loss(error: PeerLost) ->
 
 
 async def test_a_goodbye_after_everything_is_the_end() -> None:
-    receiver = Receiver()
+    receiver = ReceivingHalf()
     waiting = asyncio.create_task(receiver.next())
     await until_blocked(waiting)
     receiver.half.end(BYE)
@@ -223,7 +121,7 @@ async def test_a_goodbye_after_everything_is_the_end() -> None:
 
 
 async def test_what_was_closed_here_gives_nothing_more() -> None:
-    receiver = Receiver()
+    receiver = ReceivingHalf()
     receiver.push(8)
     arrival = await receiver.half.head()
     receiver.half.end(BYE, keep=False)
@@ -234,9 +132,9 @@ async def test_what_was_closed_here_gives_nothing_more() -> None:
 
 async def test_a_peer_that_was_given_no_room_may_send_nothing() -> None:
     half = Inbound(
-        FakeLink(),  # type: ignore[arg-type]
+        HalfLink(),  # type: ignore[arg-type]
         lambda frame, body: None,
-        BOUND,
+        HALF_BYTES,
         lambda error: None,
     )
     with pytest.raises(RemoteProtocolError, match="no room"):
@@ -244,14 +142,14 @@ async def test_a_peer_that_was_given_no_room_may_send_nothing() -> None:
 
 
 async def test_a_peer_may_not_send_more_than_there_is_room_for() -> None:
-    receiver = Receiver()
-    receiver.push(BOUND - 10)
+    receiver = ReceivingHalf()
+    receiver.push(HALF_BYTES - 10)
     with pytest.raises(RemoteProtocolError, match="no room"):
         receiver.push(11, 2)
 
 
 async def test_a_peer_may_not_send_more_tensors_than_there_is_room_for() -> None:
-    receiver = Receiver()
+    receiver = ReceivingHalf()
     for transfer in range(MAX_TENSORS):
         receiver.half.on_push(Push(transfer, 0, inline=True), b"")
     with pytest.raises(RemoteProtocolError, match="no room"):
@@ -272,7 +170,7 @@ async def test_a_push_that_is_not_what_it_says_is_a_lie(
     push: Push, body: bytes
 ) -> None:
     with pytest.raises(RemoteProtocolError):
-        Receiver().half.on_push(push, body)
+        ReceivingHalf().half.on_push(push, body)
 
 
 async def test_a_dtype_that_this_torch_does_not_have_is_refused(
@@ -283,63 +181,4 @@ async def test_a_dtype_that_this_torch_does_not_have_is_refused(
 
     monkeypatch.setattr(inbound, "dtype_of", unknown)
     with pytest.raises(RemoteProtocolError, match="this version of torch"):
-        Receiver().push(8)
-
-
-async def test_a_done_for_what_was_never_granted_is_a_lie() -> None:
-    receiver = Receiver()
-    receiver.push(2 * BOUND)
-    with pytest.raises(RemoteProtocolError, match="never granted"):
-        receiver.half.on_done(Done(1, 0))
-
-
-@in_slabs
-async def test_what_waits_for_a_slab_is_granted_when_it_is_there() -> None:
-    receiver = Receiver()
-    receiver.push(LARGE, 1)
-    receiver.push(LARGE, 2)
-    receiver.push(100, 3)
-    assert receiver.frames == []
-    await until(lambda: receiver.frames[:2] == [Grant(1), Grant(2)])
-    receiver.land(1)
-    assert (await receiver.next()) is not None
-    await receiver.half.aclose()
-
-
-@in_slabs
-async def test_memory_that_was_taken_and_forgotten_is_received_into_again() -> None:
-    receiver, addresses = Receiver(), set()
-    for transfer in range(1, 5):
-        receiver.push(LARGE, transfer)
-        await until(lambda: Grant(transfer) in receiver.frames)  # noqa: B023
-        receiver.land(transfer)
-        tensor = await receiver.next()
-        assert tensor is not None
-        addresses.add(tensor.data_ptr())
-        receiver.link.landing.clear()
-        del tensor
-    assert len(addresses) == 1
-    await receiver.half.aclose()
-
-
-@in_slabs
-async def test_what_is_cut_while_it_waits_for_a_slab_is_never_granted() -> None:
-    receiver = Receiver()
-    receiver.push(LARGE)
-    receiver.half.end(LOST)
-    await receiver.half.aclose()
-    assert receiver.frames == []
-    with pytest.raises(PeerLost):
-        await receiver.next()
-
-
-@in_slabs
-async def test_somebody_who_waits_for_what_waits_for_a_slab_gets_it() -> None:
-    receiver = Receiver()
-    receiver.push(LARGE)
-    waiting = asyncio.create_task(receiver.next())
-    await until(lambda: receiver.frames == [Grant(1)])
-    receiver.land()
-    assert (await waiting) is not None
-    receiver.half.abort()
-    await receiver.half.aclose()
+        ReceivingHalf().push(8)

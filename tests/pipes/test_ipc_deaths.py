@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
 
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.testing.gpu_processes import BEGIN, GPU_KINDS, GpuKind, why_not
+from asynckv.testing.children import ask, line_of
+from asynckv.testing.gpu_processes import GpuKind, running
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -19,15 +19,6 @@ pytestmark = [
 ]
 
 COMMON = """
-import gc
-from asynckv.links.sharing import MapHolder
-
-async def order():
-    return (await asyncio.to_thread(sys.stdin.readline)).strip()
-
-def tell(*words):
-    print(*words, flush=True)
-
 def hold_reads(pipe):
     sharing = pipe._sends.gpus.sharing
     copy = sharing.copy
@@ -40,9 +31,10 @@ async def settle(pipe):
     await pipe.gpus_settled()
     while pipe.transport != "cuda_ipc":
         await asyncio.sleep(0.01)
-    tell(pipe.transport)
 """
-RECEIVER = """
+RECEIVER = (
+    COMMON
+    + """
 async def main():
     device = open_device()
     async with (
@@ -53,6 +45,7 @@ async def main():
             await settle(pipe)
             if sys.argv[2] == "hold":
                 hold_reads(pipe)
+            tell(pipe.transport)
             async for tensor in pipe:
                 tell(tensor.device, tensor.cpu().float().mean().item())
         tell("end")
@@ -61,11 +54,16 @@ try:
 except asynckv.PeerLost:
     tell("PeerLost")
 """
-SENDER = """
+)
+SENDER = (
+    COMMON
+    + """
 async def main():
     device = open_device()
     async with asynckv.open_pipe(sys.argv[2], device=device, max_bytes="16MiB") as pipe:
         await settle(pipe)
+        tell(pipe.transport)
+        await order()
         holder = pipe._sends.gpus.sharing._holder
         for value in (1.0, 2.0):
             await pipe.send_tensor(torch.full((2**20,), value))
@@ -78,61 +76,24 @@ try:
 except asynckv.PipeBroken:
     tell("PipeBroken")
 """
-
-
-@contextlib.asynccontextmanager
-async def running(
-    code: str, kind: str, *args: str
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", BEGIN + COMMON + code, kind, *args),
-        stdin=pipe,
-        stdout=pipe,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
-
-
-async def line_of(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    return (await process.stdout.readline()).decode().strip()
-
-
-async def ask(process: asyncio.subprocess.Process, order: str) -> str:
-    assert process.stdin is not None
-    process.stdin.write(f"{order}\n".encode())
-    await process.stdin.drain()
-    return await line_of(process)
-
-
-@pytest.fixture(params=GPU_KINDS)
-def kind(request: pytest.FixtureRequest) -> GpuKind:
-    found: GpuKind = request.param
-    if reason := why_not(found):
-        pytest.skip(reason)
-    return found
+)
 
 
 @contextlib.asynccontextmanager
 async def connected(
-    kind: GpuKind, how: str
+    gpu_kind: GpuKind, how: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.subprocess.Process]]:
     """Start both, and wait until the sender has sent."""
-    async with asyncio.timeout(50), running(RECEIVER, kind, how) as receiver:
+    async with asyncio.timeout(50), running(RECEIVER, gpu_kind, how) as receiver:
         url = await line_of(receiver)
-        async with running(SENDER, kind, url) as sender:
+        async with running(SENDER, gpu_kind, url) as sender:
             assert await line_of(sender) == await line_of(receiver) == "cuda_ipc"
-            assert await line_of(sender) == "sent"
+            assert await ask(sender, "send") == "sent"
             yield sender, receiver
 
 
-async def test_two_processes_send_within_one_gpu(kind: GpuKind) -> None:
-    async with connected(kind, "take") as (sender, receiver):
+async def test_two_processes_send_within_one_gpu(gpu_kind: GpuKind) -> None:
+    async with connected(gpu_kind, "take") as (sender, receiver):
         assert await line_of(receiver) == "cuda:0 1.0"
         assert await line_of(receiver) == "cuda:0 2.0"
         assert await ask(sender, "go") == "end"
@@ -140,8 +101,8 @@ async def test_two_processes_send_within_one_gpu(kind: GpuKind) -> None:
 
 
 @pytest.mark.trust
-async def test_a_sender_that_is_killed_while_it_is_read(kind: GpuKind) -> None:
-    async with connected(kind, "hold") as (sender, receiver):
+async def test_a_sender_that_is_killed_while_it_is_read(gpu_kind: GpuKind) -> None:
+    async with connected(gpu_kind, "hold") as (sender, receiver):
         assert await line_of(receiver) == "reads"
         sender.kill()
         while (said := await line_of(receiver)) == "reads":
@@ -150,8 +111,8 @@ async def test_a_sender_that_is_killed_while_it_is_read(kind: GpuKind) -> None:
 
 
 @pytest.mark.trust
-async def test_a_receiver_that_is_killed_while_it_reads(kind: GpuKind) -> None:
-    async with connected(kind, "hold") as (sender, receiver):
+async def test_a_receiver_that_is_killed_while_it_reads(gpu_kind: GpuKind) -> None:
+    async with connected(gpu_kind, "hold") as (sender, receiver):
         assert await line_of(receiver) == "reads"
         assert await ask(sender, "held") == "2 True"
         receiver.kill()

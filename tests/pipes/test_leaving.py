@@ -8,10 +8,7 @@ import pytest
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.options import Digest
-from asynckv.links.requests import LinkStream
-from asynckv.protocol.codec import Buffer
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
-from asynckv.protocol.frames import Frame
 from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.fake_gpus import FakeGpus
@@ -26,21 +23,6 @@ async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclPipes]:
         yield pair
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[SentDevices]:
-    """All that is said of tensors that were sent from GPU to GPU."""
-    said: list[SentDevices] = []
-    send = LinkStream.send
-
-    def listen(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
-        if isinstance(frame, SentDevices):
-            said.append(frame)
-        send(stream, frame, body)
-
-    monkeypatch.setattr(LinkStream, "send", listen)
-    return said
-
-
 @pytest.mark.parametrize("is_on_gpu", [True, False])
 @pytest.mark.parametrize(
     ("ours", "theirs", "kind"),
@@ -53,7 +35,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[SentDevices]:
 )
 async def test_the_stricter_digest_is_compared(
     two_gpus: FakeGpus,
-    said: list[SentDevices],
+    sent_devices: list[SentDevices],
     ours: Digest,
     theirs: Digest,
     kind: str,
@@ -64,8 +46,8 @@ async def test_the_stricter_digest_is_compared(
         await pair.near.send_tensor(pair.ours.tensor(source) if is_on_gpu else source)
         found = await pair.far.recv_tensor()
         assert found is not None and is_same(found, source)
-    assert [frame.kind for frame in said] == [kind]
-    assert bool(said[0].digest) is (kind != "off")
+    assert [frame.kind for frame in sent_devices] == [kind]
+    assert bool(sent_devices[0].digest) is (kind != "off")
 
 
 async def test_what_was_never_sent_is_not_granted(pair: NcclPipes) -> None:

@@ -27,7 +27,7 @@ from asynckv.protocol.header import (
     TYPE_CONTROL,
     checksum_of,
     pack_header,
-    stream_of,
+    unpack_header,
 )
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.assurance import Assurance
@@ -393,7 +393,7 @@ def test_lanes_are_attached_by_what_only_the_two_sides_know(
     greet(near, far)
     said = near.outcome().attach(1)
     ((_, _, attach),) = frames_in(said)
-    assert stream_of(said) == 0
+    assert unpack_header(said).stream == 0
     assert isinstance(attach, Attach)
     assert far.lane_proofs().is_proved("dialling", 1, attach.proof)
     attached = Attached(far.lane_proofs().prove("listening", 1))

@@ -12,6 +12,7 @@ from asynckv.protocol.header import (
     check_magic,
     checksum_of,
     pack_header,
+    parity_of,
     unpack_header,
 )
 
@@ -31,6 +32,11 @@ def test_a_header_comes_back_as_it_was_packed(
     assert len(packed) == HEADER_BYTES == 36
     fields = (type_, more, control, payload, stream, checksum)
     assert unpack_header(packed) == Header(*fields)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_parity_of_a_frames_stream_is_in_its_header(stream: int) -> None:
+    assert parity_of(pack_header(TYPE_CONTROL, 2, 3, stream)) == stream % 2
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0))

@@ -7,7 +7,7 @@ from asynckv.errors import LocalProtocolError
 from asynckv.protocol.bodies import BODY_PART_BYTES
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Cancel, Frame, Get, Goodbye, Ping
-from asynckv.protocol.header import stream_of
+from asynckv.protocol.header import unpack_header
 from asynckv.protocol.outbox import Outbox
 from asynckv.protocol.values import Limits
 
@@ -60,7 +60,7 @@ def test_bodies_take_turns() -> None:
     outbox = Outbox(Limits(), own_parity=1)
     for stream in (1, 3, 5):
         outbox.put(stream, Get("a"), bytes(LONG))
-    assert [stream_of(outbox.take(1)) for _ in range(12)] == [1, 3, 5] * 4
+    assert [unpack_header(outbox.take(1)).stream for _ in range(12)] == [1, 3, 5] * 4
 
 
 def test_a_frame_waits_for_one_part_of_another_streams_body_at_most() -> None:
@@ -192,7 +192,7 @@ def test_a_body_that_left_makes_room_for_others() -> None:
             outbox.put(stream, Get("a"), bytes(2 * BODY_PART_BYTES))
         streams = []
         while outbox:
-            streams.append(stream_of(outbox.take(1)))
+            streams.append(unpack_header(outbox.take(1)).stream)
         assert streams == [1, 3, 1, 3, 5, 7, 5, 7]
 
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
-from asynckv.tensors.arena import HeapArena
-from asynckv.tensors.views import bytes_of
+from asynckv.tensors.arena import HeapArena, heap_memory
+from asynckv.tensors.views import bytes_of, tensor_over
 from asynckv.types import TensorSpec
+
+MIB = 2**20
 
 
 def test_takes_all_regions_or_none() -> None:
@@ -61,6 +64,15 @@ def test_says_what_could_ever_fit() -> None:
     assert not arena.fits([1])
     assert arena.could_ever_fit([10])
     assert not arena.could_ever_fit([10, 1])
+
+
+@pytest.mark.parametrize("nbytes", [4097, 16 * 1024, 64 * 1024, MIB + 1])
+def test_memory_of_the_heap_begins_at_a_multiple_of_64(nbytes: int) -> None:
+    kept = [heap_memory(nbytes) for _ in range(8)]
+    tensors = [tensor_over(x, TensorSpec((nbytes,), "uint8")) for x in kept]
+    assert {tensor.data_ptr() % 64 for tensor in tensors} == {0}
+    assert {memory.nbytes for memory in kept} == {nbytes}
+    assert not any(memory.readonly for memory in kept)
 
 
 def test_empty_tensors_take_no_room() -> None:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 import anyio
@@ -11,6 +12,7 @@ import torch
 
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.runs import Runs, joined, runs_at
 from asynckv.tensors.views import bytes_of, empty_tensor
 from asynckv.types import TensorSpec
@@ -265,3 +267,22 @@ async def test_a_closed_pool_frees_what_it_is_given_at_once() -> None:
     tensors = [torch.zeros(2**20)]
     pool.free(tensors)
     assert tensors == []
+
+
+class _Niceness(CopyJob):
+    found: int | None = None
+    nbytes = 2**20
+
+    def steps(self) -> Iterator[None]:
+        thread = threading.get_native_id()
+        self.found = os.getpriority(os.PRIO_PROCESS, thread)
+        yield
+
+
+async def test_copies_are_less_urgent_than_the_loop() -> None:
+    pool, job = CopyPool(), _Niceness()
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    await pool.run([job])
+    pool.close()
+    assert job.found == min(before + 3, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before

@@ -6,6 +6,7 @@ import pytest
 
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_regions import DeviceRegion, HostRegion
+from asynckv.testing.device_memory import open_device_arena
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 
 MIB = 2**20
@@ -19,10 +20,8 @@ def gpu() -> Iterator[FakeDevice]:
 
 @pytest.fixture
 def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
-    arena = DeviceArena(4 * MIB, gpu.device, wanted=lambda: None, freed=lambda: None)
-    arena.add_slab(arena.pages.make_slab())
-    yield arena
-    arena.close()
+    with open_device_arena(gpu) as arena:
+        yield arena
 
 
 def test_large_regions_are_on_the_gpu_and_small_ones_on_the_host(

@@ -14,6 +14,7 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
+from asynckv.testing.device_memory import open_device_pool
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.fake_gpus.streams import Delay
@@ -30,11 +31,8 @@ def gpu() -> Iterator[FakeDevice]:
 
 @pytest.fixture
 async def pool(gpu: FakeDevice) -> AsyncIterator[DeviceCopyPool]:
-    device = gpu.device
-    pool = DeviceCopyPool(device, device.opened, empty=device.empty)
-    yield pool
-    pool.close()
-    pool.lanes.close()
+    with open_device_pool(gpu) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("way", ["in", "out", "within"])

@@ -8,7 +8,8 @@ import torch
 
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_arena import DeviceArena
-from asynckv.tensors.device_regions import DeviceRegion, HostRegion, region_behind
+from asynckv.tensors.device_regions import HostRegion, region_behind
+from asynckv.testing.device_memory import open_device_arena, region_in
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.types import TensorSpec
@@ -25,24 +26,14 @@ def gpu() -> Iterator[FakeDevice]:
 
 @pytest.fixture
 def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
-    arena = DeviceArena(4 * MIB, gpu.device, wanted=lambda: None, freed=lambda: None)
-    arena.add_slab(arena.pages.make_slab())
-    yield arena
-    arena.close()
-
-
-def region_in(arena: DeviceArena) -> DeviceRegion:
-    regions = arena.allocate([MIB])
-    assert regions is not None
-    (region,) = regions
-    assert isinstance(region, DeviceRegion)
-    return region
+    with open_device_arena(gpu) as arena:
+        yield arena
 
 
 def test_its_tensor_is_on_the_gpu_and_its_place_is_the_same_memory(
     arena: DeviceArena,
 ) -> None:
-    region = region_in(arena)
+    region = region_in(arena, MIB)
     tensor, place = region.tensor(SPEC), region.place(SPEC)
     tensor.as_subclass(torch.Tensor).fill_(7)
     assert isinstance(place, DeviceMemory) and region_behind(place) is region
@@ -52,7 +43,7 @@ def test_its_tensor_is_on_the_gpu_and_its_place_is_the_same_memory(
 
 
 def test_the_host_has_no_view_of_it(arena: DeviceArena) -> None:
-    region = region_in(arena)
+    region = region_in(arena, MIB)
     for view in (region.view, region.memory):
         with pytest.raises(TypeError, match="GPU"):
             view()
@@ -62,7 +53,7 @@ def test_the_host_has_no_view_of_it(arena: DeviceArena) -> None:
 def test_its_memory_is_nobody_elses_before_the_gpu_has_left_its_views(
     gpu: FakeDevice, arena: DeviceArena
 ) -> None:
-    region = region_in(arena)
+    region = region_in(arena, MIB)
     tensor = region.tensor(SPEC)
     arena.free([region])
     gpu.tensors.stream(0).add(Delay(3))
@@ -76,7 +67,7 @@ def test_its_memory_is_nobody_elses_before_the_gpu_has_left_its_views(
 
 
 def test_a_released_region_is_lent_no_more(arena: DeviceArena) -> None:
-    region = region_in(arena)
+    region = region_in(arena, MIB)
     arena.free([region])
     with pytest.raises(RuntimeError, match="released"):
         region.tensor(SPEC)
@@ -85,7 +76,7 @@ def test_a_released_region_is_lent_no_more(arena: DeviceArena) -> None:
 def test_what_is_owned_anew_has_no_edges_of_its_former_content(
     arena: DeviceArena,
 ) -> None:
-    region = region_in(arena)
+    region = region_in(arena, MIB)
     region.edges = b"former"
     assert not region.own() and region.edges == b"former"
     tensor = region.tensor(SPEC)

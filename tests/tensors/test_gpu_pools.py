@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import AsyncIterator
 
@@ -9,6 +10,7 @@ import torch
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.gpu_pools import GpuPools
+from asynckv.tensors.on_gpu import at_once
 from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until
 from asynckv.testing.fake_gpus import FakeProcess
@@ -115,3 +117,31 @@ async def test_no_block_is_landed_in_twice_from_the_gpu(
         GpuPools([cache], stagings).scattering(
             [tensors.on_gpu(_pools()[0][:2])], [KVBlocks(cache, [4, 4])]
         )
+
+
+@pytest.mark.parametrize("width", [16, 7, 4096, 2500])
+async def test_blocks_are_gathered_in_other_memory_of_their_gpu(
+    pool: CopyPool, tensors: FakeTensors, stagings: Stagings, width: int
+) -> None:
+    caches, ids = _pools(width), [7, 3, 4]
+    on_gpu = [tensors.on_gpu(cache) for cache in caches]
+    pools = GpuPools(on_gpu, stagings)
+    there = [tensors.on_gpu(torch.zeros(3, width, dtype=torch.uint8)) for _ in caches]
+    places = [at_once(one, tensors).memory for one in there]
+    blocks = [KVBlocks(cache, ids) for cache in on_gpu]
+    await pool.make_and_run(lambda: pools.gathering(blocks, places))
+    for cache, found in zip(caches, there, strict=True):
+        assert torch.equal(found.cpu(), cache[ids])
+
+
+async def test_memory_of_another_length_or_gpu_is_refused(
+    tensors: FakeTensors, stagings: Stagings
+) -> None:
+    cache = tensors.on_gpu(torch.zeros(9, 16, dtype=torch.uint8))
+    pools, blocks = GpuPools([cache], stagings), [KVBlocks(cache, [1])]
+    place = at_once(cache, tensors).memory
+    with pytest.raises(ValueError, match="144 bytes for blocks of 16"):
+        pools.gathering(blocks, [place])
+    other = dataclasses.replace(place.part(0, 16), device=1)
+    with pytest.raises(ValueError, match="on another GPU"):
+        pools.gathering(blocks, [other])

@@ -14,9 +14,11 @@ import torch
 
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.growth import Growth
+from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, has_slabs
 from asynckv.testing.blocked import until
+from asynckv.testing.fake_devices import fake_device
 from asynckv.types import TensorSpec
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
@@ -218,3 +220,26 @@ async def test_a_slab_that_is_not_under_way_is_not_waited_for() -> None:
     growth = Growth(2**20)
     assert not await growth.grown()
     await growth.aclose()
+
+
+async def test_whoever_wants_to_know_is_told_when_memory_of_a_gpu_is_free_again() -> (
+    None
+):
+    told: list[int] = []
+    with fake_device() as gpu:
+        growth = Growth(2**20, device=gpu.device)
+        await growth.open()
+        arena = growth.arena
+        assert isinstance(arena, PagedArena)
+        growth.call_when_given_back(lambda: told.append(arena.used_bytes))
+        taken = arena.take_spares([2**19, 2**18])
+        assert taken is not None
+        one, two = taken
+        assert arena.take_spares([2**17, 2**18]) is None
+        hold = two.hold()
+        one.release()
+        two.release()
+        assert told == [2**18]
+        hold.release()
+        assert (len(told), arena.pinned_bytes) == (2, 0)
+        await growth.aclose()

@@ -26,3 +26,14 @@ def test_what_is_not_its_elements_in_order_is_refused(tensors: FakeTensors) -> N
 def test_what_is_ready_waits_for_no_stream(tensors: FakeTensors) -> None:
     found = at_once(tensors.on_gpu(torch.zeros(2, 3)), tensors)
     assert found.memory.ready is None and found.nbytes == 24
+
+
+def test_a_part_of_a_tensor_is_some_of_its_bytes(tensors: FakeTensors) -> None:
+    found = caught(tensors.on_gpu(torch.arange(6).reshape(2, 3)), tensors)
+    assert found is not None
+    part = found.part(8, 24)
+    assert part.spec == TensorSpec((16,), "uint8")
+    assert part.memory.address == found.memory.address + 8
+    assert part.tensor.cpu().view(torch.int64).tolist() == [1, 2]
+    with pytest.raises(ValueError, match="48 bytes"):
+        found.part(8, 49)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeAlias
 
 import anyio
@@ -16,7 +17,9 @@ from asynckv.parallel.plans import ReshardPlan, plan_reshard
 from asynckv.parallel.shapes import EngineShape, Rank
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.resharding import reshard, reshard_jobs
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.whole_cache import Numbers, WholeCache
 
 _LAYOUTS = (
@@ -28,7 +31,9 @@ _LAYOUTS = (
 )
 
 
-_Cancel: TypeAlias = Callable[[asyncio.Task[None], anyio.CancelScope], Awaitable[None]]
+_Cancel: TypeAlias = Callable[
+    [asyncio.Task[None], anyio.CancelScope], Coroutine[Any, Any, None]
+]
 
 
 @pytest.fixture
@@ -53,6 +58,25 @@ async def _cancel_by_scope(task: asyncio.Task[None], scope: anyio.CancelScope) -
 async def _in(scope: anyio.CancelScope, work: Coroutine[Any, Any, None]) -> None:
     with scope:
         await work
+
+
+class _Held(CopyJob):
+    """A job that does one step, and the next ones when it is told to go on."""
+
+    def __init__(self, job: CopyJob) -> None:
+        self.goes_on = threading.Event()
+        self.has_begun = False
+        self._job = job
+
+    @property
+    def nbytes(self) -> int:
+        return self._job.nbytes
+
+    def steps(self) -> Iterator[None]:
+        for _ in self._job.steps():
+            self.has_begun = True
+            self.goes_on.wait(10)
+            yield
 
 
 def _shape(
@@ -188,11 +212,14 @@ async def test_after_a_cancelled_run_nothing_is_written_any_more(
     targets = [torch.zeros((2048, 16, 4, 64), dtype=torch.int32) for _ in range(2)]
     (read,) = plan_reshard(shape, other, Rank()).reads
     jobs = reshard_jobs(read.copies, sources, targets, Span(2048 * 16))
-    scope = anyio.CancelScope()
-    task = asyncio.create_task(_in(scope, pool.run(jobs)))
-    while not targets[0][0].any():  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    await cancel(task, scope)
+    held, scope = [_Held(job) for job in jobs], anyio.CancelScope()
+    task = asyncio.create_task(_in(scope, pool.run(held)))
+    await until(lambda: any(job.has_begun for job in held))
+    cancelling = asyncio.create_task(cancel(task, scope))
+    await until_blocked(cancelling, task)
+    for job in held:
+        job.goes_on.set()
+    await cancelling
     left = sum(int(target.sum()) for target in targets)
     assert 0 < left < 2 * targets[0].numel()
     assert sum(int(target.sum()) for target in targets) == left

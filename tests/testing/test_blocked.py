@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.shielding import wait_shielded
+from asynckv.testing.blocked import cancel_before_each, until, until_blocked
 
 pytestmark = pytest.mark.both_loops
 
@@ -41,3 +42,17 @@ async def test_waits_for_a_predicate() -> None:
 async def test_gives_up_on_what_never_comes() -> None:
     with pytest.raises(TimeoutError, match=r"after 0\.01 s"):
         await until(lambda: False, timeout_s=0.01)
+
+
+async def test_whoever_waits_for_only_some_is_noticed() -> None:
+    loop = asyncio.get_running_loop()
+    for count in (1, 2):
+        ends = [loop.create_future() for _ in range(2)]
+        quiet = asyncio.gather(*ends[:count])
+        waiting = loop.create_task(wait_shielded(quiet))
+        if count == 2:
+            await cancel_before_each(waiting, ends)
+        else:
+            with pytest.raises(AssertionError, match="not waited for all"):
+                await cancel_before_each(waiting, ends)
+        assert waiting.cancelled()

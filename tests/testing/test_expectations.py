@@ -11,6 +11,7 @@ from asynckv.testing.expectations import (
     expect_same,
     is_same,
     noise,
+    only,
 )
 
 
@@ -44,3 +45,11 @@ async def test_an_error_is_returned_or_missed() -> None:
     assert isinstance(error, TimeoutError)
     with pytest.raises(AssertionError, match="KeyError was expected"):
         await expect_error(KeyError, asyncio.sleep(0))
+
+
+def test_one_tensor_is_no_mapping_and_not_nothing() -> None:
+    tensor = noise(8, 0)
+    assert only(tensor) is tensor
+    for other in (None, {"key": tensor}):
+        with pytest.raises(AssertionError, match="expected a tensor"):
+            only(other)

@@ -1,107 +1,33 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-import anyio
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.digests import digest_of
+from asynckv.tensors.feeds import Feed
+from asynckv.testing.blocked import until
+from asynckv.testing.inline_ends import (
+    CHUNK_NBYTES,
+    InlineEnd,
+    Landing,
+    open_beside_a_socket,
+    open_inline_ends,
+    tcp_pair,
+)
 from asynckv.transports.inline import InlineTransport
 
 pytestmark = pytest.mark.both_loops
 
-_CHUNK: Final = 64 * 1024
 _LARGE: Final = 24 * 2**20
-
-
-class End:
-    """One end of a connection: a transport, and why it was lost."""
-
-    def __init__(
-        self, lanes: int, *, digest: bool = True, chunk_bytes: int = _CHUNK
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self.lost: list[Exception] = []
-        self.transport = InlineTransport(
-            lanes, digest, loop, self.lost.append, max_chunk_bytes=chunk_bytes
-        )
-
-    def send(self, transfer: int, part: int, source: Any, **known: Any) -> Landing:
-        landing = Landing()
-        self.transport.send(transfer, part, memoryview(source), landing, **known)
-        return landing
-
-    def receive(self, transfer: int, part: int, target: Any) -> Landing:
-        landing = Landing()
-        self.transport.receive(transfer, part, memoryview(target), landing)
-        return landing
-
-
-class Landing:
-    """Waits for a part's ``done``, and refuses a second one."""
-
-    def __init__(self) -> None:
-        self.future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    def __call__(self, digest: bytes, error: BaseException | None) -> None:
-        if error is None:
-            self.future.set_result(digest)
-        else:
-            self.future.set_exception(error)
-
-    def __await__(self) -> Any:
-        return asyncio.wait_for(self.future, 10).__await__()
-
-
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        return near, listener.accept()[0]
-
-
-@contextlib.asynccontextmanager
-async def _connected(
-    lanes: int = 1,
-    connect: Callable[[], tuple[Any, Any]] = _tcp_pair,
-    *,
-    digest: bool = True,
-) -> AsyncIterator[tuple[End, End]]:
-    pairs = [connect() for _ in range(lanes)]
-    ends = End(lanes, digest=digest), End(lanes, digest=digest)
-    for end, sockets in zip(ends, zip(*pairs, strict=True), strict=True):
-        await end.transport.open(b"", sockets)
-    try:
-        yield ends
-    finally:
-        await ends[0].transport.aclose()
-        await ends[1].transport.aclose()
-
-
-@contextlib.asynccontextmanager
-async def _beside_a_socket(
-    chunk_bytes: int = _CHUNK,
-) -> AsyncIterator[tuple[End, socket.socket]]:
-    near, far = _tcp_pair()
-    end = End(1, chunk_bytes=chunk_bytes)
-    await end.transport.open(b"", [near])
-    with far:
-        yield end, far
-        await end.transport.aclose()
-
-
-async def _until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def _lane_threads() -> list[str]:
@@ -116,14 +42,16 @@ def _pattern(nbytes: int) -> bytes:
     return (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
 
 
-@pytest.mark.parametrize("connect", [_tcp_pair, socket.socketpair])
+@pytest.mark.parametrize("connect", [tcp_pair, socket.socketpair])
 @pytest.mark.parametrize("lanes", [1, 3])
 async def test_parts_land_with_equal_digests(
     lanes: int, connect: Callable[[], tuple[Any, Any]]
 ) -> None:
-    sources = [_pattern(size) for size in (1, 0, _CHUNK, 3 * _CHUNK + 7, 2**20)]
+    sources = [
+        _pattern(size) for size in (1, 0, CHUNK_NBYTES, 3 * CHUNK_NBYTES + 7, 2**20)
+    ]
     targets = [bytearray(len(source)) for source in sources]
-    async with _connected(lanes, connect) as (near, far):
+    async with open_inline_ends(lanes, connect) as (near, far):
         landings = [far.receive(1, i, target) for i, target in enumerate(targets)]
         leavings = [near.send(1, i, source) for i, source in enumerate(sources)]
         for source, landing, leaving in zip(sources, landings, leavings, strict=True):
@@ -133,12 +61,12 @@ async def test_parts_land_with_equal_digests(
 
 @settings(deadline=None, max_examples=20)
 @given(
-    st.lists(st.lists(st.integers(0, 3 * _CHUNK), max_size=6), max_size=4),
+    st.lists(st.lists(st.integers(0, 3 * CHUNK_NBYTES), max_size=6), max_size=4),
     st.integers(1, 3),
 )
 def test_any_sizes_of_parts_land(transfers: list[list[int]], lanes: int) -> None:
     async def run() -> None:
-        async with _connected(lanes, socket.socketpair) as (near, far):
+        async with open_inline_ends(lanes, socket.socketpair) as (near, far):
             waits: list[Awaitable[bytes]] = []
             for transfer, sizes in enumerate(transfers):
                 for part, size in enumerate(sizes):
@@ -155,7 +83,7 @@ def test_any_sizes_of_parts_land(transfers: list[list[int]], lanes: int) -> None
 
 
 async def test_both_directions_move_at_once() -> None:
-    async with _connected(2) as (near, far):
+    async with open_inline_ends(2) as (near, far):
         targets = bytearray(_LARGE), bytearray(_LARGE)
         waits = [
             far.receive(1, 0, targets[0]),
@@ -169,21 +97,21 @@ async def test_both_directions_move_at_once() -> None:
 
 
 async def test_a_known_digest_is_passed_on_and_not_computed() -> None:
-    async with _connected() as (near, far):
+    async with open_inline_ends() as (near, far):
         landing = far.receive(1, 0, bytearray(3))
         assert await near.send(1, 0, b"abc", digest=b"k" * 16) == b"k" * 16
         assert await landing == digest_of(b"abc")
 
 
 async def test_without_digests_they_are_empty() -> None:
-    async with _connected(digest=False) as (near, far):
+    async with open_inline_ends(digest=False) as (near, far):
         landing = far.receive(1, 0, bytearray(3))
         assert await near.send(1, 0, b"abc", digest=b"k" * 16) == b""
         assert await landing == b""
 
 
 async def test_a_transfer_does_not_wait_for_a_longer_one_before_it() -> None:
-    async with _connected() as (near, far):
+    async with open_inline_ends() as (near, far):
         target = bytearray(_LARGE)
         long, short = far.receive(1, 0, target), far.receive(2, 0, bytearray(10))
         near.send(1, 0, _pattern(_LARGE))
@@ -198,7 +126,7 @@ def _note(order: list[int], part: int, _: asyncio.Future[bytes]) -> None:
 
 
 async def test_parts_of_a_transfer_land_in_order() -> None:
-    async with _connected() as (near, far):
+    async with open_inline_ends() as (near, far):
         order: list[int] = []
         landings = [far.receive(1, part, bytearray(2**20)) for part in range(8)]
         for part, landing in enumerate(landings):
@@ -210,15 +138,31 @@ async def test_parts_of_a_transfer_land_in_order() -> None:
         assert order == list(range(8))
 
 
+@pytest.mark.parametrize("digest", [True, False])
+async def test_a_part_leaves_as_its_bytes_come(digest: bool) -> None:
+    source, target = bytes(range(256)) * 1024, bytearray(256 * 1024)
+    async with open_inline_ends(2, digest=digest) as (near, far):
+        landed, sent, feed = far.receive(0, 0, target), Landing(), Feed(len(source))
+        assert near.transport.feeds == 2
+        near.transport.feed(0, 0, feed, sent)
+        for start in range(0, len(source), 100_000):
+            feed.put(memoryview(source)[start : start + 100_000])
+            for _ in range(5):
+                await asyncio.sleep(0)
+        expected = digest_of(source) if digest else b""
+        assert (await sent.future, await landed.future) == (expected, expected)
+    assert target == source
+
+
 async def test_an_idle_transport_has_no_threads() -> None:
-    async with _connected(3) as (near, _):
+    async with open_inline_ends(3) as (near, _):
         near.transport.announce(7)
         assert near.transport.describe() == b""
         assert _lane_threads() == []
 
 
 async def test_it_opens_on_as_many_sockets_as_lanes() -> None:
-    end = End(2)
+    end = InlineEnd(2)
     with pytest.raises(LocalProtocolError, match="0 sockets for 2 lanes"):
         await end.transport.open(b"", [])
     with pytest.raises(LocalProtocolError, match="sockets"):
@@ -226,7 +170,7 @@ async def test_it_opens_on_as_many_sockets_as_lanes() -> None:
 
 
 async def test_nothing_moves_before_it_is_open() -> None:
-    end = End(1)
+    end = InlineEnd(1)
     with pytest.raises(LocalProtocolError, match="not open"):
         end.send(1, 0, b"x")
     with pytest.raises(LocalProtocolError, match="not open"):
@@ -234,122 +178,27 @@ async def test_nothing_moves_before_it_is_open() -> None:
 
 
 async def test_a_part_is_received_once() -> None:
-    async with _connected() as (near, _):
+    async with open_inline_ends() as (near, _):
         near.receive(1, 0, bytearray(3)).future.cancel()
         with pytest.raises(LocalProtocolError, match="twice"):
             near.transport.receive(1, 0, memoryview(bytearray(3)), Landing())
         near.transport.stop(1)
 
 
-async def _quiesce(end: End, transfer: int) -> None:
-    await end.transport.quiesce(transfer)
-
-
-async def _quiesce_cancelled_by_task(end: End, transfer: int) -> None:
-    end.transport.stop(transfer)
-    task = asyncio.create_task(end.transport.quiesce(transfer))
-    for _ in range(3):
-        await asyncio.sleep(0)
-        task.cancel()
-    await asyncio.wait({task})
-
-
-async def _quiesce_cancelled_by_scope(end: End, transfer: int) -> None:
-    end.transport.stop(transfer)
-    with anyio.CancelScope() as scope:
-        scope.cancel()
-        await end.transport.quiesce(transfer)
-
-
-_QUIESCE: Final = [_quiesce, _quiesce_cancelled_by_task, _quiesce_cancelled_by_scope]
-
-
-@pytest.mark.parametrize("quiesce", _QUIESCE)
-async def test_a_quiet_source_may_be_overwritten(quiesce: Any) -> None:
-    async with _connected(2) as (near, far):
-        sources = [bytearray(b"\1" * _LARGE) for _ in range(4)]
-        targets = [bytearray(_LARGE) for _ in range(4)]
-        landings = [far.receive(1, i, target) for i, target in enumerate(targets)]
-        leavings = [near.send(1, i, source) for i, source in enumerate(sources)]
-        await _until(lambda: targets[1][0])
-        await quiesce(near, 1)
-        for source in sources:
-            source[:] = b"\2" * _LARGE
-        after = far.receive(3, 0, bytearray(_CHUNK)), near.send(3, 0, bytes(_CHUNK))
-        await after[0]
-        assert not any(2 in target for target in targets)
-        assert not all(landing.future.done() for landing in landings)
-        assert not all(leaving.future.done() for leaving in leavings)
-        await quiesce(far, 1)
-        assert near.lost == far.lost == []
-
-
-@pytest.mark.parametrize("quiesce", _QUIESCE)
-async def test_a_quiet_target_is_not_written_to(quiesce: Any) -> None:
-    async with _connected() as (near, far):
-        target = bytearray(_LARGE)
-        landing = far.receive(1, 0, target)
-        leaving = near.send(1, 0, b"\1" * _LARGE)
-        await _until(lambda: target[0])
-        await quiesce(far, 1)
-        target[:] = bytes(_LARGE)
-        assert await leaving == digest_of(b"\1" * _LARGE)
-        after = far.receive(3, 0, bytearray(5))
-        near.send(3, 0, b"after")
-        await after
-        assert target == bytes(_LARGE)
-        assert not landing.future.done()
-        assert far.lost == []
-
-
-async def test_a_target_that_a_stalled_peer_holds_is_quiet_within_a_second() -> None:
-    async with _beside_a_socket() as (end, peer):
-        landing = end.receive(1, 0, bytearray(_CHUNK))
-        peer.sendall(encode_chunk_header(1, 0, 0, _CHUNK) + b"some")
-        await _until(lambda: end.transport._lanes.is_touched(1))
-        async with asyncio.timeout(3):
-            await end.transport.quiesce(1)
-        assert not end.transport._lanes.is_touched(1)
-        assert isinstance(end.lost[0], PeerLost)
-        assert not landing.future.done()
-
-
-async def test_a_source_that_a_stalled_peer_holds_is_quiet_within_a_second() -> None:
-    async with _beside_a_socket(chunk_bytes=_LARGE) as (end, peer):
-        end.send(1, 0, bytearray(_LARGE))
-        await _until(lambda: end.transport._lanes.is_touched(1))
-        async with asyncio.timeout(3):
-            await end.transport.quiesce(1)
-        assert not end.transport._lanes.is_touched(1)
-        assert len(end.lost) == 1
-        assert peer.fileno() >= 0
-
-
-async def test_after_stop_nobody_is_told_and_the_memory_is_let_go() -> None:
-    async with _connected() as (near, far):
-        source, target = bytearray(_LARGE), bytearray(_LARGE)
-        landing, leaving = far.receive(1, 0, target), near.send(1, 0, source)
-        await near.transport.quiesce(1)
-        await far.transport.quiesce(1)
-        await asyncio.sleep(0)
-        assert not landing.future.done()
-        assert not leaving.future.done()
-        source.clear()
-        target.clear()
-
-
 async def test_late_chunks_of_an_announced_transfer_are_dropped() -> None:
-    async with _connected() as (near, far):
+    async with open_inline_ends() as (near, far):
         far.transport.announce(5)
         landing = far.receive(3, 0, bytearray(3))
-        assert await near.send(5, 0, bytes(_CHUNK * 2)) == digest_of(bytes(_CHUNK * 2))
+        assert await near.send(5, 0, bytes(CHUNK_NBYTES * 2)) == digest_of(
+            bytes(CHUNK_NBYTES * 2)
+        )
         await near.send(3, 0, b"abc")
         await landing
         assert far.lost == []
 
 
 async def test_flipped_bits_change_the_digest() -> None:
-    async with _beside_a_socket() as (end, peer):
+    async with open_beside_a_socket() as (end, peer):
         landing = end.receive(1, 0, bytearray(4))
         peer.sendall(encode_chunk_header(1, 0, 0, 4) + b"abce")
         assert await landing != digest_of(b"abcd")
@@ -371,7 +220,7 @@ _LIES: Final = {
 
 @pytest.mark.parametrize("lie", _LIES.values(), ids=_LIES)
 async def test_a_peer_that_lies_ends_the_transport(lie: bytes) -> None:
-    async with _beside_a_socket() as (end, peer):
+    async with open_beside_a_socket() as (end, peer):
         target = bytearray(10)
         landing = end.receive(1, 0, target)
         peer.sendall(lie)
@@ -383,7 +232,7 @@ async def test_a_peer_that_lies_ends_the_transport(lie: bytes) -> None:
 
 
 async def test_a_landed_part_cannot_be_sent_again() -> None:
-    async with _beside_a_socket() as (end, peer):
+    async with open_beside_a_socket() as (end, peer):
         first, second = end.receive(1, 0, bytearray(4)), end.receive(1, 1, bytearray(4))
         peer.sendall(2 * (encode_chunk_header(1, 0, 0, 4) + b"abcd"))
         with pytest.raises(RemoteProtocolError):
@@ -393,7 +242,7 @@ async def test_a_landed_part_cannot_be_sent_again() -> None:
 
 @pytest.mark.parametrize("sent", [0, 20, 56, 60])
 async def test_a_peer_that_hangs_up_is_lost(sent: int) -> None:
-    async with _beside_a_socket() as (end, peer):
+    async with open_beside_a_socket() as (end, peer):
         landing = end.receive(1, 0, bytearray(100))
         peer.sendall((encode_chunk_header(1, 0, 0, 100) + bytes(100))[:sent])
         peer.close()
@@ -403,9 +252,9 @@ async def test_a_peer_that_hangs_up_is_lost(sent: int) -> None:
 
 
 async def test_a_peer_that_hangs_up_while_we_send_is_lost() -> None:
-    async with _beside_a_socket() as (end, peer):
+    async with open_beside_a_socket() as (end, peer):
         leaving = end.send(1, 0, bytes(_LARGE))
-        await _until(lambda: end.transport._lanes.is_touched(1))
+        await until(lambda: end.transport._lanes.is_touched(1))
         peer.close()
         with pytest.raises(PeerLost):
             await leaving
@@ -416,19 +265,19 @@ async def test_a_peer_that_hangs_up_while_we_send_is_lost() -> None:
 
 
 async def test_a_peer_that_hangs_up_when_nothing_is_missing_is_not_lost() -> None:
-    async with _beside_a_socket() as (end, peer):
+    async with open_beside_a_socket() as (end, peer):
         landing = end.receive(1, 0, bytearray(4))
         peer.sendall(encode_chunk_header(1, 0, 0, 4) + b"abcd")
         await landing
         peer.close()
-        await _until(lambda: end.transport._lanes._lanes_left)
+        await until(lambda: bool(end.transport._lanes._lanes_left))
         assert end.lost == []
         with pytest.raises(PeerLost):
             await end.receive(3, 0, bytearray(4))
 
 
 async def test_a_peer_that_closes_only_one_lane_is_lost_soon() -> None:
-    async with _connected(2) as (near, far):
+    async with open_inline_ends(2) as (near, far):
         landing = near.receive(1, 0, bytearray(4))
         far.transport._lanes._sockets[0].shut_down()
         with pytest.raises(PeerLost):
@@ -436,7 +285,7 @@ async def test_a_peer_that_closes_only_one_lane_is_lost_soon() -> None:
 
 
 async def test_closing_lets_queued_parts_leave() -> None:
-    async with _connected(2) as (near, far):
+    async with open_inline_ends(2) as (near, far):
         targets = [bytearray(_LARGE) for _ in range(3)]
         landings = [far.receive(1, i, target) for i, target in enumerate(targets)]
         leavings = [near.send(1, i, b"\1" * _LARGE) for i in range(3)]
@@ -448,7 +297,7 @@ async def test_closing_lets_queued_parts_leave() -> None:
 
 
 async def test_closing_is_bounded_beside_a_stalled_peer() -> None:
-    async with _beside_a_socket() as (end, _):
+    async with open_beside_a_socket() as (end, _):
         leaving = end.send(1, 0, bytes(_LARGE))
         async with asyncio.timeout(3):
             await end.transport.aclose()
@@ -457,42 +306,28 @@ async def test_closing_is_bounded_beside_a_stalled_peer() -> None:
         assert end.lost == []
 
 
-@pytest.mark.parametrize("quiesce", _QUIESCE)
-async def test_after_an_abort_memory_is_quiet(quiesce: Any) -> None:
-    async with _connected() as (near, far):
-        source, target = bytearray(b"\1" * _LARGE), bytearray(_LARGE)
-        landing, leaving = far.receive(1, 0, target), near.send(1, 0, source)
-        await _until(lambda: target[0])
-        near.transport.abort()
-        with pytest.raises(PeerLost):
-            await leaving
-        source[:] = b"\2" * _LARGE
-        with pytest.raises(PeerLost):
-            await landing
-        assert 2 not in target
-        await quiesce(near, 1)
-        assert near.lost == []
-        assert len(far.lost) == 1
-
-
 async def test_done_is_called_after_on_lost() -> None:
     order: list[str] = []
-    near, far = _tcp_pair()
+    near, far = tcp_pair()
     transport = InlineTransport(
-        1, True, asyncio.get_running_loop(), lambda _: order.append("lost"), _CHUNK
+        1,
+        True,
+        asyncio.get_running_loop(),
+        lambda _: order.append("lost"),
+        CHUNK_NBYTES,
     )
     await transport.open(b"", [near])
     target = memoryview(bytearray(4))
     transport.receive(1, 0, target, lambda *_: order.append("done"))
     far.close()
-    await _until(lambda: len(order) == 2)
+    await until(lambda: len(order) == 2)
     assert order == ["lost", "done"]
     await transport.aclose()
 
 
 async def test_aborted_before_it_was_opened_it_closes_its_sockets() -> None:
-    near, far = _tcp_pair()
-    end = End(1)
+    near, far = tcp_pair()
+    end = InlineEnd(1)
     end.transport.abort()
     await end.transport.open(b"", [near])
     with pytest.raises(PeerLost):
@@ -508,7 +343,7 @@ async def test_a_failing_callback_hurts_nobody_else(
     def fail(digest: bytes, error: BaseException | None) -> None:
         raise RuntimeError("not my day")
 
-    async with _connected() as (near, far):
+    async with open_inline_ends() as (near, far):
         far.transport.receive(1, 0, memoryview(bytearray(2)), fail)
         landing = far.receive(1, 1, bytearray(2))
         near.send(1, 0, b"ab")
@@ -519,8 +354,8 @@ async def test_a_failing_callback_hurts_nobody_else(
 
 def test_abort_and_the_end_of_the_loop_leave_nothing() -> None:
     async def run() -> None:
-        pairs = [_tcp_pair() for _ in range(2)]
-        near, far = End(2), End(2)
+        pairs = [tcp_pair() for _ in range(2)]
+        near, far = InlineEnd(2), InlineEnd(2)
         await near.transport.open(b"", [pair[0] for pair in pairs])
         await far.transport.open(b"", [pair[1] for pair in pairs])
         target = bytearray(_LARGE)

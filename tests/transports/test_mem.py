@@ -10,6 +10,7 @@ import pytest
 
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.protocol.digests import digest_of
+from asynckv.tensors.feeds import Feed
 from asynckv.transports.mem import MemTransport
 
 _LARGE: Final = 24 * 2**20
@@ -96,6 +97,13 @@ async def test_nothing_moves_before_it_is_open() -> None:
     with pytest.raises(LocalProtocolError, match="not open"):
         end.receive(2, 0, bytearray(1))
     await end.transport.aclose()
+
+
+async def test_it_sends_what_is_there_alone() -> None:
+    async with _connected() as (near, _):
+        assert not near.transport.feeds
+        with pytest.raises(LocalProtocolError, match="mem sends nothing piece"):
+            near.transport.feed(1, 0, Feed(3), lambda *_: None)
 
 
 async def test_a_known_digest_is_passed_on() -> None:

@@ -52,6 +52,14 @@ def test_a_part_that_told_lets_its_memory_go() -> None:
     memory.clear()
 
 
+def test_a_part_that_was_stopped_before_it_told_lets_its_memory_go() -> None:
+    memory = bytearray(8)
+    part = Part(1, 0, memoryview(memory), lambda *_: None, b"")
+    part.stopped = True
+    part.tell()
+    memory.clear()
+
+
 def test_a_part_lands_chunk_by_chunk() -> None:
     table = PartTable()
     table.add(_part())

@@ -3,11 +3,14 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import weakref
 
 import numpy
 
 from asynckv.protocol.chunks import CHUNK_HEADER_BYTES, encode_chunk_header
+from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import runs_in
+from asynckv.transports.fed_parts import FedPart
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
 from asynckv.transports.parts import Part
 from asynckv.transports.send_lanes import SendLane
@@ -73,6 +76,57 @@ def test_transfers_take_turns(
     assert said.get(timeout=5) == "ended"
 
 
+def test_what_has_no_bytes_yet_lets_others_of_its_transfer_go(
+    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    sender, feed = SendLane(lane, owner, _CHUNK), Feed(6)
+    fed = FedPart(1, 0, feed, lambda *_: None, b"")
+    other = _part(1, 1, b"other")
+    sender.put(fed)
+    sender.put(other)
+    assert said.get(timeout=5) is other
+    feed.put(memoryview(b"abc"))
+    expected = encode_chunk_header(1, 1, 0, 5) + b"other"
+    expected += encode_chunk_header(1, 0, 0, 3) + b"abc"
+    assert _read(far, len(expected)) == expected
+    feed.put(memoryview(b"def"))
+    last = encode_chunk_header(1, 0, 3, 3) + b"def"
+    assert _read(far, len(last)) == last
+    assert said.get(timeout=5) is fed and sender.queued_bytes == 0
+    sender.end()
+    assert said.get(timeout=5) == "ended"
+
+
+def test_what_is_stopped_before_its_bytes_have_come_never_leaves(
+    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    sender, feed = SendLane(lane, owner, _CHUNK), Feed(6)
+    sender.put(FedPart(1, 0, feed, lambda *_: None, b""))
+    sender.stop(1)
+    feed.put(memoryview(b"abc"))
+    assert sender.queued_bytes == 0
+    sender.end()
+    assert said.get(timeout=5) == "ended"
+
+
+def test_what_is_stopped_keeps_no_piece_though_its_thread_is_idle(
+    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    sender, feed = SendLane(lane, owner, _CHUNK), Feed(6)
+    sender.put(FedPart(1, 0, feed, lambda *_: None, b""))
+    feed.put(memoryview(b"abc"))
+    _read(far, CHUNK_HEADER_BYTES + 3)
+    while sender.is_sending(1):
+        threading.Event().wait(0.001)
+    feed.call_when_fed(lambda: None)  # the thread is not awake yet
+    feed.put(memoryview(b"d"))
+    sender.stop(1)
+    feed.put(memoryview(b"ef"))
+    assert not feed.pieces(0, 6) and sender.queued_bytes == 0
+    sender.end()
+    assert said.get(timeout=5) == "ended"
+
+
 def test_a_stopped_part_that_is_being_sent_is_left_after_its_chunk(
     lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
 ) -> None:
@@ -87,6 +141,21 @@ def test_a_stopped_part_that_is_being_sent_is_left_after_its_chunk(
     assert not sender.is_sending(1)
     assert sender.queued_bytes == 0
     memory.clear()
+    sender.end()
+    assert said.get(timeout=5) == "ended"
+
+
+def test_a_thread_that_waits_for_the_next_part_keeps_nothing_of_the_last_one(
+    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+) -> None:
+    sender, gone = SendLane(lane, owner, _CHUNK), threading.Event()
+    memory = memoryview(bytes(1500))
+    weakref.finalize(memory, gone.set)
+    sender.put(Part(1, 0, memory, lambda *_: None, b""))
+    del memory
+    _read(far, 2 * CHUNK_HEADER_BYTES + 1500)
+    assert isinstance(said.get(timeout=5), Part)
+    assert gone.wait(5)
     sender.end()
     assert said.get(timeout=5) == "ended"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import asynckv
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Insert, OpeningFrame, Peek, Result, Select
 from asynckv.protocol.values import Limits
+from asynckv.testing.children import ask, line_of, running
 from asynckv.testing.faults.hostile import HostilePeer, claim, open_hostile_peer
 
 pytestmark = [
@@ -50,25 +51,6 @@ asyncio.run(main())
 """
 
 
-@contextlib.asynccontextmanager
-async def served() -> AsyncIterator[asyncio.subprocess.Process]:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SERVER, stdin=pipe, stdout=pipe
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
-
-
-async def line_of(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    return (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
-
-
 def resident_bytes(pid: int) -> int:
     pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
     return int(pages) * 4096
@@ -92,15 +74,13 @@ async def test_requests_that_wait_make_a_server_keep_no_more_than_it_was_told(
     figures: Callable[[str], None],
 ) -> None:
     asked = requests()
-    async with served() as process:
+    async with running(SERVER) as process:
         url = await line_of(process)
         before = resident_bytes(process.pid)
         async with open_hostile_peer(url, limits=Limits()) as peer:
             for number, (frame, body) in enumerate(asked):
                 await peer.send(2 * number + 1, frame, body)
-            assert process.stdin is not None
-            process.stdin.write(b"how much?\n")
-            kept = int(await line_of(process))
+            kept = int(await ask(process, "how much?"))
             growth = resident_bytes(process.pid) - before
     figures(
         f"{COUNT} {requests.__name__} of {BODY_BYTES // MIB} MiB: {kept / MIB:.0f} MiB "
@@ -124,7 +104,7 @@ async def begin_a_body(
 async def test_requests_that_are_never_whole_make_a_server_keep_no_more_either(
     figures: Callable[[str], None],
 ) -> None:
-    async with served() as process, contextlib.AsyncExitStack() as stack:
+    async with running(SERVER) as process, contextlib.AsyncExitStack() as stack:
         url = await line_of(process)
         before = resident_bytes(process.pid)
         slow, rest = await begin_a_body(url, stack, Peek(has_key=True), SLOW_BYTES)

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from asynckv.abc import InsertWriter, KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote_lookup import RemoteLookupBuffer
 from asynckv.errors import ConfigError
 from asynckv.integrations.transformers.carried import (
     DEFAULT_CARRY,
@@ -221,7 +222,11 @@ class _Prefill:
 
 def _stays_on_gpu(model: PreTrainedModel, lookup: KVLookupBuffer) -> bool:
     """Can layers go into the buffer without leaving their GPU?"""
-    on = lookup.device if isinstance(lookup, LookupBuffer) else "cpu"
+    on = "cpu"
+    if isinstance(lookup, LookupBuffer):
+        on = lookup.device
+    elif isinstance(lookup, RemoteLookupBuffer):
+        on = lookup.sends_from
     return on != "cpu" and model.device == torch.device(on)
 
 

@@ -22,9 +22,11 @@ from asynckv.testing.cancellations.piping import PIPING
 from asynckv.testing.cancellations.piping_on_gpus import PIPING_ON_GPUS
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.selecting import SELECTING
+from asynckv.testing.cancellations.staging_on_gpus import STAGING_ON_GPUS
 from asynckv.testing.cancellations.storing import STORING
 from asynckv.testing.cancellations.storing_on_gpus import STORING_ON_GPUS
 from asynckv.testing.cancellations.streaming import STREAMING
+from asynckv.testing.cancellations.streaming_on_gpus import STREAMING_ON_GPUS
 from asynckv.testing.cancellations.sweeper import Sweeper
 
 __all__ = ("SCENARIOS", "run_scenarios", "scenarios_on")
@@ -45,6 +47,8 @@ SCENARIOS: Final[tuple[Scenario, ...]] = (
     *ON_GPUS,
     *PIPING_ON_GPUS,
     *STORING_ON_GPUS,
+    *STAGING_ON_GPUS,
+    *STREAMING_ON_GPUS,
 )
 
 _LARGE_EVERY: Final = 3

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
-from collections.abc import Callable
-from typing import Final, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final
 
 import torch
 
 from asynckv.pipes.opening import listen_pipe, open_pipe
-from asynckv.pipes.pipe import Pipe
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import (
@@ -23,98 +24,42 @@ from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect, expect_same, noise
 from asynckv.testing.fake_devices import (
-    FakeDevice,
     calls_of_cuda,
     fake_device_of,
     faultless_gpus,
 )
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pipe_pairs import GpuPipes
 from asynckv.testing.ipc_pipe_pairs import open_ipc_pipes
 from asynckv.testing.nccl_pipe_pairs import open_nccl_pipes
 
-__all__ = (
-    "PIPING_ON_GPUS",
-    "a_flush_between_gpus",
-    "a_flush_within_a_gpu",
-    "a_pipe_between_gpus",
-    "a_pipe_within_a_gpu",
-    "a_receive_between_gpus",
-    "a_receive_within_a_gpu",
-    "a_send_between_gpus",
-    "a_send_within_a_gpu",
+__all__ = ("PIPING_ON_GPUS", "Way", "a_flush", "a_pipe", "a_receive", "a_send")
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How tensors of a pipe go, and which GPU the listener is on."""
+
+    transport: str
+    where: str
+    listens_on: int
+    open_pair: Callable[[FakeGpus], contextlib.AbstractAsyncContextManager[GpuPipes]]
+
+
+_WAYS: Final = (
+    Way("nccl", "between_gpus", 1, open_nccl_pipes),
+    Way("cuda_ipc", "within_a_gpu", 0, open_ipc_pipes),
 )
 
 
-class _Pipes(Protocol):
-    """Both sides of a pipe, and what they have moved from GPU to GPU."""
+async def a_pipe(way: Way, ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Goes on alone wherever its opening ends, and leaves nothing on either GPU.
 
-    @property
-    def near(self) -> Pipe: ...
-
-    @property
-    def far(self) -> Pipe: ...
-
-    @property
-    def ours(self) -> FakeDevice: ...
-
-    @property
-    def theirs(self) -> FakeDevice: ...
-
-    @property
-    def moved(self) -> int: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-
-_Open: TypeAlias = Callable[[FakeGpus], contextlib.AbstractAsyncContextManager[_Pipes]]
-
-
-async def a_pipe_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """Goes on alone wherever its opening ends, and leaves nothing on either GPU."""
-    await _open(ground, sweeper, "nccl")
-
-
-async def a_pipe_within_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """As between two, and no memory of the peer's stays open."""
-    await _open(ground, sweeper, "cuda_ipc")
-
-
-async def a_send_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """Has sent nothing, or all; the tensor is not read any more."""
-    await _send(ground, sweeper, nbytes, open_nccl_pipes)
-
-
-async def a_send_within_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """As between two."""
-    await _send(ground, sweeper, nbytes, open_ipc_pipes)
-
-
-async def a_receive_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """Has taken nothing; memory of the caller's is quiet when the call has ended."""
-    await _receive(ground, sweeper, nbytes, open_nccl_pipes)
-
-
-async def a_receive_within_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """As between two."""
-    await _receive(ground, sweeper, nbytes, open_ipc_pipes)
-
-
-async def a_flush_between_gpus(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """Leaves no trace, and what was sent arrives."""
-    await _flush(ground, sweeper, nbytes, open_nccl_pipes)
-
-
-async def a_flush_within_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """As between two."""
-    await _flush(ground, sweeper, nbytes, open_ipc_pipes)
-
-
-async def _open(ground: Ground, sweeper: Sweeper, way: str) -> None:
+    No memory of the peer's stays open.
+    """
     with faultless_gpus(2) as gpus:
-        number = 1 if way == "nccl" else 0
         ours = fake_device_of(gpus.process())
-        theirs = fake_device_of(gpus.process(), number)
+        theirs = fake_device_of(gpus.process(), way.listens_on)
 
         async def use() -> None:
             async with (
@@ -127,7 +72,7 @@ async def _open(ground: Ground, sweeper: Sweeper, way: str) -> None:
                 await ticks(8)
                 await near.gpus_settled()
                 await far.gpus_settled()
-                expect(near.transport == way, "no way was opened")
+                expect(near.transport == way.transport, "no way was opened")
 
         def is_quiet() -> bool:
             left = [*ours.process.owned, *theirs.process.owned]
@@ -139,15 +84,14 @@ async def _open(ground: Ground, sweeper: Sweeper, way: str) -> None:
             gc.collect()
             await until(is_quiet)
 
-        await sweeper.sweep(f"a pipe by {way}", use, check)
+        await sweeper.sweep(f"a pipe by {way.transport}", use, check)
     await ground.check_quiet()
 
 
-async def _send(
-    ground: Ground, sweeper: Sweeper, nbytes: int, open_pair: _Open
-) -> None:
+async def a_send(way: Way, ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Has sent nothing, or all; the tensor is not read any more."""
     with faultless_gpus(2, max_delay=2) as gpus:
-        async with open_pair(gpus) as pair:
+        async with way.open_pair(gpus) as pair:
             source = pair.ours.tensor(noise(nbytes, 1))
 
             async def before() -> None:
@@ -164,7 +108,7 @@ async def _send(
                 await _is_empty(pair)
 
             await sweeper.sweep(
-                f"a send of {nbytes} bytes by {pair.near.transport}",
+                f"a send of {nbytes} bytes by {way.transport}",
                 lambda: pair.near.send_tensor(source),
                 check,
                 before,
@@ -173,11 +117,10 @@ async def _send(
     await ground.check_quiet()
 
 
-async def _receive(
-    ground: Ground, sweeper: Sweeper, nbytes: int, open_pair: _Open
-) -> None:
+async def a_receive(way: Way, ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Has taken nothing; memory of the caller's is quiet when the call has ended."""
     with faultless_gpus(2, max_delay=2) as gpus:
-        async with open_pair(gpus) as pair:
+        async with way.open_pair(gpus) as pair:
             into = pair.theirs.tensor(torch.zeros(nbytes, dtype=torch.uint8))
             source = pair.ours.tensor(noise(nbytes, 1))
 
@@ -193,7 +136,7 @@ async def _receive(
                 expect_overwritten(into)
 
             await sweeper.sweep(
-                f"a receive of {nbytes} bytes by {pair.near.transport}",
+                f"a receive of {nbytes} bytes by {way.transport}",
                 receive,
                 check,
                 lambda: pair.near.send_tensor(source),
@@ -202,11 +145,10 @@ async def _receive(
     await ground.check_quiet()
 
 
-async def _flush(
-    ground: Ground, sweeper: Sweeper, nbytes: int, open_pair: _Open
-) -> None:
+async def a_flush(way: Way, ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """Leaves no trace, and what was sent arrives."""
     with faultless_gpus(2, max_delay=2) as gpus:
-        async with open_pair(gpus) as pair:
+        async with way.open_pair(gpus) as pair:
             source = pair.ours.tensor(noise(nbytes, 1))
 
             async def check(outcome: Outcome[None]) -> None:
@@ -215,7 +157,7 @@ async def _flush(
                 await _is_empty(pair)
 
             await sweeper.sweep(
-                f"a flush of {nbytes} bytes by {pair.near.transport}",
+                f"a flush of {nbytes} bytes by {way.transport}",
                 pair.near.flush,
                 check,
                 lambda: pair.near.send_tensor(source),
@@ -223,7 +165,7 @@ async def _flush(
     await ground.check_quiet()
 
 
-async def _is_empty(pair: _Pipes) -> None:
+async def _is_empty(pair: GpuPipes) -> None:
     """Nothing is held by either side, nor by its GPU."""
     expect(not pair.far.statistics().held_tensors, "it was received twice")
     await until(lambda: not pair.near.statistics().in_flight_bytes)
@@ -231,25 +173,26 @@ async def _is_empty(pair: _Pipes) -> None:
     expect(pair.near.transport in ("nccl", "cuda_ipc"), "the way was lost")
 
 
-_OPEN: Final = ("open_pipe", "PipeListener.__aenter__", "Pipe.gpus_settled")
-_RECEIVE: Final = ("KVPipe.recv_tensor",)
-_SEND: Final = ("KVPipe.send_tensor",)
-_FLUSH: Final = ("KVPipe.flush",)
+def _scenarios(
+    run: Callable[[Way, Ground, Sweeper, int], Awaitable[None]],
+    *covers: str,
+    nbytes: int = LARGE,
+) -> Iterator[Scenario]:
+    """Yield what is swept each way."""
+    for way in _WAYS:
+        yield Scenario(
+            *(functools.partial(run, way), covers, ("local",), (nbytes,)),
+            is_costly=True,
+            label=f"{run.__name__}_{way.where}",
+        )
+
 
 PIPING_ON_GPUS: Final = (
-    *(
-        Scenario(run, _OPEN, ("local",), sizes=(0,), is_costly=True)
-        for run in (a_pipe_between_gpus, a_pipe_within_a_gpu)
+    *_scenarios(
+        *(a_pipe, "open_pipe", "PipeListener.__aenter__", "Pipe.gpus_settled"),
+        nbytes=0,
     ),
-    *(
-        Scenario(run, covers, ("local",), (LARGE,), is_costly=True)
-        for run, covers in (
-            (a_send_between_gpus, _SEND),
-            (a_send_within_a_gpu, _SEND),
-            (a_receive_between_gpus, _RECEIVE),
-            (a_receive_within_a_gpu, _RECEIVE),
-            (a_flush_between_gpus, _FLUSH),
-            (a_flush_within_a_gpu, _FLUSH),
-        )
-    ),
+    *_scenarios(a_send, "KVPipe.send_tensor"),
+    *_scenarios(a_receive, "KVPipe.recv_tensor"),
+    *_scenarios(a_flush, "KVPipe.flush"),
 )

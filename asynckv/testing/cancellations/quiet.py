@@ -67,9 +67,10 @@ def _counts(watched: Watched) -> Iterator[tuple[str, int]]:
                 yield "queries served", len(lookup.selects)
                 yield "deliveries served", len(lookup.deliveries)
                 yield "charged to a peer", lookup._charged_bytes
-            for service in services.all:
-                yield "tasks of a service", len(service._tasks)
-            yield from _of_link(services.link)
+            standing = services.devices.way is not None  # by NCCL: as long as the link
+            tasks = sum(len(service._tasks) for service in services.all)
+            yield "tasks of services", tasks - standing
+            yield from _of_link(services.link, standing)
     for peer in watched.peers:
         yield from _of_peer(peer)
     for pipe in watched.pipe:
@@ -105,12 +106,12 @@ def _of_peer(peer: Peer) -> Iterator[tuple[str, int]]:
     yield "inserting", lookup.inserting
     yield "getting", store.getting
     yield "putting", store.putting
-    if peer._link is not None:
-        yield from _of_link(peer._link)
+    if (link := peer._links.current) is not None:
+        yield from _of_link(link, peer.ways.way(link) is not None)
 
 
-def _of_link(link: Link) -> Iterator[tuple[str, int]]:
-    yield "streams", len(link._session._streams)
+def _of_link(link: Link, standing: int) -> Iterator[tuple[str, int]]:
+    yield "streams", len(link._session._streams) - standing
     yield "unsent bytes", link.outgoing_bytes
     table: Any = link.payload
     yield "parts awaited", int(table._table.is_waiting)

@@ -17,7 +17,7 @@ class Scenario:
     """``run`` sweeps calls that ``covers`` names, with tensors of each of ``sizes``.
 
     ``kinds`` are the grounds where it makes sense. What ``is_costly`` is cancelled
-    at random moments less often.
+    at random moments less often. A ``label`` tells several apart that run the same.
     """
 
     run: Callable[[Ground, Sweeper, int], Awaitable[None]]
@@ -25,8 +25,9 @@ class Scenario:
     kinds: tuple[Kind, ...] = GROUNDS
     sizes: tuple[int, ...] = (SMALL, LARGE)
     is_costly: bool = False
+    label: str = ""
 
     @property
     def name(self) -> str:
-        """What is to hold, as a name."""
-        return self.run.__name__
+        """What is to hold, as a name: its label, or else that of what it runs."""
+        return self.label or getattr(self.run, "__name__", "")

@@ -36,14 +36,18 @@ __all__ = (
     "a_get_on_one_gpu",
     "a_peer_of_a_store_on_its_gpu",
     "a_put_between_gpus",
+    "a_put_on_one_gpu",
     "a_put_to_a_gpu",
     "an_insert_between_gpus",
+    "an_insert_on_one_gpu",
     "layers_between_gpus",
+    "layers_on_one_gpu",
     "layers_to_a_gpu",
 )
 
 _KEY: Final = "key"
 _LAYERS: Final = ("key", "hidden")
+_BY_LANES: Final = "?payload=inline"
 
 
 async def a_peer_of_a_store_on_its_gpu(
@@ -120,10 +124,20 @@ async def _get(pair: GpuStores, ground: Ground, sweeper: Sweeper, nbytes: int) -
 
 
 async def a_put_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """In place of another value, which is there until the new one is."""
+    """In place of another value, which is there until the new one is; by lanes."""
+    with faultless_gpus(2, max_delay=2) as gpus:
+        async with open_gpu_stores(gpus, url=_BY_LANES) as pair:
+            await _put(pair, sweeper, nbytes)
+    await ground.check_quiet()
+
+
+async def a_put_on_one_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """As by lanes; and the copy that is read is kept until nothing reads it."""
     with faultless_gpus(2, max_delay=2) as gpus:
         async with open_gpu_stores(gpus) as pair:
             await _put(pair, sweeper, nbytes)
+            await until(lambda: not pair.puts.staged_bytes)
+            expect(pair.puts.has_shown, "it went by another way")
     await ground.check_quiet()
 
 
@@ -162,10 +176,22 @@ async def _put(pair: GpuStores, sweeper: Sweeper, nbytes: int) -> None:
 
 
 async def layers_to_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """All of them, or no entry."""
+    """All of them, or no entry; by lanes."""
     with faultless_gpus(2, max_delay=2) as gpus:
-        async with open_gpu_pair(gpus, buffer_bytes=2**20) as pair:
+        async with open_gpu_pair(gpus, buffer_bytes=2**20, url=_BY_LANES) as pair:
             await _insert(pair, sweeper, nbytes, _by_layers)
+    await ground.check_quiet()
+
+
+async def layers_on_one_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """As by lanes; and the copies that are read are kept until nothing reads them."""
+    await _insert_on_one_gpu(sweeper, nbytes, _by_layers)
+    await ground.check_quiet()
+
+
+async def an_insert_on_one_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
+    """As layers."""
+    await _insert_on_one_gpu(sweeper, nbytes, _at_once)
     await ground.check_quiet()
 
 
@@ -193,6 +219,14 @@ async def _by_layers(lookup: RemoteLookupBuffer, source: torch.Tensor) -> None:
 
 async def _at_once(lookup: RemoteLookupBuffer, source: torch.Tensor) -> None:
     await lookup.insert(TOKENS, None, source, None, source)
+
+
+async def _insert_on_one_gpu(sweeper: Sweeper, nbytes: int, insert: _Insert) -> None:
+    with faultless_gpus(2, max_delay=2) as gpus:
+        async with open_gpu_pair(gpus, buffer_bytes=2**20) as pair:
+            await _insert(pair, sweeper, nbytes, insert)
+            await until(lambda: not pair.puts.staged_bytes)
+            expect(pair.puts.has_shown, "it went by another way")
 
 
 async def _insert_between_gpus(sweeper: Sweeper, nbytes: int, insert: _Insert) -> None:
@@ -261,8 +295,11 @@ STORING_ON_GPUS: Final = (
     Scenario(a_get_between_gpus, _GET, ("local",), (LARGE,), is_costly=True),
     Scenario(a_get_of_no_gpu, _GET, ("local",), (LARGE,), is_costly=True),
     Scenario(a_put_to_a_gpu, _PUT, ("local",), (LARGE,), is_costly=True),
+    Scenario(a_put_on_one_gpu, _PUT, ("local",), (LARGE,), is_costly=True),
     Scenario(a_put_between_gpus, _PUT, ("local",), (LARGE,), is_costly=True),
     Scenario(layers_to_a_gpu, _BY_LAYERS, ("local",), (LARGE,), is_costly=True),
+    Scenario(layers_on_one_gpu, _BY_LAYERS, ("local",), (LARGE,), is_costly=True),
     Scenario(layers_between_gpus, _BY_LAYERS, ("local",), (LARGE,), is_costly=True),
+    Scenario(an_insert_on_one_gpu, _AT_ONCE, ("local",), (LARGE,), is_costly=True),
     Scenario(an_insert_between_gpus, _AT_ONCE, ("local",), (LARGE,), is_costly=True),
 )

@@ -49,6 +49,8 @@ class Account:
         self._marks = Marks()
         self._redelivered = 0
         self._awaiting: set[int] = set()
+        self._last_taken: dict[int, str] = {}
+        self._perhaps_untold: set[str] = set()
         self._killed_in_await = 0
         self._wrongs: list[str] = []
 
@@ -68,7 +70,7 @@ class Account:
                 self._marks.remove(entry_id, Mark.LEAVING)
                 self._redelivered += number > 1
             case "done":
-                self._on_done(entry_id, may_repeat=bool(number))
+                self._on_done(report, may_repeat=bool(number))
             case "wrong":
                 self._wrongs.append(f"wrong bytes in {entry_id}")
             case "left":
@@ -109,7 +111,7 @@ class Account:
         wrongs += [
             f"{entry_id} was there and had been used"
             for entry_id in left
-            if marks[entry_id] & Mark.DONE
+            if marks[entry_id] & Mark.DONE and entry_id not in self._perhaps_untold
         ]
         wrongs += [f"{x} was drained {n} times" for x, n in _repeated(left)]
         gone = set(marks.having(Mark.IN, Mark.DONE)) - set(left)
@@ -137,11 +139,13 @@ class Account:
             wrongs=tuple(wrongs),
         )
 
-    def _on_done(self, entry_id: str, *, may_repeat: bool) -> None:
+    def _on_done(self, report: Report, *, may_repeat: bool) -> None:
+        entry_id = report.entry_id
         again = self._marks[entry_id] & Mark.DONE
         self._marks.add(entry_id, Mark.DONE_AGAIN if again else Mark.DONE)
         if may_repeat:
             self._marks.add(entry_id, Mark.MAY_REPEAT)
+            self._last_taken[report.pid] = entry_id
 
     def _on_gone(self, report: Report) -> None:
         if report.number == 9:  # what waitpid says of a SIGKILL
@@ -152,7 +156,12 @@ class Account:
             self._wrongs.append(f"process {report.pid} ended by {report.number}")
 
     def _on_lost(self, pid: int) -> None:
-        """What that process was doing may have happened or not."""
+        """What that process was doing may have happened or not.
+
+        The buffer may not have heard of the last small entry that a plain await gave.
+        """
+        if taken := self._last_taken.pop(pid, None):
+            self._perhaps_untold.add(taken)
         last = self.last.get(pid)
         if last is None:
             return

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from typing import Any, Final
 
 import msgspec
@@ -77,7 +78,7 @@ class _ForkServer:
         try:
             asyncio.run(Worker(order, options).work())
         except BaseException:
-            sys.excepthook(*sys.exc_info())
+            traceback.print_exc()
             raise
 
     def _reap(self) -> None:

@@ -150,4 +150,7 @@ async def judge(buffer: LookupBuffer, account: Account) -> Findings:
 
 def _is_quiet(buffer: LookupBuffer) -> bool:
     now = buffer.statistics()
-    return not (now.leased or now.waiting_inserts or now.waiting_selects)
+    if now.leased or now.waiting_inserts or now.waiting_selects:
+        return False
+    # A stream whose writer was killed stays until the buffer learns of it.
+    return all(entry.complete for entry in buffer.ledger.book.entries.values())

@@ -8,11 +8,11 @@ import itertools
 import logging
 import socket
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import anyio
 
+from asynckv.abc.closing import Closable
 from asynckv.links.securing import wait_readable
 from asynckv.testing.faults.fault import Fault
 from asynckv.testing.faults.injectors import Injectors
@@ -27,7 +27,7 @@ _F = TypeVar("_F", bound=Fault)
 _NO_FILES_PAUSE_S: Final = 0.1
 
 
-class Proxy(Injectors):
+class Proxy(Injectors, Closable):
     """Carries every connection made to :attr:`url` on to ``url``, while entered.
 
     For ``tcp://`` (and ``tls://``, which it cannot look into) and ``unix://``.
@@ -106,14 +106,6 @@ class Proxy(Injectors):
         )
         self._accepting.add_done_callback(lambda _: sock.close())
         return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Reset what is open, and listen no more. Bounded, shielded, repeatable."""

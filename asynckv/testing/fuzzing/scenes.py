@@ -25,10 +25,13 @@ from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
 from asynckv.protocol.ipc_frames import (
     Exported,
+    GrantShared,
     Imported,
     OpenIpc,
     OpenStoreIpc,
     PushShared,
+    SentShared,
+    ShowIpc,
 )
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap, OpenStoreMap
 from asynckv.protocol.session import Session
@@ -274,10 +277,11 @@ async def _record_made_up() -> Recording:
     near.open("map too", OpenStoreMap())
     sharing = near.open("share", OpenIpc("0" * 32))
     near.open("share too", OpenStoreIpc("0" * 32))
+    near.open("show", ShowIpc("0" * 32))
     pass_on(near, far)
     far.send(select, Retract(2))
     far.send(mapping, Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
-    far.send(sharing, Exported(f"asynckv-{1:032}", b"t" * 16, b"h" * 64, 2**20))
+    far.send(sharing, Exported(f"asynckv-{1:032}", b"t" * 16, b"h" * 64, 2**20 + 512))
     pass_on(far, near)
     near.send(mapping, Mapped(b"n" * 16))
     near.send(sharing, Imported(b"n" * 16))
@@ -285,7 +289,10 @@ async def _record_made_up() -> Recording:
     near.send(select, PushShared(3, TensorSpec((4,), "uint8"), 4096, b"d" * 16))
     pass_on(near, far)
     far.send(select, SentDevices(2, 0, "edges", b"d" * 16))
+    far.send(insert, GrantShared(1, "edges"))
     pass_on(far, near)
+    near.send(insert, SentShared(1, 0, "edges", 4096, b"d" * 16))
+    pass_on(near, far)
     return Recording(tuple(segments))
 
 

@@ -105,7 +105,7 @@ class _Known(Peer):
             reconnect_s=0,
             max_bytes=_BYTES,
         )
-        self._use(link)
+        self._links.use(link)
 
 
 async def _streamed(lookup: RemoteLookupBuffer) -> None:

@@ -127,23 +127,22 @@ class WorkerPipe:
 
     def abort(self) -> None:
         """Abort the communicator. What is queued ends, its bytes undefined."""
-        comm, self._comm = self._comm, None
-        if comm is not None:
-            try:
-                comm.abort()
-            except Exception as exc:  # noqa: BLE001 - nothing is left to be tried
-                logger.warning("%s could not be aborted: %s", self, exc)
-                self.failed_comm = comm
+        self._end(aborted=True)
 
     def destroy(self) -> None:
         """Destroy the communicator; nothing is queued on it."""
+        self._end(aborted=False)
+
+    def _end(self, *, aborted: bool) -> None:
         comm, self._comm = self._comm, None
-        if comm is not None:
-            try:
-                comm.destroy()
-            except Exception as exc:  # noqa: BLE001 - nothing is left to be tried
-                logger.warning("%s could not be destroyed: %s", self, exc)
-                self.failed_comm = comm
+        if comm is None:
+            return
+        try:
+            comm.abort() if aborted else comm.destroy()
+        except Exception as exc:  # noqa: BLE001 - nothing is left to be tried
+            how = "aborted" if aborted else "destroyed"
+            logger.warning("%s could not be %s: %s", self, how, exc)
+            self.failed_comm = comm
 
     def release(self) -> None:
         """Give the stream back: nothing is queued on it."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from asynckv.integrations.transformers import (
     Prefilled,
     prefill,
 )
+from asynckv.integrations.transformers.producer import _stays_on_gpu
 from asynckv.testing import sweep_cancellation
+from asynckv.testing.fake_devices import faultless_gpus
+from asynckv.testing.gpu_pairs import open_gpu_pair
 
 Model = Callable[..., PreTrainedModel]
 
@@ -206,3 +210,14 @@ async def test_a_prefill_cancelled_anywhere_leaves_nothing(
 
     counts = await sweep_cancellation(run, check)
     assert counts.cancelled > 10
+
+
+@pytest.mark.parametrize(("url", "stays"), [("", True), ("?payload=inline", False)])
+async def test_layers_stay_on_the_gpu_where_they_go_on_from_there(
+    url: str, stays: bool
+) -> None:
+    with faultless_gpus() as gpus:
+        async with open_gpu_pair(gpus, url=url) as pair:
+            for number, is_there in enumerate((stays, False)):
+                model: Any = SimpleNamespace(device=torch.device("cuda", number))
+                assert _stays_on_gpu(model, pair.peer.lookup) is is_there

@@ -11,3 +11,7 @@ async def a_call(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
 
 def test_a_scenario_is_called_what_it_runs() -> None:
     assert Scenario(a_call, ()).name == "a_call"
+
+
+def test_a_scenario_with_a_label_is_called_that() -> None:
+    assert Scenario(a_call, (), label="another").name == "another"

@@ -99,6 +99,27 @@ def test_a_small_one_may_come_again() -> None:
     assert (found.redelivered, found.wrongs) == (1, ())
 
 
+TAKEN = (AWAIT, GOT, Report(2, "done", "p-0", 1))
+KILLED = Report(2, "gone", number=9)
+
+
+@pytest.mark.parametrize(
+    ("told", "is_right"),
+    [
+        ((*TAKEN, KILLED), True),
+        ((*TAKEN, AWAIT, KILLED), True),
+        (TAKEN, False),
+        ((*TAKEN, AWAIT, Report(2, "done", "p-1", 1), KILLED), False),
+        ((*USED, KILLED), False),
+    ],
+)
+def test_the_last_small_one_that_a_killed_one_took_may_still_be_there(
+    told: tuple[Report, ...], is_right: bool
+) -> None:
+    wrongs = judge(*IN, *told, left=("p-0",), out=0).wrongs
+    assert ("p-0 was there and had been used" not in wrongs) is is_right
+
+
 def test_entries_that_do_not_add_up_are_told() -> None:
     account = Account()
     found = account.close([], dataclasses.replace(now(2, 1), expired=1))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import signal
 
 import pytest
@@ -18,6 +19,7 @@ from asynckv.testing.crashes.run import (
     new_buffer,
 )
 from asynckv.testing.crashes.workshop import open_workshop
+from asynckv.types import TensorSpec
 
 
 @pytest.mark.chaos  # tests/trust/test_crashes.py has more of them
@@ -31,6 +33,19 @@ async def test_a_few_kills_break_no_promise() -> None:
 async def test_leaving_under_load_loses_nothing() -> None:
     found = await leave_under_load("tcp://127.0.0.1:0", seed=1, couples=1, steps=8)
     assert found.inserted and found.wrongs == ()
+
+
+async def test_the_verdict_waits_for_streams_of_the_dead_to_end() -> None:
+    async with new_buffer(Account()) as buffer:
+        specs = {"key": TensorSpec((4,), "uint8")}
+        writing = buffer.open_insert(None, None, specs, entry_id="p-0")
+        await writing.__aenter__()
+        judging = asyncio.create_task(judge(buffer, Account()))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not judging.done() and buffer.statistics().waiting_selects == 0
+        await writing.__aexit__(OSError, OSError("its process was killed"), None)
+        assert (await judging).wrongs == ()
 
 
 def acknowledge_what_the_dead_had(patch: pytest.MonkeyPatch) -> None:

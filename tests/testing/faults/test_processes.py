@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import asynckv
+from asynckv.testing.children import line_of, running, tell
 from asynckv.testing.faults.processes import frozen_peer
 from asynckv.testing.faults.proxy import Proxy
 
@@ -49,33 +47,12 @@ except asynckv.LeaseLost:
 """
 
 
-@contextlib.asynccontextmanager
-async def running(code: str, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, *args, stdin=pipe, stdout=pipe
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
-
-
-async def line_of(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    return (await process.stdout.readline()).decode().strip()
-
-
 async def test_a_frozen_process_goes_on_where_it_was() -> None:
     async with running(ECHO) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         async with frozen_peer(process.pid):
             assert state_of(process.pid) == "T"
-            process.stdin.write(b"1\n")
-        assert await process.stdout.readline() == b"1\n"
+            await tell(process, "1")
+        assert await line_of(process) == "1"
 
 
 async def test_one_that_dies_meanwhile_is_no_error() -> None:
@@ -130,7 +107,6 @@ async def test_a_frozen_consumer_loses_its_entry_and_learns_of_it() -> None:
         assert await line_of(process) == "has it"
         async with frozen_peer(process.pid):
             assert (await lookup.drop_select([1])).attempt == 2
-        assert process.stdin is not None
-        process.stdin.write(b"go on\n")
+        await tell(process, "go on")
         assert await line_of(process) == "LeaseLost"
         assert lookup.statistics().acknowledged == 1

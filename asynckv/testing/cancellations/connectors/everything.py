@@ -12,6 +12,7 @@ from asynckv.testing.cancellations.connectors.closing import CLOSING
 from asynckv.testing.cancellations.connectors.dialling import DIALLING
 from asynckv.testing.cancellations.connectors.grounds import LARGE, SMALL, open_p2p
 from asynckv.testing.cancellations.connectors.moving import MOVING
+from asynckv.testing.cancellations.connectors.pushing import PUSHING
 from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
 from asynckv.testing.cancellations.connectors.several import SEVERAL, open_several
 from asynckv.testing.cancellations.connectors.steps import STEPS
@@ -25,7 +26,12 @@ __all__ = ("COSTLY_GROUNDS", "GROUNDS", "SCENARIOS", "open_ground", "run_scenari
 _Scenarios: TypeAlias = Sequence[ConnectorScenario[Any]]
 
 _P2P: Final[_Scenarios] = (*STEPS, *MOVING, *DIALLING, *CLOSING)
-SCENARIOS: Final[tuple[ConnectorScenario[Any], ...]] = (*_P2P, *STORES, *SEVERAL)
+SCENARIOS: Final[tuple[ConnectorScenario[Any], ...]] = (
+    *_P2P,
+    *PUSHING,
+    *STORES,
+    *SEVERAL,
+)
 
 _Opened: TypeAlias = tuple[Any, _Scenarios]
 
@@ -43,6 +49,14 @@ _OPENING: Final[Mapping[str, Callable[[], Any]]] = {
     "pushed to GPUs": lambda: open_p2p(
         "unix", "push", model=LARGE, on_gpus=True, are_buffers_there=True
     ),
+    "pushed between GPUs": lambda: open_p2p(
+        "unix",
+        "push",
+        model=LARGE,
+        on_gpus=True,
+        are_buffers_there=True,
+        are_apart=True,
+    ),
     "on GPUs from two ranks": lambda: open_p2p("unix", "push", (2, 1), on_gpus=True),
     "store": lambda: open_store_ground("tcp", SMALL),
     "store large": lambda: open_store_ground("tcp", LARGE),
@@ -56,7 +70,8 @@ GROUNDS: Final = tuple(_OPENING)
 COSTLY_GROUNDS: Final[Mapping[str, tuple[str, ...]]] = {
     "buffers on GPUs": ("a_load",),
     "on GPUs from two ranks": ("a_load",),
-    "pushed to GPUs": (),
+    "pushed to GPUs": ("a_take",),
+    "pushed between GPUs": (),
     "store on GPUs": (),
 }
 """They take longer than all others together. With them, what is done nowhere else."""
@@ -71,7 +86,11 @@ async def open_ground(name: str) -> AsyncIterator[_Opened]:
     opening = _OPENING.get(name)
     if opening is None:
         raise ValueError(f"there is no ground {name!r}")
-    others: Mapping[str, _Scenarios] = {"store": STORES, "several": SEVERAL}
+    others: Mapping[str, _Scenarios] = {
+        "store": STORES,
+        "several": SEVERAL,
+        "pushed": (*_P2P, *PUSHING),
+    }
     scenarios = others.get(name.split()[0], _P2P)
     async with one_thread_of_torch(), opening() as ground:
         yield ground, scenarios

@@ -30,8 +30,8 @@ from asynckv.testing.engines.toy_pairs import free_urls, pair_configs, toy_shape
 from asynckv.testing.expectations import expect
 from asynckv.testing.fake_devices import (
     FakeDevice,
-    fake_device,
     fake_device_of,
+    faultless_gpus,
     stagings_of,
 )
 
@@ -287,22 +287,28 @@ async def open_p2p(
     *,
     on_gpus: bool = False,
     are_buffers_there: bool = False,
+    are_apart: bool = False,
+    **options: object,
 ) -> AsyncIterator[P2PGround]:
     """Open engines of so many ranks, P and D, each of which has handed over once.
 
     ``on_gpus``: their caches are on a GPU that is not there, and with
-    ``are_buffers_there`` so is what they keep and fetch, as of two processes.
+    ``are_buffers_there`` so is what they keep and fetch, as of two processes; of two
+    GPUs, if they ``are_apart``. ``options`` are those of connectors.
     """
     extra = {
         "direction": direction,
         "load_timeout_s": _TIMEOUT_S,
         "save_timeout_s": _TIMEOUT_S,
+        **options,
     }
     async with contextlib.AsyncExitStack() as stack:
         gpus: list[FakeDevice | None] = [None, None]
         if on_gpus:
-            gpu = stack.enter_context(fake_device(seed=1, max_delay=2))
-            other = fake_device_of(gpu.process.gpus.process())
+            count = 1 + are_apart
+            there = stack.enter_context(faultless_gpus(count, seed=1, max_delay=2))
+            gpu = fake_device_of(there.process())
+            other = fake_device_of(there.process(), count - 1)
             gpus = [gpu, other if are_buffers_there else gpu]
         urls = stack.enter_context(urls_of(scheme, *sizes))
         buffers_on = "cuda" if are_buffers_there else "cpu"

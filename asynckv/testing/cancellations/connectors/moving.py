@@ -87,8 +87,9 @@ async def a_save(ground: P2PGround, sweeper: Sweeper) -> None:
 
     async def write() -> None:
         """As ``run``, for one reader after the other, and not in tasks."""
-        if save._gathering is not None:
-            await save._gathering.run(len(ground.model.layer_names))
+        if save._on_gpu is not None and save._on_gpu.goes_by_host:
+            save._on_gpu.finish()
+            await save._on_gpu.run()
         for target in worker.routes.targets(save.order):
             queue: asyncio.Queue[str] = asyncio.Queue()
             for layer in ground.model.layer_names:
@@ -187,6 +188,8 @@ MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ConnectorScenario(
         a_save,
         (
+            "GpuLayers.put",
+            "GpuLayers.run",
             "LayerGathering.run",
             "P2PSave.run",
         ),

@@ -115,10 +115,10 @@ class StoreGround:
 
         :raises AssertionError: something is left, and what
         """
-        await self.scheduler.holds.let_go()
+        await self.scheduler.finder.holds.let_go()
         for key, _ in list(self.store._ledger._values):
             await self.store.delete(key)
-        lines = (self.saver._line, self.loader._line, self.scheduler._line)
+        lines = self.saver._line, self.loader._line, self.scheduler.finder.line
         peers = tuple(
             line._line._peer for line in lines if line._line._peer is not None
         )

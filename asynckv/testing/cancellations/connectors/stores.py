@@ -107,7 +107,7 @@ async def a_load_of_blocks(ground: StoreGround, sweeper: Sweeper) -> None:
         await sweeper.pause()
 
     async def run() -> None:
-        await loader._load(ground.load_order(keys), loader._spooled())
+        await loader._loading.load(ground.load_order(keys), loader._spooled())
         caches.expect_computed()
 
     async def check(outcome: Outcome[None]) -> None:
@@ -182,7 +182,7 @@ async def a_schedulers_end(ground: StoreGround, sweeper: Sweeper) -> None:
         nonlocal scheduler, asking, closing
         closing = Closing()
         scheduler = StoreScheduler(config_of(ground.url), ground.new_engine())
-        await scheduler.holds.hold(ground.store, ("key",))
+        await scheduler.finder.holds.hold(ground.store, ("key",))
         asking = asyncio.create_task(scheduler.ask(question))
         await ticks(3)
         await sweeper.pause()
@@ -252,8 +252,10 @@ async def a_store_workers_end(ground: StoreGround, sweeper: Sweeper) -> None:
 STORES: Final[tuple[ConnectorScenario[StoreGround], ...]] = (
     ConnectorScenario(a_save_of_blocks, ("StoreWorker.wait_for_save",)),
     ConnectorScenario(a_flush, ("StoreWorker.flush", "Transfers.wait_others")),
-    ConnectorScenario(a_question, ("StoreScheduler.ask", "StoreHolds.hold")),
-    ConnectorScenario(a_load_of_blocks, ()),
+    ConnectorScenario(
+        a_question, ("StoreScheduler.ask", "StoreFinder.find", "StoreHolds.hold")
+    ),
+    ConnectorScenario(a_load_of_blocks, ("StoreLoading.load",)),
     ConnectorScenario(
         a_spool,
         ("Spool.gather", "Spool.scatter", "BlockMoves.gather", "BlockMoves.scatter"),
@@ -262,7 +264,10 @@ STORES: Final[tuple[ConnectorScenario[StoreGround], ...]] = (
     ConnectorScenario(a_lines_end, ("StoreLine.aclose",)),
     ConnectorScenario(
         a_schedulers_end,
-        ("StoreScheduler.aclose", "StoreHolds.aclose", "StoreHolds.let_go"),
+        (
+            *("StoreScheduler.aclose", "StoreFinder.aclose"),
+            *("StoreHolds.aclose", "StoreHolds.let_go"),
+        ),
     ),
     ConnectorScenario(a_store_workers_end, ("StoreWorker.aclose",)),
 )

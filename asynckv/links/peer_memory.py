@@ -7,34 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import traceback
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 from asynckv.errors import ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.exports import Export
-from asynckv.protocol.ipc_frames import PushShared
+from asynckv.shielding import clear_all_frames
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.imports import in_thread
+from asynckv.tensors.packing import ALIGNMENT_NBYTES
 
-__all__ = ("PeerMemory",)
+__all__ = ("PeerMemory", "Read")
 
 _CLOSE_S: Final = 2.0
 
+Read: TypeAlias = Callable[[DeviceMemory, DeviceMemory], Awaitable[None]]
+"""Copies from the first place to the second, and compares what has landed.
+
+It raises ``ChecksumError`` if those are other bytes, and anything else if they cannot
+be read.
+"""
+
 
 class PeerMemory:
-    """What one pipe has open of its peer's, from :meth:`put` on.
+    """What one link has open of its peer's, from :meth:`put` on.
 
-    ``copy`` copies one tensor, and returns the digest of what has landed; ``failed`` is
-    told why something cannot be read.
+    ``failed`` is told why something cannot be read.
     """
 
-    def __init__(
-        self,
-        copy: Callable[[DeviceMemory, DeviceMemory], Awaitable[bytes]],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        self._copy = copy
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
         self._export: Export | None = None
         self._reads: set[asyncio.Task[None]] = set()
@@ -46,29 +47,31 @@ class PeerMemory:
         self._export = export
         self._close_if_over()
 
-    def check(self, frame: PushShared) -> None:
+    def check(self, offset: int, nbytes: int) -> None:
         """Check that a tensor lies in what the peer has shown.
 
-        :raises RemoteProtocolError: it lies beyond
+        :raises RemoteProtocolError: it lies beyond, or where no tensor begins
         """
-        end = frame.offset + frame.spec.nbytes
+        end = offset + nbytes
         if self._export is not None and end > self._export.allocation.nbytes:
             raise RemoteProtocolError("a tensor beyond the memory that was exported")
+        if offset % ALIGNMENT_NBYTES:
+            raise RemoteProtocolError(f"a tensor at {offset} bytes: not aligned")
 
     def read(
         self,
-        frame: PushShared,
+        offset: int,
         target: DeviceMemory,
+        copy: Read,
         done: Callable[[Exception | None], None],
     ) -> asyncio.Task[None]:
-        """Copy what the peer has shown; ``done`` is told why it is not there.
+        """Copy what lies there to ``target``; ``done`` is told why it is not there.
 
         If the task is cancelled it is told nothing; it ends when the GPU is done with
         both places. Never waits.
         """
         task = asyncio.get_running_loop().create_task(
-            self._read(frame, target, done),
-            name=f"asynckv: read transfer {frame.transfer} of a pipe",
+            self._read(offset, target, copy, done), name="asynckv: read a peer's GPU"
         )
         self._reads.add(task)
         task.add_done_callback(self._on_read)
@@ -93,24 +96,23 @@ class PeerMemory:
 
     async def _read(
         self,
-        frame: PushShared,
+        offset: int,
         target: DeviceMemory,
+        copy: Read,
         done: Callable[[Exception | None], None],
     ) -> None:
         try:
             if self._export is None:
                 raise PeerLost("the peer's memory is closed")
             memory = self._export.allocation.memory
-            source = memory.part(frame.offset, frame.offset + target.nbytes)
-            digest = await self._copy(source, target)
+            source = memory.part(offset, offset + target.nbytes)
+            await copy(source, target)
         except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
-            traceback.clear_frames(exc.__traceback__)  # they keep both places
-            memory = source = target = None  # type: ignore[assignment]
-            self._failed(exc)
+            clear_all_frames(exc)  # they keep both places
+            memory = source = target = copy = None  # type: ignore[assignment]
+            if not isinstance(exc, ChecksumError):
+                self._failed(exc)
             done(exc)
-            return
-        if digest != frame.digest:
-            done(ChecksumError("a tensor arrived with other bytes than were sent"))
         else:
             done(None)
 

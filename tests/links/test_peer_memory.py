@@ -12,7 +12,7 @@ import pytest
 
 from asynckv.errors import GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.pipes.peer_memory import PeerMemory
+from asynckv.links.peer_memory import PeerMemory
 from asynckv.protocol.ipc_frames import PushShared
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
@@ -24,7 +24,6 @@ from asynckv.types import TensorSpec
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
 SPEC = TensorSpec((LARGE,), "uint8")
-SHOWN = PushShared(1, SPEC, 0)
 TARGET = DeviceMemory(4096, LARGE, 0)
 
 
@@ -50,16 +49,15 @@ class Allocation:
         return self.how_often > 0
 
 
-async def wait_for_ever(*places: object) -> bytes:
+async def wait_for_ever(*places: object) -> None:
     await asyncio.Event().wait()
-    return b""
 
 
 async def test_it_is_closed_once_and_not_while_it_is_read() -> None:
     told: list[Any] = []
-    memory, export = PeerMemory(wait_for_ever, told.append), Allocation()
+    memory, export = PeerMemory(told.append), Allocation()
     memory.put(export)  # type: ignore[arg-type]
-    reading = memory.read(SHOWN, TARGET, told.append)
+    reading = memory.read(0, TARGET, wait_for_ever, told.append)
     await asyncio.sleep(0)
     memory.close()
     memory.close()
@@ -71,7 +69,7 @@ async def test_it_is_closed_once_and_not_while_it_is_read() -> None:
 
 
 async def test_what_is_opened_for_nobody_is_closed() -> None:
-    memory, export = PeerMemory(wait_for_ever, lambda error: None), Allocation()
+    memory, export = PeerMemory(lambda error: None), Allocation()
     memory.close()
     memory.put(export)  # type: ignore[arg-type]
     await memory.aclose()
@@ -79,9 +77,9 @@ async def test_what_is_opened_for_nobody_is_closed() -> None:
 
 
 async def test_whoever_reads_is_stopped_at_the_end() -> None:
-    memory, export = PeerMemory(wait_for_ever, lambda error: None), Allocation()
+    memory, export = PeerMemory(lambda error: None), Allocation()
     memory.put(export)  # type: ignore[arg-type]
-    reading = memory.read(SHOWN, TARGET, lambda error: None)
+    reading = memory.read(0, TARGET, wait_for_ever, lambda error: None)
     await memory.aclose()
     assert reading.cancelled()
     await until(lambda: export.how_often == 1)
@@ -90,8 +88,8 @@ async def test_whoever_reads_is_stopped_at_the_end() -> None:
 async def test_nothing_is_read_of_what_is_closed() -> None:
     failed: list[Exception] = []
     told: list[Exception | None] = []
-    memory = PeerMemory(wait_for_ever, failed.append)
-    await memory.read(SHOWN, TARGET, told.append)
+    memory = PeerMemory(failed.append)
+    await memory.read(0, TARGET, wait_for_ever, told.append)
     assert told == failed and isinstance(told[0], PeerLost)
 
 
@@ -99,26 +97,29 @@ async def test_what_could_not_be_read_keeps_no_memory() -> None:
     class Owner:
         pass
 
-    async def fail(source: DeviceMemory, target: DeviceMemory) -> bytes:
+    async def fail(source: DeviceMemory, target: DeviceMemory) -> None:
         raise GPUFailed("it has fallen off the bus")
 
     told: list[Exception | None] = []
-    memory, owner = PeerMemory(fail, told.append), Owner()
+    memory, owner = PeerMemory(told.append), Owner()
     memory.put(Allocation())  # type: ignore[arg-type]
     kept = weakref.ref(owner)
     target = dataclasses.replace(TARGET, owner=owner)
-    reading = memory.read(SHOWN, target, told.append)
+    reading = memory.read(0, target, fail, told.append)
     del owner, target
     await reading
     assert len(told) == 2 and kept() is None
     await memory.aclose()
 
 
-@pytest.mark.parametrize("offset", [2 * PIPE_BYTES - LARGE + 1, 2**62])
+@pytest.mark.parametrize(
+    ("offset", "what"),
+    [(2 * PIPE_BYTES - LARGE + 64, "beyond"), (2**62, "beyond"), (96, "not aligned")],
+)
 async def test_a_tensor_beyond_the_memory_breaks_the_link(
-    pair: IpcPipes, offset: int
+    pair: IpcPipes, offset: int, what: str
 ) -> None:
-    with pytest.raises(RemoteProtocolError, match="beyond"):
+    with pytest.raises(RemoteProtocolError, match=what):
         pair.far._inbound.on_push_shared(PushShared(99, SPEC, offset), b"")
 
 

@@ -1,0 +1,146 @@
+"""Room on this side's GPU for what is made there to leave for a peer's.
+
+Memory is handed out first come, first served, all that belongs together at once. It
+is the asker's until it is released, and then until nothing is at it any more.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import collections
+import logging
+from collections.abc import Sequence
+
+from asynckv.abc import InsertWriter
+from asynckv.buffers.answers import Answer
+from asynckv.buffers.gpu_staging import StagedTensor, release_staged
+from asynckv.errors import PeerLost
+from asynckv.observability.waits import LoggedWait
+from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.paged_arena import PagedArena
+from asynckv.types import TensorSpec
+
+__all__ = ("GpuRoom", "StagingWriter")
+
+logger = logging.getLogger(__name__)
+
+
+class StagingWriter(InsertWriter):
+    """A writer from memory of this side's GPU, where something leads on from there."""
+
+    @abc.abstractmethod
+    async def room(self, specs: Sequence[TensorSpec]) -> list[StagedTensor] | None:
+        """Take memory for tensors that are made there, and put by :meth:`put_staged`.
+
+        ``None``: nothing leads from there to the buffer's GPU now, they are too small
+        for that, or they would never fit. Waits, first come, first served, until
+        others have left. Who gets memory releases it. A cancelled call has taken none.
+
+        :raises EntryAborted: the entry is gone already
+        :raises PeerLost: the peer is gone
+        """
+
+    @abc.abstractmethod
+    async def put_staged(self, name: str, staged: StagedTensor) -> None:
+        """As :meth:`put`, of what was made in its memory and is ready.
+
+        On return, however it ends, it may be released: the peer, or the GPU, keeps
+        what it is still at.
+        """
+
+
+class GpuRoom:
+    """Hands out memory of ``growth``, which is open, in the order of those who ask."""
+
+    def __init__(self, growth: Growth) -> None:
+        self._arena = growth.arena
+        self._line: collections.deque[_Waiting] = collections.deque()
+        self._is_looking = False
+        self._was_too_small = False
+        growth.call_when_given_back(self._look_soon)
+
+    def is_awaited(self) -> bool:
+        """Whether somebody waits: then nobody else is to take of that memory."""
+        return bool(self._line)
+
+    async def take(
+        self, specs: Sequence[TensorSpec], lost: set[Answer[list[StagedTensor]]]
+    ) -> list[StagedTensor] | None:
+        """Return memory for each, waiting for its turn; ``None``: it would never fit.
+
+        Who is in ``lost`` meanwhile can be failed. A cancelled call leaves no trace.
+        """
+        arena, sizes = self._arena, [spec.nbytes for spec in specs]
+        if not isinstance(arena, PagedArena) or not arena.pages.could_ever_fit(sizes):
+            self._tell_too_small(sum(sizes))
+            return None
+        if not self._line and (taken := self._taken(specs)) is not None:
+            return taken
+        waiting = _Waiting(tuple(specs))
+        self._line.append(waiting)
+        lost.add(waiting.turn)
+        try:
+            who = f"what leaves a GPU ({sum(sizes)} bytes)"
+            with LoggedWait(who, "room to be sent from", "the end of what left before"):
+                return await waiting.turn
+        except BaseException:
+            release_staged(waiting.taken)  # it was given in the same tick
+            raise
+        finally:
+            lost.discard(waiting.turn)
+            if waiting in self._line:
+                self._line.remove(waiting)
+                self._look_soon()
+
+    def _taken(self, specs: Sequence[TensorSpec]) -> list[StagedTensor] | None:
+        arena, sizes = self._arena, [spec.nbytes for spec in specs]
+        regions = arena.take_spares(sizes) if isinstance(arena, PagedArena) else None
+        if regions is None:
+            return None
+        pairs = zip(regions, specs, strict=True)
+        return [StagedTensor(r, s) for r, s in pairs if isinstance(r, DeviceRegion)]
+
+    def _look_soon(self) -> None:
+        """Not at once: whoever gives memory back is in the middle of something."""
+        if self._line and not self._is_looking:
+            loop = self._line[0].loop  # it may be that none runs here
+            if not loop.is_closed():
+                self._is_looking = True
+                loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        while self._line:
+            waiting = self._line[0]
+            if not waiting.turn.is_in:
+                if self._arena.is_closed:
+                    waiting.turn.fail(PeerLost("the way to the peer was closed"))
+                elif (taken := self._taken(waiting.specs)) is not None:
+                    waiting.taken = taken
+                    waiting.turn.give(taken)
+                else:
+                    return
+            self._line.popleft()
+
+    def _tell_too_small(self, nbytes: int) -> None:
+        if not self._was_too_small:
+            self._was_too_small = True
+            arena = self._arena
+            there = arena.pages.nbytes if isinstance(arena, PagedArena) else 0
+            logger.warning(
+                "%d bytes leave through host memory: there are %d of the GPU to send "
+                "from",
+                *(nbytes, there),
+            )
+
+
+class _Waiting:
+    """One place in the line."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.specs = specs
+        self.loop = asyncio.get_running_loop()
+        self.turn: Answer[list[StagedTensor]] = Answer()
+        self.taken: Sequence[StagedTensor] = ()

@@ -1,0 +1,221 @@
+"""What a peer may show that it puts from, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from asynckv.buffers import peer_sources
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.peer_sources import PeerSources
+from asynckv.buffers.serve import Server, serve
+from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import GPUFailed
+from asynckv.links.dial import dial
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame
+from asynckv.protocol.ipc_frames import Exported, ShowIpc
+from asynckv.protocol.payload_frames import Grant
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_devices import FakeDevice, fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
+from asynckv.testing.link_pairs import Hearer, name_of
+from asynckv.testing.lookup_checks.values import MIB
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+NOWHERE = Exported(f"asynckv-{0:032}", b"t" * 16, b"h" * 64, 2 * MIB + 512)
+
+
+@pytest.fixture
+def gpu(gpus: FakeGpus) -> FakeDevice:
+    return fake_device_of(gpus.process())
+
+
+@pytest.fixture
+async def server(gpu: FakeDevice) -> AsyncIterator[Server]:
+    async with (
+        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+async def link(server: Server) -> AsyncIterator[Link]:
+    link = await dial(server.url, identity=name_of("producer"))
+    yield link
+    await link.aclose()
+
+
+def show(gpu: FakeDevice, link: Link, *frames: Frame) -> tuple[Hearer, LinkStream]:
+    hearer = Hearer()
+    stream = link.open_stream(hearer, ShowIpc(gpu.process.cuda.uuid(0)))
+    for frame in frames:
+        stream.send(frame)
+    return hearer, stream
+
+
+def sources_of(server: Server) -> PeerSources:
+    (services,) = server._services
+    return services.devices.sources
+
+
+async def wait_for_ever(*anything: object) -> Any:
+    await asyncio.Event().wait()
+
+
+async def test_a_gpu_that_no_buffer_is_on_is_not_read(
+    gpu: FakeDevice, link: Link
+) -> None:
+    hearer = Hearer()
+    link.open_stream(hearer, ShowIpc("0" * 32))
+    assert "no memory of that GPU" in str(await hearer.next())
+
+
+@pytest.mark.parametrize("url", ["?payload=inline", "?payload=map"])
+async def test_a_server_whose_url_names_another_way_reads_nothing(
+    gpu: FakeDevice, url: str
+) -> None:
+    async with (
+        LookupBuffer("1MiB", device=gpu.device, drain_s=0) as buffer,
+        serve(f"tcp://127.0.0.1:0{url}", lookup=buffer) as server,
+    ):
+        link = await dial(server.url, identity=name_of("producer"))
+        hearer, _ = show(gpu, link, NOWHERE)
+        assert isinstance((await hearer.next())[0], Failure)
+        await link.aclose()
+
+
+async def test_a_peer_that_shares_no_memory_is_not_read(
+    gpu: FakeDevice, server: Server
+) -> None:
+    url = f"{server.url}?payload=inline"
+    link = await dial(url, identity=name_of("producer"))
+    hearer, _ = show(gpu, link)
+    assert "no memory of that GPU" in str(await hearer.next())
+    await link.aclose()
+
+
+async def test_memory_to_put_from_is_shown_once(gpu: FakeDevice, link: Link) -> None:
+    show(gpu, link)
+    hearer, _ = show(gpu, link)
+    assert "once" in str((await hearer.loss()).__cause__)
+
+
+@pytest.mark.parametrize("frames", [(NOWHERE, NOWHERE), (Grant(1),)])
+async def test_what_makes_no_sense_breaks_the_link(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: FakeDevice,
+    link: Link,
+    frames: tuple[Frame, ...],
+) -> None:
+    monkeypatch.setattr(peer_sources, "open_export", wait_for_ever)
+    hearer, _ = show(gpu, link, *frames)
+    assert "belongs here" in str((await hearer.loss()).__cause__)
+
+
+async def test_what_cannot_be_opened_is_refused(
+    gpu: FakeDevice, link: Link, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, peer_sources.__name__)
+    hearer, _ = show(gpu, link, NOWHERE)
+    assert isinstance((await hearer.next())[0], Failure)
+    assert "is not read in a GPU" in caplog.text
+    assert sources_of(server)._memory._export is None
+
+
+async def test_a_buffer_that_is_closed_meanwhile_is_not_read_to(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link, server: Server
+) -> None:
+    hearer, stream = show(gpu, link)
+    await until(lambda: bool(server._services) and sources_of(server)._was_asked)
+    monkeypatch.setattr(PeerSources, "_own", lambda *_: None)
+    stream.send(NOWHERE)
+    assert "closed meanwhile" in str(await hearer.next())
+
+
+@pytest.mark.parametrize("frames", [(), (NOWHERE,)], ids=["early", "late"])
+async def test_who_cancels_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: FakeDevice,
+    link: Link,
+    server: Server,
+    frames: tuple[Frame, ...],
+) -> None:
+    monkeypatch.setattr(peer_sources, "open_export", wait_for_ever)
+    hearer, stream = show(gpu, link, *frames)
+    stream.send(Cancel())
+    assert await hearer.next() == (Cancelled(), b"")
+    assert not sources_of(server)._is_open
+
+
+async def test_a_link_that_is_lost_ends_the_opening(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link, server: Server
+) -> None:
+    monkeypatch.setattr(peer_sources, "open_export", wait_for_ever)
+    show(gpu, link, NOWHERE)
+    await until(lambda: bool(server._services))
+    sources = sources_of(server)
+    await until(lambda: sources._opening is not None)
+    link.abort()
+    opening = sources._opening
+    assert opening is not None
+    await until(opening.done)
+    assert opening.cancelled()
+
+
+async def test_only_buffers_on_that_gpu_are_read_to(two_gpus: FakeGpus) -> None:
+    here = fake_device_of(two_gpus.process())
+    other = fake_device_of(here.process, 1)
+    async with (
+        open_gpu_pair(two_gpus) as pair,
+        StoreBuffer("1MiB", device=other.device) as store,
+        StoreBuffer("1MiB") as in_host,
+    ):
+        sources, pool = sources_of(pair.server), pair.buffer.pool
+        assert isinstance(pool, DeviceCopyPool)
+        assert sources.arrivals(pair.buffer, pool) is not None
+        assert sources.arrivals(store, pool) is None
+        assert sources.arrivals(in_host, pool) is None
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    async with open_gpu_pair(gpus, reconnect_s=0) as pair:
+        yield pair
+
+
+async def test_what_is_lost_is_told_once_and_not_after_the_link(
+    pair: GpuPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = sources_of(pair.server)
+    for _ in range(2):
+        sources._lost(GPUFailed("it has fallen off the bus"))
+    assert caplog.text.count("has fallen off") == 1
+    await until(lambda: not pair.ours.process.cuda._opened)
+
+
+async def test_a_server_that_leaves_has_nothing_open(pair: GpuPair) -> None:
+    assert pair.ours.process.cuda._opened
+    await pair.server.aclose()
+    assert not pair.ours.process.cuda._opened
+
+
+async def test_the_end_of_a_link_is_no_news_to_who_reads(
+    pair: GpuPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources, link = sources_of(pair.server), pair.peer._linked()
+    services = next(iter(pair.server._services))
+    services.link.abort()
+    sources._lost(GPUFailed("it has fallen off the bus"))
+    assert not caplog.records
+    await until(lambda: not (link.is_open or pair.ours.process.cuda._opened))

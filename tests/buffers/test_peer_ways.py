@@ -1,0 +1,53 @@
+"""What one peer's payload is read by, and where it would be staged."""
+
+from __future__ import annotations
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.manifest import INLINE_NBYTES
+from asynckv.buffers.map_reader import MapReader
+from asynckv.buffers.remote import connect
+from asynckv.buffers.serve import Server, serve
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pairs import open_gpu_pair
+
+
+async def test_one_reader_serves_all_calls_of_its_kind(mappable: Server) -> None:
+    async with connect(mappable.url) as peer:
+        link = peer._linked()
+        views, copies = (peer.ways.reader(link, views=v) for v in (True, False))
+        assert isinstance(views, MapReader) and views is not copies
+        assert peer.ways.reader(link, views=True) is views
+        assert peer.ways.reader(link, views=False) is copies
+
+
+async def test_memory_of_another_link_has_another_reader(mappable: Server) -> None:
+    async with connect(mappable.url, reconnect_s=5) as peer:
+        first = peer._linked()
+        reader = peer.ways.reader(first, views=False)
+        first.abort()
+        second = await peer.link()
+        again = peer.ways.reader(second, views=False)
+        assert again is not None and again is not reader
+
+
+async def test_without_memory_that_is_shown_there_is_nothing_to_read_by(
+    local: LookupBuffer,
+) -> None:
+    async with serve("mem://", lookup=local) as server, connect(server.url) as peer:
+        link = peer._linked()
+        assert peer.ways.reader(link, views=True) is None
+        assert peer.ways.getting_by(link).reader is None
+        assert peer.ways.way(link) is None and peer.ways.shown(link) is None
+        assert not peer.ways.read_gpu_memory
+
+
+async def test_only_what_does_not_ride_is_staged_and_on_a_link(gpus: FakeGpus) -> None:
+    async with open_gpu_pair(gpus) as pair:
+        ways = pair.peer.ways
+        assert ways.read_gpu_memory
+        assert ways.staging(INLINE_NBYTES) is None
+        assert ways.staging(INLINE_NBYTES + 1) is not None
+    assert not ways.read_gpu_memory
+    other = connect("mem://nowhere", device=pair.theirs.device)
+    assert other.ways.staging(INLINE_NBYTES + 1) is None
+    other.abort()

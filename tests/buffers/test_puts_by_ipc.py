@@ -1,0 +1,297 @@
+"""What a peer puts into buffers on its own GPU: read there, by CUDA IPC.
+
+What holds by NCCL too is in test_puts_to_gpus.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from asynckv.buffers.gpu_staging import release_staged
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.pushing import RemoteWriter
+from asynckv.buffers.remote import connect
+from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
+from asynckv.errors import GPUFailed, PeerLost
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.ipc_arrivals import IpcArrivals
+from asynckv.protocol.frames import Cancelled
+from asynckv.shielding import wait_shielded
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.expectations import is_same, only
+from asynckv.testing.fake_devices import fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
+from asynckv.testing.gpu_puts import LAYERS, check_is_in, insert, put_layers
+from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
+from asynckv.testing.held_copies import held_copies, is_busy
+from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing.shared_puts import SharedPuts
+from asynckv.types import TensorSpec
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+BY_HOST = "goes through host memory from here on"
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    async with open_gpu_pair(gpus) as pair:
+        yield pair
+
+
+@pytest.fixture
+async def stores(gpus: FakeGpus) -> AsyncIterator[GpuStores]:
+    async with open_gpu_stores(gpus) as pair:
+        yield pair
+
+
+async def test_what_has_no_room_on_the_way_goes_through_host_memory(
+    gpus: FakeGpus,
+) -> None:
+    async with open_gpu_pair(gpus, max_bytes=4 * MIB) as pair:
+        key, value = (pair.theirs.tensor(noise(3 * MIB, salt)) for salt in (1, 2))
+        await pair.peer.lookup.insert([1], None, key, value, None)
+        assert pair.puts.are_read and not pair.puts.has_shown
+        entry = await pair.buffer.drop_select([1])
+        assert is_same(only(entry.key), noise(3 * MIB, 1))
+        assert is_same(only(entry.value), noise(3 * MIB, 2))
+        await insert(pair)
+        assert pair.puts.has_shown
+        await check_is_in(pair)
+
+
+async def test_what_is_made_in_room_of_the_gpu_goes_from_there(pair: GpuPair) -> None:
+    specs = {"key": LAYERS["key"]}
+    async with pair.peer.lookup.open_insert([1], None, specs) as writer:
+        assert isinstance(writer, RemoteWriter)
+        assert await writer.room([LAYERS["hidden"]]) is None
+        (made,) = await writer.room([*specs.values()]) or []
+        await pair.peer.ways.pool.copy([noise(MIB)], [made.place()])
+        await writer.put_staged("key", made)
+        made.release()
+    with pytest.raises(RuntimeError, match="left already"):
+        await writer.put_staged("key", made)
+    assert pair.puts.has_shown
+    entry = await pair.buffer.drop_select([1])
+    assert is_same(only(entry.key), noise(MIB))
+    del entry
+    await pair.emptied()
+
+
+async def test_who_waits_for_room_fails_when_the_link_is_lost(gpus: FakeGpus) -> None:
+    spec = TensorSpec((3 * MIB,), "uint8")
+    async with open_gpu_pair(gpus, max_bytes=4 * MIB) as pair:
+        with pytest.raises(PeerLost):
+            async with pair.peer.lookup.open_insert([1], None, {"key": spec}) as writer:
+                assert isinstance(writer, RemoteWriter)
+                taken = await writer.room([spec]) or []
+                waiting = asyncio.create_task(writer.room([spec]))
+                await until_blocked(waiting)
+                pair.peer._linked().abort()
+                await asyncio.wait([waiting])
+                release_staged(taken)
+                with pytest.raises(PeerLost):
+                    await writer.room([spec])
+                await waiting
+
+
+async def test_an_url_that_asks_for_lanes_shows_nothing(gpus: FakeGpus) -> None:
+    for url in ("?payload=inline", "?payload=map"):
+        async with open_gpu_pair(gpus, url=url) as pair:
+            await insert(pair)
+            assert not pair.puts.are_read
+            assert pair.peer.lookup.sends_from == "cpu"
+            await check_is_in(pair)
+
+
+async def test_a_store_elsewhere_is_put_to_through_host_memory(
+    two_gpus: FakeGpus,
+) -> None:
+    here, there = (fake_device_of(two_gpus.process()) for _ in range(2))
+    other = fake_device_of(here.process, 1)
+    async with (
+        LookupBuffer("4MiB", device=here.device, drain_s=0) as lookup,
+        StoreBuffer("4MiB", device=other.device) as store,
+        serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
+        connect(server.url, device=there.device, max_bytes="8MiB") as peer,
+    ):
+        await peer.store.put("key", there.tensor(noise(MIB, 1)))
+        assert is_same(await store.get("key"), noise(MIB, 1))
+        assert not SharedPuts(peer).has_shown
+        await peer.lookup.insert([1], None, there.tensor(noise(MIB, 2)), None, None)
+        assert is_same(only((await lookup.drop_select([1])).key), noise(MIB, 2))
+        assert SharedPuts(peer).has_shown
+
+
+# What is lost on the way.
+
+
+class Held:
+    """What the buffers' side reads, until it is let go, or fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self._may_go_on = asyncio.Event(), asyncio.Event()
+        self.error: Exception | None = None
+        self._copy = IpcArrivals._copy
+        hold = self._hold
+
+        async def copy(arrivals: IpcArrivals, *places: Any) -> None:
+            await hold(arrivals, *places)
+
+        monkeypatch.setattr(IpcArrivals, "_copy", copy)
+
+    def let_go(self, error: Exception | None = None) -> None:
+        self.error = error
+        self._may_go_on.set()
+
+    async def _hold(self, arrivals: IpcArrivals, *places: Any) -> None:
+        self.has_begun.set()
+        await self._may_go_on.wait()
+        if self.error is not None:
+            raise self.error
+        await self._copy(arrivals, *places)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(monkeypatch)
+
+
+@pytest.mark.parametrize("put", [insert, put_layers])
+async def test_what_cannot_be_read_goes_on_through_host_memory(
+    pair: GpuPair,
+    held: Held,
+    caplog: pytest.LogCaptureFixture,
+    put: Callable[[GpuPair], Coroutine[Any, Any, None]],
+) -> None:
+    putting = asyncio.create_task(put(pair))
+    await held.has_begun.wait()
+    assert pair.puts.staged_bytes == MIB
+    held.let_go(GPUFailed("it has fallen off the bus"))
+    await putting
+    await check_is_in(pair)
+    await until(lambda: caplog.text.count(BY_HOST) == 2)
+    assert not pair.puts.are_read and pair.peer.transport == "cuda_ipc"
+    await put(pair)
+    await check_is_in(pair)
+    assert caplog.text.count(BY_HOST) == 2
+
+
+async def test_a_value_that_cannot_be_read_goes_on_through_host_memory(
+    stores: GpuStores, held: Held
+) -> None:
+    value = stores.theirs.tensor(noise(MIB, 2))
+    putting = asyncio.create_task(stores.peer.store.put("key", value))
+    await held.has_begun.wait()
+    held.let_go(GPUFailed("it has fallen off the bus"))
+    await putting
+    assert is_same(await stores.store.get("key"), noise(MIB, 2))
+    await until(lambda: not stores.puts.staged_bytes)
+
+
+async def test_a_link_that_is_cut_is_shown_again_and_the_entry_read(
+    pair: GpuPair, held: Held
+) -> None:
+    inserting = asyncio.create_task(insert(pair))
+    await held.has_begun.wait()
+    pair.peer._linked().abort()
+    held.let_go()
+    await inserting
+    assert pair.puts.has_shown
+    await check_is_in(pair)
+
+
+async def cancel_when_read(pair: GpuPair, putting: asyncio.Task[None]) -> None:
+    """Cancel it as soon as the buffers' GPU reads what is put."""
+    await until(lambda: is_busy(pair.ours.process))
+    putting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await putting
+
+
+@pytest.mark.parametrize("put", [insert, put_layers])
+async def test_a_copy_is_kept_while_it_is_read_for_a_call_that_was_cancelled(
+    pair: GpuPair,
+    put: Callable[[GpuPair], Coroutine[Any, Any, None]],
+) -> None:
+    with held_copies(pair.ours.process, have_begun=True):
+        await cancel_when_read(pair, asyncio.create_task(put(pair)))
+        await pair.peer.lookup.peek([1])  # all that was said before is heard
+        assert pair.puts.staged_bytes == MIB
+    await pair.emptied()
+    await put(pair)
+    await check_is_in(pair)
+
+
+async def test_copies_are_kept_while_they_are_read_however_often_it_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, pair: GpuPair
+) -> None:
+    reading, ended = list[asyncio.Future[None]](), list[int]()
+
+    async def copy(arrivals: IpcArrivals, *places: Any) -> None:
+        reading.append(asyncio.get_running_loop().create_future())
+        await wait_shielded(reading[-1])
+
+    monkeypatch.setattr(IpcArrivals, "_copy", copy)
+    two = {"a": noise(MIB, 1), "b": noise(MIB, 2)}
+    inserting = asyncio.create_task(pair.peer.lookup.insert([1], None, two, {}, None))
+    await until(lambda: len(reading) == 2)
+    (served,) = [
+        task for task in asyncio.all_tasks() if "ServedInsert" in repr(task.get_coro())
+    ]
+    served.add_done_callback(lambda task: ended.append(1))
+    inserting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await inserting
+    for one in reading:
+        await pair.peer.lookup.peek([1])
+        assert not ended and pair.puts.staged_bytes == 2 * MIB
+        served.cancel()
+        one.set_result(None)
+    monkeypatch.undo()
+    await pair.emptied()
+
+
+async def test_a_layer_that_was_taken_back_is_kept_while_it_is_read(
+    pair: GpuPair,
+) -> None:
+    key = pair.theirs.tensor(noise(MIB, 2))
+    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+        with held_copies(pair.ours.process, have_begun=True):
+            putting = asyncio.create_task(writer.put("key", key))
+            await cancel_when_read(pair, putting)
+            await pair.peer.lookup.peek([1])
+            assert pair.puts.staged_bytes == MIB
+        await until(lambda: not pair.puts.staged_bytes)
+        await writer.put("key", pair.theirs.tensor(noise(MIB, 1)))
+        await writer.put("hidden", noise(8))
+    await check_is_in(pair)
+
+
+async def test_the_last_word_lets_go_of_what_was_taken_back(pair: GpuPair) -> None:
+    key = pair.theirs.tensor(noise(MIB, 2))
+    with pytest.raises(ValueError, match="key"):
+        async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+            with held_copies(pair.ours.process, have_begun=True):
+                putting = asyncio.create_task(writer.put("key", key))
+                await cancel_when_read(pair, putting)
+                assert isinstance(writer, RemoteWriter) and writer._unread
+                writer.on_frame(Cancelled(), b"")
+                assert not (writer._unread or pair.puts.staged_bytes)
+    await pair.emptied()
+
+
+async def test_a_peer_that_is_closed_leaves_nothing_open(gpus: FakeGpus) -> None:
+    async with open_gpu_pair(gpus) as pair:
+        await insert(pair)
+        assert pair.ours.process.cuda._opened
+        await pair.peer.aclose()
+        await until(lambda: not pair.ours.process.cuda._opened)
+        key = (await pair.buffer.drop_select([1])).key
+        assert is_same(only(key), noise(MIB, 1))

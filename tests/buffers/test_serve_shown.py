@@ -1,0 +1,211 @@
+"""What is shown of a stream, to whom; and peers that say what makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import torch
+
+from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.hoisting import Hoisting
+from asynckv.buffers.manifest import unpack_mapped
+from asynckv.buffers.remote import connect
+from asynckv.buffers.serve_shown import reads_gpu, show_parts
+from asynckv.errors import PeerLost
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.requests import LinkStream
+from asynckv.links.sharing import MapHolder
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.frames import Ack, Cancel, Offer, Select
+from asynckv.protocol.payload_frames import Grant, Riders
+from asynckv.protocol.values import Place
+from asynckv.tensors.arena import Region
+from asynckv.tensors.views import bytes_of
+from asynckv.testing.blocked import until
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
+from asynckv.testing.link_pairs import Hearer
+from asynckv.testing.lookup_checks.values import MIB, noise
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    async with open_gpu_pair(gpus) as pair:
+        yield pair
+
+
+def holder_of(pair: GpuPair) -> MapHolder:
+    (holder,) = pair.buffer.sharing._holders
+    return holder
+
+
+async def inserted(pair: GpuPair, key: torch.Tensor, hidden: int = 8) -> StoredEntry:
+    await pair.buffer.insert([1], None, key, None, noise(hidden))
+    (entry,) = pair.buffer.ledger.book.entries.values()
+    return entry
+
+
+async def offered(pair: GpuPair) -> tuple[Hearer, LinkStream, Offer, bytes]:
+    """Ask for a stream by hand, and return what is offered."""
+    hearer = Hearer()
+    link = pair.peer._linked()
+    stream = link.open_stream(hearer, Select(has_key=False, stream=True))
+    offer, body = await hearer.next()
+    assert isinstance(offer, Offer)
+    return hearer, stream, offer, body
+
+
+async def test_an_offer_says_where_what_does_not_ride_will_lie(pair: GpuPair) -> None:
+    entry = await inserted(pair, pair.ours.tensor(noise(MIB)))
+    found = show_parts(entry, holder_of(pair), MIB)
+    assert found is not None
+    pin, mapped, encoded = found
+    places = msgspec.msgpack.decode(encoded, type=tuple[Place | None, ...])
+    assert [place is None for place in places] == [False, True]
+    assert (mapped.pin, mapped.nbytes, mapped.edges) == (pin.number, len(encoded), b"")
+    assert holder_of(pair).pinned_regions == 1
+    holder_of(pair).unpin(pin.number)
+
+
+async def test_who_has_nothing_open_is_shown_nothing(pair: GpuPair) -> None:
+    entry = await inserted(pair, noise(MIB))
+    assert show_parts(entry, None, MIB) is None and not reads_gpu(None)
+    async with connect(pair.server.url) as mapping:
+        assert mapping.transport == "map"
+        assert pair.buffer.stage is not None
+        (holder,) = pair.buffer.stage.sharing._holders
+        assert show_parts(entry, holder, MIB) is None and not reads_gpu(holder)
+    entry.in_arena = False
+    assert show_parts(entry, holder_of(pair), MIB) is None
+    entry.in_arena = True
+
+
+async def test_what_only_rides_is_not_shown(pair: GpuPair) -> None:
+    assert show_parts(await inserted(pair, noise(8)), holder_of(pair), MIB) is None
+
+
+async def test_beside_what_is_long_and_in_host_memory_nothing_is_shown(
+    pair: GpuPair,
+) -> None:
+    key = pair.buffer.empty((MIB,), torch.uint8)
+    entry = await inserted(pair, key, 32 * 1024)
+    assert [r.is_on_device for r in entry.regions[:2]] == [True, False]
+    assert show_parts(entry, holder_of(pair), MIB) is None
+    del key
+
+
+async def test_what_fits_in_no_frame_with_its_places_goes_by_lanes(
+    pair: GpuPair,
+) -> None:
+    entry = await inserted(pair, noise(MIB))
+    preamble = len(entry.preamble())
+    shown = show_parts(entry, holder_of(pair), MIB)
+    assert shown is not None
+    holder_of(pair).unpin(shown[0].number)
+    too_few = len(shown[2]) - 1
+    assert show_parts(entry, holder_of(pair), too_few) is None
+    assert not pair.buffer.statistics().mapped_by
+    (services,) = pair.server._services
+    link = services.link
+    link.limits = msgspec.structs.replace(
+        link.limits, max_body_bytes=preamble + too_few
+    )
+    _, stream, offer, body = await offered(pair)
+    assert offer.mapped is None and len(body) == preamble
+    stream.send(Cancel())
+    await until(lambda: not pair.buffer.statistics().leased)
+
+
+async def test_parts_are_told_once_they_are_granted(pair: GpuPair) -> None:
+    await inserted(pair, noise(MIB))
+    hearer, stream, offer, body = await offered(pair)
+    assert offer.mapped is not None and offer.complete and not offer.inline
+    manifest, places = unpack_mapped(body, offer.mapped.nbytes, inline=False)
+    assert [r.name for r in manifest.records] == ["key", "hidden"]
+    assert places[0] is not None
+    stream.send(GrantDevices(offer.transfer + 2, "off"))  # of none that stands
+    for _ in range(2):
+        stream.send(GrantDevices(offer.transfer, "off"))
+    told = [(await hearer.next())[0] for _ in range(2)]
+    edges = next(frame for frame in told if isinstance(frame, SentDevices))
+    assert (edges.part, edges.kind) == (0, "edges") and edges.digest
+    assert any(isinstance(frame, Riders) for frame in told)
+    stream.send(Ack(offer.token))
+    await until(lambda: not pair.buffer.statistics().entries)
+    assert pair.pinned_bytes == MIB  # it was never let go
+    stream.send(GrantDevices(offer.transfer, "off"))  # too late
+    assert await pair.peer.lookup.peek([1]) == 0
+
+
+async def test_what_is_shown_may_be_wanted_by_lanes(pair: GpuPair) -> None:
+    await inserted(pair, noise(MIB))
+    hearer, stream, offer, _ = await offered(pair)
+    link, landed = pair.peer._linked(), list[BaseException | None]()
+    memory = memoryview(bytearray(MIB))
+    link.payload.announce(offer.transfer)
+    link.payload.receive(
+        offer.transfer, 0, memory, lambda _, error: landed.append(error)
+    )
+    stream.send(Grant(offer.transfer))
+    await until(lambda: len(hearer.frames) == 3)
+    assert not any(isinstance(frame, SentDevices) for frame, _ in hearer.frames)
+    await until(lambda: landed == [None])
+    assert memory == bytes_of(noise(MIB))
+    stream.send(Cancel())
+    await until(lambda: not pair.buffer.statistics().leased)
+
+
+async def test_who_closed_the_memory_before_it_is_told_is_told_so_once(
+    pair: GpuPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    await pair.buffer.insert([1], None, noise(MIB), noise(MIB), None)
+    hearer, stream, offer, _ = await offered(pair)
+    holder = holder_of(pair)
+    holder.close()
+    await until(lambda: not holder.is_connected)
+    stream.send(GrantDevices(offer.transfer, "off"))
+    assert "closed the memory" in str(await hearer.next())
+    await until(lambda: not pair.buffer.statistics().leased)
+    assert caplog.text.count("through host memory") == 1
+    assert not pair.pinned_bytes and not pair.buffer.statistics().mapped_by
+
+
+async def test_of_a_delivery_that_was_ended_so_nothing_more_is_begun(
+    pair: GpuPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = list[int]()
+    hoist = Hoisting.hoist
+
+    async def note(self: Hoisting, region: Region, *anything: object) -> None:
+        begun.append(region.nbytes)
+        await hoist(self, region, *anything)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Hoisting, "hoist", note)
+    await inserted(pair, noise(MIB))
+    _, stream, offer, _ = await offered(pair)
+    holder = holder_of(pair)
+    holder.close()
+    await until(lambda: not holder.is_connected)
+    stream.send(GrantDevices(offer.transfer, "off"))
+    await until(lambda: not pair.buffer.statistics().leased)
+    assert await pair.peer.lookup.peek([1]) == 1  # a round trip later
+    assert not begun
+
+
+async def test_a_grant_of_what_was_not_shown_ends_the_link(gpus: FakeGpus) -> None:
+    async with open_gpu_pair(gpus, reconnect_s=0) as pair:
+        await inserted(pair, noise(8))
+        key = noise(MIB)
+        await pair.buffer.insert([2], None, key, None, None)
+        hearer = Hearer()
+        link = pair.peer._linked()
+        stream = link.open_stream(hearer, Select(has_key=False))
+        offer, _ = await hearer.next()
+        assert isinstance(offer, Offer) and offer.mapped is None
+        stream.send(GrantDevices(offer.transfer, "off"))
+        with pytest.raises(PeerLost):
+            await hearer.next()

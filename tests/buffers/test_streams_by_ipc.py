@@ -1,0 +1,471 @@
+"""Layers of a buffer on a GPU, streamed to another process on the same GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from asynckv.buffers import serve_shown
+from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.hoisting import Hoisting
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.serve import serve
+from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, PeerLost
+from asynckv.links import sharing
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.options import Digest
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.codec import Buffer
+from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.frames import Frame
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import is_same
+from asynckv.testing.fake_devices import fake_device_of
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.fake_gpus.streams import Delay
+from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
+from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.types import TensorSpec
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+LAYERS = {
+    "0.key": TensorSpec((MIB,), "uint8"),
+    "hidden": TensorSpec((8,), "uint8"),
+    "1.key": TensorSpec((MIB,), "uint8"),
+}
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    async with open_gpu_pair(gpus) as pair:
+        yield pair
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> list[SentDevices]:
+    """All that servers say of parts that lie in memory of a GPU."""
+    said: list[SentDevices] = []
+    send = LinkStream.send
+
+    def listen(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
+        if isinstance(frame, SentDevices):
+            said.append(frame)
+        send(stream, frame, body)
+
+    monkeypatch.setattr(LinkStream, "send", listen)
+    return said
+
+
+@pytest.fixture(autouse=True)
+def hoisted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all that is brought to host memory for a peer."""
+    hoisted: list[int] = []
+    hoist = Hoisting.hoist
+
+    async def note(self: Hoisting, region: DeviceRegion, *anything: object) -> None:
+        hoisted.append(region.nbytes)
+        await hoist(self, region, *anything)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Hoisting, "hoist", note)
+    return hoisted
+
+
+def layer(pair: GpuPair, name: str) -> torch.Tensor:
+    """Return a layer on the GPU of the buffer's own process."""
+    return pair.ours.tensor(content(name))
+
+
+def content(name: str) -> torch.Tensor:
+    return noise(LAYERS[name].shape[0], [*LAYERS].index(name) + 1)
+
+
+async def fill(buffer: LookupBuffer) -> None:
+    """Insert two large layers and a small one."""
+    async with buffer.open_insert([1], None, LAYERS) as writer:
+        for name in LAYERS:
+            await writer.put(name, content(name))
+
+
+async def read(peer: Peer, **into: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Stream all of an entry."""
+    wanted = {name.replace("_", "."): tensor for name, tensor in into.items()}
+    async with peer.lookup.open_drop_select([1], into=wanted) as stream:
+        return {name: tensor async for name, tensor in stream}
+
+
+def expect_all(found: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(LAYERS)
+    assert all(is_same(found[name], content(name)) for name in LAYERS)
+
+
+def only(buffer: LookupBuffer) -> StoredEntry:
+    (entry,) = buffer.ledger.book.entries.values()
+    return entry
+
+
+async def emptied(pair: GpuPair) -> None:
+    """Wait until neither side has anything of the entry."""
+    await until(lambda: not pair.buffer.statistics().used_bytes)
+    await until(lambda: not pair.buffer.statistics().mapped_by)
+    assert not pair.peer.budget.used_bytes and not pair.pinned_bytes
+
+
+async def test_layers_are_copied_within_the_gpu_as_they_come(
+    pair: GpuPair, said: list[SentDevices], hoisted: list[int]
+) -> None:
+    async with (
+        pair.buffer.open_insert([1], None, LAYERS) as writer,
+        pair.peer.lookup.open_drop_select([1]) as stream,
+    ):
+        for name in LAYERS:
+            await writer.put(name, layer(pair, name))
+            found = await stream.wait_for(name)
+            assert found.is_cuda and is_same(found, content(name))
+    assert [(frame.part, frame.kind) for frame in said] == [(0, "edges"), (2, "edges")]
+    assert hoisted == [8]
+    await emptied(pair)
+
+
+async def test_layers_that_another_peer_puts_are_copied_there_too(
+    pair: GpuPair, said: list[SentDevices]
+) -> None:
+    async with (
+        connect(pair.server.url) as producer,
+        producer.lookup.open_insert([1], None, LAYERS) as writer,
+        pair.peer.lookup.open_drop_select([1]) as stream,
+    ):
+        for name in LAYERS:
+            await writer.put(name, content(name))
+            assert is_same(await stream.wait_for(name), content(name))
+    assert len(said) == 2
+    await emptied(pair)
+
+
+async def test_a_whole_entry_is_streamed_from_where_it_lies(
+    pair: GpuPair, said: list[SentDevices]
+) -> None:
+    await fill(pair.buffer)
+    expect_all(await read(pair.peer))
+    assert len(said) == 2
+    await emptied(pair)
+
+
+async def test_layers_land_in_memory_of_the_gpu_that_the_caller_has(
+    pair: GpuPair, said: list[SentDevices]
+) -> None:
+    await fill(pair.buffer)
+    into = pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))
+    pair.theirs.tensors.stream(0).add(Delay(20))  # what its owner still does there
+    found = await read(pair.peer, **{"0_key": into})
+    assert found["0.key"] is into and len(said) == 2
+    expect_all(found)
+    await emptied(pair)
+
+
+async def test_what_is_wanted_in_host_memory_comes_by_lanes(
+    pair: GpuPair, said: list[SentDevices]
+) -> None:
+    await fill(pair.buffer)
+    into = torch.zeros(MIB, dtype=torch.uint8)
+    async with pair.peer.lookup.open_drop_select([1], into={"0.key": into}) as stream:
+        await until(lambda: not pair.buffer.statistics().mapped_by)
+        found = {name: tensor async for name, tensor in stream}
+    assert found["0.key"] is into and not said
+    expect_all(found)
+    await emptied(pair)
+
+
+async def test_a_url_that_asks_for_lanes_gets_them(
+    pair: GpuPair, said: list[SentDevices]
+) -> None:
+    url, device = f"{pair.server.url}?payload=inline", pair.theirs.device
+    async with connect(url, device=device, max_bytes="16MiB") as peer:
+        await fill(pair.buffer)
+        expect_all(await read(peer))
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kind"),
+    [
+        ("auto", "auto", "edges"),
+        ("full", "off", "full"),
+        ("off", "full", "full"),
+        ("off", "off", "off"),
+    ],
+)
+async def test_the_stricter_digest_is_compared(
+    gpus: FakeGpus, said: list[SentDevices], ours: Digest, theirs: Digest, kind: str
+) -> None:
+    here, there = (fake_device_of(gpus.process()).device for _ in range(2))
+    async with (
+        LookupBuffer("16MiB", device=here, drain_s=0) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer, digest=ours) as server,
+        connect(server.url, device=there, digest=theirs, max_bytes="16MiB") as peer,
+    ):
+        await fill(buffer)
+        expect_all(await read(peer))
+    assert {frame.kind for frame in said} == {kind}
+    assert all(bool(frame.digest) is (kind != "off") for frame in said)
+
+
+async def test_what_has_no_known_edges_is_compared_whole(
+    pair: GpuPair, said: list[SentDevices]
+) -> None:
+    await fill(pair.buffer)
+    entry = only(pair.buffer)
+    for index in (0, 2):
+        region = entry.regions[index]
+        assert isinstance(region, DeviceRegion)
+        region.edges = b""
+    entry.parts[2].digest = b""  # it has none, and gets one
+    expect_all(await read(pair.peer))
+    assert [frame.kind for frame in said] == ["full", "full"]
+    assert all(frame.digest for frame in said)
+
+
+def change(pair: GpuPair, index: int, offset: int) -> None:
+    """Change a byte of what was put, in the memory of the GPU."""
+    entry = only(pair.buffer)
+    place = entry.regions[index].place(entry.parts[index].spec)
+    assert isinstance(place, DeviceMemory)
+    pair.ours.process.cuda.view(place)[offset] ^= 1
+
+
+@pytest.mark.parametrize(("digest", "offset"), [("edges", 0), ("full", MIB // 2)])
+async def test_other_bytes_than_were_put_are_refused_and_given_back(
+    gpus: FakeGpus, digest: str, offset: int
+) -> None:
+    async with open_gpu_pair(gpus, digest=digest) as pair:
+        await fill(pair.buffer)
+        change(pair, 2, offset)
+        with pytest.raises(ChecksumError):
+            await read(pair.peer)
+        await until(lambda: not pair.buffer.statistics().leased)
+        await until(lambda: not pair.buffer.statistics().mapped_by)
+        assert not pair.peer.budget.used_bytes
+        change(pair, 2, offset)
+        expect_all(await read(pair.peer))
+        await emptied(pair)
+
+
+async def test_a_writer_that_fails_ends_the_stream_and_leaves_nothing(
+    pair: GpuPair,
+) -> None:
+    with pytest.raises(LookupError):
+        async with pair.buffer.open_insert([1], None, LAYERS) as writer:
+            await writer.put("0.key", content("0.key"))
+            reading = pair.peer.lookup.open_drop_select([1])
+            stream = await reading.__aenter__()
+            await stream.wait_for("0.key")
+            raise LookupError
+    with pytest.raises(EntryAborted, match="producer"):
+        await stream.wait_for("1.key")
+    assert is_same(await stream.wait_for("0.key"), content("0.key"))
+    with pytest.raises(LeaseLost):
+        await reading.__aexit__(None, None, None)
+    await emptied(pair)
+
+
+async def test_a_stream_that_was_ended_keeps_no_memory_though_nobody_leaves_it(
+    pair: GpuPair,
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        with pytest.raises(LookupError):
+            async with pair.buffer.open_insert([1], None, LAYERS) as writer:
+                await writer.put("0.key", content("0.key"))
+                reading = pair.peer.lookup.open_drop_select([1])
+                stream = await reading.__aenter__()
+                await stream.wait_for("0.key")
+                raise LookupError
+        stack.push_async_exit(reading)
+        await until(lambda: not pair.buffer.statistics().mapped_by)
+        assert not pair.pinned_bytes
+        with pytest.raises(LeaseLost):
+            await stack.aclose()
+    await emptied(pair)
+
+
+async def test_an_error_that_somebody_keeps_keeps_no_memory(
+    pair: GpuPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*anything: object) -> None:
+        raise GPUFailed("it has fallen off the bus")
+
+    await fill(pair.buffer)
+    into = pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.theirs.process.cuda, "copy", fail)
+        with pytest.raises(GPUFailed) as failed:
+            await read(pair.peer, **{"0_key": into})
+    await until(lambda: not pair.buffer.statistics().mapped_by)
+    assert not pair.peer.budget.used_bytes
+    expect_all(await read(pair.peer))
+    await emptied(pair)
+    assert failed.value
+
+
+async def test_leaving_early_lets_the_memory_go(pair: GpuPair) -> None:
+    async with pair.buffer.open_insert([1], None, LAYERS) as writer:
+        await writer.put("0.key", content("0.key"))
+        async with pair.peer.lookup.open_drop_select([1]) as stream:
+            await stream.wait_for("0.key")
+            assert pair.buffer.statistics().mapped_by  # all there is to come
+        await emptied(pair)
+        await writer.put("1.key", content("1.key"))
+        await writer.put("hidden", content("hidden"))
+
+
+async def test_a_link_lost_in_mid_stream_gives_the_entry_back(pair: GpuPair) -> None:
+    async with pair.buffer.open_insert([1], None, LAYERS) as writer:
+        await writer.put("0.key", content("0.key"))
+        with pytest.raises(PeerLost):
+            async with pair.peer.lookup.open_drop_select([1]) as stream:
+                await stream.wait_for("0.key")
+                pair.peer._linked().abort()
+                await anext(stream)
+                await anext(stream)
+        for name in ("1.key", "hidden"):
+            await writer.put(name, content(name))
+        async with pair.peer.lookup.open_drop_select([1]) as stream:
+            assert stream.attempt == 2
+            expect_all({n: await stream.wait_for(n) for n in LAYERS})
+    await emptied(pair)
+
+
+async def test_a_peer_that_has_closed_the_memory_is_shown_nothing_more(
+    pair: GpuPair, said: list[SentDevices], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, serve_shown.__name__)
+    async with pair.buffer.open_insert([1], None, LAYERS) as writer:
+        await writer.put("0.key", content("0.key"))
+        with pytest.raises(GPUFailed, match="closed the memory"):
+            async with pair.peer.lookup.open_drop_select([1]) as stream:
+                await stream.wait_for("0.key")
+                (holder,) = pair.buffer.sharing._holders
+                holder.close()
+                await until(lambda: not holder.is_connected)
+                await writer.put("1.key", content("1.key"))
+                await stream.wait_for("1.key")
+        await writer.put("hidden", content("hidden"))
+    assert caplog.text.count("through host memory") == 1
+    assert len(said) == 1
+    expect_all(await read(pair.peer))  # by lanes
+    assert len(said) == 1 and pair.peer.transport == "cuda_ipc"
+    await until(lambda: not pair.buffer.statistics().used_bytes)
+
+
+async def test_a_stream_that_was_entered_does_not_begin_again_by_itself(
+    pair: GpuPair, said: list[SentDevices]
+) -> None:
+    async with pair.buffer.open_insert([1], None, LAYERS) as writer:
+        with pytest.raises(GPUFailed, match="closed the memory"):
+            async with pair.peer.lookup.open_drop_select([1]) as stream:
+                (holder,) = pair.buffer.sharing._holders
+                holder.close()
+                await until(lambda: not holder.is_connected)
+                await writer.put("0.key", content("0.key"))
+                await anext(stream)
+        await until(lambda: not pair.buffer.statistics().leased)
+        async with pair.peer.lookup.open_drop_select([1]) as stream:
+            name, tensor = await anext(stream)
+            assert (stream.attempt, name, said) == (2, "0.key", [])
+            assert is_same(tensor, content(name))
+        for name in ("hidden", "1.key"):
+            await writer.put(name, content(name))
+
+
+async def test_a_peer_that_keeps_too_many_deliveries_gets_the_next_by_lanes(
+    pair: GpuPair, said: list[SentDevices], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "MAX_PINS", 0)
+    await fill(pair.buffer)
+    expect_all(await read(pair.peer))
+    assert not said
+
+
+async def test_a_gpu_that_fails_gives_the_entry_back(
+    pair: GpuPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*anything: object) -> None:
+        raise GPUFailed("it has fallen off the bus")
+
+    await fill(pair.buffer)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.theirs.process.cuda, "copy", fail)
+        with pytest.raises(GPUFailed, match="off the bus"):
+            await read(pair.peer)
+    await until(lambda: not pair.buffer.statistics().leased)
+    await until(lambda: not pair.buffer.statistics().mapped_by)
+    expect_all(await read(pair.peer))
+    await emptied(pair)
+
+
+async def test_a_cancelled_stream_touches_nothing_of_the_callers(
+    pair: GpuPair,
+) -> None:
+    into = pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))
+
+    async def check(
+        k: int, mode: CancelMode, outcome: Outcome[dict[str, torch.Tensor]]
+    ) -> None:
+        moving = [x for x in pair.theirs.process.space.allocations() if x.users]
+        assert not moving
+        await until(lambda: not pair.buffer.statistics().leased)
+        await until(lambda: not pair.buffer.statistics().mapped_by)
+        assert not pair.peer.budget.used_bytes
+        if pair.buffer.statistics().entries:
+            assert outcome.cancelled
+            expect_all(await read(pair.peer))
+        await emptied(pair)
+
+    counts = await sweep_cancellation(
+        lambda: read(pair.peer, **{"0_key": into}),
+        check,
+        before=lambda: fill(pair.buffer),
+    )
+    assert counts.suspensions > 3
+
+
+async def test_a_stream_that_ends_while_a_layer_is_copied_is_quiet_first(
+    pair: GpuPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going = asyncio.Event()
+    pool = pair.peer.pool
+    copy = pool.copy
+
+    async def slow(*places: object, digest: bool = True) -> list[bytes]:
+        await going.wait()
+        return await copy(*places, digest=digest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pool, "copy", slow)
+    await fill(pair.buffer)
+    async with pair.peer.lookup.open_drop_select([1]):
+        assert pair.buffer.statistics().mapped_by
+    going.set()
+    await emptied(pair)
+
+
+async def test_a_stream_waits_for_room_in_its_bound(gpus: FakeGpus) -> None:
+    async with open_gpu_pair(gpus, max_bytes=3 * MIB) as pair:
+        await fill(pair.buffer)
+        async with contextlib.AsyncExitStack() as stack:
+            reading = pair.peer.lookup.open_drop_select([1])
+            first = await stack.enter_async_context(reading)
+            expect_all({name: await first.wait_for(name) for name in LAYERS})
+            await fill(pair.buffer)
+            second = asyncio.create_task(read(pair.peer))
+            await until(lambda: pair.buffer.statistics().leased == 2)
+            await until_blocked(second)
+        expect_all(await second)
+        await emptied(pair)

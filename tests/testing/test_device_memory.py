@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from asynckv.testing.device_memory import (
+    filled_region,
+    open_device_arena,
+    open_device_pool,
+    region_in,
+)
+from asynckv.testing.expectations import is_same, noise
+from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.types import TensorSpec
+
+MIB = 2**20
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    with fake_device() as gpu:
+        yield gpu
+
+
+async def test_a_region_that_is_filled_has_these_bytes_on_the_gpu(
+    gpu: FakeDevice,
+) -> None:
+    with open_device_arena(gpu) as arena, open_device_pool(gpu) as pool:
+        region = await filled_region(arena, pool, noise(MIB, 3))
+        tensor = region.tensor(TensorSpec((MIB,), "uint8"))
+        assert tensor.is_cuda and is_same(tensor, noise(MIB, 3))
+        del tensor
+        arena.free([region])
+
+
+@pytest.mark.parametrize("nbytes", [64, MIB + 1], ids=["little", "much"])
+def test_what_the_gpu_does_not_have_is_no_region_of_it(
+    gpu: FakeDevice, nbytes: int
+) -> None:
+    with open_device_arena(gpu, MIB) as arena, pytest.raises(LookupError):
+        region_in(arena, nbytes)
+
+
+def test_leaving_leaves_nothing_on_the_gpu(gpu: FakeDevice) -> None:
+    with open_device_arena(gpu, MIB):
+        assert gpu.process.owned
+    assert not gpu.process.owned
