@@ -19,6 +19,7 @@ import numpy.typing
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, PinnedMemory, Stream
 from asynckv.tensors.device_moves import free_pinned, keep_for_ever
+from asynckv.tensors.quiet_gpus import quiet_gpu
 
 __all__ = ("Addresses", "DeviceBlocks", "run_starts")
 
@@ -151,11 +152,12 @@ class DeviceBlocks:
             if cuda is None or stream is None or self._is_stuck:
                 return
             cuda.use_device(self.device)
-            for turn in turns:
-                turn.event.close()
-                for pinned in (turn.slot, turn.table):
-                    free_pinned(cuda, pinned)
-                cuda.free(turn.device_table)
+            with quiet_gpu(cuda, self.device).allocating():
+                for turn in turns:
+                    turn.event.close()
+                    for pinned in (turn.slot, turn.table):
+                        free_pinned(cuda, pinned)
+                    cuda.free(turn.device_table)
             stream.close()
 
     @contextlib.contextmanager
@@ -190,14 +192,15 @@ class DeviceBlocks:
         cuda.compile_kernels()
         self._stream = cuda.stream()
         table_nbytes = 16 * self._table_blocks
-        for _ in range(2):
-            turn = _Turn(
-                cuda.host_alloc(self.chunk_nbytes),
-                cuda.host_alloc(table_nbytes),
-                cuda.malloc(table_nbytes),
-                cuda.event(),
-            )
-            self._turns.append(turn)
+        with quiet_gpu(cuda, self.device).allocating():
+            for _ in range(2):
+                turn = _Turn(
+                    cuda.host_alloc(self.chunk_nbytes),
+                    cuda.host_alloc(table_nbytes),
+                    cuda.malloc(table_nbytes),
+                    cuda.event(),
+                )
+                self._turns.append(turn)
         self._cuda = cuda
 
     def _blocks_a_slot(self, nbytes: int) -> int:

@@ -19,6 +19,7 @@ from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.tensors.packing import pack, pages_of
+from asynckv.tensors.quiet_gpus import quiet_gpu
 from asynckv.tensors.slab_pages import Place
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.types import TensorSpec
@@ -98,7 +99,11 @@ class IdleDevice:
         """Let it go: freed now, or with its last view. In a thread."""
         for close in self._closers:
             close()
-        self._allocation = None
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            where = allocation.gpus.cuda, allocation.memory.device
+            with quiet_gpu(*where).allocating():
+                del allocation
 
 
 class DevicePages:
@@ -186,12 +191,14 @@ class DevicePages:
     def make_slab(self) -> int | None:
         """Open CUDA and allocate, or as much as can be had; return the bytes.
 
-        Blocks: to be called in a thread, once. ``None``, and an :attr:`error`, if
-        there is no such GPU.
+        Blocks: to be called in a thread, once. While an operation there waits for a
+        peer it waits too, at most 5 s. ``None``, and an :attr:`error`, if there is no
+        such GPU.
         """
         try:
             gpus = self.device.opened()
-            return self._allocate(gpus)
+            with quiet_gpu(gpus.cuda, self.device.index).allocating():
+                return self._allocate(gpus)
         except (GPUUnavailable, GPUFailed) as exc:
             self.error = exc
             return None

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -8,6 +10,7 @@ from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_pages import MARK_NBYTES, DevicePages
 from asynckv.tensors.devices import Device
+from asynckv.tensors.quiet_gpus import QuietGpu, quiet_gpu
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 
 MIB = 2**20
@@ -21,6 +24,18 @@ def gpu() -> Iterator[FakeDevice]:
 
 def pages_on(device: Device, max_bytes: int = 4 * MIB) -> DevicePages:
     return DevicePages(max_bytes, device, lambda: None)
+
+
+@contextlib.contextmanager
+def waiting_for(quiet: QuietGpu, call: Callable[[], object]) -> Iterator[None]:
+    """Call it in a thread beside an operation, which ends behind the block."""
+    quiet.begin_operation()
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(0.02)
+    yield
+    quiet.end_operation()
+    thread.join(30)
 
 
 def limit(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch, max_nbytes: int) -> None:
@@ -42,6 +57,20 @@ def test_all_of_it_is_allocated_at_once_beside_a_mark(gpu: FakeDevice) -> None:
     allocation = pages.allocation
     mark = bytes(gpu.process.cuda.view(allocation.mark))
     assert len(mark) == MARK_NBYTES and mark.startswith(allocation.nonce)
+
+
+def test_nothing_is_allocated_or_freed_while_an_operation_waits_for_a_peer(
+    gpu: FakeDevice,
+) -> None:
+    quiet, pages = quiet_gpu(gpu.process.cuda, gpu.index), pages_on(gpu.device)
+    with waiting_for(quiet, pages.make_slab):
+        assert not pages.is_open
+    assert pages.is_open
+    idle = pages.unmap()
+    assert idle is not None
+    with waiting_for(quiet, idle.drop):
+        assert gpu.process.owned
+    assert not gpu.process.owned
 
 
 def test_where_the_whole_cannot_be_had_a_half_is_taken(

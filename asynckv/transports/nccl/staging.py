@@ -31,6 +31,8 @@ class Staging:
     async def allocate(self) -> DeviceMemory:
         """Allocate it all on the worker; cancelled, it is freed again.
 
+        While operations wait for their peers it is put off, at most 5 s.
+
         :raises GPUFailed: there is not so much memory, or no such worker
         """
         loop = asyncio.get_running_loop()
@@ -52,7 +54,7 @@ class Staging:
                 error = exc
             call_on(loop, lambda: settle(scratch, error))
 
-        if not self._worker.run(allocate):
+        if not self._worker.run_when_quiet(allocate):
             raise self._worker.error or GPUFailed("the GPU's worker has stopped")
         return await future
 
@@ -61,7 +63,7 @@ class Staging:
         if self._is_freed:
             return
         self._is_freed = True
-        if not self._worker.run(self._free):
+        if not self._worker.run_when_quiet(self._free):
             self._worker.kept.append(self)
 
     def _allocate(self) -> DeviceMemory:

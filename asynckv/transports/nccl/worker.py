@@ -20,7 +20,9 @@ from typing import Final, Protocol, TypeAlias
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import CudaApi, Event
+from asynckv.tensors.quiet_gpus import quiet_gpu
 from asynckv.transports.nccl.api import NcclApi
+from asynckv.transports.nccl.quiet_work import QuietWork
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
 from asynckv.transports.nccl.worker_turns import WorkerTurns
 
@@ -115,6 +117,7 @@ class DeviceWorker:
         self._blocked_s = blocked_s
         self._abort_grace_s = abort_grace_s
         self._commands: collections.deque[_Command] = collections.deque()
+        self._quiet = QuietWork(quiet_gpu(cuda, device))
         self._came = threading.Event()
         self._lock = threading.Lock()
         self._jobs: dict[Job, WorkerPipe | None] = {}
@@ -167,6 +170,13 @@ class DeviceWorker:
             self._commands.append(command)
         self._came.set()
         return True
+
+    def run_when_quiet(self, command: _Command) -> bool:
+        """As :meth:`run`, of what allocates memory or frees it, in the order of calls.
+
+        When no operation is under way, or after 5 s.
+        """
+        return self.run(lambda: self._quiet.add(command))
 
     def issue(self, pipe: WorkerPipe, job: Job) -> None:
         """Post ``job``'s operation behind those of its pipe. From any thread."""
@@ -258,6 +268,7 @@ class DeviceWorker:
                 break  # in this order: no command comes once it is stopping
             has_come, command = command is not None, None  # it keeps its job's memory
             progressed = self._poll() or has_come
+            self._quiet.run()
             idle_s = _LEAST_IDLE_S if progressed else min(idle_s * 2, _MOST_IDLE_S)
         self._busy_since = None
 
@@ -279,6 +290,7 @@ class DeviceWorker:
         if pipe.error is not None:
             self._finish(job, pipe.error)
             return
+        self._quiet.begin_operation()
         try:
             event = job.issue(pipe)
         except Exception as exc:  # noqa: BLE001 - the pipe is out of step, and ends
@@ -293,6 +305,7 @@ class DeviceWorker:
         with self._lock:
             self._pipes.append(pipe)
             self._jobs[job] = None
+        self._quiet.begin_operation()
         try:
             pipe.open(self.cuda, self.nccl, unique_id)
         except Exception as exc:  # noqa: BLE001 - who opens is told
@@ -300,6 +313,7 @@ class DeviceWorker:
             self._fail(pipe, exc)
         else:
             self._issue(pipe, job)
+            self._quiet.end_operation()
 
     def _poll(self) -> bool:
         """Settle what has ended, and fail what should have: whether anything was."""
@@ -315,6 +329,7 @@ class DeviceWorker:
                 progressed = True
             if self._has_fired(flight):
                 self._flights.remove(flight)
+                self._quiet.end_operation()
                 self._settle(flight, pipe.error)
                 progressed = True
                 self._tell_if_quiet(pipe)

@@ -12,6 +12,7 @@ import pytest
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import Event
+from asynckv.tensors.quiet_gpus import quiet_gpu
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
@@ -162,6 +163,44 @@ def test_a_job_settles_when_its_event_has_fired(
     told = job.told.get(timeout=5)
     assert isinstance(told, tuple) and told[:3] == ("settled", None, True)
     assert job.event.is_closed
+
+
+def test_memory_is_changed_when_no_operation_is_under_way(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    jobs, changed = [Moving(worker), Moving(worker)], threading.Event()
+    for job in jobs:
+        worker.issue(Pipe(gpus, worker), job)
+    assert worker.run_when_quiet(changed.set)
+    jobs[0].event.has_fired = True
+    assert jobs[0].told.get(timeout=5) and not changed.wait(0.02)
+    jobs[1].event.has_fired = True
+    assert changed.wait(5)
+
+
+def test_memory_is_changed_before_it_stops(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    job, changed = Moving(worker), threading.Event()
+    worker.issue(Pipe(gpus, worker), job)
+    worker.run_when_quiet(changed.set)
+    worker.stop()
+    assert not worker.run_when_quiet(changed.clear) and not changed.is_set()
+    job.event.has_fired = True
+    assert worker.join(5) and changed.is_set()
+
+
+def test_a_pipe_that_fails_to_open_keeps_no_memory_from_being_changed(
+    gpus: FakeGpus, worker: DeviceWorker
+) -> None:
+    memory, lost = worker.cuda.malloc(1), queue.Queue[object]()
+    pipe = WorkerPipe("send", 1, memory, opened=lambda: None, lost=lost.put)
+    worker.open(pipe, b"no id")
+    changed = threading.Event()
+    assert lost.get(timeout=5) and worker.run_when_quiet(changed.set)
+    assert changed.wait(5)
+    with quiet_gpu(worker.cuda, worker.device).allocating(0):
+        assert quiet_gpu(worker.cuda, worker.device)._allocating == 1
 
 
 def test_jobs_of_a_pipe_settle_in_order(gpus: FakeGpus, worker: DeviceWorker) -> None:
