@@ -31,27 +31,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
-
-
-def near(limits: Limits | None = None) -> Session[str]:
-    """The side that dialled: its streams are odd."""
-    return Session(limits or Limits(), dialled=True)
-
-
-def far(limits: Limits | None = None) -> Session[str]:
-    return Session(limits or Limits(), dialled=False)
-
-
-def pump(source: Session[str], sink: Session[str]) -> list[Event[str]]:
-    """Carry all that ``source`` has to say to ``sink``."""
-    events: list[Event[str]] = []
-    while source.outbox:
-        events += sink.receive(source.outbox.take(100_000))
-    return events
-
-
-def ask(session: Session[str], owner: str = "asker") -> int:
-    return session.open(owner, Get("k"))
+from asynckv.testing.session_pairs import ask, far, hear, near, pump
 
 
 def owners(session: Session[str]) -> list[str]:
@@ -69,10 +49,6 @@ def ask_twice(session: Session[str]) -> int:
 SIDES = pytest.mark.parametrize(("asking", "asked"), [(near, far), (far, near)])
 
 Side = Callable[..., Session[str]]
-
-
-def hear(session: Session[str], stream: int, frame: Frame, body: bytes = b"") -> None:
-    list(session.receive(encode_frame(stream, frame, body)[0]))
 
 
 def took(session: Session[str], stream: int) -> Came[str]:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
-from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.events import Event, Opened
+from asynckv.protocol.events import Opened
 from asynckv.protocol.frames import (
     Accepted,
     Frame,
@@ -13,33 +12,8 @@ from asynckv.protocol.frames import (
     Ping,
 )
 from asynckv.protocol.payload_frames import Grant
-from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits, PeerIdentity
-
-
-def near(limits: Limits | None = None) -> Session[str]:
-    """The side that dialled: its streams are odd."""
-    return Session(limits or Limits(), dialled=True)
-
-
-def far(limits: Limits | None = None) -> Session[str]:
-    return Session(limits or Limits(), dialled=False)
-
-
-def pump(source: Session[str], sink: Session[str]) -> list[Event[str]]:
-    """Carry all that ``source`` has to say to ``sink``."""
-    events: list[Event[str]] = []
-    while source.outbox:
-        events += sink.receive(source.outbox.take(100_000))
-    return events
-
-
-def ask(session: Session[str], owner: str = "asker") -> int:
-    return session.open(owner, Get("k"))
-
-
-def hear(session: Session[str], stream: int, frame: Frame, body: bytes = b"") -> None:
-    list(session.receive(encode_frame(stream, frame, body)[0]))
+from asynckv.testing.session_pairs import ask, far, hear, near, pump
 
 
 def test_each_side_counts_its_own_streams() -> None:
