@@ -30,6 +30,7 @@ from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Frame
 from asynckv.tensors.devices import Device
 from asynckv.testing.certificates import Authority
+from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_processes import GPU_KINDS, GpuKind, usable
 from asynckv.transports.nccl import workers
@@ -300,6 +301,13 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 def gpu_kind(request: pytest.FixtureRequest) -> GpuKind:
     """What GPU processes of a test have: one that is not there, and the real one."""
     return usable(request.param)
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeDevice]:
+    """A fake one of this process; nothing is done to it that hardware punishes."""
+    with fake_device() as gpu:
+        yield gpu
 
 
 @pytest.fixture

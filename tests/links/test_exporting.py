@@ -1,22 +1,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
 from asynckv.links.exporting import ExportedMemory, edges_in
 from asynckv.protocol.values import Place
 from asynckv.tensors.device_pages import DevicePages
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 
 FIRST, SECOND = Place((), 0, 1), Place((), 4096, 2)
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
 
 
 def opened(gpu: FakeDevice) -> DevicePages:

@@ -3,10 +3,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeAlias
 
-import anyio
 import pytest
 import torch
 
@@ -14,31 +13,10 @@ from asynckv.tensors.block_copier import BlockCopier
 from asynckv.tensors.block_copies import CopyDirection, copy_kv_blocks
 from asynckv.tensors.copying import CopyPool
 
-_Cancel: TypeAlias = Callable[[asyncio.Task[None], anyio.CancelScope], Awaitable[None]]
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[CopyPool]:
-    pool = CopyPool()
-    yield pool
-    pool.close()
-
-
-async def _cancel_by_task(task: asyncio.Task[None], scope: anyio.CancelScope) -> None:
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def _cancel_by_scope(task: asyncio.Task[None], scope: anyio.CancelScope) -> None:
-    scope.cancel()
-    await task
-    assert scope.cancelled_caught
-
-
-async def _in(scope: anyio.CancelScope, work: Coroutine[Any, Any, None]) -> None:
-    with scope:
-        await work
+_Cancel: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+_Begin: TypeAlias = Callable[
+    [Coroutine[Any, Any, None]], tuple[asyncio.Task[None], _Cancel]
+]
 
 
 def _caches(blocks: int, width: int, fill: int) -> dict[str, torch.Tensor]:
@@ -66,17 +44,14 @@ async def test_large_blocks_are_copied_in_threads_of_the_pool(pool: CopyPool) ->
     assert all(cache.all() for cache in dst.values())
 
 
-@pytest.mark.parametrize("cancel", [_cancel_by_task, _cancel_by_scope])
 async def test_after_a_cancelled_copy_nothing_is_written_any_more(
-    pool: CopyPool, cancel: _Cancel
+    pool: CopyPool, begin: _Begin
 ) -> None:
     src, dst = _caches(24, 2**20, 1), _caches(24, 2**20, 0)
-    copy = BlockCopier(pool).copy(src, dst, range(24), range(24))
-    scope = anyio.CancelScope()
-    task = asyncio.create_task(_in(scope, copy))
+    _, cancel = begin(BlockCopier(pool).copy(src, dst, range(24), range(24)))
     while not dst["layers.0"][0, 0]:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    await cancel(task, scope)
+    await cancel()
     left = {layer: cache.clone() for layer, cache in dst.items()}
     assert not all(cache.all() for cache in dst.values())
     await pool.copy([torch.ones(2**17)], [torch.zeros(2**17)])

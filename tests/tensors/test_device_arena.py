@@ -1,27 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_regions import DeviceRegion, HostRegion
-from asynckv.testing.device_memory import open_device_arena
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 
 MIB = 2**20
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
-
-
-@pytest.fixture
-def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
-    with open_device_arena(gpu) as arena:
-        yield arena
 
 
 def test_large_regions_are_on_the_gpu_and_small_ones_on_the_host(

@@ -11,15 +11,9 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_pages import MARK_NBYTES, DevicePages
 from asynckv.tensors.devices import Device
 from asynckv.tensors.quiet_gpus import QuietGpu, quiet_gpu
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 
 MIB = 2**20
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
 
 
 def pages_on(device: Device, max_bytes: int = 4 * MIB) -> DevicePages:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,25 +8,13 @@ import torch
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_regions import HostRegion, region_behind
-from asynckv.testing.device_memory import open_device_arena, region_in
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.device_memory import region_in
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.types import TensorSpec
 
 MIB = 2**20
 SPEC = TensorSpec((MIB,), "uint8")
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
-
-
-@pytest.fixture
-def arena(gpu: FakeDevice) -> Iterator[DeviceArena]:
-    with open_device_arena(gpu) as arena:
-        yield arena
 
 
 def test_its_tensor_is_on_the_gpu_and_its_place_is_the_same_memory(

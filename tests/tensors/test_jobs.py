@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,13 +26,6 @@ class _Fill(CopyJob):
                 raise self._error
             part.fill_(1)
             yield
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[CopyPool]:
-    pool = CopyPool()
-    yield pool
-    pool.close()
 
 
 def test_jobs_are_done_one_after_the_other() -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import numpy
 import pytest
 import torch
@@ -24,13 +22,6 @@ _LAYOUTS = (
 _KV_FIRST = (KVLayout.kv_first("NHD"), KVLayout.kv_first("HND"))
 _ACROSS_LAYERS = tuple(map(KVLayout.named, ("BLHNC", "BLNHC", "BHLNC")))
 _HEADS_APART = (KVLayout.named("LHBNC"),)
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[CopyPool]:
-    pool = CopyPool()
-    yield pool
-    pool.close()
 
 
 def _shape(

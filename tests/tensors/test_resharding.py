@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeAlias
 
-import anyio
 import numpy
 import pytest
 import torch
@@ -31,33 +30,10 @@ _LAYOUTS = (
 )
 
 
-_Cancel: TypeAlias = Callable[
-    [asyncio.Task[None], anyio.CancelScope], Coroutine[Any, Any, None]
+_Cancel: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+_Begin: TypeAlias = Callable[
+    [Coroutine[Any, Any, None]], tuple[asyncio.Task[None], _Cancel]
 ]
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[CopyPool]:
-    pool = CopyPool()
-    yield pool
-    pool.close()
-
-
-async def _cancel_by_task(task: asyncio.Task[None], scope: anyio.CancelScope) -> None:
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def _cancel_by_scope(task: asyncio.Task[None], scope: anyio.CancelScope) -> None:
-    scope.cancel()
-    await task
-    assert scope.cancelled_caught
-
-
-async def _in(scope: anyio.CancelScope, work: Coroutine[Any, Any, None]) -> None:
-    with scope:
-        await work
 
 
 class _Held(CopyJob):
@@ -202,9 +178,8 @@ async def test_a_pool_does_it_off_the_loop(pool: CopyPool) -> None:
         assert torch.equal(came.pool[came.block_ids], should)
 
 
-@pytest.mark.parametrize("cancel", [_cancel_by_task, _cancel_by_scope])
 async def test_after_a_cancelled_run_nothing_is_written_any_more(
-    pool: CopyPool, cancel: _Cancel
+    pool: CopyPool, begin: _Begin
 ) -> None:
     shape = _shape(KVLayout.kv_first("HND"), block=16, sizes=(256, 256), stages=(1,))
     other = _shape(KVLayout.kv_first("NHD"), block=16, sizes=(256, 256), stages=(1,))
@@ -212,10 +187,10 @@ async def test_after_a_cancelled_run_nothing_is_written_any_more(
     targets = [torch.zeros((2048, 16, 4, 64), dtype=torch.int32) for _ in range(2)]
     (read,) = plan_reshard(shape, other, Rank()).reads
     jobs = reshard_jobs(read.copies, sources, targets, Span(2048 * 16))
-    held, scope = [_Held(job) for job in jobs], anyio.CancelScope()
-    task = asyncio.create_task(_in(scope, pool.run(held)))
+    held = [_Held(job) for job in jobs]
+    task, cancel = begin(pool.run(held))
     await until(lambda: any(job.has_begun for job in held))
-    cancelling = asyncio.create_task(cancel(task, scope))
+    cancelling = asyncio.create_task(cancel())
     await until_blocked(cancelling, task)
     for job in held:
         job.goes_on.set()

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from asynckv.testing.device_memory import (
@@ -11,16 +9,10 @@ from asynckv.testing.device_memory import (
     region_in,
 )
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.types import TensorSpec
 
 MIB = 2**20
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
 
 
 async def test_a_region_that_is_filled_has_these_bytes_on_the_gpu(

@@ -1,22 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.held_copies import bytes_of_tensor, held_copies, is_busy
 
 NBYTES = 4096
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
 
 
 def copy(gpu: FakeDevice, target: torch.Tensor, source: DeviceMemory) -> Event:
