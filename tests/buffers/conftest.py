@@ -1,4 +1,4 @@
-"""A served lookup buffer and two peers of it, and ways to cut a link."""
+"""Served buffers and their peers, in memory and on GPUs, and ways to cut a link."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.testing.device_memory import open_device_pool
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
+from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
 from asynckv.testing.link_pairs import name_of
+from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.testing.pairs import Peers, open_peers
 from asynckv.testing.raw_maps import RawMapper
 
@@ -35,6 +41,17 @@ async def local() -> AsyncIterator[LookupBuffer]:
 async def peers(local: LookupBuffer) -> AsyncIterator[Peers]:
     async with open_peers("tcp", local, reconnect_s=5) as peers:
         yield peers
+
+
+@pytest.fixture
+async def link(local: LookupBuffer) -> AsyncIterator[Link]:
+    """A peer of the served buffer that says what it likes."""
+    async with serve("mem://", lookup=local) as server:
+        link = await dial(server.url, identity=name_of("peer"))
+        try:
+            yield link
+        finally:
+            await link.aclose()
 
 
 @pytest.fixture
@@ -80,6 +97,36 @@ def gpus() -> Iterator[FakeGpus]:
         gc.collect()
     gpus.close()
     assert not gpus.faults
+
+
+@pytest.fixture
+def pool(gpu: FakeDevice) -> Iterator[DeviceCopyPool]:
+    """That of a buffer on this process's GPU."""
+    with open_device_pool(gpu) as pool:
+        yield pool
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    """A buffer and a peer in two processes on one GPU."""
+    async with open_gpu_pair(gpus) as pair:
+        yield pair
+
+
+@pytest.fixture
+async def nccl_pair(two_gpus: FakeGpus) -> AsyncIterator[NcclBuffers]:
+    """A buffer and a peer on two GPUs; the way between them is open."""
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.opened()
+        yield pair
+
+
+@pytest.fixture
+async def nccl_stores(two_gpus: FakeGpus) -> AsyncIterator[GpuStores]:
+    """A store and a peer on two GPUs; the way between them is open."""
+    async with open_gpu_stores(two_gpus, theirs=1) as pair:
+        await pair.opened()
+        yield pair
 
 
 @pytest.fixture

@@ -2,59 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-import pytest
 import torch
 
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_puts import LAYERS, check_is_in
-from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
+from asynckv.testing.gpu_stores import GpuStores
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-
-
-@pytest.fixture
-async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclBuffers]:
-    async with open_nccl_buffers(two_gpus) as pair:
-        await pair.opened()
-        yield pair
-
-
-@pytest.fixture
-async def stores(two_gpus: FakeGpus) -> AsyncIterator[GpuStores]:
-    async with open_gpu_stores(two_gpus, theirs=1) as pair:
-        await pair.opened()
-        yield pair
+from asynckv.testing.nccl_buffer_pairs import NcclBuffers
 
 
 async def test_a_cancelled_insert_leaves_no_trace_on_either_gpu(
-    pair: NcclBuffers,
+    nccl_pair: NcclBuffers,
 ) -> None:
-    tensor = pair.theirs.tensor
+    tensor = nccl_pair.theirs.tensor
     key, hidden = tensor(noise(MIB, 1)), tensor(noise(8))
-    entries = pair.buffer.ledger.book.entries
+    entries = nccl_pair.buffer.ledger.book.entries
 
     async def before() -> None:
         key.as_subclass(torch.Tensor).copy_(noise(MIB, 1))
 
     async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
         key.fill_(0)
-        await pair.peer.lookup.peek([1])  # all that was said before is heard
-        await until(lambda: not coming(pair))
+        await nccl_pair.peer.lookup.peek([1])  # all that was said before is heard
+        await until(lambda: not coming(nccl_pair))
         assert entries or outcome.cancelled
         if entries:
-            await check_is_in(pair)
-        await pair.emptied()
+            await check_is_in(nccl_pair)
+        await nccl_pair.emptied()
 
-    lookup = pair.peer.lookup
+    lookup = nccl_pair.peer.lookup
     await sweep_cancellation(
         lambda: lookup.insert([1], None, key, None, hidden), check, before=before
     )
-    assert pair.has_put and pair.peer.transport == "nccl"
+    assert nccl_pair.has_put and nccl_pair.peer.transport == "nccl"
 
 
 def coming(pair: NcclBuffers) -> int:
@@ -62,9 +44,11 @@ def coming(pair: NcclBuffers) -> int:
     return sum(len(lookup._tasks) for lookup in every if lookup is not None)
 
 
-async def test_a_cancelled_put_of_a_layer_may_be_made_again(pair: NcclBuffers) -> None:
-    source = pair.theirs.tensor(noise(MIB, 3))
-    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+async def test_a_cancelled_put_of_a_layer_may_be_made_again(
+    nccl_pair: NcclBuffers,
+) -> None:
+    source = nccl_pair.theirs.tensor(noise(MIB, 3))
+    async with nccl_pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
         is_put = False
 
         async def put() -> None:
@@ -82,35 +66,35 @@ async def test_a_cancelled_put_of_a_layer_may_be_made_again(pair: NcclBuffers) -
         modes: tuple[CancelMode, ...] = ("task", "completion")
         await sweep_cancellation(put, check, before=before, modes=modes)
         await writer.put("hidden", noise(8))
-    assert pair.peer.transport == "nccl"
-    await check_is_in(pair, 3)
+    assert nccl_pair.peer.transport == "nccl"
+    await check_is_in(nccl_pair, 3)
 
 
 async def test_a_cancelled_put_leaves_the_old_value_or_the_new_one(
-    stores: GpuStores,
+    nccl_stores: GpuStores,
 ) -> None:
-    source = stores.theirs.tensor(noise(MIB, 2))
+    source = nccl_stores.theirs.tensor(noise(MIB, 2))
 
     async def before() -> None:
         source.as_subclass(torch.Tensor).copy_(noise(MIB, 2))
-        await stores.store.put("key", noise(MIB, 1))
+        await nccl_stores.store.put("key", noise(MIB, 1))
 
     async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
         source.fill_(0)
-        value = await stores.peer.store.get("key")
+        value = await nccl_stores.peer.store.get("key")
         if not (outcome.cancelled and is_same(value, noise(MIB, 1))):
             assert is_same(value, noise(MIB, 2))
-        await until(lambda: stores.store.statistics().used_bytes == MIB)
+        await until(lambda: nccl_stores.store.statistics().used_bytes == MIB)
 
-    store = stores.peer.store
+    store = nccl_stores.peer.store
     await sweep_cancellation(lambda: store.put("key", source), check, before=before)
-    assert stores.has_put and stores.peer.transport == "nccl"
+    assert nccl_stores.has_put and nccl_stores.peer.transport == "nccl"
 
 
 async def test_memory_of_the_host_is_quiet_when_a_cancelled_insert_ends(
-    pair: NcclBuffers,
+    nccl_pair: NcclBuffers,
 ) -> None:
-    tensor = pair.theirs.tensor
+    tensor = nccl_pair.theirs.tensor
     key, value = tensor(noise(MIB, 1)), noise(MIB, 2)
 
     async def before() -> None:
@@ -118,16 +102,16 @@ async def test_memory_of_the_host_is_quiet_when_a_cancelled_insert_ends(
 
     async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
         value.fill_(0)
-        await pair.peer.lookup.peek([1])
-        await until(lambda: not coming(pair))
-        if pair.buffer.ledger.book.entries:
-            entry = await pair.buffer.drop_select([1])
+        await nccl_pair.peer.lookup.peek([1])
+        await until(lambda: not coming(nccl_pair))
+        if nccl_pair.buffer.ledger.book.entries:
+            entry = await nccl_pair.buffer.drop_select([1])
             assert isinstance(entry.value, torch.Tensor)
             assert is_same(entry.value, noise(MIB, 2))
             del entry
-        await pair.emptied()
+        await nccl_pair.emptied()
 
-    lookup = pair.peer.lookup
+    lookup = nccl_pair.peer.lookup
     await sweep_cancellation(
         *(lambda: lookup.insert([1], None, key, value, None), check),
         before=before,

@@ -14,16 +14,10 @@ from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
 
 
 @pytest.fixture

@@ -19,27 +19,14 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.device_memory import (
     filled_region,
     open_device_arena,
-    open_device_pool,
 )
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
 
 SPEC = TensorSpec((MIB,), "uint8")
 PIECE = MIB // 4
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
-
-
-@pytest.fixture
-def pool(gpu: FakeDevice) -> Iterator[DeviceCopyPool]:
-    with open_device_pool(gpu) as pool:
-        yield pool
 
 
 @pytest.fixture

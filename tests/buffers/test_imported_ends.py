@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -44,12 +43,6 @@ from asynckv.testing.link_pairs import linked
 from asynckv.testing.lookup_checks.values import MIB, noise
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
-
-
-@pytest.fixture
-async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
-    async with open_gpu_pair(gpus) as pair:
-        yield pair
 
 
 @pytest.fixture

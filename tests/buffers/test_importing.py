@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 import torch
 
@@ -16,21 +14,14 @@ from asynckv.tensors.views import MISSING_DTYPES, bytes_of, tensor_from
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.fake_gpus.streams import Delay
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
+from asynckv.testing.gpu_pairs import GpuPair
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import DTYPE_NBYTES, TensorSpec
 
 DTYPES = sorted(DTYPE_NBYTES.keys() - MISSING_DTYPES)
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
-
-
-@pytest.fixture
-async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
-    async with open_gpu_pair(gpus) as pair:
-        yield pair
 
 
 async def test_an_entry_is_copied_from_one_process_to_the_other_on_the_gpu(

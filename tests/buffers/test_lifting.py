@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-
 import pytest
 import torch
 
@@ -13,22 +11,9 @@ from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
-from asynckv.testing.device_memory import open_device_pool
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.lookup_checks.values import noise
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
-
-
-@pytest.fixture
-async def pool(gpu: FakeDevice) -> AsyncIterator[CopyPool]:
-    with open_device_pool(gpu) as pool:
-        yield pool
 
 
 def delivered(**tensors: torch.Tensor) -> Delivery:

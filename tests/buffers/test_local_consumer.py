@@ -14,25 +14,10 @@ from asynckv.errors import BufferClosed, LeaseLost
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
 from asynckv.testing.ledgers import SteppedLedger
-from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.testing.lookup_checks.values import MIB, borrow, insert, noise
 from asynckv.types import TensorSpec
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
-
-
-async def insert(
-    buffer: LookupBuffer, token: int, nbytes: int = 64, **options: Any
-) -> str:
-    return await buffer.insert([token], None, noise(nbytes), None, None, **options)
-
-
-async def borrow(
-    buffer: LookupBuffer, token: int, leave: asyncio.Event, error: bool = False
-) -> None:
-    async with buffer.drop_select([token]):
-        await leave.wait()
-        if error:
-            raise LookupError("the application fails")
 
 
 async def test_a_taken_back_delivery_waits_for_another_before_it_is_shown() -> None:

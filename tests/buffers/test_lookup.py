@@ -17,26 +17,18 @@ from asynckv.errors import (
     WrongLoop,
 )
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.lookup_checks.values import MIB, cancelled, expect_error, noise
+from asynckv.testing.lookup_checks.values import (
+    MIB,
+    borrow,
+    cancelled,
+    expect_error,
+    insert,
+    noise,
+)
 from asynckv.testing.tasks import use_across_tasks
 from asynckv.types import TensorSpec
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
-
-
-async def insert(
-    buffer: LookupBuffer, token: int, nbytes: int = 64, **options: Any
-) -> str:
-    return await buffer.insert([token], None, noise(nbytes), None, None, **options)
-
-
-async def borrow(
-    buffer: LookupBuffer, token: int, leave: asyncio.Event, error: bool = False
-) -> None:
-    async with buffer.drop_select([token]):
-        await leave.wait()
-        if error:
-            raise LookupError("the application fails")
 
 
 async def started(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError, GPUUnavailable
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
@@ -34,12 +33,6 @@ def has_cupy() -> bool:
 def only(entry: KVEntry) -> torch.Tensor:
     assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
     return entry.key
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
 
 
 async def test_an_entry_on_a_gpu_comes_back_there(gpu: FakeDevice) -> None:

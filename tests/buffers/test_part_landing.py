@@ -12,29 +12,16 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.device_memory import (
     open_device_arena,
-    open_device_pool,
     region_in,
 )
 from asynckv.testing.expectations import noise
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.types import TensorSpec
 
 NBYTES = 2**17
 SPEC = TensorSpec((NBYTES,), "uint8")
 BYTES = bytes_of(noise(NBYTES, 1))
 DIGEST = digest_of(BYTES)
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
-
-
-@pytest.fixture
-def pool(gpu: FakeDevice) -> Iterator[CopyPool]:
-    with open_device_pool(gpu) as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -40,12 +40,6 @@ BY_HOST = "goes through host memory from here on"
 
 
 @pytest.fixture
-async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
-    async with open_gpu_pair(gpus) as pair:
-        yield pair
-
-
-@pytest.fixture
 async def stores(gpus: FakeGpus) -> AsyncIterator[GpuStores]:
     async with open_gpu_stores(gpus) as pair:
         yield pair

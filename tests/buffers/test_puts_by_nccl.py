@@ -26,24 +26,10 @@ from asynckv.testing.expectations import is_same, only
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_puts import LAYERS, check_is_in, insert, put_layers
-from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
+from asynckv.testing.gpu_stores import GpuStores
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.transports.nccl.parts import DevicePart
-
-
-@pytest.fixture
-async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclBuffers]:
-    async with open_nccl_buffers(two_gpus) as pair:
-        await pair.opened()
-        yield pair
-
-
-@pytest.fixture
-async def stores(two_gpus: FakeGpus) -> AsyncIterator[GpuStores]:
-    async with open_gpu_stores(two_gpus, theirs=1) as pair:
-        await pair.opened()
-        yield pair
 
 
 async def test_what_has_no_room_on_the_way_goes_from_host_memory(
@@ -56,12 +42,12 @@ async def test_what_has_no_room_on_the_way_goes_from_host_memory(
         await check_is_in(pair)
 
 
-async def test_a_layer_in_host_memory_goes_by_both_gpus(pair: NcclBuffers) -> None:
-    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+async def test_a_layer_in_host_memory_goes_by_both_gpus(nccl_pair: NcclBuffers) -> None:
+    async with nccl_pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
         await writer.put("key", noise(MIB, 1))
         await writer.put("hidden", noise(8))
-    assert pair.has_put
-    await check_is_in(pair)
+    assert nccl_pair.has_put
+    await check_is_in(nccl_pair)
 
 
 async def test_what_is_for_host_memory_gets_there(two_gpus: FakeGpus) -> None:
@@ -96,36 +82,36 @@ async def stuck(pair: NcclBuffers, putting: asyncio.Task[None]) -> None:
 
 @pytest.mark.parametrize("end", ["way", "near_way"])
 async def test_an_insert_whose_way_breaks_goes_on_through_host_memory(
-    pair: NcclBuffers, end: str
+    nccl_pair: NcclBuffers, end: str
 ) -> None:
-    pair.theirs.process.nccl.is_silent = True
-    inserting = asyncio.create_task(insert(pair))
-    await stuck(pair, inserting)
-    assert pair.staged_bytes == MIB
-    getattr(pair, end)._stalled(PeerLost("nothing has come for long"))
+    nccl_pair.theirs.process.nccl.is_silent = True
+    inserting = asyncio.create_task(insert(nccl_pair))
+    await stuck(nccl_pair, inserting)
+    assert nccl_pair.staged_bytes == MIB
+    getattr(nccl_pair, end)._stalled(PeerLost("nothing has come for long"))
     await inserting
-    assert pair.peer.transport == "inline"
-    await check_is_in(pair)
+    assert nccl_pair.peer.transport == "inline"
+    await check_is_in(nccl_pair)
 
 
 @pytest.mark.parametrize("end", ["way", "near_way"])
 async def test_a_layer_whose_way_breaks_goes_on_through_host_memory(
-    pair: NcclBuffers, end: str
+    nccl_pair: NcclBuffers, end: str
 ) -> None:
-    pair.theirs.process.nccl.is_silent = True
-    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
-        key = pair.theirs.tensor(noise(MIB, 1))
+    nccl_pair.theirs.process.nccl.is_silent = True
+    async with nccl_pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+        key = nccl_pair.theirs.tensor(noise(MIB, 1))
         putting = asyncio.create_task(writer.put("key", key))
-        await stuck(pair, putting)
-        assert pair.staged_bytes == MIB
-        getattr(pair, end)._stalled(PeerLost("nothing has come for long"))
+        await stuck(nccl_pair, putting)
+        assert nccl_pair.staged_bytes == MIB
+        getattr(nccl_pair, end)._stalled(PeerLost("nothing has come for long"))
         await putting
         await writer.put("hidden", noise(8))
-    await check_is_in(pair)
+    await check_is_in(nccl_pair)
 
 
 async def test_a_layer_in_host_memory_is_read_no_more_when_its_put_has_ended(
-    pair: NcclBuffers, monkeypatch: pytest.MonkeyPatch
+    nccl_pair: NcclBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, returns, enter = list[DevicePart](), threading.Event(), DevicePart._enter
 
@@ -135,11 +121,11 @@ async def test_a_layer_in_host_memory_is_read_no_more_when_its_put_has_ended(
         returns.wait(60)
         return pieces
 
-    async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
+    async with nccl_pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
         monkeypatch.setattr(DevicePart, "_enter", keep)
         putting = asyncio.create_task(writer.put("key", noise(MIB, 1)))
         await until(lambda: bool(reading))
-        pair.way._stalled(PeerLost("nothing has come for long"))
+        nccl_pair.way._stalled(PeerLost("nothing has come for long"))
         (pushing,) = writer._pushing.values()  # type: ignore[attr-defined]
         await until(lambda: pushing.is_left)
         await until_blocked(putting)
@@ -148,30 +134,30 @@ async def test_a_layer_in_host_memory_is_read_no_more_when_its_put_has_ended(
         await putting
         assert not is_early and not any(part.is_touched for part in reading)
         await writer.put("hidden", noise(8))
-    await check_is_in(pair)
+    await check_is_in(nccl_pair)
 
 
 @pytest.mark.parametrize("what", ["insert", "layer", "select"])
 async def test_what_nobody_says_was_sent_before_the_way_broke_is_asked_for_again(
-    pair: NcclBuffers, what: str
+    nccl_pair: NcclBuffers, what: str
 ) -> None:
-    way = pair.way if what == "select" else pair.near_way
+    way = nccl_pair.way if what == "select" else nccl_pair.near_way
     ended = list[object]()
     way.transport.sender.on_done = ended.append  # type: ignore[method-assign, assignment]
     if what == "insert":
-        moving = asyncio.create_task(insert(pair))
+        moving = asyncio.create_task(insert(nccl_pair))
     elif what == "layer":
-        moving = asyncio.create_task(put_layers(pair))
+        moving = asyncio.create_task(put_layers(nccl_pair))
     else:
-        await pair.buffer.insert([1], None, noise(MIB, 1), None, noise(8))
-        moving = asyncio.create_task(select(pair))
+        await nccl_pair.buffer.insert([1], None, noise(MIB, 1), None, noise(8))
+        moving = asyncio.create_task(select(nccl_pair))
     await until(lambda: bool(ended))
     way._stalled(PeerLost("nothing has come for long"))
     async with asyncio.timeout(10):
         await moving
-    assert pair.peer.transport == "inline"
+    assert nccl_pair.peer.transport == "inline"
     if what != "select":
-        await check_is_in(pair)
+        await check_is_in(nccl_pair)
 
 
 async def select(pair: NcclBuffers) -> None:
@@ -180,7 +166,7 @@ async def select(pair: NcclBuffers) -> None:
 
 
 async def test_what_was_whole_when_the_way_broke_is_told_of_once(
-    monkeypatch: pytest.MonkeyPatch, pair: NcclBuffers
+    monkeypatch: pytest.MonkeyPatch, nccl_pair: NcclBuffers
 ) -> None:
     late, on_frame = list[Callable[[], None]](), ServedInsert.on_frame
 
@@ -192,38 +178,38 @@ async def test_what_was_whole_when_the_way_broke_is_told_of_once(
             hear()
 
     monkeypatch.setattr(ServedInsert, "on_frame", hold_back)
-    key, value = (pair.theirs.tensor(noise(MIB, salt)) for salt in (1, 2))
-    insert = pair.peer.lookup.insert
+    key, value = (nccl_pair.theirs.tensor(noise(MIB, salt)) for salt in (1, 2))
+    insert = nccl_pair.peer.lookup.insert
     inserting = asyncio.create_task(insert([1], None, key, value, noise(8)))
     await until(lambda: bool(late))
-    (entry,) = pair.buffer.ledger.book.entries.values()
+    (entry,) = nccl_pair.buffer.ledger.book.entries.values()
     await until(lambda: 0 in entry.landed)
-    pair.way._stalled(PeerLost("nothing has come for long"))
-    await until(lambda: pair.peer.transport == "inline")
+    nccl_pair.way._stalled(PeerLost("nothing has come for long"))
+    await until(lambda: nccl_pair.peer.transport == "inline")
     late[0]()
     await inserting
     assert sorted(entry.landed) == [0, 1, 2]
-    found = await pair.buffer.drop_select([1])
+    found = await nccl_pair.buffer.drop_select([1])
     assert is_same(only(found.key), noise(MIB, 1))
     assert is_same(only(found.value), noise(MIB, 2))
 
 
 @pytest.mark.parametrize("end", ["way", "near_way"])
 async def test_a_put_whose_way_breaks_goes_on_through_host_memory(
-    stores: GpuStores, end: str
+    nccl_stores: GpuStores, end: str
 ) -> None:
-    stores.theirs.process.nccl.is_silent = True
-    near = stores.peer.ways.way(stores.peer._linked())
-    (services,) = stores.server._services
+    nccl_stores.theirs.process.nccl.is_silent = True
+    near = nccl_stores.peer.ways.way(nccl_stores.peer._linked())
+    (services,) = nccl_stores.server._services
     far = services.devices.way
     assert near is not None and far is not None
-    value = stores.theirs.tensor(noise(MIB, 2))
-    putting = asyncio.create_task(stores.peer.store.put("key", value))
+    value = nccl_stores.theirs.tensor(noise(MIB, 2))
+    putting = asyncio.create_task(nccl_stores.peer.store.put("key", value))
     await until(lambda: far.transport.receiver.is_busy)
     (far if end == "way" else near)._stalled(PeerLost("nothing has come for long"))
     await putting
-    assert is_same(await stores.store.get("key"), noise(MIB, 2))
-    await until(lambda: stores.store.statistics().used_bytes == MIB)
+    assert is_same(await nccl_stores.store.get("key"), noise(MIB, 2))
+    await until(lambda: nccl_stores.store.statistics().used_bytes == MIB)
 
 
 @contextlib.asynccontextmanager
@@ -275,13 +261,13 @@ async def test_a_layer_of_a_worker_that_is_given_up_fails_its_writer(
 
 
 async def test_a_link_that_is_cut_is_connected_again_and_the_entry_sent(
-    pair: NcclBuffers,
+    nccl_pair: NcclBuffers,
 ) -> None:
-    pair.theirs.process.nccl.is_silent = True
-    inserting = asyncio.create_task(insert(pair))
-    await stuck(pair, inserting)
-    pair.theirs.process.nccl.is_silent = False
-    pair.peer._linked().abort()
+    nccl_pair.theirs.process.nccl.is_silent = True
+    inserting = asyncio.create_task(insert(nccl_pair))
+    await stuck(nccl_pair, inserting)
+    nccl_pair.theirs.process.nccl.is_silent = False
+    nccl_pair.peer._linked().abort()
     await inserting
-    assert pair.peer.transport == "nccl"
-    await check_is_in(pair)
+    assert nccl_pair.peer.transport == "nccl"
+    await check_is_in(nccl_pair)

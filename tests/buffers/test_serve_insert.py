@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
-from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
@@ -21,22 +19,10 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import name_of
 from asynckv.testing.pairs import Peers
 from asynckv.testing.raw_inserts import RawInsert
 
 MIB = 2**20
-
-
-@pytest.fixture
-async def link(local: LookupBuffer) -> AsyncIterator[Link]:
-    """A producer that says what it likes."""
-    async with serve("mem://", lookup=local) as server:
-        link = await dial(server.url, identity=name_of("producer"))
-        try:
-            yield link
-        finally:
-            await link.aclose()
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -45,12 +45,6 @@ async def linked_to(local: LookupBuffer) -> AsyncIterator[tuple[Link, Link]]:
             await link.aclose()
 
 
-@pytest.fixture
-async def link(local: LookupBuffer) -> AsyncIterator[Link]:
-    async with linked_to(local) as (link, _):
-        yield link
-
-
 async def test_a_put_made_again_with_other_bytes_is_what_is_committed(
     local: LookupBuffer, link: Link
 ) -> None:

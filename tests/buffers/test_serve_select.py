@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -37,17 +36,6 @@ from asynckv.types import TensorSpec
 
 MIB = 2**20
 ANY = Select(has_key=False)
-
-
-@pytest.fixture
-async def link(local: LookupBuffer) -> AsyncIterator[Link]:
-    """A consumer that says what it likes."""
-    async with serve("mem://", lookup=local) as server:
-        link = await dial(server.url, identity=name_of("consumer"))
-        try:
-            yield link
-        finally:
-            await link.aclose()
 
 
 async def selected(link: Link) -> tuple[Hearer, LinkStream, Offer]:

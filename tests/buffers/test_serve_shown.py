@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import msgspec
 import pytest
 import torch
@@ -30,12 +28,6 @@ from asynckv.testing.link_pairs import Hearer
 from asynckv.testing.lookup_checks.values import MIB, noise
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
-
-
-@pytest.fixture
-async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
-    async with open_gpu_pair(gpus) as pair:
-        yield pair
 
 
 def holder_of(pair: GpuPair) -> MapHolder:

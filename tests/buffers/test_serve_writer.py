@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve import serve
 from asynckv.buffers.serve_pushes import ServedPushes
 from asynckv.errors import EntryAborted
-from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
@@ -25,23 +22,11 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import name_of
 from asynckv.testing.pairs import Peers
 from asynckv.testing.raw_inserts import RawInsert
 from asynckv.types import TensorSpec
 
 MIB = 2**20
-
-
-@pytest.fixture
-async def link(local: LookupBuffer) -> AsyncIterator[Link]:
-    """A producer that says what it likes."""
-    async with serve("mem://", lookup=local) as server:
-        link = await dial(server.url, identity=name_of("producer"))
-        try:
-            yield link
-        finally:
-            await link.aclose()
 
 
 @pytest.mark.parametrize("frame", [Push(1, 0, inline=False), Commit()])

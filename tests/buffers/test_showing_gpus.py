@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -15,16 +15,10 @@ from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.payload_frames import Grant
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.link_pairs import Hearer, name_of
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from asynckv.protocol.ipc_frames import SentShared
 from asynckv.tensors.device_copying import EDGE_NBYTES
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
+from asynckv.testing.gpu_pairs import GpuPair
 from asynckv.testing.lookup_checks.values import MIB, noise
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
@@ -25,12 +24,6 @@ pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for han
 BYTES = bytes(bytes_of(noise(MIB, 1)))
 WHOLE = digest_of(BYTES)
 EDGES = digest_of(BYTES[:EDGE_NBYTES] + BYTES[-EDGE_NBYTES:])
-
-
-@pytest.fixture
-async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
-    async with open_gpu_pair(gpus) as pair:
-        yield pair
 
 
 def shown_to(pair: GpuPair) -> ShownTo:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -21,28 +21,15 @@ from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.device_memory import (
     filled_region,
     open_device_arena,
-    open_device_pool,
 )
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 
 SPEC = TensorSpec((MIB,), "uint8")
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeDevice]:
-    with fake_device() as gpu:
-        yield gpu
-
-
-@pytest.fixture
-def pool(gpu: FakeDevice) -> Iterator[DeviceCopyPool]:
-    with open_device_pool(gpu) as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -43,12 +42,6 @@ LAYERS = {
     "hidden": TensorSpec((8,), "uint8"),
     "1.key": TensorSpec((MIB,), "uint8"),
 }
-
-
-@pytest.fixture
-async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
-    async with open_gpu_pair(gpus) as pair:
-        yield pair
 
 
 @pytest.fixture(autouse=True)

@@ -18,12 +18,14 @@ __all__ = (
     "LOOKUP_MAX_BYTES",
     "MIB",
     "LookupCheck",
+    "borrow",
     "cancelled",
     "empty",
     "expect",
     "expect_error",
     "fill",
     "five_waiting",
+    "insert",
     "noise",
     "same",
     "until_waiting",
@@ -89,6 +91,26 @@ async def expect_error(
     except kind as exc:
         return exc
     raise AssertionError(f"no {kind.__name__}")
+
+
+async def insert(
+    lookup: KVLookupBuffer, token: int, nbytes: int = 64, **options: Any
+) -> str:
+    """Insert so much noise under one token; ``options`` are those of an insert."""
+    return await lookup.insert([token], None, noise(nbytes), None, None, **options)
+
+
+async def borrow(
+    lookup: KVLookupBuffer, token: int, leave: asyncio.Event, error: bool = False
+) -> None:
+    """Borrow what has that token until ``leave`` is set.
+
+    :raises LookupError: ``error`` is true: that is how the borrow is left
+    """
+    async with lookup.drop_select([token]):
+        await leave.wait()
+        if error:
+            raise LookupError("the application fails")
 
 
 async def fill(producer: KVLookupBuffer) -> None:

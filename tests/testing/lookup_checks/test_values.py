@@ -9,12 +9,14 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.testing.lookup_checks.values import (
     DTYPES,
     LOOKUP_MAX_BYTES,
+    borrow,
     cancelled,
     empty,
     expect,
     expect_error,
     fill,
     five_waiting,
+    insert,
     noise,
     same,
     until_waiting,
@@ -47,6 +49,17 @@ async def test_expect_error_returns_the_error_or_misses_it() -> None:
     assert isinstance(error, TimeoutError)
     with pytest.raises(AssertionError, match="no KeyError"):
         await expect_error(KeyError, asyncio.sleep, 0)
+
+
+async def test_a_borrow_ends_as_it_is_told() -> None:
+    async with LookupBuffer(LOOKUP_MAX_BYTES, drain_s=0) as buffer:
+        leave = asyncio.Event()
+        leave.set()
+        await insert(buffer, 1, entry_id="a")
+        await expect_error(LookupError, borrow, buffer, 1, leave, True)
+        assert buffer.statistics().entries == 1
+        await borrow(buffer, 1, leave)
+        await empty(buffer)
 
 
 async def test_five_inserts_wait_and_can_be_cancelled() -> None:
