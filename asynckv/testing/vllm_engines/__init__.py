@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from asynckv.testing.vllm_engines.engine import Answer, Engine
-from asynckv.testing.vllm_engines.pair import PREFILL, Pair, free_url, transfer
+from asynckv.testing.vllm_engines.engine import Answer, Engine, StartEngine
+from asynckv.testing.vllm_engines.pair import (
+    PREFILL,
+    Pair,
+    free_url,
+    started_pair,
+    transfer,
+)
 from asynckv.testing.vllm_engines.tiny import make_tiny_model, random_prompt
 
 __all__ = (
@@ -11,8 +17,10 @@ __all__ = (
     "Answer",
     "Engine",
     "Pair",
+    "StartEngine",
     "free_url",
     "make_tiny_model",
     "random_prompt",
+    "started_pair",
     "transfer",
 )

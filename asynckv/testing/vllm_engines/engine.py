@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypeAlias
 
-__all__ = ("ENVIRONMENT", "Answer", "Engine")
+__all__ = ("ENVIRONMENT", "Answer", "Engine", "StartEngine")
 
 _READY_S: Final = 120.0
 _ANSWER_S: Final = 60.0
@@ -259,3 +260,10 @@ class Engine:
                 waiting.put(told)
         for waiting in (self._told, *list(self._answers.values())):
             waiting.put({})
+
+
+StartEngine: TypeAlias = Callable[..., AbstractContextManager[Engine]]
+"""Starts one with a ``kv_transfer_config``, or none, and options of ``LLM``.
+
+It does not wait until it is ready. Leaving ends it.
+"""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from asynckv.testing.vllm_engines.engine import Answer, Engine
+from asynckv.testing.vllm_engines.engine import Answer, Engine, StartEngine
 
-__all__ = ("PREFILL", "Pair", "free_url", "transfer")
+__all__ = ("PREFILL", "Pair", "free_url", "started_pair", "transfer")
 
 PREFILL: Final[Mapping[str, Any]] = {"do_remote_decode": True}
 """The ``kv_transfer_params`` of a request that another engine shall decode."""
@@ -35,6 +36,33 @@ class Pair:
         if answer.kv_transfer_params is None:
             raise LookupError("the producer returned no kv_transfer_params")
         return dict(answer.kv_transfer_params)
+
+
+@contextlib.contextmanager
+def started_pair(
+    start: StartEngine,
+    policy: str = "fail",
+    *,
+    produce: Mapping[str, Any] | None = None,
+    consume: Mapping[str, Any] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Iterator[Pair]:
+    """Start two engines of their own, and wait for both; leaving ends both.
+
+    ``produce`` and ``consume`` are what the connector of each is told beside where
+    the other is; ``options`` are those of ``LLM``, by "producer" and "consumer".
+    """
+    url = free_url()
+    configs = {
+        "producer": transfer("kv_producer", listen=url, **(produce or {})),
+        "consumer": transfer("kv_consumer", policy, peers=[url], **(consume or {})),
+    }
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(start(config, **(options or {}).get(who, {})))
+            for who, config in configs.items()
+        ]
+        yield Pair(*(engine.wait_ready() for engine in engines))
 
 
 def transfer(role: str, policy: str = "fail", **extra: Any) -> dict[str, Any]:

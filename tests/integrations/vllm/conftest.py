@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ import pytest
 from asynckv.testing.vllm_engines import (
     Engine,
     Pair,
+    StartEngine,
     free_url,
     make_tiny_model,
     transfer,
@@ -24,8 +24,6 @@ OPTIONS: Final[dict[str, Any]] = {
     # Prompts of more tokens are prefilled in several steps.
     "max_num_batched_tokens": 64,
 }
-
-StartEngine = Callable[..., AbstractContextManager[Engine]]
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +44,13 @@ def start_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start
         return Engine(model, log, transfer, **given)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def alone(start_engine: StartEngine) -> Iterator[Engine]:
+    """One that knows of no other and has blocks for all: what it says is right."""
+    with start_engine() as engine:
+        yield engine.wait_ready()
 
 
 @pytest.fixture(scope="session", params=["float32", "bfloat16"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from asynckv.testing.vllm_engines import (
     Engine,
     Pair,
+    StartEngine,
     free_url,
     make_tiny_model,
     random_prompt,
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-StartEngine = Callable[..., AbstractContextManager[Engine]]
 BLOCK = 32
 
 

@@ -12,13 +12,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from asynckv.testing.vllm_engines import Engine, random_prompt
+from asynckv.testing.vllm_engines import StartEngine, random_prompt
 from asynckv.testing.vllm_engines.engine import ENVIRONMENT
 
 pytestmark = [
@@ -28,7 +27,6 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-StartEngine = Callable[..., AbstractContextManager[Engine]]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm_prefill_decode"
 PREFILL, DECODE, PROXY = (f"http://127.0.0.1:{port}" for port in (8100, 8200, 8000))
 READY_S: Final = 200.0

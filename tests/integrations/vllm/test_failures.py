@@ -6,9 +6,7 @@ import concurrent.futures
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from contextlib import ExitStack
 
 import pytest
 
@@ -17,8 +15,10 @@ from asynckv.testing.vllm_engines import (
     Answer,
     Engine,
     Pair,
+    StartEngine,
     free_url,
     random_prompt,
+    started_pair,
     transfer,
 )
 
@@ -29,22 +29,14 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-StartEngine = Callable[..., AbstractContextManager[Engine]]
 ALL_BLOCKS = 255
-
-
-@pytest.fixture(scope="module")
-def alone(start_engine: StartEngine) -> Iterator[Engine]:
-    """What it says is right."""
-    with start_engine() as engine:
-        yield engine.wait_ready()
 
 
 def test_an_aborted_load_gives_its_blocks_back(
     start_engine: StartEngine, alone: Engine
 ) -> None:
     prompt, other = random_prompt(200, seed=1), random_prompt(200, seed=2)
-    with _pair(start_engine, "fail") as pair:
+    with started_pair(start_engine, "fail") as pair:
         params = pair.prefill(prompt)
         pair.producer.pause()  # so the load lasts
         request = pair.consumer.add(prompt, params=params)
@@ -62,7 +54,7 @@ def test_a_producer_killed_during_a_load_is_survived(
     start_engine: StartEngine, alone: Engine, policy: str
 ) -> None:
     prompt, first = random_prompt(200, seed=3), random_prompt(50, seed=4)
-    with _pair(start_engine, policy) as pair:
+    with started_pair(start_engine, policy) as pair:
         assert pair.ask(first).tokens == alone.ask(first).tokens
         params = pair.prefill(prompt)
         pair.producer.pause()
@@ -85,7 +77,9 @@ def test_a_silent_producer_is_not_waited_for_longer_than_the_deadline(
     start_engine: StartEngine, alone: Engine
 ) -> None:
     prompt = random_prompt(100, seed=5)
-    with _pair(start_engine, "recompute", load_timeout_s=1.0) as pair:
+    with started_pair(
+        start_engine, "recompute", consume={"load_timeout_s": 1.0}
+    ) as pair:
         params = pair.prefill(prompt)
         pair.producer.pause()
         began = time.monotonic()
@@ -139,7 +133,7 @@ def test_completions_that_are_late_twice_or_of_nobody_harm_no_engine(
     start_engine: StartEngine, alone: Engine
 ) -> None:
     prompts = [random_prompt(100, seed=seed) for seed in (11, 12, 13)]
-    with _pair(start_engine, "fail") as pair:
+    with started_pair(start_engine, "fail") as pair:
         engines = (pair.producer, pair.consumer)
         told = (PREFILL, pair.prefill(prompts[0]))
         running = [
@@ -164,7 +158,7 @@ def test_a_hundred_aborts_at_random_moments_lose_no_block_and_no_token(
     chance = random.Random(9)
     prompts = [random_prompt(1 + seed * 13 % 150, seed=seed) for seed in range(200)]
     pauses = [chance.uniform(0, 0.06) if seed % 2 else None for seed in range(200)]
-    with _pair(start_engine, "fail") as pair:
+    with started_pair(start_engine, "fail") as pair:
 
         def ask(prompt: list[int], pause_s: float | None) -> Answer:
             if pause_s is None:
@@ -194,34 +188,6 @@ def _abort_after(pair: Pair, prompt: list[int], pause_s: float) -> Answer:
         request = engine.add(prompt, params=params)
     threading.Event().wait(pause_s - (time.monotonic() - began))
     return engine.abort(request)
-
-
-def _pair(start_engine: StartEngine, policy: str, **extra: Any) -> _Started:
-    return _Started(start_engine, policy, extra)
-
-
-class _Started(AbstractContextManager[Pair]):
-    """A pair of its own: one of the two does not live on."""
-
-    def __init__(
-        self, start_engine: StartEngine, policy: str, extra: dict[str, Any]
-    ) -> None:
-        self._start, self._policy, self._extra = start_engine, policy, extra
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Pair:
-        url = free_url()
-        engines = [
-            self._stack.enter_context(self._start(config))
-            for config in (
-                transfer("kv_producer", listen=url),
-                transfer("kv_consumer", self._policy, peers=[url], **self._extra),
-            )
-        ]
-        return Pair(*(engine.wait_ready() for engine in engines))
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
 
 
 def _wait_for_used_blocks(engine: Engine, count: int) -> None:

@@ -6,9 +6,8 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import pytest
 
@@ -16,8 +15,10 @@ from asynckv.testing.vllm_engines import (
     PREFILL,
     Engine,
     Pair,
+    StartEngine,
     free_url,
     random_prompt,
+    started_pair,
     transfer,
 )
 
@@ -28,37 +29,10 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-StartEngine = Callable[..., AbstractContextManager[Engine]]
 FEW = 24
 TOO_FEW: Final = {"num_gpu_blocks_override": FEW, "max_model_len": 32 * (FEW - 1)}
-
-
-@pytest.fixture(scope="module")
-def alone(start_engine: StartEngine) -> Iterator[Engine]:
-    """What it says is right: it has blocks for all."""
-    with start_engine() as engine:
-        yield engine.wait_ready()
-
-
-@contextlib.contextmanager
-def _pair(
-    start_engine: StartEngine,
-    *,
-    produce: dict[str, Any] | None = None,
-    few: str = "",
-) -> Iterator[Pair]:
-    """Start two engines; the ``few`` one has few blocks."""
-    url = free_url()
-    configs = {
-        "producer": transfer("kv_producer", listen=url, **(produce or {})),
-        "consumer": transfer("kv_consumer", peers=[url]),
-    }
-    with contextlib.ExitStack() as stack:
-        engines = []
-        for who, config in configs.items():
-            options = TOO_FEW if who == few else {}
-            engines.append(stack.enter_context(start_engine(config, **options)))
-        yield Pair(*(engine.wait_ready() for engine in engines))
+FEW_IN_PRODUCER: Final = {"producer": TOO_FEW}
+FEW_IN_CONSUMER: Final = {"consumer": TOO_FEW}
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -70,7 +44,9 @@ def test_a_producer_that_preempts_saves_what_was_asked_for(
 ) -> None:
     """It decodes on while it saves, so that others take blocks that are read."""
     prompts = [random_prompt(90 + 7 * seed, seed=seed) for seed in range(24)]
-    with _pair(start_engine, produce={"layerwise": layerwise}, few="producer") as pair:
+    with started_pair(
+        start_engine, produce={"layerwise": layerwise}, options=FEW_IN_PRODUCER
+    ) as pair:
 
         def ask(prompt: list[int]) -> tuple[int, ...]:
             told = pair.producer.ask(prompt, max_tokens=40, params=PREFILL)
@@ -94,7 +70,7 @@ def test_a_consumer_that_preempts_computes_again_what_was_loaded(
     record_property: Callable[[str, object], None],
 ) -> None:
     prompts = [random_prompt(90 + 7 * seed, seed=100 + seed) for seed in range(24)]
-    with _pair(start_engine, few="consumer") as pair:
+    with started_pair(start_engine, options=FEW_IN_CONSUMER) as pair:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(pair.ask, one, max_tokens=60) for one in prompts]
             found = [answer.result().tokens for answer in asked]
@@ -112,7 +88,7 @@ def test_blocks_of_a_preempted_request_are_not_overwritten_while_they_are_saved(
     """Its save waits for room, in a copy, until another prompt is fetched."""
     kept, other, prompt = (random_prompt(n, seed=n) for n in (300, 301, 200))
     produce = {"max_bytes": "1MiB", "save_timeout_s": 60.0}
-    with _pair(start_engine, produce=produce, few="producer") as pair:
+    with started_pair(start_engine, produce=produce, options=FEW_IN_PRODUCER) as pair:
         params = pair.prefill(kept)
         first = pair.producer.add(other, max_tokens=300)
         last = pair.producer.add(prompt, max_tokens=400, params=PREFILL)
@@ -136,7 +112,7 @@ def test_an_aborted_request_that_never_had_blocks_is_not_kept_for(
     first, second = random_prompt(500, seed=200), random_prompt(300, seed=201)
     third = random_prompt(300, seed=202)
     produce = {"max_bytes": "1MiB", "save_timeout_s": 60.0}
-    with _pair(start_engine, produce=produce, few="consumer") as pair:
+    with started_pair(start_engine, produce=produce, options=FEW_IN_CONSUMER) as pair:
         running = pair.consumer.add(first, max_tokens=200)
         _wait_until_free(pair.consumer, lambda count: count < 10)
         params = pair.prefill(second)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 import pytest
 
 from asynckv.testing.vllm_engines import (
-    Engine,
     Pair,
+    StartEngine,
     free_url,
     random_prompt,
     transfer,
@@ -21,8 +18,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
 ]
-
-StartEngine = Callable[..., AbstractContextManager[Engine]]
 
 
 def test_each_rank_is_sent_to_its_own_and_other_numbers_are_refused(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 
 import pytest
 
 from asynckv import StoreBuffer, serve
 from asynckv.integrations.bridge import Bridge
-from asynckv.testing.vllm_engines import Engine, free_url, random_prompt, transfer
+from asynckv.testing.vllm_engines import (
+    StartEngine,
+    free_url,
+    random_prompt,
+    transfer,
+)
 
 pytestmark = [
     pytest.mark.vllm,
@@ -20,7 +24,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-StartEngine = Callable[..., AbstractContextManager[Engine]]
 BLOCK = 32
 
 
