@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -84,9 +85,9 @@ async def buffer() -> AsyncIterator[LookupBuffer]:
         yield buffer
 
 
-async def test_a_consumer_that_is_killed_with_its_views_leaves_them(
-    buffer: LookupBuffer,
-) -> None:
+@contextlib.asynccontextmanager
+async def viewing(buffer: LookupBuffer) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Insert an entry, and run a process that has views of it."""
     await insert(buffer, 1.0)
     async with (
         serve("tcp://127.0.0.1:0", lookup=buffer) as server,
@@ -95,8 +96,15 @@ async def test_a_consumer_that_is_killed_with_its_views_leaves_them(
     ):
         assert await line_of(process) == "map"
         assert await line_of(process) == "has it"
+        yield process
+
+
+async def test_a_consumer_that_is_killed_with_its_views_leaves_them(
+    buffer: LookupBuffer,
+) -> None:
+    async with viewing(buffer) as consumer:
         assert sum(buffer.statistics().mapped_by.values()) == 1
-        process.kill()
+        consumer.kill()
         await until(lambda: not buffer.statistics().mapped_by)
         await buffer.drop_select()
         await insert(buffer, 2.0, nbytes=3 * MIB)
@@ -105,25 +113,18 @@ async def test_a_consumer_that_is_killed_with_its_views_leaves_them(
 async def test_a_consumer_that_stands_still_past_its_lease_keeps_its_bytes(
     buffer: LookupBuffer,
 ) -> None:
-    await insert(buffer, 1.0)
-    async with (
-        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
-        running(CONSUMER, server.url) as process,
-        asyncio.timeout(30),
-    ):
-        assert await line_of(process) == "map"
-        assert await line_of(process) == "has it"
+    async with viewing(buffer) as consumer:
         await until(lambda: is_reached(buffer))
-        async with frozen_peer(process.pid):
+        async with frozen_peer(consumer.pid):
             await until(lambda: buffer.statistics().lapsed == 1)
             assert (await buffer.drop_select([1])).attempt == 2
             for value in range(3, 30):  # many times over what is left
                 await insert(buffer, float(value))
                 await buffer.drop_select([1])
             await insert(buffer, 30.0, nbytes=3 * MIB - 4096)
-        await tell(process, "go on")
-        assert await line_of(process) == "1.0 1.0"
-        assert await line_of(process) == "LeaseLost"
+        await tell(consumer, "go on")
+        assert await line_of(consumer) == "1.0 1.0"
+        assert await line_of(consumer) == "LeaseLost"
 
 
 async def test_a_producer_that_is_killed_takes_no_view_away() -> None:
