@@ -311,6 +311,14 @@ def gpu() -> Iterator[FakeDevice]:
 
 
 @pytest.fixture
+def gpus() -> Iterator[FakeGpus]:
+    """GPUs of several processes; nothing is done to them that hardware punishes."""
+    gpus = FakeGpus()
+    yield gpus
+    _close(gpus)
+
+
+@pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
     """For processes on GPUs that differ: nothing is done that hardware punishes.
 
@@ -321,6 +329,10 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
     monkeypatch.setattr(workers, "_BLOCKED_S", 60.0)
     gpus = FakeGpus(2)
     yield gpus
+    _close(gpus)
+
+
+def _close(gpus: FakeGpus) -> None:
     for _ in range(2):  # the first lets views go, the second what they were of
         gc.collect()
     gpus.close()

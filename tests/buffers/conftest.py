@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -86,17 +85,6 @@ def cut_when(monkeypatch: pytest.MonkeyPatch) -> CutWhen:
         monkeypatch.setattr(LinkStream, "send", send_or_cut)
 
     return cut
-
-
-@pytest.fixture
-def gpus() -> Iterator[FakeGpus]:
-    """GPUs of several processes; nothing is done to them that hardware punishes."""
-    gpus = FakeGpus()
-    yield gpus
-    for _ in range(2):  # the first lets views go, the second what they were of
-        gc.collect()
-    gpus.close()
-    assert not gpus.faults
 
 
 @pytest.fixture

@@ -59,10 +59,30 @@ class Bench:
         await until_blocked(task)
         return task
 
+    async def streamed(
+        self, name: str
+    ) -> tuple[StoredEntry, RecordingHolder, asyncio.Task[None]]:
+        """Stream to a consumer what has no room, and wait for it to be admitted."""
+        drawn = draft_of(name, nbytes=80, streaming=True)
+        begin = asyncio.create_task(self.admission.begin(drawn))
+        await until_blocked(begin)
+        holder, entry = self.select(), await begin
+        self.ledger.landed(entry, 0, b"d")
+        finish = asyncio.create_task(self.admission.finish(entry))
+        await until_blocked(finish)
+        return entry, holder, finish
+
     def select(self, consumer: str = "consumer") -> RecordingHolder:
         holder = RecordingHolder(consumer)
         self.ledger.leases.select(ONE, holder, None)
         return holder
+
+
+async def full_bench() -> Bench:
+    """Return one that has no room for another entry."""
+    bench = Bench()
+    await bench.insert("full", tokens=(9,))
+    return bench
 
 
 async def test_an_insert_returns_when_it_is_committed() -> None:
@@ -73,8 +93,7 @@ async def test_an_insert_returns_when_it_is_committed() -> None:
 
 
 async def test_without_room_it_returns_at_the_acknowledgement() -> None:
-    bench = Bench()
-    await bench.insert("full", tokens=(9,))
+    bench = await full_bench()
     insert = await bench.started("a")
     holder = bench.select()
     await until_blocked(insert)
@@ -85,8 +104,7 @@ async def test_without_room_it_returns_at_the_acknowledgement() -> None:
 
 
 async def test_given_back_to_another_it_sends_its_bytes_again() -> None:
-    bench = Bench()
-    await bench.insert("full", tokens=(9,))
+    bench = await full_bench()
     insert = await bench.started("a")
     first, second = bench.select(), bench.select()
     await until_blocked(insert)
@@ -98,8 +116,7 @@ async def test_given_back_to_another_it_sends_its_bytes_again() -> None:
 
 
 async def test_acknowledged_before_its_bytes_came_it_sends_none() -> None:
-    bench = Bench()
-    await bench.insert("full", tokens=(9,))
+    bench = await full_bench()
     insert = await bench.started("a")
     bench.ledger.leases.acknowledge(bench.select().held())
     await insert
@@ -118,8 +135,7 @@ async def test_cancelled_it_gives_its_room_to_the_next() -> None:
 
 
 async def test_cancelled_with_a_consumer_it_is_that_consumers_alone() -> None:
-    bench = Bench()
-    await bench.insert("full", tokens=(9,))
+    bench = await full_bench()
     insert = await bench.started("a")
     holder = bench.select()
     await until_blocked(insert)
@@ -178,8 +194,7 @@ async def test_other_contents_under_its_id_begin_anew() -> None:
 async def test_what_its_consumer_has_alone_does_not_stand_for_other_deliveries() -> (
     None
 ):
-    bench = Bench()
-    await bench.insert("full", tokens=(9,))
+    bench = await full_bench()
     insert = await bench.started("a", deliveries=2)
     holder = bench.select("one")
     await until_blocked(insert)
@@ -193,8 +208,7 @@ async def test_what_its_consumer_has_alone_does_not_stand_for_other_deliveries()
 
 
 async def test_an_insert_that_was_withdrawn_says_so() -> None:
-    bench = Bench()
-    await bench.insert("full", tokens=(9,))
+    bench = await full_bench()
     insert = await bench.started("a")
     assert bench.ledger.withdraw("a")
     with pytest.raises(EntryAborted, match="withdrawn"):
@@ -202,8 +216,7 @@ async def test_an_insert_that_was_withdrawn_says_so() -> None:
 
 
 async def test_closing_refuses_those_who_wait_and_those_who_come() -> None:
-    bench = Bench()
-    await bench.insert("full", tokens=(9,))
+    bench = await full_bench()
     insert = await bench.started("a")
     await bench.room.aclose()
     for refused in (insert, bench.insert("b")):
@@ -212,8 +225,7 @@ async def test_closing_refuses_those_who_wait_and_those_who_come() -> None:
 
 
 async def test_closing_does_not_wait_for_who_holds_a_direct_delivery() -> None:
-    bench = Bench()
-    await bench.insert("full", tokens=(9,))
+    bench = await full_bench()
     insert = await bench.started("a")
     holder = bench.select()
     await until_blocked(insert)
@@ -225,17 +237,8 @@ async def test_closing_does_not_wait_for_who_holds_a_direct_delivery() -> None:
 
 
 async def test_a_stream_without_room_ends_when_it_moved_in() -> None:
-    bench = Bench()
-    await bench.insert("full", tokens=(9,))
-    begin = asyncio.create_task(
-        bench.admission.begin(draft_of("a", nbytes=80, streaming=True))
-    )
-    await until_blocked(begin)
-    holder = bench.select()
-    entry = await begin
-    bench.ledger.landed(entry, 0, b"d")
-    finish = asyncio.create_task(bench.admission.finish(entry))
-    await until_blocked(finish)
+    bench = await full_bench()
+    entry, holder, finish = await bench.streamed("a")
     bench.ledger.leases.give_back(holder.held(), reached=True)
     await until_blocked(finish)
     assert not finish.done()
@@ -245,17 +248,8 @@ async def test_a_stream_without_room_ends_when_it_moved_in() -> None:
 
 
 async def test_a_stream_that_can_have_no_room_any_more_says_so() -> None:
-    bench = Bench()
-    await bench.insert("full", tokens=(9,))
-    begin = asyncio.create_task(
-        bench.admission.begin(draft_of("a", nbytes=80, streaming=True))
-    )
-    await until_blocked(begin)
-    holder = bench.select()
-    entry = await begin
-    bench.ledger.landed(entry, 0, b"d")
-    finish = asyncio.create_task(bench.admission.finish(entry))
-    await until_blocked(finish)
+    bench = await full_bench()
+    entry, holder, finish = await bench.streamed("a")
     bench.arena.max_bytes = 60  # memory was refused
     bench.room.change()
     with pytest.raises(EntryTooLarge):

@@ -44,6 +44,21 @@ def selecting_on(pair: LinkPair, budget: ReceiveBudget) -> Selecting:
     return Selecting(pair.near, make_query([1], None), {}, budget)
 
 
+async def begun(
+    pair: LinkPair,
+    budget: ReceiveBudget,
+    into: Mapping[str, torch.Tensor] | None = None,
+    *,
+    streams: bool = False,
+) -> tuple[Selecting, asyncio.Task[Delivery], LinkStream]:
+    """Ask for a delivery, and return also the stream on which the peer heard of it."""
+    query = make_query([1], None)
+    selecting = Selecting(pair.near, query, into or {}, budget, streams=streams)
+    delivered = asyncio.create_task(selecting.delivered())
+    await until(lambda: bool(pair.service.asked))
+    return selecting, delivered, pair.service.asked[0][0]
+
+
 def offer(
     stream: LinkStream,
     transfer: int,
@@ -67,10 +82,7 @@ async def small_delivery(
     pair: LinkPair, budget: ReceiveBudget
 ) -> tuple[Selecting, Delivery]:
     """Let a small entry be delivered by payload."""
-    selecting = selecting_on(pair, budget)
-    delivered = asyncio.create_task(selecting.delivered())
-    await until(lambda: bool(pair.service.asked))
-    stream = pair.service.asked[0][0]
+    selecting, delivered, stream = await begun(pair, budget)
     offer(stream, 2, 100, inline=False)
     assert await frames_of(pair, 1) == [Grant(2)]
     stream.send(Riders(2, (0,), (digest_of(bytes(100)),)), bytes(100))
@@ -92,10 +104,7 @@ async def test_bytes_that_changed_are_refused_and_given_back() -> None:
 async def test_a_retracted_offer_leaves_the_budget_exact() -> None:
     budget = ReceiveBudget(MIB)
     async with linked("mem://", lambda *_: None) as pair:
-        selecting = selecting_on(pair, budget)
-        delivered = asyncio.create_task(selecting.delivered())
-        await until(lambda: bool(pair.service.asked))
-        stream = pair.service.asked[0][0]
+        selecting, delivered, stream = await begun(pair, budget)
         offer(stream, 2, MIB, inline=False)
         await frames_of(pair, 1)
         stream.send(Retract(2))
@@ -113,10 +122,7 @@ async def test_an_offer_retracted_while_it_waits_for_the_budget_takes_nothing() 
     budget = ReceiveBudget(MIB)
     await budget.reserve(10)
     async with linked("mem://", lambda *_: None) as pair:
-        selecting = selecting_on(pair, budget)
-        delivered = asyncio.create_task(selecting.delivered())
-        await until(lambda: bool(pair.service.asked))
-        stream = pair.service.asked[0][0]
+        selecting, delivered, stream = await begun(pair, budget)
         offer(stream, 2, MIB, inline=False)
         await until(lambda: selecting.delivery is not None)
         stream.send(Retract(2))
@@ -178,10 +184,8 @@ async def test_an_offer_retracted_while_lent_memory_falls_quiet_is_not_charged(
 ) -> None:
     budget, into = ReceiveBudget(MIB), {"hidden": torch.zeros(1)}
     async with linked("mem://", lambda *_: None) as pair:
-        selecting = Selecting(pair.near, make_query([1], None), into, budget)
-        delivered = asyncio.create_task(selecting.delivered())
-        await until(lambda: bool(pair.service.asked))
-        stream, quiet = pair.service.asked[0][0], asyncio.Event()
+        selecting, delivered, stream = await begun(pair, budget, into)
+        quiet = asyncio.Event()
         offer(stream, 2, MIB, inline=False, lent=into)
         await frames_of(pair, 1)
         monkeypatch.setattr(pair.near.payload, "quiesce", lambda _: quiet.wait())
@@ -202,10 +206,8 @@ async def test_an_entry_may_be_complete_before_there_is_room_for_it() -> None:
     budget = ReceiveBudget(MIB)
     await budget.reserve(10)
     async with linked("mem://", lambda *_: None) as pair:
-        selecting = selecting_on(pair, budget)
-        delivered = asyncio.create_task(selecting.delivered())
-        await until(lambda: bool(pair.service.asked))
-        stream, data = pair.service.asked[0][0], memoryview(bytearray(MIB))
+        selecting, delivered, stream = await begun(pair, budget)
+        data = memoryview(bytearray(MIB))
         records = [TensorRecord("key", TensorSpec((MIB,), "uint8"))]
         body = pack(records, None, None, [])
         stream.send(Offer(2, inline=False, token=b"t", complete=False), body)
@@ -251,10 +253,7 @@ async def test_what_is_settled_on_a_link_that_was_cut_hears_of_no_loss() -> None
 async def test_what_belongs_to_no_standing_offer_is_ignored() -> None:
     budget = ReceiveBudget(MIB)
     async with linked("mem://", lambda *_: None) as pair:
-        selecting = selecting_on(pair, budget)
-        delivered = asyncio.create_task(selecting.delivered())
-        await until(lambda: bool(pair.service.asked))
-        stream = pair.service.asked[0][0]
+        selecting, delivered, stream = await begun(pair, budget)
         for late in (Done(1, 0, b""), Riders(1, (0,)), Complete(1), Retract(1)):
             stream.send(late)
         offer(stream, 2, MIB, inline=False)
@@ -267,10 +266,7 @@ async def test_what_belongs_to_no_standing_offer_is_ignored() -> None:
 
 async def test_what_comes_late_of_one_offer_is_not_of_the_next() -> None:
     async with linked("mem://", lambda *_: None) as pair:
-        selecting = selecting_on(pair, ReceiveBudget(MIB))
-        delivered = asyncio.create_task(selecting.delivered())
-        await until(lambda: bool(pair.service.asked))
-        stream = pair.service.asked[0][0]
+        _, delivered, stream = await begun(pair, ReceiveBudget(MIB))
         offer(stream, 2, 100, inline=False)
         assert await frames_of(pair, 1) == [Grant(2)]
         stream.send(Riders(1, (0,), (b"another",)), bytes(100))
@@ -280,10 +276,7 @@ async def test_what_comes_late_of_one_offer_is_not_of_the_next() -> None:
 
 async def test_bytes_that_changed_on_a_lane_are_refused() -> None:
     async with linked("mem://", lambda *_: None) as pair:
-        selecting = selecting_on(pair, ReceiveBudget(MIB))
-        delivered = asyncio.create_task(selecting.delivered())
-        await until(lambda: bool(pair.service.asked))
-        stream = pair.service.asked[0][0]
+        _, delivered, stream = await begun(pair, ReceiveBudget(MIB))
         offer(stream, 2, MIB, inline=False)
         await frames_of(pair, 1)
         pair.far.payload.send(2, 0, memoryview(bytearray(MIB)), lambda *_: None)
@@ -294,11 +287,8 @@ async def test_bytes_that_changed_on_a_lane_are_refused() -> None:
 
 async def left_early(pair: LinkPair) -> tuple[Selecting, Delivery, LinkStream]:
     """Return a stream whose one part has not come yet."""
-    query = make_query([1], None)
-    selecting = Selecting(pair.near, query, {}, ReceiveBudget(MIB), streams=True)
-    delivered = asyncio.create_task(selecting.delivered())
-    await until(lambda: bool(pair.service.asked))
-    stream = pair.service.asked[0][0]
+    budget = ReceiveBudget(MIB)
+    selecting, delivered, stream = await begun(pair, budget, streams=True)
     offer(stream, 2, MIB, inline=False)
     assert await frames_of(pair, 1) == [Grant(2)]
     return selecting, await delivered, stream

@@ -19,10 +19,7 @@ from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, Pe
 from asynckv.links import sharing
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
-from asynckv.links.requests import LinkStream
-from asynckv.protocol.codec import Buffer
 from asynckv.protocol.device_frames import SentDevices
-from asynckv.protocol.frames import Frame
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until, until_blocked
@@ -42,21 +39,6 @@ LAYERS = {
     "hidden": TensorSpec((8,), "uint8"),
     "1.key": TensorSpec((MIB,), "uint8"),
 }
-
-
-@pytest.fixture(autouse=True)
-def said(monkeypatch: pytest.MonkeyPatch) -> list[SentDevices]:
-    """All that servers say of parts that lie in memory of a GPU."""
-    said: list[SentDevices] = []
-    send = LinkStream.send
-
-    def listen(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
-        if isinstance(frame, SentDevices):
-            said.append(frame)
-        send(stream, frame, body)
-
-    monkeypatch.setattr(LinkStream, "send", listen)
-    return said
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +96,7 @@ async def emptied(pair: GpuPair) -> None:
 
 
 async def test_layers_are_copied_within_the_gpu_as_they_come(
-    pair: GpuPair, said: list[SentDevices], hoisted: list[int]
+    pair: GpuPair, sent_devices: list[SentDevices], hoisted: list[int]
 ) -> None:
     async with (
         pair.buffer.open_insert([1], None, LAYERS) as writer,
@@ -124,13 +106,16 @@ async def test_layers_are_copied_within_the_gpu_as_they_come(
             await writer.put(name, layer(pair, name))
             found = await stream.wait_for(name)
             assert found.is_cuda and is_same(found, content(name))
-    assert [(frame.part, frame.kind) for frame in said] == [(0, "edges"), (2, "edges")]
+    assert [(frame.part, frame.kind) for frame in sent_devices] == [
+        (0, "edges"),
+        (2, "edges"),
+    ]
     assert hoisted == [8]
     await emptied(pair)
 
 
 async def test_layers_that_another_peer_puts_are_copied_there_too(
-    pair: GpuPair, said: list[SentDevices]
+    pair: GpuPair, sent_devices: list[SentDevices]
 ) -> None:
     async with (
         connect(pair.server.url) as producer,
@@ -140,52 +125,52 @@ async def test_layers_that_another_peer_puts_are_copied_there_too(
         for name in LAYERS:
             await writer.put(name, content(name))
             assert is_same(await stream.wait_for(name), content(name))
-    assert len(said) == 2
+    assert len(sent_devices) == 2
     await emptied(pair)
 
 
 async def test_a_whole_entry_is_streamed_from_where_it_lies(
-    pair: GpuPair, said: list[SentDevices]
+    pair: GpuPair, sent_devices: list[SentDevices]
 ) -> None:
     await fill(pair.buffer)
     expect_all(await read(pair.peer))
-    assert len(said) == 2
+    assert len(sent_devices) == 2
     await emptied(pair)
 
 
 async def test_layers_land_in_memory_of_the_gpu_that_the_caller_has(
-    pair: GpuPair, said: list[SentDevices]
+    pair: GpuPair, sent_devices: list[SentDevices]
 ) -> None:
     await fill(pair.buffer)
     into = pair.theirs.tensor(torch.zeros(MIB, dtype=torch.uint8))
     pair.theirs.tensors.stream(0).add(Delay(20))  # what its owner still does there
     found = await read(pair.peer, **{"0_key": into})
-    assert found["0.key"] is into and len(said) == 2
+    assert found["0.key"] is into and len(sent_devices) == 2
     expect_all(found)
     await emptied(pair)
 
 
 async def test_what_is_wanted_in_host_memory_comes_by_lanes(
-    pair: GpuPair, said: list[SentDevices]
+    pair: GpuPair, sent_devices: list[SentDevices]
 ) -> None:
     await fill(pair.buffer)
     into = torch.zeros(MIB, dtype=torch.uint8)
     async with pair.peer.lookup.open_drop_select([1], into={"0.key": into}) as stream:
         await until(lambda: not pair.buffer.statistics().mapped_by)
         found = {name: tensor async for name, tensor in stream}
-    assert found["0.key"] is into and not said
+    assert found["0.key"] is into and not sent_devices
     expect_all(found)
     await emptied(pair)
 
 
 async def test_a_url_that_asks_for_lanes_gets_them(
-    pair: GpuPair, said: list[SentDevices]
+    pair: GpuPair, sent_devices: list[SentDevices]
 ) -> None:
     url, device = f"{pair.server.url}?payload=inline", pair.theirs.device
     async with connect(url, device=device, max_bytes="16MiB") as peer:
         await fill(pair.buffer)
         expect_all(await read(peer))
-    assert not said
+    assert not sent_devices
 
 
 @pytest.mark.parametrize(
@@ -198,7 +183,11 @@ async def test_a_url_that_asks_for_lanes_gets_them(
     ],
 )
 async def test_the_stricter_digest_is_compared(
-    gpus: FakeGpus, said: list[SentDevices], ours: Digest, theirs: Digest, kind: str
+    gpus: FakeGpus,
+    sent_devices: list[SentDevices],
+    ours: Digest,
+    theirs: Digest,
+    kind: str,
 ) -> None:
     here, there = (fake_device_of(gpus.process()).device for _ in range(2))
     async with (
@@ -208,12 +197,12 @@ async def test_the_stricter_digest_is_compared(
     ):
         await fill(buffer)
         expect_all(await read(peer))
-    assert {frame.kind for frame in said} == {kind}
-    assert all(bool(frame.digest) is (kind != "off") for frame in said)
+    assert {frame.kind for frame in sent_devices} == {kind}
+    assert all(bool(frame.digest) is (kind != "off") for frame in sent_devices)
 
 
 async def test_what_has_no_known_edges_is_compared_whole(
-    pair: GpuPair, said: list[SentDevices]
+    pair: GpuPair, sent_devices: list[SentDevices]
 ) -> None:
     await fill(pair.buffer)
     entry = only(pair.buffer)
@@ -223,8 +212,8 @@ async def test_what_has_no_known_edges_is_compared_whole(
         region.edges = b""
     entry.parts[2].digest = b""  # it has none, and gets one
     expect_all(await read(pair.peer))
-    assert [frame.kind for frame in said] == ["full", "full"]
-    assert all(frame.digest for frame in said)
+    assert [frame.kind for frame in sent_devices] == ["full", "full"]
+    assert all(frame.digest for frame in sent_devices)
 
 
 def change(pair: GpuPair, index: int, offset: int) -> None:
@@ -337,7 +326,7 @@ async def test_a_link_lost_in_mid_stream_gives_the_entry_back(pair: GpuPair) -> 
 
 
 async def test_a_peer_that_has_closed_the_memory_is_shown_nothing_more(
-    pair: GpuPair, said: list[SentDevices], caplog: pytest.LogCaptureFixture
+    pair: GpuPair, sent_devices: list[SentDevices], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, serve_shown.__name__)
     async with pair.buffer.open_insert([1], None, LAYERS) as writer:
@@ -352,14 +341,14 @@ async def test_a_peer_that_has_closed_the_memory_is_shown_nothing_more(
                 await stream.wait_for("1.key")
         await writer.put("hidden", content("hidden"))
     assert caplog.text.count("through host memory") == 1
-    assert len(said) == 1
+    assert len(sent_devices) == 1
     expect_all(await read(pair.peer))  # by lanes
-    assert len(said) == 1 and pair.peer.transport == "cuda_ipc"
+    assert len(sent_devices) == 1 and pair.peer.transport == "cuda_ipc"
     await until(lambda: not pair.buffer.statistics().used_bytes)
 
 
 async def test_a_stream_that_was_entered_does_not_begin_again_by_itself(
-    pair: GpuPair, said: list[SentDevices]
+    pair: GpuPair, sent_devices: list[SentDevices]
 ) -> None:
     async with pair.buffer.open_insert([1], None, LAYERS) as writer:
         with pytest.raises(GPUFailed, match="closed the memory"):
@@ -372,19 +361,19 @@ async def test_a_stream_that_was_entered_does_not_begin_again_by_itself(
         await until(lambda: not pair.buffer.statistics().leased)
         async with pair.peer.lookup.open_drop_select([1]) as stream:
             name, tensor = await anext(stream)
-            assert (stream.attempt, name, said) == (2, "0.key", [])
+            assert (stream.attempt, name, sent_devices) == (2, "0.key", [])
             assert is_same(tensor, content(name))
         for name in ("hidden", "1.key"):
             await writer.put(name, content(name))
 
 
 async def test_a_peer_that_keeps_too_many_deliveries_gets_the_next_by_lanes(
-    pair: GpuPair, said: list[SentDevices], monkeypatch: pytest.MonkeyPatch
+    pair: GpuPair, sent_devices: list[SentDevices], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "MAX_PINS", 0)
     await fill(pair.buffer)
     expect_all(await read(pair.peer))
-    assert not said
+    assert not sent_devices
 
 
 async def test_a_gpu_that_fails_gives_the_entry_back(

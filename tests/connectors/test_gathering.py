@@ -42,6 +42,19 @@ def gathering_of(moves: BlockMoves, room: int, came: list[str]) -> LayerGatherin
     return LayerGathering(moves, Staging(room), blocks_of, came.append)
 
 
+async def waiting_for_room(
+    moves: BlockMoves, came: list[str]
+) -> tuple[LayerGathering, asyncio.Task[None]]:
+    """Gather two layers where there is room for one: the second waits."""
+    gathering = gathering_of(moves, LAYER_NBYTES, came)
+    for layer in "ab":
+        gathering.offer(layer, None)
+    gathering.finish()
+    running = asyncio.create_task(gathering.run())
+    await until(lambda: gathering.is_waiting_for_room)
+    return gathering, running
+
+
 async def test_layers_come_in_the_order_of_their_offers(moves: BlockMoves) -> None:
     came: list[str] = []
     gathering = gathering_of(moves, 2 * LAYER_NBYTES, came)
@@ -60,12 +73,7 @@ async def test_where_there_is_no_room_it_waits_until_a_layer_is_dropped(
     moves: BlockMoves,
 ) -> None:
     came: list[str] = []
-    gathering = gathering_of(moves, LAYER_NBYTES, came)
-    for layer in "ab":
-        gathering.offer(layer, None)
-    gathering.finish()
-    running = asyncio.create_task(gathering.run())
-    await until(lambda: gathering.is_waiting_for_room)
+    gathering, running = await waiting_for_room(moves, came)
     assert came == ["a"]
     gathering.drop("a")
     await running
@@ -76,12 +84,7 @@ async def test_a_layer_that_nobody_needs_any_more_is_not_waited_for(
     moves: BlockMoves,
 ) -> None:
     came: list[str] = []
-    gathering = gathering_of(moves, LAYER_NBYTES, came)
-    for layer in "ab":
-        gathering.offer(layer, None)
-    gathering.finish()
-    running = asyncio.create_task(gathering.run())
-    await until(lambda: gathering.is_waiting_for_room)
+    gathering, running = await waiting_for_room(moves, came)
     gathering.drop("b")
     await running
     assert (came, gathering._staging.copies) == (["a", "b"], 1)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -13,14 +13,6 @@ from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
 from asynckv.testing.lookup_checks.values import MIB, noise
-
-
-@pytest.fixture
-def gpus() -> Iterator[FakeGpus]:
-    gpus = FakeGpus()
-    yield gpus
-    gpus.close()
-    assert gpus.faults == []
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import functools
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -49,14 +49,6 @@ class Both:
         pages = self.own.device_pages
         assert pages is not None
         return open_export(self.exported, pages.allocation)
-
-
-@pytest.fixture
-def gpus() -> Iterator[FakeGpus]:
-    gpus = FakeGpus()
-    yield gpus
-    gpus.close()
-    assert not gpus.faults
 
 
 @pytest.fixture

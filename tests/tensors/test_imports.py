@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 from asynckv.errors import GPUFailed
@@ -12,16 +9,6 @@ from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 
 NBYTES = 4096
-
-
-@pytest.fixture
-def gpus() -> Iterator[FakeGpus]:
-    gpus = FakeGpus()
-    yield gpus
-    for _ in range(2):  # the first lets views go, the second what they were of
-        gc.collect()
-    gpus.close()
-    assert not gpus.faults
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ import queue
 import socket
 import threading
 import weakref
+from collections.abc import Iterator
 
 import numpy
+import pytest
 
 from asynckv.protocol.chunks import CHUNK_HEADER_BYTES, encode_chunk_header
 from asynckv.tensors.feeds import Feed
@@ -29,10 +31,23 @@ def _read(sock: socket.socket, nbytes: int) -> bytes:
     return got
 
 
+@pytest.fixture
+def sender(
+    request: pytest.FixtureRequest,
+    lane: LaneSocket,
+    owner: LaneOwner,
+    said: queue.Queue[object],
+) -> Iterator[SendLane]:
+    """Sends on ``lane``, in chunks of that size; ended, its thread says so."""
+    sender = SendLane(lane, owner, getattr(request, "param", _CHUNK))
+    yield sender
+    sender.end()
+    assert said.get(timeout=5) == "ended"
+
+
 def test_a_part_leaves_in_chunks(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+    sender: SendLane, far: socket.socket, said: queue.Queue[object]
 ) -> None:
-    sender = SendLane(lane, owner, _CHUNK)
     part = _part(3, 4, bytes(1500))
     assert sender.put(part)
     assert sender.queued_bytes <= 1500
@@ -41,14 +56,12 @@ def test_a_part_leaves_in_chunks(
     assert _read(far, len(first + second)) == first + second
     assert said.get(timeout=5) is part
     assert sender.queued_bytes == 0
-    sender.end()
-    assert said.get(timeout=5) == "ended"
 
 
+@pytest.mark.parametrize("sender", [2**20], indirect=True)
 def test_small_blocks_leave_in_their_order(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+    sender: SendLane, far: socket.socket, said: queue.Queue[object]
 ) -> None:
-    sender = SendLane(lane, owner, 2**20)
     source = numpy.random.default_rng(0).bytes(2**20)
     starts = numpy.arange(2**20 - 1024, -1, -1024)
     expected = b"".join(source[start : start + 1024] for start in starts)
@@ -56,14 +69,12 @@ def test_small_blocks_leave_in_their_order(
     sender.put(part := Part(3, 4, blocks, lambda *_: None, None))
     assert _read(far, CHUNK_HEADER_BYTES + 2**20)[CHUNK_HEADER_BYTES:] == expected
     assert said.get(timeout=5) is part
-    sender.end()
-    assert said.get(timeout=5) == "ended"
 
 
+@pytest.mark.parametrize("sender", [2**24], indirect=True)
 def test_transfers_take_turns(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+    sender: SendLane, far: socket.socket, said: queue.Queue[object]
 ) -> None:
-    sender = SendLane(lane, owner, 2**24)
     sender.put(_part(1, 0, bytes(2**24)))  # more than the socket holds
     sender.put(_part(2, 0, b"b"))
     sender.put(_part(2, 1, b"c"))
@@ -72,14 +83,12 @@ def test_transfers_take_turns(
     order = [said.get(timeout=5) for _ in range(4)]
     names = [(p.transfer, p.number) for p in order if isinstance(p, Part)]
     assert names == [(1, 0), (2, 0), (3, 0), (2, 1)]
-    sender.end()
-    assert said.get(timeout=5) == "ended"
 
 
 def test_what_has_no_bytes_yet_lets_others_of_its_transfer_go(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+    sender: SendLane, far: socket.socket, said: queue.Queue[object]
 ) -> None:
-    sender, feed = SendLane(lane, owner, _CHUNK), Feed(6)
+    feed = Feed(6)
     fed = FedPart(1, 0, feed, lambda *_: None, b"")
     other = _part(1, 1, b"other")
     sender.put(fed)
@@ -93,26 +102,22 @@ def test_what_has_no_bytes_yet_lets_others_of_its_transfer_go(
     last = encode_chunk_header(1, 0, 3, 3) + b"def"
     assert _read(far, len(last)) == last
     assert said.get(timeout=5) is fed and sender.queued_bytes == 0
-    sender.end()
-    assert said.get(timeout=5) == "ended"
 
 
 def test_what_is_stopped_before_its_bytes_have_come_never_leaves(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+    sender: SendLane,
 ) -> None:
-    sender, feed = SendLane(lane, owner, _CHUNK), Feed(6)
+    feed = Feed(6)
     sender.put(FedPart(1, 0, feed, lambda *_: None, b""))
     sender.stop(1)
     feed.put(memoryview(b"abc"))
     assert sender.queued_bytes == 0
-    sender.end()
-    assert said.get(timeout=5) == "ended"
 
 
 def test_what_is_stopped_keeps_no_piece_though_its_thread_is_idle(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+    sender: SendLane, far: socket.socket
 ) -> None:
-    sender, feed = SendLane(lane, owner, _CHUNK), Feed(6)
+    feed = Feed(6)
     sender.put(FedPart(1, 0, feed, lambda *_: None, b""))
     feed.put(memoryview(b"abc"))
     _read(far, CHUNK_HEADER_BYTES + 3)
@@ -123,14 +128,13 @@ def test_what_is_stopped_keeps_no_piece_though_its_thread_is_idle(
     sender.stop(1)
     feed.put(memoryview(b"ef"))
     assert not feed.pieces(0, 6) and sender.queued_bytes == 0
-    sender.end()
-    assert said.get(timeout=5) == "ended"
 
 
+@pytest.mark.parametrize("sender", [2**24], indirect=True)
 def test_a_stopped_part_that_is_being_sent_is_left_after_its_chunk(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+    sender: SendLane, far: socket.socket, said: queue.Queue[object]
 ) -> None:
-    sender, memory = SendLane(lane, owner, 2**24), bytearray(2**25)
+    memory = bytearray(2**25)
     sender.put(_part(1, 0, memory))
     while not sender.is_sending(1):
         threading.Event().wait(0.001)
@@ -141,14 +145,12 @@ def test_a_stopped_part_that_is_being_sent_is_left_after_its_chunk(
     assert not sender.is_sending(1)
     assert sender.queued_bytes == 0
     memory.clear()
-    sender.end()
-    assert said.get(timeout=5) == "ended"
 
 
 def test_a_thread_that_waits_for_the_next_part_keeps_nothing_of_the_last_one(
-    lane: LaneSocket, far: socket.socket, owner: LaneOwner, said: queue.Queue[object]
+    sender: SendLane, far: socket.socket, said: queue.Queue[object]
 ) -> None:
-    sender, gone = SendLane(lane, owner, _CHUNK), threading.Event()
+    gone = threading.Event()
     memory = memoryview(bytes(1500))
     weakref.finalize(memory, gone.set)
     sender.put(Part(1, 0, memory, lambda *_: None, b""))
@@ -156,8 +158,6 @@ def test_a_thread_that_waits_for_the_next_part_keeps_nothing_of_the_last_one(
     _read(far, 2 * CHUNK_HEADER_BYTES + 1500)
     assert isinstance(said.get(timeout=5), Part)
     assert gone.wait(5)
-    sender.end()
-    assert said.get(timeout=5) == "ended"
 
 
 def test_a_peer_that_hangs_up_ends_the_thread(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -37,69 +39,22 @@ _SIZES: Final = (1024, 2 * MIB)
 _OVERWRITE: Final = 9
 
 
-async def a_cancelled_insert_is_in_whole_or_not_at_all(
-    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
-) -> None:
-    """The caller overwrites its tensor at once; no entry shows it."""
-    for nbytes in _SIZES:
-        await _sweep_insert(producer, consumer, local, nbytes)
+_SizedCheck: TypeAlias = Callable[
+    [KVLookupBuffer, KVLookupBuffer, LookupBuffer, int], Awaitable[None]
+]
 
 
-async def a_cancelled_select_loses_no_entry(
-    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
-) -> None:
-    """With ``into``, which nobody writes to once the call has ended."""
-    for nbytes in _SIZES:
-        await _sweep_select(producer, consumer, local, nbytes)
+def _of_each_size(check: _SizedCheck) -> LookupCheck:
+    """Make a check of one that is told how many bytes a tensor has."""
 
+    @functools.wraps(check)
+    async def check_all(
+        producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+    ) -> None:
+        for nbytes in _SIZES:
+            await check(producer, consumer, local, nbytes)
 
-async def a_cancelled_borrow_gives_back(
-    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
-) -> None:
-    """Before, inside and on the way out of the body."""
-    for nbytes in _SIZES:
-        await _sweep_borrow(producer, consumer, local, nbytes)
-
-
-async def a_cancelled_stream_gives_back(
-    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
-) -> None:
-    """In the iteration and in ``wait_for``."""
-    for nbytes in _SIZES:
-        await _sweep_stream(producer, consumer, local, nbytes)
-
-
-async def a_cancelled_writer_aborts_or_commits_whole(
-    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
-) -> None:
-    """The caller overwrites its tensor at once; no entry shows it."""
-    for nbytes in _SIZES:
-        await _sweep_writer(producer, consumer, local, nbytes)
-
-
-async def a_cancelled_taken_leaves_no_trace(
-    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
-) -> None:
-    """And the next call hears of the end all the same."""
-    number = itertools.count()
-    name = ""
-
-    async def before() -> None:
-        nonlocal name
-        name = f"taken {next(number)}"
-        await producer.insert([1], None, None, None, None, entry_id=name, ttl_s=0)
-
-    async def wait() -> None:
-        try:
-            await producer.taken(name)
-        except EntryAborted:
-            pass
-
-    async def check(k: int, mode: CancelMode, outcome: Outcome[Any]) -> None:
-        await wait()
-        await empty(local)
-
-    await sweep_cancellation(wait, check, before=before, modes=_MODES)
+    return check_all
 
 
 async def _await(consumer: KVLookupBuffer, target: torch.Tensor) -> None:
@@ -140,9 +95,11 @@ async def _take_if_there(
         expect(same(entry.key, noise(nbytes)), "other bytes")
 
 
-async def _sweep_insert(
+@_of_each_size
+async def a_cancelled_insert_is_in_whole_or_not_at_all(
     producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer, nbytes: int
 ) -> None:
+    """The caller overwrites its tensor at once; no entry shows it."""
     numbers = itertools.count()
     original = noise(nbytes)
     key = original.clone()
@@ -171,9 +128,11 @@ async def _sweep_insert(
     )
 
 
-async def _sweep_select(
+@_of_each_size
+async def a_cancelled_select_loses_no_entry(
     producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer, nbytes: int
 ) -> None:
+    """With ``into``, which nobody writes to once the call has ended."""
     target = torch.zeros(nbytes, dtype=torch.uint8)
 
     async def before() -> None:
@@ -192,9 +151,12 @@ async def _sweep_select(
     )
 
 
-async def _sweep_borrow(
+@_of_each_size
+async def a_cancelled_borrow_gives_back(
     producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer, nbytes: int
 ) -> None:
+    """Before, inside and on the way out of the body."""
+
     async def borrow() -> None:
         async with consumer.drop_select([1]) as entry:
             expect(same(entry.key, noise(nbytes)), "the bytes")
@@ -204,9 +166,12 @@ async def _sweep_borrow(
     await _sweep_delivery(borrow, producer, consumer, local, nbytes)
 
 
-async def _sweep_stream(
+@_of_each_size
+async def a_cancelled_stream_gives_back(
     producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer, nbytes: int
 ) -> None:
+    """In the iteration and in ``wait_for``."""
+
     async def read() -> None:
         async with consumer.open_drop_select([1]) as stream:
             async for _, tensor in stream:
@@ -217,9 +182,11 @@ async def _sweep_stream(
     await _sweep_delivery(read, producer, consumer, local, nbytes)
 
 
-async def _sweep_writer(
+@_of_each_size
+async def a_cancelled_writer_aborts_or_commits_whole(
     producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer, nbytes: int
 ) -> None:
+    """The caller overwrites its tensor at once; no entry shows it."""
     key = noise(nbytes)
     specs = {"key": TensorSpec((nbytes,), "uint8")}
 
@@ -237,6 +204,31 @@ async def _sweep_writer(
         await empty(local)
 
     await sweep_cancellation(write, check, before=before, modes=_MODES)
+
+
+async def a_cancelled_taken_leaves_no_trace(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """And the next call hears of the end all the same."""
+    number = itertools.count()
+    name = ""
+
+    async def before() -> None:
+        nonlocal name
+        name = f"taken {next(number)}"
+        await producer.insert([1], None, None, None, None, entry_id=name, ttl_s=0)
+
+    async def wait() -> None:
+        try:
+            await producer.taken(name)
+        except EntryAborted:
+            pass
+
+    async def check(k: int, mode: CancelMode, outcome: Outcome[Any]) -> None:
+        await wait()
+        await empty(local)
+
+    await sweep_cancellation(wait, check, before=before, modes=_MODES)
 
 
 CANCELLING_CHECKS: Final[tuple[LookupCheck, ...]] = (
