@@ -13,14 +13,38 @@ from typing import Final, TypeAlias
 import numpy
 import numpy.typing
 
+from asynckv.parallel.layouts import CROSS_LAYER_LAYOUTS, KVLayout
 from asynckv.parallel.shapes import EngineShape, Rank
 
-__all__ = ("NOTHING", "Numbers", "WholeCache")
+__all__ = (
+    "BLOCK_SIZES",
+    "HEADS",
+    "LAYOUTS",
+    "NOTHING",
+    "TP_SIZES",
+    "Numbers",
+    "WholeCache",
+)
 
 Numbers: TypeAlias = numpy.typing.NDArray[numpy.int64]
 
 NOTHING: Final = -1
 """Stands in padding, and in blocks beyond the last token."""
+
+# What engines differ in, so what plans are made between.
+TP_SIZES: Final = (1, 2, 3, 4, 6, 8, 16)
+HEADS: Final = (1, 2, 4, 8, 12, 16, 32)
+BLOCK_SIZES: Final = (16, 32, 64, 128)
+LAYOUTS: Final = (
+    KVLayout.kv_first("NHD"),
+    KVLayout.kv_first("HND"),
+    KVLayout.blocks_first("NHD"),
+    KVLayout.blocks_first("HND"),
+    KVLayout.fused("NHD"),
+    KVLayout.fused("HND"),
+    KVLayout.pallas(row_align_nbytes=4),
+    *(KVLayout.named(name) for name in CROSS_LAYER_LAYOUTS),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
@@ -167,9 +168,9 @@ async def test_a_broken_socket_is_told_on_a_later_tick() -> None:
     near.abort()
 
 
-async def test_what_came_with_the_end_of_the_greeting_is_read(
-    authority: Authority,
-) -> None:
+@contextlib.asynccontextmanager
+async def greeted(authority: Authority) -> AsyncIterator[SocketStream]:
+    """What follows a greeting over TLS, of which more came than was read."""
     keys = await in_thread(lambda: read_tls(authority.issue()))
     one, two = socket.socketpair()
     near = TlsSocket.over(one, keys, dials="localhost")
@@ -177,7 +178,13 @@ async def test_what_came_with_the_end_of_the_greeting_is_read(
         await asyncio.gather(secure(near, keys), secure(far, keys))
         far.send(b"greeting, and more")
         assert near.recv(8) == b"greeting"
-        stream = SocketStream(near, asyncio.get_running_loop())
+        yield SocketStream(near, asyncio.get_running_loop())
+
+
+async def test_what_came_with_the_end_of_the_greeting_is_read(
+    authority: Authority,
+) -> None:
+    async with greeted(authority) as stream:
         owner = Owner(stream)
         await until(lambda: owner.data == b", and more")
         stream.abort()
@@ -186,14 +193,7 @@ async def test_what_came_with_the_end_of_the_greeting_is_read(
 async def test_a_stream_that_is_aborted_at_once_hears_nothing(
     authority: Authority,
 ) -> None:
-    keys = await in_thread(lambda: read_tls(authority.issue()))
-    one, two = socket.socketpair()
-    near = TlsSocket.over(one, keys, dials="localhost")
-    with near, TlsSocket.over(two, keys) as far:
-        await asyncio.gather(secure(near, keys), secure(far, keys))
-        far.send(b"greeting, and more")
-        near.recv(8)
-        stream = SocketStream(near, asyncio.get_running_loop())
+    async with greeted(authority) as stream:
         owner = Owner(stream)
         stream.abort()
         await asyncio.sleep(0)

@@ -20,28 +20,22 @@ import numpy.typing
 import pytest
 
 from asynckv.parallel.copies import CopySide, Place, Span, StridedCopy
-from asynckv.parallel.layouts import CROSS_LAYER_LAYOUTS, KVLayout
+from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.plans import RankRead, ReshardPlan, plan_reshard
 from asynckv.parallel.shapes import EngineShape, Rank
-from asynckv.testing.whole_cache import NOTHING, WholeCache
-
-_TP = (1, 2, 3, 4, 6, 8, 16)
-_HEADS = (1, 2, 4, 8, 12, 16, 32)
-_BLOCKS = (16, 32, 64, 128)
-_LAYOUTS = (
-    KVLayout.kv_first("NHD"),
-    KVLayout.kv_first("HND"),
-    KVLayout.blocks_first("NHD"),
-    KVLayout.blocks_first("HND"),
-    KVLayout.fused("NHD"),
-    KVLayout.fused("HND"),
-    KVLayout.pallas(row_align_nbytes=4),
-    *(KVLayout.named(name) for name in CROSS_LAYER_LAYOUTS),
+from asynckv.testing.whole_cache import (
+    BLOCK_SIZES,
+    HEADS,
+    LAYOUTS,
+    NOTHING,
+    TP_SIZES,
+    WholeCache,
 )
-_CUTS = [*itertools.product(_LAYOUTS, _LAYOUTS, _BLOCKS, _BLOCKS)]
+
+_CUTS = [*itertools.product(LAYOUTS, LAYOUTS, BLOCK_SIZES, BLOCK_SIZES)]
 _LATENT_CUTS = [
     (KVLayout.mla(), KVLayout.mla(), *pair)
-    for pair in itertools.product(_BLOCKS, _BLOCKS)
+    for pair in itertools.product(BLOCK_SIZES, BLOCK_SIZES)
 ]
 
 _Cut: TypeAlias = tuple[KVLayout, KVLayout, int, int]
@@ -54,7 +48,7 @@ def _can_be(heads: int, *sizes: int) -> bool:
 
 _PAIRS = [
     (heads, tp, other_tp)
-    for heads, tp, other_tp in itertools.product(_HEADS, _TP, _TP)
+    for heads, tp, other_tp in itertools.product(HEADS, TP_SIZES, TP_SIZES)
     if _can_be(heads, tp, other_tp)
 ]
 _RANKS = [(*pair, Rank(tp=tp)) for pair in _PAIRS for tp in range(pair[2])]
@@ -174,11 +168,13 @@ def test_a_share_of_all_pairs_is_exact() -> None:
 
 
 def test_ranks_that_heads_do_not_allow_are_refused_with_a_reason() -> None:
-    refused = [pair for pair in itertools.product(_HEADS, _TP) if not _can_be(*pair)]
-    assert len(refused) == len(_HEADS) * len(_TP) - 38
+    refused = [
+        pair for pair in itertools.product(HEADS, TP_SIZES) if not _can_be(*pair)
+    ]
+    assert len(refused) == len(HEADS) * len(TP_SIZES) - 38
     for heads, tp in refused:
         with pytest.raises(ValueError, match=f"num_kv_heads={heads} .* tp_size={tp}"):
-            _shape(_LAYOUTS[0], 16, heads, tp)
+            _shape(LAYOUTS[0], 16, heads, tp)
 
 
 _checked: set[int] = set()
@@ -205,7 +201,7 @@ def test_every_byte_arrives_once_in_the_whole_matrix(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("tp", "other_tp"), [*itertools.product(_TP, _TP)])
+@pytest.mark.parametrize(("tp", "other_tp"), [*itertools.product(TP_SIZES, TP_SIZES)])
 def test_every_byte_of_a_latent_arrives_once_in_the_whole_matrix(
     tp: int, other_tp: int
 ) -> None:

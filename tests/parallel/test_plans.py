@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.copies import Span
-from asynckv.parallel.layouts import CROSS_LAYER_LAYOUTS, KVLayout
+from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.plans import (
     ReshardPlan,
     plan_rearrange,
@@ -18,24 +18,18 @@ from asynckv.parallel.plans import (
     readers_of,
 )
 from asynckv.parallel.shapes import EngineShape, Rank
-from asynckv.testing.whole_cache import NOTHING, WholeCache
-
-_TP = (1, 2, 3, 4, 6, 8, 16)
-_HEADS = (1, 2, 4, 8, 12, 16, 32)
-_BLOCKS = (16, 32, 64, 128)
-_LAYOUTS = (
-    KVLayout.kv_first("NHD"),
-    KVLayout.kv_first("HND"),
-    KVLayout.blocks_first("NHD"),
-    KVLayout.blocks_first("HND"),
-    KVLayout.fused("NHD"),
-    KVLayout.fused("HND"),
-    KVLayout.pallas(row_align_nbytes=4),
-    *(KVLayout.named(name) for name in CROSS_LAYER_LAYOUTS),
+from asynckv.testing.whole_cache import (
+    BLOCK_SIZES,
+    HEADS,
+    LAYOUTS,
+    NOTHING,
+    TP_SIZES,
+    WholeCache,
 )
+
 _PAIRS = [
     (heads, source, target)
-    for heads, source, target in itertools.product(_HEADS, _TP, _TP)
+    for heads, source, target in itertools.product(HEADS, TP_SIZES, TP_SIZES)
     if all(not (heads % tp and tp % heads) for tp in (source, target))
 ]
 
@@ -44,7 +38,7 @@ _PAIRS = [
 class _Engine:
     """What differs between two engines of one model."""
 
-    layout: KVLayout = _LAYOUTS[0]
+    layout: KVLayout = LAYOUTS[0]
     tp: int = 1
     block: int = 16
     stages: tuple[int, ...] = (2,)
@@ -95,35 +89,35 @@ def _some_ranks(shape: EngineShape) -> set[Rank]:
     return {Rank(0, tp) for tp in (0, shape.tp_size // 3, shape.tp_size - 1)}
 
 
-@pytest.mark.parametrize("heads", _HEADS)
+@pytest.mark.parametrize("heads", HEADS)
 def test_every_byte_arrives_once_between_any_two_numbers_of_ranks(heads: int) -> None:
     for _, *sizes in (pair for pair in _PAIRS if pair[0] == heads):
         source, target = (_Engine(tp=tp, block=4).shape(heads) for tp in sizes)
         _check_some(source, target, _some_ranks(target))
 
 
-@pytest.mark.parametrize("layout", _LAYOUTS, ids=lambda layout: layout.axes)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.axes)
 def test_every_byte_arrives_once_between_any_two_layouts(layout: KVLayout) -> None:
-    for other in _LAYOUTS:
+    for other in LAYOUTS:
         source = _Engine(layout, tp=2, block=4).shape(4, (3, 2))
         target = _Engine(other, tp=1, block=8).shape(4, (3, 2))
         _check_some(source, target, [Rank()])
         _check_some(target, source, [Rank(tp=1)])
 
 
-@pytest.mark.parametrize("blocks", [*itertools.product(_BLOCKS, _BLOCKS)])
+@pytest.mark.parametrize("blocks", [*itertools.product(BLOCK_SIZES, BLOCK_SIZES)])
 def test_every_byte_arrives_once_between_any_two_block_sizes(
     blocks: tuple[int, int],
 ) -> None:
     for layout, other in ((0, 1), (4, 2), (5, 10)):
-        source = _Engine(_LAYOUTS[layout], block=blocks[0]).shape(2)
-        target = _Engine(_LAYOUTS[other], tp=2, block=blocks[1]).shape(2)
+        source = _Engine(LAYOUTS[layout], block=blocks[0]).shape(2)
+        target = _Engine(LAYOUTS[other], tp=2, block=blocks[1]).shape(2)
         _check_some(source, target, [Rank(tp=1)])
 
 
 _engines = st.builds(
     _Engine,
-    st.sampled_from(_LAYOUTS),
+    st.sampled_from(LAYOUTS),
     block=st.sampled_from((2, 3, 4, 8)),
     stages=st.sampled_from(((3,), (1, 2), (2, 1), (1, 1, 1))),
 )
@@ -185,7 +179,7 @@ def test_a_plan_is_as_short_as_its_strides_whatever_it_moves() -> None:
     assert not plan.is_identity
 
 
-@pytest.mark.parametrize("heads", _HEADS)
+@pytest.mark.parametrize("heads", HEADS)
 def test_as_many_read_a_rank_as_it_delivers_to(heads: int) -> None:
     for _, tp, other_tp in (pair for pair in _PAIRS if pair[0] == heads):
         source = _Engine(tp=tp, stages=(1, 1)).shape(heads)
@@ -203,7 +197,7 @@ def test_as_many_read_a_rank_as_it_delivers_to(heads: int) -> None:
         assert sorted(read) == sorted(delivered)
 
 
-@pytest.mark.parametrize("heads", _HEADS)
+@pytest.mark.parametrize("heads", HEADS)
 def test_ranks_with_the_same_heads_share_their_readers_out(heads: int) -> None:
     for _, tp, other_tp in (pair for pair in _PAIRS if pair[0] == heads):
         source, target = (_Engine(tp=size).shape(heads) for size in (tp, other_tp))

@@ -319,31 +319,29 @@ def shake_hands(context: ssl.SSLContext, sock: socket.socket) -> None:
     context.wrap_socket(sock, server_side=True).close()
 
 
-@pytest.mark.refusal
-async def test_a_server_of_tls_1_2_is_refused(authority: Authority) -> None:
-    tls, context = authority.issue(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
+async def check_refused(tls: TLS, context: ssl.SSLContext, because: str) -> None:
+    """Dial a server that shakes hands as ``context`` says, with our certificate."""
     await in_thread(lambda: context.load_cert_chain(tls.certificate))
     async with impostor(lambda sock: shake_hands(context, sock)) as port:
-        with pytest.raises(AuthError, match="no version of TLS in common"):
+        with pytest.raises(AuthError, match=because):
             await dial(
                 f"tls://localhost:{port}",
                 identity=name_of("near"),
                 keyring=keyring_of(tls),
             )
+
+
+@pytest.mark.refusal
+async def test_a_server_of_tls_1_2_is_refused(authority: Authority) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    await check_refused(authority.issue(), context, "no version of TLS in common")
 
 
 @pytest.mark.refusal
 async def test_a_server_that_is_no_asynckv_is_refused(authority: Authority) -> None:
-    tls, context = authority.issue(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    await in_thread(lambda: context.load_cert_chain(tls.certificate))
-    async with impostor(lambda sock: shake_hands(context, sock)) as port:
-        with pytest.raises(AuthError, match="is no asynckv"):
-            await dial(
-                f"tls://localhost:{port}",
-                identity=name_of("near"),
-                keyring=keyring_of(tls),
-            )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    await check_refused(authority.issue(), context, "is no asynckv")
 
 
 @pytest.mark.refusal
