@@ -64,6 +64,11 @@ class PeerWays:
         return self.staging(INLINE_NBYTES + 1) is not None
 
     @property
+    def lead_to_store(self) -> bool:
+        """As :attr:`lead_to_gpu`, of what is put into the store."""
+        return self.staging(INLINE_NBYTES + 1, of_store=True) is not None
+
+    @property
     def read_gpu_memory(self) -> bool:
         """Are entries read in the peer's memory of this side's own GPU now?"""
         link = self._links.current

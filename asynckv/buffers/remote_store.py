@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.asking import ANSWER_S, ask
 from asynckv.buffers.getting import Getting
+from asynckv.buffers.gpu_room import StagingStore
 from asynckv.buffers.gpu_sources import gpu_source, until_made
 from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.buffers.pinning import Pinning
@@ -25,6 +25,7 @@ from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Contains, Delete
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import check_landing_place
+from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
     from asynckv.buffers.remote import Peer
@@ -44,7 +45,7 @@ class RemoteStoreStatistics:
     is_connected: bool
 
 
-class RemoteStoreBuffer(KVStoreBuffer):
+class RemoteStoreBuffer(StagingStore):
     """The store buffer that a peer serves. It is closed with its peer."""
 
     def __init__(self, peer: Peer) -> None:
@@ -70,6 +71,20 @@ class RemoteStoreBuffer(KVStoreBuffer):
         finally:
             self._putting -= 1
             release_staged([source])
+
+    def take(self, spec: TensorSpec) -> StagedTensor | None:
+        self._peer.check()
+        staging = self._peer.ways.staging(spec.nbytes, of_store=True)
+        return None if staging is None else staging.take(spec)
+
+    async def put_staged(self, key: str, staged: StagedTensor) -> None:
+        self._peer.check()
+        check_key(key)
+        self._putting += 1
+        try:
+            await self._put(key, staged)
+        finally:
+            self._putting -= 1
 
     async def get(
         self, key: str, into: torch.Tensor | None = None

@@ -12,7 +12,7 @@ import torch
 from asynckv.abc import BlockIds
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.cuda import Event
+from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.views import bytes_of
 
@@ -58,6 +58,32 @@ class Spool:
         )
         return value
 
+    async def reached(self, mark: Event | None) -> None:
+        """Wait until the blocks are as at ``mark``. Cancelled: no trace.
+
+        :raises GPUFailed: the stream of ``mark`` failed, or does not get there
+        """
+        await self._moves.reached(mark)
+
+    async def gather_there(
+        self, place: DeviceMemory, block_ids: BlockIds, index: int
+    ) -> None:
+        """As :meth:`gather`, as they are now, into plain memory of the blocks' GPU.
+
+        It is ready, and as long as a value, which is there on return. A cancelled call,
+        or one that fails, no longer reads the blocks.
+
+        :raises ValueError: the blocks, or that memory, are elsewhere
+        :raises GPUFailed: CUDA failed
+        :raises GPUUnavailable: CuPy or a driver is missing
+        """
+        spans = self._spans(block_ids, index)
+        await self._moves.gather_there(
+            [blocks for blocks, _ in spans],
+            [place.part(start, start + blocks.nbytes) for blocks, start in spans],
+            (self._mark, place.part(0, _MARK_NBYTES)),
+        )
+
     async def scatter(
         self,
         value: torch.Tensor,
@@ -88,14 +114,20 @@ class Spool:
         self, value: torch.Tensor, block_ids: BlockIds, index: int
     ) -> Sequence[tuple[KVBlocks, torch.Tensor]]:
         parts = []
-        offset = _MARK_NBYTES
+        for blocks, start in self._spans(block_ids, index):
+            part = value[start : start + blocks.nbytes]
+            parts.append((blocks, part.view(blocks.dtype).view(blocks.shape)))
+        if gpu_of(value) is None:
+            bytes_of(value)  # it is plain memory, whoever made it
+        return parts
+
+    def _spans(self, block_ids: BlockIds, index: int) -> Sequence[tuple[KVBlocks, int]]:
+        """Return the blocks, and where in a value each begins."""
+        spans, start = [], _MARK_NBYTES
         for layer in self._caches.layers:
             block = block_ids[self._caches.group_of(layer)][index]
             for region in self._caches.pools(layer):
                 blocks = KVBlocks(region, (block,))
-                part = value[offset : offset + blocks.nbytes]
-                offset += blocks.nbytes
-                parts.append((blocks, part.view(blocks.dtype).view(blocks.shape)))
-        if gpu_of(value) is None:
-            bytes_of(value)  # it is plain memory, whoever made it
-        return parts
+                spans.append((blocks, start))
+                start += blocks.nbytes
+        return spans

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from asynckv.abc import KVStoreBuffer
+from asynckv.buffers.gpu_room import StagingStore
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
@@ -53,27 +55,52 @@ class StoreLine:
                 hint=FINGERPRINT_HINT,
             )
         self._store = store
+        self._leaving_bytes = 0
         self._max_bytes = config.max_bytes
         self._line = PeerLine(url or "", config, f"{engine.engine_id}/{name}")
 
     @property
     def landing(self) -> str | None:
-        """The GPU that :meth:`land_on` was told, as torch calls it, if it counts."""
+        """The GPU that :meth:`use_gpu` was told, as torch calls it, if it counts."""
         device = self._line.device
         return None if device is None or self._store is not None else device.name
 
-    def land_on(self, device: Device, max_bytes: int) -> None:
+    @property
+    def staging(self) -> StagingStore | None:
+        """The store, if values may leave for it from memory of the GPU now."""
+        peer = self._line.connected
+        if peer is None or not self.leaving_bytes or not peer.ways.lead_to_store:
+            return None
+        return peer.store
+
+    @property
+    def leaving_bytes(self) -> int:
+        """How much they may have of it: less where the GPU has had less to give."""
+        peer = self._line.connected
+        if peer is None or peer.on_gpu is None or peer.on_gpu.device_pages is None:
+            return 0
+        asked, there = peer.budget.max_bytes, peer.on_gpu.device_pages.nbytes
+        return self._leaving_bytes * min(there, asked) // max(asked, 1)
+
+    def use_gpu(self, device: Device, landing_bytes: int, leaving_bytes: int) -> None:
         """Have so much of a GPU for values that are fetched, from the next dial on.
 
-        Of a store that was given that is its own affair. Never waits.
+        And so much more for those that leave from there. Of a store that was given that
+        is its own affair. Never waits.
         """
-        self._line.device, self._line.max_bytes = device, max_bytes
+        self._line.device = device
+        self._line.max_bytes = landing_bytes + leaving_bytes
+        self._leaving_bytes = leaving_bytes
+
+    def call_when_left(self, callback: Callable[[], None]) -> None:
+        """Call back when a link was lost, before another is made, or as this closes."""
+        self._line.call_when_left(callback)
 
     async def store(self) -> KVStoreBuffer:
         """Return the store. A cancelled call leaves no trace.
 
-        Where the GPU has no memory for values they come to that of the host, from then
-        on: what is stored needs none.
+        Where the GPU has no memory for values they come and go by way of the host, from
+        then on: none is needed.
 
         :raises PeerLost: nobody is there
         """
@@ -84,7 +111,7 @@ class StoreLine:
             except (GPUFailed, GPUUnavailable) as exc:
                 if device is None:
                     raise
-                self._land_in_host_memory(device, exc)
+                self._do_without(device, exc)
         return self._store
 
     async def aclose(self) -> None:
@@ -95,11 +122,11 @@ class StoreLine:
         """Hang up. Never waits."""
         self._line.abort()
 
-    def _land_in_host_memory(self, device: Device, why: Exception) -> None:
+    def _do_without(self, device: Device, why: Exception) -> None:
         if self._line.device is not device:
             return  # who dialled as well has said so
         self._line.device, self._line.max_bytes = None, self._max_bytes
         logger.warning(
-            "no value lands on %s, all come by way of host memory: %s",
+            "values have no memory of %s, all come and go by way of the host: %s",
             *(device.name, as_line(str(why))),
         )

@@ -20,7 +20,6 @@ from asynckv.observability.lines import as_line
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.cuda import Event
 from asynckv.tensors.device_tensors import gpu_of
-from asynckv.tensors.devices import Device
 
 __all__ = ("BLOCKS_AT_ONCE", "StoreLoading")
 
@@ -46,15 +45,15 @@ class StoreLoading:
         self._rank = rank
         self._landings = asyncio.Semaphore(BLOCKS_AT_ONCE)
 
-    def land_on(self, device: Device, max_bytes: int) -> None:
-        """Have memory of a GPU for what is loaded, from the next dial on.
+    def land_in(self, max_bytes: int) -> int:
+        """Return how much memory of a GPU what is loaded needs.
 
-        Of as many blocks as come at once, or of ``max_bytes``: then fewer come.
+        Of as many blocks as come at once, or ``max_bytes``: then fewer come.
         """
         wanted = _LANDED_BLOCKS * self._rank.spool().block_nbytes
         nbytes = min(wanted, max_bytes)
         self._landings = asyncio.Semaphore(BLOCKS_AT_ONCE * nbytes // wanted or 1)
-        self._rank.line.land_on(device, nbytes)
+        return nbytes
 
     def begin(self, order: StoreOrder) -> None:
         """Begin a load. Never waits.

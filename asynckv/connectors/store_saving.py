@@ -1,18 +1,27 @@
-"""Which blocks of one rank are on their way to a store, and which had no room."""
+"""Which blocks of one rank are on their way to a store, and which had no room.
+
+From the GPU where they are, if something leads from there to the store's, or from host
+memory: where each is gathered says by which way it leaves.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import functools
+import logging
 from collections.abc import Coroutine, Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
+from asynckv.abc import KVStoreBuffer
+from asynckv.buffers.manifest import INLINE_NBYTES
+from asynckv.connectors.store_leaving import LeavingBlock, StoreLeaving
 from asynckv.connectors.store_orders import StoreOrder
 from asynckv.connectors.store_rank import StoreRank
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape
+from asynckv.shielding import clear_all_frames
 from asynckv.tensors.cuda import Event
 
 __all__ = ("StoreSaving",)
@@ -21,6 +30,10 @@ _STAGED_BLOCKS: Final = 64
 _STAGED_BYTES: Final = 256 * 2**20
 _WAIT_S: Final = 0.2
 _MOST_CUT: Final = 4096
+
+_Value: TypeAlias = torch.Tensor | LeavingBlock
+
+logger = logging.getLogger(__name__)
 
 
 class _Save(NamedTuple):
@@ -46,12 +59,28 @@ class StoreSaving:
         self.stored = self.skipped = self.failed = 0
         """How many blocks came to what."""
         self._rank = rank
+        self._leaving = StoreLeaving(rank.line)
         self._saves: collections.deque[_Save] = collections.deque()
         self._ends: dict[str, int] = {}  # of prompts that are not stored further
         self._staged = 0
         self._has_ended = asyncio.Event()
         self._is_stalled = False
         self._is_told = False
+
+    def leave_from(self) -> int:
+        """Return how much memory of a GPU blocks may leave from; none is of no use."""
+        nbytes, most = self._rank.spool().block_nbytes, self._most_staged()
+        room = self._rank.options.push_buffer_bytes
+        if nbytes <= INLINE_NBYTES or not room:
+            return 0
+        if nbytes > room:
+            logger.warning(
+                "blocks of %d bytes leave through host memory: there are %d of the GPU "
+                "to send from (push_buffer_size)",
+                *(nbytes, room),
+            )
+            return 0
+        return min(room, most * nbytes)
 
     def bind(self, orders: Iterable[StoreOrder]) -> None:
         """A step begins: these are its saves."""
@@ -78,16 +107,37 @@ class StoreSaving:
                 self._end(save)
                 self.skipped += 1
             else:
-                spool = self._rank.spool()
-                value = await spool.gather(save.order.block_ids, save.offset, mark)
-                put = functools.partial(self._put, save, value)
-                self._rank.transfers.begin_untold(put, f"put {save.key}")
-                self._staged += 1
+                self._begin(save, await self._gather(save, mark))
             saves.popleft()  # not before: a cancelled call has not saved it
+
+    async def _gather(self, save: _Save, mark: Event | None) -> _Value:
+        """Copy a block as it is at ``mark``; cancelled, it is not read any more."""
+        spool, block_ids = self._rank.spool(), save.order.block_ids
+        if self._leaving.is_open:
+            await spool.reached(mark)  # no memory is taken before
+            mark = None
+            block = self._leaving.take(spool.block_nbytes)
+            if block is not None:
+                try:
+                    await spool.gather_there(block.place(), block_ids, save.offset)
+                except BaseException as exc:
+                    clear_all_frames(exc)  # they keep the memory
+                    block.release()
+                    raise
+                if not block.is_released:  # else its link is lost, and it with that
+                    return block
+        return await spool.gather(block_ids, save.offset, mark)
+
+    def _begin(self, save: _Save, value: _Value) -> None:
+        """Store a block beside whatever comes next. Never waits."""
+        put = functools.partial(self._put, save, value)
+        ended = value.release if isinstance(value, LeavingBlock) else None
+        self._staged += 1
+        self._rank.transfers.begin_untold(put, f"put {save.key}", ended=ended)
 
     async def _has_room(self, until_s: float) -> bool:
         """Whether one more block may be on its way; wait for that, but not for long."""
-        most = max(_STAGED_BLOCKS, _STAGED_BYTES // self._rank.spool().block_nbytes)
+        most = self._most_staged()
         if self._staged < most:
             return True
         if self._is_stalled:
@@ -102,6 +152,10 @@ class StoreSaving:
             return False
         return True
 
+    def _most_staged(self) -> int:
+        """Return how many blocks may be on their way."""
+        return max(_STAGED_BLOCKS, _STAGED_BYTES // self._rank.spool().block_nbytes)
+
     def _end(self, save: _Save) -> None:
         """The prompt is stored as far as here, at most."""
         request_id = save.order.request_id
@@ -110,7 +164,7 @@ class StoreSaving:
         if len(self._ends) > _MOST_CUT:
             del self._ends[next(iter(self._ends))]
 
-    async def _put(self, save: _Save, value: torch.Tensor) -> None:
+    async def _put(self, save: _Save, value: _Value) -> None:
         is_stored = False
         try:
             async with self._rank.at_once:
@@ -121,9 +175,13 @@ class StoreSaving:
                         shape = StoredShape.of(self._rank.engine)
                         await store.put(SHAPE_KEY, shape.tensor())
                         self._is_told = True
-                    await store.put(save.key, value)
+                    await _put_into(store, save.key, value)
             is_stored = True
             self._is_stalled = False
+        except BaseException as exc:
+            if isinstance(value, LeavingBlock):
+                clear_all_frames(exc)  # who keeps it keeps no memory of a GPU
+            raise
         finally:
             self.stored += is_stored
             self.failed += not is_stored
@@ -131,3 +189,10 @@ class StoreSaving:
                 self._end(save)
             self._staged -= 1
             self._has_ended.set()
+
+
+async def _put_into(store: KVStoreBuffer, key: str, value: _Value) -> None:
+    if isinstance(value, LeavingBlock):
+        await value.put(key)  # where there is memory for it
+    else:
+        await store.put(key, value)

@@ -52,10 +52,12 @@ class StoreWorker(CacheWorker):
     """Loads and saves what :class:`~asynckv.connectors.StoreScheduler` decides.
 
     ``wait_for_save`` waits until blocks are copied, not until they are stored: that
-    goes on beside the next steps. While 64 blocks, and 256 MiB, are on their way it
-    waits for room: 0.2 s a step, and not at all for a store that has stored nothing
-    since it was waited for in vain. What then has no room is skipped, and of the same
-    prompt all that follows: nothing is stored behind a gap.
+    goes on beside the next steps. Copies are on the GPU of the blocks, where something
+    leads from there to the store's and there is room, else in host memory. While 64
+    blocks, and 256 MiB, are on their way it waits for room: 0.2 s a step, and not at
+    all for a store that has stored nothing since it was waited for in vain. What then
+    has no room is skipped, and of the same prompt all that follows: nothing is stored
+    behind a gap.
     """
 
     metadata_type = StoreMetadata
@@ -151,17 +153,24 @@ class StoreWorker(CacheWorker):
         return self._line
 
     def _register(self, caches: PagedCaches) -> None:
-        landing, there = self._line.landing, str(caches.device)
-        if landing is not None and landing != there:
+        before, there = self._line.landing, str(caches.device)
+        if before is not None and before != there:
             raise ConfigError(
-                f"values land on {landing}, and the caches are on {there}",
+                f"values have memory on {before}, and the caches are on {there}",
                 hint="caches that are registered again stay on their GPU",
             )
         super()._register(caches)
         self._spool = Spool(self._registered())
-        device = self._buffer_device()
-        if device is not None and self.config.is_kv_consumer:
-            self._loading.land_on(device, self.config.max_bytes)
+        device, config = self._buffer_device(), self.config
+        if device is None:
+            return
+        landing = leaving = 0
+        if config.is_kv_consumer:
+            landing = self._loading.land_in(config.max_bytes)
+        if config.is_kv_producer and device.name == there:
+            leaving = self._saving.leave_from()
+        if landing or leaving:
+            self._line.use_gpu(device, landing, leaving)
 
     def _now(self) -> Event | None:
         """Return where the engine's stream is."""

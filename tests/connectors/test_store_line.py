@@ -45,7 +45,7 @@ async def test_values_land_where_it_was_last_said() -> None:
     async with StoreBuffer(fingerprint="toy") as store:
         with fake_device() as gpu:
             line = StoreLine(config, ENGINE, None, "0")
-            line.land_on(gpu.device, 2 * MIB)
+            line.use_gpu(gpu.device, 2 * MIB, 0)
             async with serve("mem://gpu-line", store=store):
                 await store.put("a", noise(MIB))
                 there = await (await line.store()).get("a")
@@ -70,14 +70,14 @@ async def test_where_a_gpu_has_no_memory_values_come_to_the_host(
         with fake_device() as gpu:
             monkeypatch.setattr(gpu.process.cuda, "malloc", malloc)
             line = StoreLine(config, ENGINE, None, "0")
-            line.land_on(gpu.device, 2 * MIB)
+            line.use_gpu(gpu.device, 2 * MIB, 0)
             async with serve("mem://full-gpu", store=store):
                 one, two = await asyncio.gather(line.store(), line.store())
                 await one.put("a", noise(MIB))
                 there = await one.get("a")
                 assert one is two and there is not None and not there.is_cuda
                 assert is_same(there, noise(MIB))
-                assert caplog.text.count("no value lands on cuda:0") == 1
+                assert caplog.text.count("no memory of cuda:0") == 1
                 await line.aclose()
             assert not gpu.process.owned
 

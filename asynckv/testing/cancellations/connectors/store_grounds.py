@@ -35,8 +35,8 @@ from asynckv.testing.engines.toy_pairs import toy_shape
 from asynckv.testing.expectations import expect
 from asynckv.testing.fake_devices import (
     FakeDevice,
-    fake_device,
     fake_device_of,
+    faultless_gpus,
     stagings_of,
 )
 
@@ -133,37 +133,51 @@ class StoreGround:
         """Return what is as the loader's, under another name."""
         return msgspec.structs.replace(self.loader.engine, engine_id="loader-2")
 
-    def new_worker(self) -> StoreWorker:
+    def new_worker(self, config: KVTransferConfig | None = None) -> StoreWorker:
         """Return another loader, of the same caches."""
-        worker = _worker(self.loader.config, self.new_engine(), self.gpu)
+        worker = _worker(config or self.loader.config, self.new_engine(), self.gpu)
         worker.register_kv_caches(self.loaded.layers)
         return worker
 
 
-def config_of(url: str, buffer_device: str = "cpu") -> KVTransferConfig:
-    """Return the configuration of an engine that uses the store at ``url``."""
+def config_of(
+    url: str, buffer_device: str = "cpu", **options: object
+) -> KVTransferConfig:
+    """Return the configuration of an engine that uses the store at ``url``.
+
+    ``options`` are those of connectors.
+    """
+    extra = {"store": url, "fingerprint": "toy", "push_buffer_size": "2MiB"}
     return KVTransferConfig(
         kv_connector="StoreConnector",
         kv_role="kv_both",
         kv_buffer_device=buffer_device,
-        kv_connector_extra_config={"store": url, "fingerprint": "toy"},
+        kv_connector_extra_config={**extra, **options},
     )
 
 
 @contextlib.asynccontextmanager
 async def open_store_ground(
-    scheme: Scheme, model: ToyModel = SMALL, *, on_gpus: bool = False
+    scheme: Scheme,
+    model: ToyModel = SMALL,
+    *,
+    on_gpus: bool = False,
+    are_apart: bool = False,
+    **options: object,
 ) -> AsyncIterator[StoreGround]:
     """Open a store and two engines that use it, one of which has loaded once.
 
-    ``on_gpus``: the store, the caches and what is fetched are on a GPU that is not
-    there, as of two processes.
+    ``on_gpus``: the store, the caches, and what is fetched and stored, are on a GPU
+    that is not there, as of two processes; of two GPUs, if they ``are_apart``.
+    ``options`` are those of connectors.
     """
     shape, gpus = toy_shape(model), list[FakeDevice | None]([None, None])
     async with contextlib.AsyncExitStack() as stack:
         if on_gpus:
-            gpu = stack.enter_context(fake_device(seed=1, max_delay=2))
-            gpus = [gpu, fake_device_of(gpu.process.gpus.process())]
+            count = 1 + are_apart
+            there = stack.enter_context(faultless_gpus(count, seed=1, max_delay=2))
+            other = fake_device_of(there.process(), count - 1)
+            gpus = [fake_device_of(there.process()), other]
         ((url,),) = stack.enter_context(urls_of(scheme, 1))
         lookup = await stack.enter_async_context(LookupBuffer("1MiB"))
         device = None if gpus[0] is None else gpus[0].device
@@ -171,7 +185,8 @@ async def open_store_ground(
             StoreBuffer("16MiB", fingerprint="toy", device=device)
         )
         server = await stack.enter_async_context(serve(url, lookup=lookup, store=store))
-        config, workers, caches = config_of(url, "cuda" if on_gpus else "cpu"), [], []
+        config = config_of(url, "cuda" if on_gpus else "cpu", **options)
+        workers, caches = [], []
         for place, name in enumerate(("saver", "loader")):
             engine = KVEngine(engine_id=name, block_size=16, shape=shape)
             worker = _worker(config, engine, gpus[1])
