@@ -141,6 +141,7 @@ def _store(
 def _on_the_gpu(config: KVTransferConfig, kind: str, options: ConnectorOptions) -> str:
     """Say what has memory of the GPU of the caches, beside them."""
     is_push, stores = options.direction == "push", kind == "StoreConnector"
+    leaves = bool(options.push_buffer_bytes)
     keeps = config.is_kv_consumer if is_push else config.is_kv_producer
     held = [
         what
@@ -148,6 +149,7 @@ def _on_the_gpu(config: KVTransferConfig, kind: str, options: ConnectorOptions) 
             ("what waits here", keeps and not stores),
             ("what is fetched", config.is_kv_consumer and (stores or not is_push)),
             ("what is pushed", config.is_kv_producer and is_push and not stores),
+            ("what is saved", stores and config.is_kv_producer and leaves),
         )
         if is_so
     ]

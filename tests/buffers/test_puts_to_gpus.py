@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
 
+from asynckv.buffers.gpu_staging import StagedTensor, release_staged
+from asynckv.buffers.importing import GpuImports
 from asynckv.buffers.remote import connect
 from asynckv.errors import ChecksumError, EntryConflict
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.link import Link
 from asynckv.links.options import Digest
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
@@ -34,6 +38,7 @@ from asynckv.testing.lookup_checks.values import (
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.testing.shared_puts import SharedPuts
+from asynckv.types import TensorSpec
 
 PIECE = 32 * 1024
 """Too long to ride, and too short to be a value's own."""
@@ -74,6 +79,75 @@ async def test_a_value_goes_from_gpu_to_gpu(stores: GpuStores) -> None:
     pinned = stores.store.lookup("key", None)
     assert pinned is not None and pinned.digest and pinned.region.is_on_device
     stores.store.release(pinned)
+
+
+async def staged_at(stores: GpuStores, salt: int) -> StagedTensor:
+    """Make a value in the memory that it leaves from."""
+    staged = stores.peer.store.take(TensorSpec((MIB,), "uint8"))
+    assert staged is not None
+    source = stores.theirs.tensor(noise(MIB, salt))
+    await stores.peer.pool.copy([source], [staged.place()], digest=False)
+    return staged
+
+
+async def check_is_stored(stores: GpuStores, salt: int) -> None:
+    value = await stores.store.get("key")
+    assert value is not None and value.is_cuda and is_same(value, noise(MIB, salt))
+    del value
+    await until(lambda: not stores.puts.staged_bytes)
+
+
+async def test_a_value_that_was_made_there_goes_from_gpu_to_gpu(
+    stores: GpuStores,
+) -> None:
+    for salt in (1, 2):
+        staged = await staged_at(stores, salt)
+        await stores.peer.store.put_staged("key", staged)
+        staged.release()
+        await check_is_stored(stores, salt)
+    assert stores.has_put
+    assert stores.peer.store.take(TensorSpec((PIECE,), "uint8")) is None
+    assert stores.peer.store.take(TensorSpec((2**30,), "uint8")) is None
+
+
+async def test_who_waits_for_room_there_is_before_a_value(stores: GpuStores) -> None:
+    room = stores.peer.ways.room
+    assert room is not None
+    most = TensorSpec((16 * MIB,), "uint8")
+    filler = await room.take([most], set()) or []
+    waiting = asyncio.create_task(room.take([most], set()))
+    await until_blocked(waiting)
+    release_staged(filler)
+    assert filler and stores.peer.store.take(TensorSpec((MIB,), "uint8")) is None
+    release_staged(await waiting or [])
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+async def test_a_value_whose_link_is_lost_is_put_again(
+    stores: GpuStores, way: PutWay, is_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged, opening = await staged_at(stores, 3), GpuImports.open
+
+    async def open_none(ways: GpuImports, link: Link) -> None:
+        if is_back:
+            await opening(ways, link)
+
+    monkeypatch.setattr(GpuImports, "open", open_none)
+    link, store = stores.peer._linked(), stores.store
+    async with contextlib.AsyncExitStack() as stack:
+        full = noise(store.statistics().max_bytes - MIB, 9)
+        await store.put("filler", full)
+        await store.put("key", noise(MIB, 9))
+        pins = await stack.enter_async_context(store.pin(["filler", "key"]))
+        assert pins == (True, True)
+        putting = asyncio.create_task(stores.peer.store.put_staged("key", staged))
+        await until_blocked(putting)
+        link.abort(ConnectionError("the wire was cut"))
+        await until(lambda: stores.peer._linked() is not link)
+    await putting
+    staged.release()
+    value = await stores.store.get("key")
+    assert value is not None and is_same(value, noise(MIB, 3))
 
 
 async def test_layers_go_from_gpu_to_gpu_and_are_shown_at_once(pair: PutPair) -> None:

@@ -18,6 +18,7 @@ from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
+from asynckv.connectors import store_saving
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.spool import _MARK_NBYTES
 from asynckv.connectors.store_worker import StoreWorker
@@ -50,7 +51,12 @@ async def gpus() -> AsyncIterator[FakeGpus]:
 
 @asynccontextmanager
 async def sharing(
-    gpus: FakeGpus, at: int | None, size: str = "16MiB", saves_as: KVRole = "kv_both"
+    gpus: FakeGpus,
+    at: int | None,
+    size: str = "16MiB",
+    saves_as: KVRole = "kv_both",
+    loads_as: KVRole = "kv_consumer",
+    push_size: str = "2MiB",
 ) -> AsyncIterator[Engines]:
     """Two engines on the first GPU; the store is on that of the number ``at``."""
     (url,) = free_urls(1)
@@ -60,7 +66,11 @@ async def sharing(
         kv_buffer_device="cuda",
         kv_buffer_size=size,
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"store": url, "fingerprint": "toy"},
+        kv_connector_extra_config={
+            "store": url,
+            "fingerprint": "toy",
+            "push_buffer_size": push_size,
+        },
     )
     device = None if at is None else fake_device_of(gpus.process(), at).device
     one, two = fake_device_of(gpus.process()), fake_device_of(gpus.process())
@@ -75,7 +85,12 @@ async def sharing(
             chunk=32,
             gpu=one,
         ) as saver,
-        make_engine("two", config, shape, MODEL, gpu=two) as loader,
+        make_engine(
+            "two",
+            msgspec.structs.replace(config, kv_role=loads_as),
+            *(shape, MODEL),
+            gpu=two,
+        ) as loader,
     ):
         yield saver, loader
 
@@ -142,17 +157,38 @@ async def test_as_much_of_the_gpu_is_taken_as_blocks_come_at_once(
         assert 1 <= landing_of(engines[1]).nbytes / (32 * BLOCK_NBYTES) < 1.1
 
 
-async def test_who_only_stores_takes_nothing_of_the_gpu(gpus: FakeGpus) -> None:
+async def test_who_only_stores_takes_what_blocks_leave_through(gpus: FakeGpus) -> None:
     async with sharing(gpus, None, saves_as="kv_producer") as engines:
         assert await share(engines) == 64
-        assert peer_of(engines[0]).on_gpu is None
+        assert landing_of(engines[0]).nbytes == 2**21
         assert landing_of(engines[1]).nbytes
 
 
-async def test_no_more_is_taken_than_was_configured(gpus: FakeGpus) -> None:
-    async with sharing(gpus, None, "1MiB") as engines:
+async def test_who_only_stores_may_take_nothing_of_the_gpu(gpus: FakeGpus) -> None:
+    async with sharing(gpus, None, saves_as="kv_producer", push_size="0") as engines:
         assert await share(engines) == 64
-        assert landing_of(engines[1]).nbytes == 2**20
+        assert peer_of(engines[0]).on_gpu is None
+
+
+async def test_as_much_is_taken_as_may_be_on_its_way_at_most(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_saving, "_STAGED_BLOCKS", 5)
+    monkeypatch.setattr(store_saving, "_STAGED_BYTES", 1)
+    async with sharing(gpus, None, saves_as="kv_producer") as engines:
+        await share(engines)
+        assert 5 <= landing_of(engines[0]).nbytes / BLOCK_NBYTES < 5.1
+
+
+@pytest.mark.parametrize(
+    ("role", "nbytes"), [("kv_consumer", 2**20), ("kv_both", 2**21)]
+)
+async def test_no_more_is_taken_than_was_configured(
+    gpus: FakeGpus, role: KVRole, nbytes: int
+) -> None:
+    async with sharing(gpus, None, "1MiB", loads_as=role) as engines:
+        assert await share(engines) == 64
+        assert landing_of(engines[1]).nbytes == nbytes
 
 
 @pytest.mark.parametrize(("blocks", "at_once"), [(1, 1), (2, 1), (4, 2)])
@@ -209,7 +245,7 @@ async def test_a_value_that_is_no_block_keeps_no_memory(gpus: FakeGpus) -> None:
         assert kept.value.__traceback__ is not None
 
 
-async def test_caches_on_another_gpu_than_values_land_on_are_refused(
+async def test_caches_on_another_gpu_than_values_have_memory_on_are_refused(
     gpus: FakeGpus,
 ) -> None:
     def caches_at(index: int) -> dict[str, torch.Tensor]:
