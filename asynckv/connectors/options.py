@@ -66,7 +66,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``pull`` keeps it here until that engine fetches it. ``consumer_tp_size`` is how
     many ranks a stage of the engine has that decodes, ``consumer_pp_size`` how many
     stages, if not as many as this one. ``push_buffer_bytes``: how much of a GPU a rank
-    that pushes has for each rank that it pushes to, ``kv_buffer_size`` at the most.
+    that pushes has for each rank that it pushes to, and one that saves for its store,
+    ``kv_buffer_size`` at the most.
     """
 
     listen: str | None = None

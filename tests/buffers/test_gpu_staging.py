@@ -20,6 +20,7 @@ from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.testing.lookup_checks.values import noise
+from asynckv.types import TensorSpec
 
 NBYTES = 2**17
 
@@ -47,6 +48,20 @@ async def ground() -> AsyncIterator[Ground]:
         ground.pool.close()
         await ground.growth.aclose()
         assert not ground.growth.arena.used_bytes
+
+
+async def test_memory_for_what_is_made_there_is_had_at_once_or_not(
+    ground: Ground,
+) -> None:
+    spec, pool = TensorSpec((NBYTES,), "uint8"), ground.pool
+    awaited = GpuStaging(ground.growth, pool, is_awaited=lambda: True)
+    assert awaited.take(spec) is None
+    taken = [ground.staging.take(spec) for _ in range(3)]
+    assert [one is None for one in taken] == [False, False, True]
+    release_staged([one for one in taken if one is not None])
+    assert GpuStaging(Growth(NBYTES), pool).take(spec) is None
+    closed = Growth(NBYTES, device=ground.gpu.device)
+    assert GpuStaging(closed, pool).take(spec) is None
 
 
 async def test_what_is_on_the_gpu_is_copied_there(ground: Ground) -> None:

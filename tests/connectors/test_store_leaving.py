@@ -371,7 +371,10 @@ async def test_what_is_gathered_as_its_worker_ends_keeps_no_memory() -> None:
             await block.put("key")
 
 
-async def test_a_store_in_host_memory_is_sent_to_from_there() -> None:
+async def test_a_store_in_host_memory_is_sent_to_from_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "asynckv.buffers.importing")
     async with saving() as ground, one_store_in_host_memory(ground) as worker:
         keys = tuple(f"{number}" for number in range(2))
         for _ in range(2):  # the first one dials
@@ -381,6 +384,7 @@ async def test_a_store_in_host_memory_is_sent_to_from_there() -> None:
                 await worker.wait_for_save()
                 await worker.flush()
             assert numbers == [0, 1]
+            assert caplog.text.count("goes through host memory") == 1
         assert peer_of(worker).on_gpu is not None
         assert worker.statistics().saved_blocks == 4
 

@@ -82,6 +82,25 @@ async def test_where_a_gpu_has_no_memory_values_come_to_the_host(
             assert not gpu.process.owned
 
 
+async def test_what_leaves_has_its_share_of_what_there_is() -> None:
+    config = config_of(store="mem://shares", fingerprint="toy")
+    async with StoreBuffer(fingerprint="toy") as store:
+        with fake_device() as gpu:
+            line = StoreLine(config, ENGINE, None, "0")
+            line.use_gpu(gpu.device, 2 * MIB, MIB)
+            assert line.landing == "cuda:0"
+            async with serve("mem://shares", store=store):
+                await line.store()
+                assert (line.landing, line.leaving_bytes) == ("cuda:0", MIB)
+                assert line.staging is None  # nothing leads to a GPU
+                await line.aclose()
+            assert not line.leaving_bytes
+        async with StoreBuffer() as given:
+            of_given = StoreLine(config, ENGINE, given, "0")
+            of_given.use_gpu(gpu.device, MIB, MIB)
+            assert of_given.staging is None and not of_given.leaving_bytes
+
+
 async def test_an_error_of_a_gpu_that_is_not_the_landings_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

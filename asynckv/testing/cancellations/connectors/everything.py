@@ -62,9 +62,10 @@ _OPENING: Final[Mapping[str, Callable[[], Any]]] = {
     "on GPUs from two ranks": lambda: open_p2p("unix", "push", (2, 1), on_gpus=True),
     "store": lambda: open_store_ground("tcp", SMALL),
     "store large": lambda: open_store_ground("tcp", LARGE),
-    "saved to GPUs": lambda: open_store_ground("tcp", LARGE, on_gpus=True),
+    "store on GPUs": lambda: open_store_ground("tcp", LARGE, on_gpus=True),
+    "saved to GPUs": lambda: open_store_ground("unix", LARGE, on_gpus=True),
     "saved between GPUs": lambda: open_store_ground(
-        "tcp", LARGE, on_gpus=True, are_apart=True
+        "unix", LARGE, on_gpus=True, are_apart=True
     ),
     "several": lambda: open_several("unix"),
 }
@@ -77,6 +78,7 @@ COSTLY_GROUNDS: Final[Mapping[str, tuple[str, ...]]] = {
     "on GPUs from two ranks": ("a_load",),
     "pushed to GPUs": ("a_take",),
     "pushed between GPUs": (),
+    "store on GPUs": (),
     "saved to GPUs": ("a_block_that_leaves",),
     "saved between GPUs": (),
 }

@@ -1,0 +1,130 @@
+"""Blocks that another process saves from the same real GPU. ``nox -s gpu`` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from asyncio.subprocess import PIPE
+from typing import Final
+
+import pytest
+import torch
+
+from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
+from asynckv.connectors.store_worker import StoreWorker
+from asynckv.testing.blocked import until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(
+        importlib.util.find_spec("cupy") is None,
+        reason='CuPy is not installed: pip install "asynckv[cuda12]"',
+    ),
+]
+
+_LAYERS: Final = 12
+_BLOCKS: Final = 256
+_SHAPE: Final = (_BLOCKS, 2, 16, 8, 128)
+
+_SAVER: Final = """
+import asyncio, sys, torch
+from asynckv.config import KVTransferConfig
+from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.spool import Spool
+from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
+from asynckv.connectors.store_worker import StoreWorker
+url, layers, room = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+shape = tuple(map(int, sys.argv[4].split(",")))
+by_host, gather = 0, Spool.gather
+async def counting(*args):
+    global by_host
+    by_host += 1
+    return await gather(*args)
+Spool.gather = counting
+async def main():
+    global by_host
+    config = KVTransferConfig(
+        kv_connector="StoreConnector", kv_role="kv_producer", kv_buffer_device="cuda:0",
+        kv_buffer_size="1GiB",
+        kv_connector_extra_config={
+            "store": url, "fingerprint": "toy", "push_buffer_size": room
+        },
+    )
+    caches = {
+        f"layer.{n}": torch.full(shape, n + 1, dtype=torch.bfloat16, device="cuda")
+        for n in range(layers)
+    }
+    async with StoreWorker(config, KVEngine(engine_id="S", block_size=16)) as worker:
+        worker.register_kv_caches(caches)
+        await worker.start()
+        for name in ("first", "second"):
+            by_host = 0
+            keys = tuple(f"{name}.{n}" for n in range(shape[0]))
+            order = StoreOrder(name, keys, (tuple(range(shape[0])),))
+            worker.bind_connector_metadata(StoreMetadata(saves=(order,)))
+            await worker.wait_for_save()
+            worker.clear_connector_metadata()
+            await worker.flush()
+        peer = worker._line._line.connected
+        print(peer.transport, by_host, worker.statistics().saved_blocks, flush=True)
+        sys.stdin.read()
+asyncio.run(main())
+"""
+
+
+def loader(url: str) -> tuple[StoreWorker, dict[str, torch.Tensor]]:
+    config = KVTransferConfig(
+        kv_connector="StoreConnector",
+        kv_role="kv_consumer",
+        kv_buffer_device="cuda:0",
+        kv_buffer_size="1GiB",
+        kv_connector_extra_config={"store": url, "fingerprint": "toy"},
+    )
+    worker = StoreWorker(config, KVEngine(engine_id="L", block_size=16))
+    caches = {
+        f"layer.{number}": torch.zeros(_SHAPE, dtype=torch.bfloat16, device="cuda")
+        for number in range(_LAYERS)
+    }
+    worker.register_kv_caches(caches)
+    return worker, caches
+
+
+async def load(worker: StoreWorker, name: str) -> None:
+    keys = tuple(f"{name}.{number}" for number in range(_BLOCKS))
+    order = StoreOrder(name, keys, (tuple(reversed(range(_BLOCKS))),))
+    worker.bind_connector_metadata(StoreMetadata(loads=(order,)))
+    await worker.start_load_kv()
+    await until(lambda: not worker.statistics().loading, timeout_s=60)
+    worker.clear_connector_metadata()
+    assert worker.get_finished().reasons == {}
+
+
+async def test_blocks_leave_for_a_store_on_their_gpu_within_it() -> None:
+    shape = ",".join(map(str, _SHAPE))
+    async with (
+        asyncio.timeout(180),
+        StoreBuffer("1GiB", fingerprint="toy", device="cuda:0") as store,
+        serve("tcp://127.0.0.1:0", store=store) as server,
+    ):
+        args = (sys.executable, "-c", _SAVER, server.url, str(_LAYERS), "256MiB", shape)
+        process = await asyncio.create_subprocess_exec(*args, stdin=PIPE, stdout=PIPE)
+        try:
+            assert process.stdout is not None
+            said = await process.stdout.readline()
+            assert said.decode().split() == ["cuda_ipc", "0", str(2 * _BLOCKS)]
+            worker, caches = loader(server.url)
+            async with worker:
+                await worker.start()
+                for name in ("first", "second"):
+                    await load(worker, name)
+                    for number, cache in enumerate(caches.values(), 1):
+                        assert bool((cache == number).all())
+                        cache.zero_()
+        finally:
+            await process.communicate(b"")
