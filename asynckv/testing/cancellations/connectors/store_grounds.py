@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -171,13 +171,11 @@ async def open_store_ground(
     that is not there, as of two processes; of two GPUs, if they ``are_apart``.
     ``options`` are those of connectors.
     """
-    shape, gpus = toy_shape(model), list[FakeDevice | None]([None, None])
+    shape = toy_shape(model)
     async with contextlib.AsyncExitStack() as stack:
+        gpus: tuple[FakeDevice | None, FakeDevice | None] = (None, None)
         if on_gpus:
-            count = 1 + are_apart
-            there = stack.enter_context(faultless_gpus(count, seed=1, max_delay=2))
-            other = fake_device_of(there.process(), count - 1)
-            gpus = [fake_device_of(there.process()), other]
+            gpus = stack.enter_context(_two_processes(1 + are_apart))
         ((url,),) = stack.enter_context(urls_of(scheme, 1))
         lookup = await stack.enter_async_context(LookupBuffer("1MiB"))
         device = None if gpus[0] is None else gpus[0].device
@@ -214,6 +212,14 @@ async def open_store_ground(
         await ground.check_quiet()
         ground.tasks = tasks_now()
         yield ground
+
+
+@contextlib.contextmanager
+def _two_processes(count: int) -> Iterator[tuple[FakeDevice, FakeDevice]]:
+    """Yield the GPU of each, which is the same one if there is one."""
+    with faultless_gpus(count, seed=1, max_delay=2) as there:
+        first = fake_device_of(there.process())
+        yield first, fake_device_of(there.process(), count - 1)
 
 
 def _worker(
