@@ -131,6 +131,7 @@ class StoreSaving:
     def _begin(self, save: _Save, value: _Value) -> None:
         """Store a block beside whatever comes next. Never waits."""
         put = functools.partial(self._put, save, value)
+        # What never begins is to be released too.
         ended = value.release if isinstance(value, LeavingBlock) else None
         self._staged += 1
         self._rank.transfers.begin_untold(put, f"put {save.key}", ended=ended)
@@ -183,6 +184,8 @@ class StoreSaving:
                 clear_all_frames(exc)  # who keeps it keeps no memory of a GPU
             raise
         finally:
+            if isinstance(value, LeavingBlock):
+                value.release()  # before others are told that there is room
             self.stored += is_stored
             self.failed += not is_stored
             if not is_stored:

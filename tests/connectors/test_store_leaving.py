@@ -13,6 +13,7 @@ import torch
 
 from asynckv.buffers.remote import Peer
 from asynckv.buffers.remote_store import RemoteStoreBuffer
+from asynckv.connectors import store_saving
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import rank_block_keys
 from asynckv.connectors.spool import Spool
@@ -174,6 +175,19 @@ async def test_what_finds_no_room_leaves_by_the_host_at_once() -> None:
         stats = ground.saver.statistics()
         assert stats.skipped_blocks == stats.unsaved_blocks == 0
         assert not ground.saver._saving._leaving.used_bytes
+
+
+@APART
+async def test_one_block_follows_another_through_the_same_memory(
+    are_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with saving(are_apart, push_buffer_size=BLOCK_NBYTES) as ground:
+        monkeypatch.setattr(store_saving, "_STAGED_BLOCKS", 1)
+        monkeypatch.setattr(store_saving, "_STAGED_BYTES", 1)
+        with by_host() as numbers:
+            await ground.save(keys := ground.new_keys())
+        assert not numbers and not ground.saver.statistics().skipped_blocks
+        await ground.load(keys)
 
 
 async def test_saves_leave_memory_for_loads() -> None:

@@ -20,7 +20,7 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors import store_saving
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.spool import _MARK_NBYTES
+from asynckv.connectors.spool import _MARK_NBYTES, Spool
 from asynckv.connectors.store_worker import StoreWorker
 from asynckv.errors import ConfigError
 from asynckv.tensors.device_pages import DevicePages
@@ -162,6 +162,20 @@ async def test_who_only_stores_takes_what_blocks_leave_through(gpus: FakeGpus) -
         assert await share(engines) == 64
         assert landing_of(engines[0]).nbytes == 2**21
         assert landing_of(engines[1]).nbytes
+
+
+@pytest.mark.parametrize("at", [0, 1])
+async def test_what_who_only_stores_saves_leaves_from_gpu_to_gpu(
+    gpus: FakeGpus, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*args: object) -> None:
+        raise AssertionError("a block came to the host")
+
+    async with sharing(gpus, at, saves_as="kv_producer") as engines:
+        await share(engines)  # dials
+        monkeypatch.setattr(Spool, "gather", refuse)
+        assert await share(engines, 2) == 64
+        assert worker_of(engines[0]).statistics().unsaved_blocks == 0
 
 
 async def test_who_only_stores_may_take_nothing_of_the_gpu(gpus: FakeGpus) -> None:
