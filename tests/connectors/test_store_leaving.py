@@ -202,6 +202,23 @@ async def test_saves_leave_memory_for_loads() -> None:
         await ground.end_save(keys)
 
 
+async def test_what_somebody_is_still_at_counts_though_it_was_released() -> None:
+    async with saving(push_buffer_size=BLOCK_NBYTES) as ground:
+        leaving = ground.saver._saving._leaving
+        block = leaving.take(BLOCK_NBYTES)
+        assert block is not None
+        place = block.place()
+        for _ in range(2):
+            block.release()
+        assert place.nbytes == BLOCK_NBYTES and not leaving.used_bytes
+        assert leaving.take(BLOCK_NBYTES) is None
+        del place
+        await until(lambda: not block.is_at_work)
+        again = leaving.take(BLOCK_NBYTES)
+        assert again is not None
+        again.release()
+
+
 async def test_a_gpu_with_less_to_give_gives_less_to_saves() -> None:
     async with saving(push_buffer_size=32 * BLOCK_NBYTES) as ground:
         line, memory = ground.saver._line, peer_of(ground.saver).on_gpu
