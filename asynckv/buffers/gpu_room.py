@@ -54,6 +54,14 @@ class StagingWriter(InsertWriter):
 class StagingStore(KVStoreBuffer):
     """A store that takes values from memory of this side's GPU, where it can."""
 
+    @property
+    @abc.abstractmethod
+    def leaves_from(self) -> str | None:
+        """The GPU in whose memory they are to be made, as torch calls it.
+
+        ``None``: nothing leads from this side's GPU to the store's now.
+        """
+
     @abc.abstractmethod
     def take(self, spec: TensorSpec) -> StagedTensor | None:
         """Take memory for a value that is made there, and put by :meth:`put_staged`.

@@ -72,6 +72,14 @@ class RemoteStoreBuffer(StagingStore):
             self._putting -= 1
             release_staged([source])
 
+    @property
+    def leaves_from(self) -> str | None:
+        peer = self._peer
+        pages = None if peer.on_gpu is None else peer.on_gpu.device_pages
+        if pages is None or not peer.is_connected or not peer.ways.lead_to_store:
+            return None
+        return pages.device.name
+
     def take(self, spec: TensorSpec) -> StagedTensor | None:
         self._peer.check()
         staging = self._peer.ways.staging(spec.nbytes, of_store=True)

@@ -67,15 +67,18 @@ class StoreLine:
 
     @property
     def staging(self) -> StagingStore | None:
-        """The store, if values may leave for it from memory of the GPU now."""
-        peer = self._line.connected
-        if peer is None or not self.leaving_bytes or not peer.ways.lead_to_store:
+        """The store, if values may leave for it from memory of that GPU now."""
+        peer, device = self._line.connected, self._line.device
+        store = self._store or (None if peer is None else peer.store)
+        if not isinstance(store, StagingStore) or device is None:
             return None
-        return peer.store
+        return store if store.leaves_from == device.name else None
 
     @property
     def leaving_bytes(self) -> int:
         """How much they may have of it: less where the GPU has had less to give."""
+        if self._store is not None:
+            return self._leaving_bytes
         peer = self._line.connected
         if peer is None or peer.on_gpu is None or peer.on_gpu.device_pages is None:
             return 0
@@ -85,8 +88,8 @@ class StoreLine:
     def use_gpu(self, device: Device, landing_bytes: int, leaving_bytes: int) -> None:
         """Have so much of a GPU for values that are fetched, from the next dial on.
 
-        And so much more for those that leave from there. Of a store that was given that
-        is its own affair. Never waits.
+        And so much more for those that leave from there. What a store that was given
+        has of it is its own affair; so much of that they may have. Never waits.
         """
         self._line.device = device
         self._line.max_bytes = landing_bytes + leaving_bytes

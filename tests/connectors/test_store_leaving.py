@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from asynckv import connect
 from asynckv.buffers.remote import Peer
 from asynckv.buffers.remote_store import RemoteStoreBuffer
 from asynckv.connectors import store_saving
@@ -32,6 +33,7 @@ from asynckv.testing.cancellations.connectors.store_grounds import (
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import toy_shape
 from asynckv.testing.expectations import expect_same
+from asynckv.testing.fake_devices import stagings_of
 from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.shared_puts import SharedPuts
 
@@ -123,6 +125,56 @@ async def test_the_first_ones_come_by_the_host_and_dial() -> None:
     with by_host() as numbers:
         async with saving() as ground:
             assert 0 in numbers and ground.saver.statistics().saved_blocks == BLOCKS
+
+
+@contextlib.asynccontextmanager
+async def given(
+    ground: StoreGround, peer: Peer, buffer_device: str = "cuda"
+) -> AsyncIterator[StoreGround]:
+    """Yield the same, with an engine that was given the peer's store."""
+    assert ground.gpu is not None
+    gpu, shape = ground.gpu, toy_shape(LARGE)
+    worker = StoreWorker(
+        config_of(ground.url, buffer_device),
+        KVEngine(engine_id="given", block_size=16, shape=shape),
+        peer.store,
+        stagings=stagings_of(gpu),
+        device=gpu.device,
+    )
+    worker.register_kv_caches(ground.saved.layers)
+    async with worker:
+        await worker.start()
+        yield dataclasses.replace(ground, saver=worker)
+
+
+@APART
+async def test_blocks_leave_for_a_store_that_was_given_as_well(are_apart: bool) -> None:
+    async with saving(are_apart) as ground:
+        assert ground.gpu is not None
+        options: Any = {"fingerprint": "toy", "device": ground.gpu.device}
+        async with connect(ground.url, max_bytes="2MiB", **options) as peer:
+            await until(lambda: peer.ways.lead_to_store)
+            async with given(ground, peer) as other:
+                with by_host() as numbers:
+                    await other.save(keys := other.new_keys())
+                assert not numbers
+                assert way_of(peer) == ("nccl" if are_apart else "cuda_ipc")
+                await until(lambda: not SharedPuts(peer).staged_bytes)
+                await ground.load(keys)
+                await peer.aclose()
+                with by_host() as numbers:
+                    await begin(other)  # its puts fail, and no step does
+                    await other.saver.flush()
+                assert numbers and other.saver.statistics().unsaved_blocks == BLOCKS
+
+
+async def test_a_store_whose_memory_is_elsewhere_is_put_to_by_the_host() -> None:
+    async with saving() as ground, connect(ground.url, fingerprint="toy") as peer:
+        async with given(ground, peer) as other:
+            with by_host() as numbers:
+                await other.save(keys := other.new_keys())
+            assert sorted(numbers) == list(range(BLOCKS))
+            await ground.load(keys)
 
 
 @contextlib.asynccontextmanager

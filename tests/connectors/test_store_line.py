@@ -98,7 +98,7 @@ async def test_what_leaves_has_its_share_of_what_there_is() -> None:
         async with StoreBuffer() as given:
             of_given = StoreLine(config, ENGINE, given, "0")
             of_given.use_gpu(gpu.device, MIB, MIB)
-            assert of_given.staging is None and not of_given.leaving_bytes
+            assert of_given.staging is None and of_given.leaving_bytes == MIB
 
 
 async def test_an_error_of_a_gpu_that_is_not_the_landings_is_told(
