@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
+import anyio
+
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
@@ -166,8 +168,16 @@ class P2PRoutes:
                 self.peers.hang_up(order.peer, rank)
 
     async def aclose(self) -> None:
-        """Close what is open. Bounded and shielded by what it closes."""
+        """Close what is open. Bounded and shielded by what it closes.
+
+        Peers are served until the entries are taken, or 1 s is over, and not longer:
+        memory of a GPU that they have open is freed when they are gone.
+        """
         await self.peers.aclose()
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._close_server)
+            if self.buffer is not None:
+                await self.buffer.aclose()
         await self._stack.aclose()
 
     def abort(self) -> None:
@@ -177,6 +187,12 @@ class P2PRoutes:
             self.server.abort()
         if self.buffer is not None:
             self.buffer.abort()
+
+    async def _close_server(self) -> None:
+        if (buffer := self.buffer) is not None:
+            await buffer.room.until(lambda: buffer.is_closed)
+        if self.server is not None:
+            await self.server.aclose()
 
     def _on_lost(self, peer: PeerIdentity) -> None:
         for callback in self._lost_callbacks:
