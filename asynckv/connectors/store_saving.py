@@ -52,7 +52,7 @@ class _Save(NamedTuple):
 class StoreSaving:
     """Copies the blocks of a step, and stores the copies beside the next steps.
 
-    Nothing of a prompt is stored behind a gap: behind what had no room, or failed.
+    Nothing of a prompt is sent behind a gap: behind what had no room, or has failed.
     """
 
     def __init__(self, rank: StoreRank) -> None:
@@ -165,12 +165,19 @@ class StoreSaving:
         if len(self._ends) > _MOST_CUT:
             del self._ends[next(iter(self._ends))]
 
+    def _is_behind_a_gap(self, save: _Save) -> bool:
+        """Whether one before it is not stored, as it turned out meanwhile."""
+        return save.number > self._ends.get(save.order.request_id, save.number)
+
     async def _put(self, save: _Save, value: _Value) -> None:
-        is_stored = False
+        is_stored = is_skipped = False
         try:
             async with self._rank.at_once:
                 # Not timed: a GPU takes its time to be opened.
                 store = await self._rank.line.store()
+                if self._is_behind_a_gap(save):
+                    is_skipped = True
+                    return
                 async with asyncio.timeout(self._rank.options.save_timeout_s):
                     if not self._is_told:
                         shape = StoredShape.of(self._rank.engine)
@@ -187,7 +194,8 @@ class StoreSaving:
             if isinstance(value, LeavingBlock):
                 value.release()  # before others are told that there is room
             self.stored += is_stored
-            self.failed += not is_stored
+            self.skipped += is_skipped
+            self.failed += not is_stored and not is_skipped
             if not is_stored:
                 self._end(save)
             self._staged -= 1

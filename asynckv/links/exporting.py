@@ -49,8 +49,14 @@ class ExportedMemory:
             os.close(fd)
 
     def drop(self) -> None:
-        """Let the memory go: freed now, if the buffer has dropped it. In a thread."""
-        self._allocation = None
+        """Let the memory go: freed now, if the buffer has dropped it. In a thread.
+
+        While an operation there waits for a peer it waits too, at most 5 s.
+        """
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            with allocation.quiet().allocating():
+                del allocation
 
     def edges(self, regions: Sequence[Region], places: Sequence[Place | None]) -> bytes:
         """Return the digest of the first and last bytes of what lies there.

@@ -19,7 +19,7 @@ from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.tensors.packing import pack, pages_of
-from asynckv.tensors.quiet_gpus import quiet_gpu
+from asynckv.tensors.quiet_gpus import QuietGpu, quiet_gpu
 from asynckv.tensors.slab_pages import Place
 from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.types import TensorSpec
@@ -73,6 +73,10 @@ class DeviceAllocation:
         memory = self.memory.part(offset, offset + nbytes)
         return dataclasses.replace(memory, owner=owner)
 
+    def quiet(self) -> QuietGpu:
+        """Return when it is to be freed, by whoever may have the last reference."""
+        return quiet_gpu(self.gpus.cuda, self.memory.device)
+
     def fence(self) -> Event:
         """Mark what this thread's current stream of the GPU was given until now.
 
@@ -101,8 +105,7 @@ class IdleDevice:
             close()
         allocation, self._allocation = self._allocation, None
         if allocation is not None:
-            where = allocation.gpus.cuda, allocation.memory.device
-            with quiet_gpu(*where).allocating():
+            with allocation.quiet().allocating():
                 del allocation
 
 

@@ -6,26 +6,49 @@ import dataclasses
 import functools
 import os
 import re
+import threading
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import torch
 
 from asynckv.errors import ConfigError, GPUUnavailable
+from asynckv.tensors.cuda import CudaApi
 from asynckv.tensors.device_tensors import Gpus, open_gpus
 from asynckv.tensors.views import dtype_of
 from asynckv.types import TensorSpec
 
-__all__ = ("Device", "DeviceName", "device_named")
+__all__ = ("Device", "DeviceName", "cuda_of_this_process", "device_named")
 
 _NAME: Final = re.compile(r"cuda(?::([0-9]{1,4}))?\Z")
 _RANK: Final = re.compile(r"[0-9]{1,4}\Z")
 
 
+_lock: Final = threading.Lock()
+
+
 @functools.cache
-def _gpus_of_this_process() -> Gpus:
-    """Open them once: what was imported is counted by whom it was imported."""
+def _opened_once() -> Gpus:
     return open_gpus()
+
+
+def _gpus_of_this_process() -> Gpus:
+    """Open them once: what was imported is counted by whom it was imported.
+
+    Who comes meanwhile waits: each would have opened its own.
+    """
+    with _lock:
+        return _opened_once()
+
+
+def cuda_of_this_process() -> CudaApi:
+    """Return the one by which all of this process know who else is at a GPU.
+
+    Imports CuPy, so not on an event loop.
+
+    :raises GPUUnavailable: CuPy, a driver or a GPU is missing
+    """
+    return _gpus_of_this_process().cuda
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import CudaApi
-from asynckv.tensors.cuda_cupy import open_cuda
 from asynckv.tensors.device_blocks import DeviceBlocks
 from asynckv.tensors.device_tensors import DeviceTensors, TorchTensors, gpu_of
+from asynckv.tensors.devices import cuda_of_this_process
 from asynckv.tensors.on_gpu import KVOnGpu, caught
 from asynckv.tensors.runs import AnyMemory, Staged, copied, pieces_of
 from asynckv.tensors.staging import CHUNK_NBYTES, SLOTS, Staging
@@ -36,7 +36,7 @@ class Stagings:
 
     def __init__(
         self,
-        open_cuda: Callable[[], CudaApi] = open_cuda,
+        open_cuda: Callable[[], CudaApi] = cuda_of_this_process,
         tensors: DeviceTensors | None = None,
         *,
         chunk_nbytes: int = CHUNK_NBYTES,

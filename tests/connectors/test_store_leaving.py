@@ -402,6 +402,23 @@ async def test_what_waits_for_a_link_that_is_lost_makes_room_for_the_next_one() 
         await ground.load(keys)
 
 
+async def test_nothing_goes_by_the_next_link_behind_what_was_lost_with_one() -> None:
+    async with saving(push_buffer_size=2 * BLOCK_NBYTES) as ground:
+        async with one_at_once(ground.saver):
+            with puts_held() as go_on, by_host() as numbers:
+                keys = await begin(ground)
+                assert numbers == [2]
+                peer_of(ground.saver).abort()
+                go_on.set()
+                await ground.saver.flush()
+        stored = await ground.store.contains(named(ground, keys))
+        assert stored == (False, False, False)
+        stats = ground.saver.statistics()
+        assert stats.skipped_blocks == 2 and stats.unsaved_blocks == BLOCKS
+        await ground.save(keys)  # begun again it is stored
+        await ground.load(keys)
+
+
 async def test_a_link_that_is_lost_while_blocks_are_gathered_loses_none() -> None:
     async with saving() as ground:
         gather, line = Spool.gather_there, ground.saver._line

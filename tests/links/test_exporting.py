@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 
 from asynckv.links.exporting import ExportedMemory, edges_in
 from asynckv.protocol.values import Place
 from asynckv.tensors.device_pages import DevicePages
+from asynckv.tensors.quiet_gpus import quiet_gpu
 from asynckv.testing.fake_devices import FakeDevice
 
 FIRST, SECOND = Place((), 0, 1), Place((), 4096, 2)
@@ -26,6 +28,23 @@ def test_what_is_shown_is_not_freed_before_it_is_dropped(gpu: FakeDevice) -> Non
     shown.close()
     assert gpu.process.owned
     shown.drop()
+    assert not gpu.process.owned
+
+
+def test_what_is_shown_is_not_freed_while_an_operation_waits_for_a_peer(
+    gpu: FakeDevice,
+) -> None:
+    quiet, pages = quiet_gpu(gpu.process.cuda, gpu.index), opened(gpu)
+    shown, idle = ExportedMemory(pages.allocation), pages.unmap()
+    assert idle is not None
+    idle.drop()
+    quiet.begin_operation()
+    thread = threading.Thread(target=shown.drop)
+    thread.start()
+    thread.join(0.02)
+    assert gpu.process.owned
+    quiet.end_operation()
+    thread.join(30)
     assert not gpu.process.owned
 
 

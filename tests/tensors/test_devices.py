@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from asynckv.errors import ConfigError
+from asynckv.tensors import devices
+from asynckv.tensors.cuda import CudaApi
+from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device, device_named
+from asynckv.tensors.quiet_gpus import quiet_gpu
+from asynckv.tensors.stagings import Stagings
+from asynckv.testing.fake_gpus import FakeGpus
+from asynckv.testing.fake_gpus.tensors import FakeTensors
 
 
 def test_the_cpu_is_no_gpu() -> None:
@@ -43,3 +54,36 @@ def test_a_number_counts_whatever_the_rank_is() -> None:
 def test_what_is_no_device_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="unknown"):
         device_named(name)
+
+
+@pytest.fixture
+def openings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Gpus]]:
+    """Yield what was opened as GPUs of this process: each time another object."""
+    gpus, opened, others_come = FakeGpus(), list[Gpus](), threading.Event()
+
+    def open_slowly() -> Gpus:
+        others_come.wait(0.05)
+        process = gpus.process()
+        opened.append(Gpus(process.cuda, FakeTensors(process)))
+        return opened[-1]
+
+    monkeypatch.setattr(devices, "open_gpus", open_slowly)
+    devices._opened_once.cache_clear()
+    yield opened
+    devices._opened_once.cache_clear()
+    gpus.close()
+
+
+def test_those_who_open_a_gpu_together_open_the_same(
+    openings: list[Gpus],
+) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        opened = list(threads.map(lambda _: Device(0).opened().cuda, range(4)))
+    assert len(set(opened)) == len(openings) == 1
+
+
+@pytest.mark.usefixtures("openings")
+def test_blocks_wait_for_the_operations_that_buffers_wait_for() -> None:
+    stagings = Stagings()
+    cuda: CudaApi = stagings.blocks(0)._open_cuda()
+    assert quiet_gpu(cuda, 0) is quiet_gpu(Device(0).opened().cuda, 0)
