@@ -30,18 +30,24 @@ class Spool:
     """
 
     def __init__(self, moves: BlockMoves) -> None:
-        self._caches = caches = moves.caches
+        caches = moves.caches
         self._moves = moves
         pools = [
             (layer, pool) for layer in caches.layers for pool in caches.pools(layer)
         ]
-        specs = [(layer, KVBlocks(pool, ()).spec) for layer, pool in pools]
-        told = [(layer, spec.dtype, spec.shape[1:]) for layer, spec in specs]
+        none = [(layer, KVBlocks(pool, ())) for layer, pool in pools]
+        told = [(layer, one.spec.dtype, one.spec.shape[1:]) for layer, one in none]
         digest = hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=_MARK_NBYTES)
         self._mark = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
-        self.block_nbytes = _MARK_NBYTES + sum(
-            KVBlocks(pool, ()).block_nbytes for _, pool in pools
-        )
+        self._pools: list[tuple[int, KVBlocks, int]] = []
+        """The group of each, none of its blocks, and where one begins in a value."""
+        self.block_nbytes = _MARK_NBYTES
+        for layer, one in none:
+            self._pools.append((caches.group_of(layer), one, self.block_nbytes))
+            self.block_nbytes += one.block_nbytes
+        kinds = {(one.dtype, one.shape[1:]) for _, one in none}
+        self._kind = kinds.pop() if len(kinds) == 1 else None
+        """What all are, if that is the same."""
 
     async def gather(
         self, block_ids: BlockIds, index: int, mark: Event | None = None
@@ -113,21 +119,20 @@ class Spool:
     def _parts(
         self, value: torch.Tensor, block_ids: BlockIds, index: int
     ) -> Sequence[tuple[KVBlocks, torch.Tensor]]:
-        parts = []
-        for blocks, start in self._spans(block_ids, index):
-            part = value[start : start + blocks.nbytes]
-            parts.append((blocks, part.view(blocks.dtype).view(blocks.shape)))
+        spans = self._spans(block_ids, index)
         if gpu_of(value) is None:
             bytes_of(value)  # it is plain memory, whoever made it
+        if self._kind is not None:  # a hundred layers one by one take a millisecond
+            dtype, shape = self._kind
+            typed = value[_MARK_NBYTES:].view(dtype).view(len(spans), 1, *shape)
+            return [(blocks, typed[i]) for i, (blocks, _) in enumerate(spans)]
+        parts = []
+        for blocks, start in spans:
+            part = value[start : start + blocks.nbytes]
+            parts.append((blocks, part.view(blocks.dtype).view(blocks.shape)))
         return parts
 
     def _spans(self, block_ids: BlockIds, index: int) -> Sequence[tuple[KVBlocks, int]]:
         """Return the blocks, and where in a value each begins."""
-        spans, start = [], _MARK_NBYTES
-        for layer in self._caches.layers:
-            block = block_ids[self._caches.group_of(layer)][index]
-            for region in self._caches.pools(layer):
-                blocks = KVBlocks(region, (block,))
-                spans.append((blocks, start))
-                start += blocks.nbytes
-        return spans
+        ids = [int(group[index]) for group in block_ids]
+        return [(none.at(ids[group]), start) for group, none, start in self._pools]

@@ -56,8 +56,8 @@ class StoreWorker(CacheWorker):
     leads from there to the store's and there is room, else in host memory. While 64
     blocks, and 256 MiB, are on their way it waits for room: 0.2 s a step, and not at
     all for a store that has stored nothing since it was waited for in vain. What then
-    has no room is skipped, and of the same prompt all that follows: nothing is stored
-    behind a gap.
+    has no room is skipped, and of the same prompt all that follows: nothing is sent
+    behind a gap that is known.
     """
 
     metadata_type = StoreMetadata

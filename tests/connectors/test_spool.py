@@ -41,6 +41,21 @@ async def test_a_block_of_all_layers_goes_out_and_in_again() -> None:
     assert not pools["c"][0].any()
 
 
+async def test_layers_of_several_lengths_and_dtypes_lie_one_behind_the_other() -> None:
+    pools = {
+        "a": torch.randn(6, 4),
+        "b": torch.randn(6, 5, dtype=torch.float64),
+        "c": torch.randn(6, 4, dtype=torch.bfloat16),
+    }
+    spool = spool_of(pools)
+    value = await spool.gather(((4,),), 0)
+    blocks = [pool[4].contiguous().view(torch.uint8) for pool in pools.values()]
+    assert torch.equal(value[64:], torch.cat(blocks))
+    before = {name: pool[4].clone() for name, pool in pools.items()}
+    await spool.scatter(value, ((1,),), 0)
+    assert all(torch.equal(pool[1], before[name]) for name, pool in pools.items())
+
+
 async def test_a_value_of_another_size_is_refused() -> None:
     spool = spool_of({"a": torch.zeros(6, 3)})
     with pytest.raises(ValueError, match="no block of 76"):

@@ -34,6 +34,16 @@ def _pools() -> dict[str, torch.Tensor]:
     }
 
 
+def test_one_block_of_the_same_pool_is_what_indexing_would_copy() -> None:
+    pool = torch.arange(24).view(4, 3, 2)
+    one = KVBlocks(pool, ()).at(2)
+    assert one.shape == (1, 3, 2) and one.nbytes == 48
+    assert bytes(joined(one.memory())) == pool[2].numpy().tobytes()
+    for absent in (-1, 4):
+        with pytest.raises(IndexError, match="outside of the pool's 4"):
+            one.at(absent)
+
+
 @pytest.mark.parametrize("name", _pools())
 @pytest.mark.parametrize("ids", [[], [3], _IDS, [2, 2], [0, 1, 2, 3, 4, 5, 6, 7]])
 def test_blocks_are_what_indexing_would_copy(name: str, ids: list[int]) -> None:
