@@ -69,7 +69,9 @@ class StoreLine:
     def staging(self) -> StagingStore | None:
         """The store, if values may leave for it from memory of that GPU now."""
         peer, device = self._line.connected, self._line.device
-        store = self._store or (None if peer is None else peer.store)
+        store = self._store
+        if store is None and peer is not None:
+            store = peer.store
         if not isinstance(store, StagingStore) or device is None:
             return None
         return store if store.leaves_from == device.name else None
