@@ -97,6 +97,11 @@ class StoreLine:
         self._line.max_bytes = landing_bytes + leaving_bytes
         self._leaving_bytes = leaving_bytes
 
+    def use_no_gpu(self) -> None:
+        """Have no memory of one any more, from the next dial on. Never waits."""
+        self._line.device, self._line.max_bytes = None, self._max_bytes
+        self._leaving_bytes = 0
+
     def call_when_left(self, callback: Callable[[], None]) -> None:
         """Call back when a link was lost, before another is made, or as this closes."""
         self._line.call_when_left(callback)
@@ -130,7 +135,7 @@ class StoreLine:
     def _do_without(self, device: Device, why: Exception) -> None:
         if self._line.device is not device:
             return  # who dialled as well has said so
-        self._line.device, self._line.max_bytes = None, self._max_bytes
+        self.use_no_gpu()
         logger.warning(
             "values have no memory of %s, all come and go by way of the host: %s",
             *(device.name, as_line(str(why))),

@@ -171,6 +171,8 @@ class StoreWorker(CacheWorker):
             leaving = self._saving.leave_from()
         if landing or leaving:
             self._line.use_gpu(device, landing, leaving)
+        else:
+            self._line.use_no_gpu()
 
     def _now(self) -> Event | None:
         """Return where the engine's stream is."""

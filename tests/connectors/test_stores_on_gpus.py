@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -286,3 +286,24 @@ async def test_caches_on_another_gpu_than_values_have_memory_on_are_refused(
     ):
         worker.register_kv_caches(caches_at(0))
         worker.register_kv_caches(caches_at(1))  # where the store is, is its affair
+
+
+async def test_caches_whose_blocks_are_too_small_to_leave_need_nothing_any_more(
+    gpus: FakeGpus,
+) -> None:
+    def caches_of(block: int) -> dict[str, torch.Tensor]:
+        return {"a": gpu.tensor(torch.zeros(2, block))}
+
+    gpu = fake_device_of(gpus.process())
+    config = KVTransferConfig(
+        kv_role="kv_producer",
+        kv_buffer_device="cuda",
+        kv_connector_extra_config={"store": "mem://small", "fingerprint": "toy"},
+    )
+    engine = KVEngine(engine_id="E", block_size=16)
+    options: Any = {"stagings": stagings_of(gpu), "device": gpu.device}
+    async with StoreWorker(config, engine, **options) as worker:
+        worker.register_kv_caches(caches_of(2**16))
+        assert worker._line.landing == "cuda:0"
+        worker.register_kv_caches(caches_of(16))
+        assert worker._line.landing is None
