@@ -11,6 +11,8 @@ import pytest
 from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.buffers.importing import GpuImports
 from asynckv.buffers.remote import connect
+from asynckv.buffers.serve import serve
+from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ChecksumError, EntryConflict
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link
@@ -108,6 +110,22 @@ async def test_a_value_that_was_made_there_goes_from_gpu_to_gpu(
     assert stores.has_put
     assert stores.peer.store.take(TensorSpec((PIECE,), "uint8")) is None
     assert stores.peer.store.take(TensorSpec((2**30,), "uint8")) is None
+
+
+async def test_a_store_says_in_which_gpu_values_are_to_be_made(
+    stores: GpuStores,
+) -> None:
+    peer = stores.peer
+    assert peer.store.leaves_from == stores.theirs.device.name
+    peer.abort()
+    await until(lambda: not peer.is_connected)
+    assert peer.store.leaves_from is None
+
+
+async def test_nothing_leaves_a_gpu_of_which_there_is_no_memory() -> None:
+    async with StoreBuffer() as store, serve("mem://no-gpu", store=store):
+        async with connect("mem://no-gpu") as peer:
+            assert peer.store.leaves_from is None
 
 
 async def test_who_waits_for_room_there_is_before_a_value(stores: GpuStores) -> None:
