@@ -175,7 +175,7 @@ class P2PRoutes:
         """
         await self.peers.aclose()
         async with anyio.create_task_group() as group:
-            group.start_soon(self._close_server)
+            group.start_soon(_close_behind, self.buffer, self.server)
             if self.buffer is not None:
                 await self.buffer.aclose()
         await self._stack.aclose()
@@ -187,12 +187,6 @@ class P2PRoutes:
             self.server.abort()
         if self.buffer is not None:
             self.buffer.abort()
-
-    async def _close_server(self) -> None:
-        if (buffer := self.buffer) is not None:
-            await buffer.room.until(lambda: buffer.is_closed)
-        if self.server is not None:
-            await self.server.aclose()
 
     def _on_lost(self, peer: PeerIdentity) -> None:
         for callback in self._lost_callbacks:
@@ -250,3 +244,11 @@ class P2PRoutes:
 
 def _pushed(transfer_id: str, rank: int) -> str:
     return f"{transfer_id}#{rank}"
+
+
+async def _close_behind(buffer: LookupBuffer | None, server: Server | None) -> None:
+    """Close the server as soon as the buffer gives nothing away any more."""
+    if buffer is not None:
+        await buffer.room.until(lambda: buffer.is_closed)
+    if server is not None:
+        await server.aclose()
