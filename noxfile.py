@@ -161,7 +161,7 @@ def nccl_nogpu(session: nox.Session) -> None:
     install(session, ".", *TESTING, "hypothesis", "trustme")
     install(session, "cupy-cuda12x>=14,<15", "nvidia-nccl-cu12>=2.18.1")
     what = session.posargs or ("tests/transports/nccl/test_without_a_driver.py",)
-    session.run("pytest", "-p", "no:cacheprovider", *what)
+    session.run("pytest", "-W", "error", "-p", "no:cacheprovider", *what)
 
 
 @nox.session

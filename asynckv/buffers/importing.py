@@ -16,7 +16,13 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asynckv.buffers.answers import Answer, fail_by
-from asynckv.buffers.mapped import MAP_S, MappedMemory, Mappings, taken_as_proof
+from asynckv.buffers.mapped import (
+    MAP_S,
+    MappedMemory,
+    MappedPin,
+    Mappings,
+    taken_as_proof,
+)
 from asynckv.buffers.shown_sources import ShownSources
 from asynckv.errors import AsyncKVError, GPUFailed, PeerLost
 from asynckv.links.device_streams import open_devices
@@ -89,6 +95,7 @@ class ImportedMemory(MappedMemory):
         super().__init__(opened.sock, self.imported, digest)  # type: ignore[arg-type]
         self._export = opened
         self._ours: DeviceAllocation | None = own
+        self._handed_out: dict[int, object] = {}
         self._going: set[int] = set()
         self._is_hung_up = False
         self.closed: asyncio.Future[None] = self._loop.create_future()
@@ -99,6 +106,12 @@ class ImportedMemory(MappedMemory):
         """Has anybody here any? Those that the GPU is not done with do not count."""
         return len(self._live) > len(self._going)
 
+    def take(self, number: int) -> MappedPin:
+        pin = super().take(number)
+        device = self.imported.allocation.memory.device
+        self._handed_out[number] = self.gpus.tensors.stream_of(device)
+        return pin
+
     def let_go(self, number: int) -> None:
         """The last view of it is gone. Called by finalizers: in any thread.
 
@@ -107,7 +120,7 @@ class ImportedMemory(MappedMemory):
         if self._is_copy or self._ours is None:
             return
         try:
-            fence = self._ours.fence()
+            fence = self._ours.fence(self._handed_out[number])
         except GPUFailed:
             return  # nobody can know when the GPU leaves it: it stays the peer's loss
         self._going.add(number)
@@ -132,6 +145,7 @@ class ImportedMemory(MappedMemory):
     def _let_go_now(self, number: int, fence: Event) -> None:
         fence.close()
         self._going.discard(number)
+        self._handed_out.pop(number, None)
         super().let_go(number)
 
     def _hang_up(self) -> None:

@@ -123,7 +123,10 @@ class CudaApi(Protocol):
         """Name the GPU itself: its number differs from process to process."""
 
     def use_device(self, device: int) -> None:
-        """Make ``device`` this thread's."""
+        """Make ``device`` this thread's, which is one of asynckv's own.
+
+        From then on nothing it calls breaks the graph that another thread captures.
+        """
 
     def malloc(self, nbytes: int) -> DeviceMemory:
         """Allocate by plain ``cudaMalloc``, never from a pool: it can be exported.

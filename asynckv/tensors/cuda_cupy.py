@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy
 
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, PinnedMemory, Stream
+from asynckv.tensors.cuda_driver import CudaDriver, open_driver
 
 __all__ = ("CupyCuda", "CupyEvent", "CupyStream", "import_cupy", "open_cuda")
 
@@ -96,9 +97,12 @@ def _mapped(runtime: Any, doing: str) -> Iterator[None]:
 class CupyEvent:
     """An event, closed by hand: who closes it decides on which thread."""
 
-    def __init__(self, runtime: Any, handle: int) -> None:
+    def __init__(
+        self, runtime: Any, handle: int, driver: Callable[[], CudaDriver]
+    ) -> None:
         self._runtime = runtime
         self.handle = handle
+        self._driver = driver
 
     def record(self, stream: Stream) -> None:
         with _mapped(self._runtime, "record an event"):
@@ -106,7 +110,8 @@ class CupyEvent:
 
     def query(self) -> bool:
         # CuPy returns the status here, and its Event.done takes an error for "not yet".
-        status = int(self._runtime.eventQuery(self.handle))
+        with self._driver().capture_relaxed():  # polled on the caller's loop too
+            status = int(self._runtime.eventQuery(self.handle))
         if status not in (_SUCCESS, _NOT_READY):
             raise GPUFailed(f"work on the GPU failed: CUDA error {status}", code=status)
         return status == _SUCCESS
@@ -142,6 +147,10 @@ class CupyStream:
         self.handle = handle
         self.device = device
 
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Name it to other libraries: the protocol's version, and the handle."""
+        return 0, self.handle
+
     def wait(self, event: Event) -> None:
         if not isinstance(event, CupyEvent):
             raise TypeError(f"not an event of CuPy's: {event!r}")
@@ -162,8 +171,11 @@ class CupyStream:
 class CupyCuda:
     """:class:`~asynckv.tensors.cuda.CudaApi` over the module ``cupy``."""
 
-    def __init__(self, cupy: Any) -> None:
+    def __init__(
+        self, cupy: Any, driver: Callable[[], CudaDriver] = open_driver
+    ) -> None:
         self._cupy = cupy
+        self._driver = driver
         self._runtime = cupy.cuda.runtime
         self._kernel: Any = None
 
@@ -172,10 +184,10 @@ class CupyCuda:
             return int(self._runtime.getDeviceCount())
 
     def uuid(self, device: int) -> str:
-        with _mapped(self._runtime, f"ask GPU {device} for its UUID"):
-            return bytes(self._runtime.getDeviceProperties(device)["uuid"]).hex()
+        return self._driver().uuid(device)
 
     def use_device(self, device: int) -> None:
+        self._driver().relax_capture()
         with _mapped(self._runtime, f"use GPU {device}"):
             self._runtime.setDevice(device)
 
@@ -185,7 +197,11 @@ class CupyCuda:
             return DeviceMemory(address, nbytes, int(self._runtime.getDevice()))
 
     def free(self, memory: DeviceMemory) -> None:
-        with _mapped(self._runtime, "free memory of a GPU"):
+        freeing = _mapped(self._runtime, "free memory of a GPU")
+        with (
+            self._driver().capture_relaxed(),
+            freeing,
+        ):  # a finalizer runs in any thread
             self._runtime.free(memory.address)
 
     def host_alloc(self, nbytes: int) -> PinnedMemory:
@@ -218,12 +234,12 @@ class CupyCuda:
         flags = _EVENT_DISABLE_TIMING | (_EVENT_INTERPROCESS if interprocess else 0)
         with _mapped(self._runtime, "make an event"):
             handle = int(self._runtime.eventCreateWithFlags(flags))
-        return CupyEvent(self._runtime, handle)
+        return CupyEvent(self._runtime, handle, self._driver)
 
     def open_event(self, handle: bytes) -> CupyEvent:
         with _mapped(self._runtime, "open another process's event"):
             opened = int(self._runtime.ipcOpenEventHandle(handle))
-        return CupyEvent(self._runtime, opened)
+        return CupyEvent(self._runtime, opened, self._driver)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         with _mapped(self._runtime, f"copy {nbytes} bytes"):
@@ -248,7 +264,7 @@ class CupyCuda:
         arguments = tuple(numpy.uint64(value) for value in values)
         with (
             _mapped(self._runtime, f"copy {count} blocks"),
-            self._cupy.cuda.ExternalStream(stream.handle, stream.device),
+            self._cupy.cuda.Stream.from_external(stream),
         ):
             self._kernel((min(grid, count),), (_THREADS,), arguments)
 

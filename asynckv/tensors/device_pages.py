@@ -15,14 +15,13 @@ from typing import Final
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.allocator import PageAllocator
 from asynckv.tensors.arena import Pages
-from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event
+from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, Stream
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.tensors.packing import pack, pages_of
 from asynckv.tensors.quiet_gpus import QuietGpu, quiet_gpu
 from asynckv.tensors.slab_pages import Place
 from asynckv.tensors.slabs import PAGE_NBYTES
-from asynckv.types import TensorSpec
 
 __all__ = (
     "MARK_NBYTES",
@@ -61,8 +60,6 @@ class DeviceAllocation:
         except GPUFailed:  # no system where memory of a GPU can be shared
             self.handle = b""
         _write(gpus.cuda, self.mark, self.nonce)
-        # As a user's tensor, for what is asked of these: it keeps nothing alive.
-        self._sentinel = gpus.tensors.tensor_over(self.mark, TensorSpec((1,), "uint8"))
 
     def __del__(self) -> None:
         with contextlib.suppress(GPUFailed):  # its context is gone, and this with it
@@ -77,17 +74,45 @@ class DeviceAllocation:
         """Return when it is to be freed, by whoever may have the last reference."""
         return quiet_gpu(self.gpus.cuda, self.memory.device)
 
-    def fence(self) -> Event:
-        """Mark what this thread's current stream of the GPU was given until now.
+    def stream(self) -> object:
+        """Return this thread's current stream: what is handed out now is for it."""
+        return self.gpus.tensors.stream_of(self.memory.device)
 
-        Never waits; called in any thread. Who gets it closes it.
+    def fence(self, handed_out: object) -> Event:
+        """Mark what was given until now to two streams of the GPU.
+
+        They are this thread's current one and that on which a view was
+        ``handed_out``. Never waits; called in any thread. Who gets it closes it.
 
         :raises GPUFailed: the GPU does not answer any more
         """
-        mark = self.gpus.tensors.memory_of(self._sentinel).ready
-        if mark is None:
-            raise GPUFailed("memory of a GPU that nothing says the state of")
-        return mark
+        tensors, current = self.gpus.tensors, self.stream()
+        mark = tensors.mark(handed_out)
+        return mark if current == handed_out else _Both(mark, tensors.mark(current))
+
+
+class _Both:
+    """Fires when both marks have fired."""
+
+    def __init__(self, first: Event, second: Event) -> None:
+        self._marks = first, second
+
+    def record(self, stream: Stream) -> None:
+        raise TypeError("two marks are recorded one by one")
+
+    def query(self) -> bool:
+        return all(mark.query() for mark in self._marks)
+
+    def synchronize(self) -> None:
+        for mark in self._marks:
+            mark.synchronize()
+
+    def export(self) -> bytes:
+        raise TypeError("marks of torch's streams stay in their process")
+
+    def close(self) -> None:
+        for mark in self._marks:
+            mark.close()
 
 
 class IdleDevice:

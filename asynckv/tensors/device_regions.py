@@ -1,8 +1,9 @@
 """One tensor's memory on a GPU, and who has a view of it.
 
 As :mod:`asynckv.tensors.slab_regions`, with one more rule: work of the GPU goes on when
-the tensor it reads is gone. So where a view ends, what its thread's stream was given
-until then is marked, and the memory is nobody else's before that mark is reached.
+the tensor it reads is gone. So where a view ends, two streams are marked: that of the
+thread where it ends, and that on which it was handed out, wherever it ends. The memory
+is nobody else's before the marks are reached.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ class HostRegion(Region):
 class ViewKeeper:
     """What views of a region are based on: its life is a hold on the region.
 
-    With ``is_marked`` the GPU may still be at it when it ends.
+    The GPU may still be at it when it ends, where the view was handed out for work of
+    ``stream``.
     """
 
-    __slots__ = ("_allocation", "_is_marked", "_owner", "region")
+    __slots__ = ("_allocation", "_owner", "_stream", "region")
 
     def __init__(
         self,
         region: DeviceRegion,
         owner: SlabRegionOwner,
         allocation: DeviceAllocation,
-        *,
-        is_marked: bool,
+        stream: object | None,
     ) -> None:
         self.region = region
         self._owner = owner
         self._allocation = allocation
-        self._is_marked = is_marked
+        self._stream = stream
 
     def __del__(self) -> None:
-        if self._is_marked:
+        if self._stream is not None:
             try:
-                self.region.fences.append(self._allocation.fence())
+                self.region.fences.append(self._allocation.fence(self._stream))
             except GPUFailed:
                 return  # nobody can know when the GPU leaves it: it stays held
         self._owner.let_go(self.region)
@@ -137,7 +138,8 @@ class DeviceRegion(SlabRegion):
         allocation, owner = self._device_pages.allocation, self._owner
         if self._is_released or owner is None:
             raise RuntimeError("the region was released")
-        keeper = ViewKeeper(self, owner, allocation, is_marked=is_marked)
+        stream = allocation.stream() if is_marked else None
+        keeper = ViewKeeper(self, owner, allocation, stream)
         self._holds += 1
         return allocation.part(self.start, self.nbytes, keeper)
 

@@ -18,6 +18,7 @@ import torch
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, Stream
 from asynckv.tensors.cuda_cupy import CupyEvent, open_cuda
+from asynckv.tensors.cuda_driver import CudaDriver, open_driver
 from asynckv.tensors.views import dtype_of
 from asynckv.types import TensorSpec
 
@@ -60,6 +61,17 @@ class DeviceTensors(Protocol):
         It is that thread's while it is entered. CUDA was started by torch before.
         """
 
+    def stream_of(self, device: int) -> object:
+        """Return this thread's current stream, for :meth:`mark`; equal if the same."""
+
+    def mark(self, stream: object) -> Event:
+        """Mark what :meth:`stream_of` has returned was given until now. Never waits.
+
+        In any thread. Who gets the mark closes it. Streams of CUDA cannot wait for it.
+
+        :raises GPUFailed: CUDA refused
+        """
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpus:
@@ -94,15 +106,19 @@ def open_gpus() -> Gpus:
 class TorchEvent:
     """A mark in one of torch's own streams; CUDA's other streams do not wait for it."""
 
-    def __init__(self, mark: torch.cuda.Event) -> None:
+    def __init__(self, mark: torch.cuda.Event, driver: CudaDriver) -> None:
         self._mark: torch.cuda.Event | None = mark
+        self._driver = driver
 
     def record(self, stream: Stream) -> None:
         raise TypeError("an event of torch's is recorded by torch")
 
     def query(self) -> bool:
+        if self._mark is None:
+            return True
         try:
-            return self._mark is None or bool(self._mark.query())  # type: ignore[no-untyped-call]
+            with self._driver.capture_relaxed():  # polled on the caller's loop too
+                return bool(self._mark.query())  # type: ignore[no-untyped-call]
         except RuntimeError as exc:  # what torch raises for errors of CUDA
             raise GPUFailed(f"work on the GPU failed: {exc}") from exc
 
@@ -123,18 +139,17 @@ class TorchEvent:
 class TorchTensors:
     """:class:`DeviceTensors` of torch. CuPy is not needed for them."""
 
+    def __init__(self, driver: Callable[[], CudaDriver] = open_driver) -> None:
+        self._driver = driver
+
     def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
         device = gpu_of(tensor)
         if device is None:
             raise ValueError(f"a tensor on {tensor.device} is on no GPU")
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise ValueError("the memory of the tensor is not its elements in order")
-        # Recorded by torch: it switches to the stream's GPU, whose default stream has
-        # the same handle as those of all others.
-        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        mark.record(torch.cuda.current_stream(device))
         nbytes = tensor.numel() * tensor.element_size()
-        ready = TorchEvent(mark)
+        ready = self.mark(self.stream_of(device))
         return DeviceMemory(tensor.data_ptr(), nbytes, device, tensor, ready)
 
     def tensor_over(self, memory: DeviceMemory, spec: TensorSpec) -> torch.Tensor:
@@ -157,6 +172,21 @@ class TorchTensors:
     def current_stream(self, device: int) -> AbstractContextManager[object]:
         stream = torch.cuda.current_stream(device)
         return torch.cuda.stream(stream)
+
+    def stream_of(self, device: int) -> object:
+        return torch.cuda.current_stream(device)
+
+    def mark(self, stream: object) -> Event:
+        if not isinstance(stream, torch.cuda.Stream):
+            raise TypeError(f"not a stream of torch's: {stream!r}")
+        # Recorded by torch: it switches to the stream's GPU, whose default stream has
+        # the same handle as those of all others.
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        try:
+            mark.record(stream)
+        except RuntimeError as exc:  # what torch raises for errors of CUDA
+            raise GPUFailed(f"mark a stream: {exc}") from exc
+        return TorchEvent(mark, self._driver())
 
 
 class _Lent:

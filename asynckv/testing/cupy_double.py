@@ -7,11 +7,15 @@ kinds of errors, and writes down what it was asked.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
-__all__ = ("CUDARuntimeError", "CupyDouble", "NcclError")
+__all__ = ("CUDARuntimeError", "CupyDouble", "LibcudaDouble", "NcclError")
+
+
+_INVALID_DEVICE: Final = 101
 
 
 class CUDARuntimeError(RuntimeError):
@@ -45,13 +49,16 @@ class _Calls:
             answer = self._answers.get(name, 0)
             if isinstance(answer, BaseException):
                 raise answer
-            return answer
+            return answer() if isinstance(answer, types.FunctionType) else answer
 
         return call
 
 
 class CupyDouble(types.ModuleType):
-    """``cupy``, as far as the adapters use it. ``answers`` are by function's name."""
+    """``cupy``, as far as the adapters use it.
+
+    ``answers`` are by function's name: values, errors, or functions that return them.
+    """
 
     __version__ = "14.2.0"
 
@@ -68,7 +75,7 @@ class CupyDouble(types.ModuleType):
         self.cuda = types.SimpleNamespace(
             runtime=self.runtime,
             is_available=lambda: has_gpu,
-            ExternalStream=self._external_stream,
+            Stream=types.SimpleNamespace(from_external=self._from_external),
         )
 
     def RawKernel(self, code: str, name: str) -> Any:
@@ -78,9 +85,33 @@ class CupyDouble(types.ModuleType):
         return kernel
 
     @contextlib.contextmanager
-    def _external_stream(self, handle: int, device: int) -> Iterator[None]:
-        self.calls.append(("ExternalStream", handle, device))
+    def _from_external(self, stream: Any) -> Iterator[None]:
+        self.calls.append(("from_external", *stream.__cuda_stream__()))
         yield
+
+
+class LibcudaDouble:
+    """The driver's library, as :class:`ctypes.CDLL` shows it, of one GPU."""
+
+    def __init__(self, uuid: bytes = bytes(range(16))) -> None:
+        self.uuid = uuid
+        self.mode = 0
+        """The capture mode of whatever thread asks: 0 is global, 2 relaxed."""
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGet(self, handle: Any, ordinal: int) -> int:
+        handle._obj.value = ordinal
+        return 0 if ordinal == 0 else _INVALID_DEVICE
+
+    def cuDeviceGetUuid_v2(self, uuid: Any, handle: Any) -> int:
+        ctypes.memmove(uuid._obj, self.uuid, len(self.uuid))
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        mode._obj.value, self.mode = self.mode, mode._obj.value
+        return 0
 
 
 def _calls(calls: list[tuple[Any, ...]], answers: dict[str, object]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from asynckv.buffers.arriving_parts import _Coming
@@ -38,7 +40,8 @@ def send(pair: NcclBuffers, raw: RawInsert, digest: bytes = DIGEST) -> None:
     """Send the large tensor from GPU to GPU."""
     pool = pair.peer.pool
     assert isinstance(pool, DeviceCopyPool)
-    place = pool.memory_of(pair.theirs.tensor(noise(MIB, 1)))
+    memory = pool.memory_of(pair.theirs.tensor(noise(MIB, 1)))
+    place = dataclasses.replace(memory, ready=None)
     pair.near_way.transport.send(raw.transfer, 0, place, lambda *_: None)
     raw.stream.send(SentDevices(raw.transfer, 0, "full", digest))
 

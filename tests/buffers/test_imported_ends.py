@@ -261,7 +261,7 @@ async def test_memory_stays_the_peers_loss_where_the_gpu_cannot_be_asked(
 
     key = await view_of(pair)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.theirs.tensors, "memory_of", fail)
+        patch.setattr(pair.theirs.tensors, "mark", fail)
         del key
     for _ in range(20):
         await asyncio.sleep(0)

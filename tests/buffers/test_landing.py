@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.gpu_places import ready_memory
 from asynckv.buffers.landing import Landing, read_offer
 from asynckv.buffers.manifest import pack
 from asynckv.buffers.receive_budget import ReceiveBudget
@@ -190,7 +191,8 @@ async def test_between_gpus_it_lands_on_the_gpu(between_gpus: Ground) -> None:
     gpus, reception = between_gpus.gpus, delivery.reception
     assert gpus is not None and reception is not None
     assert isinstance(gpus.buffer.pool, DeviceCopyPool)
-    source = gpus.buffer.pool.memory_of(gpus.ours.tensor(noise(MIB)))
+    memory = gpus.buffer.pool.memory_of(gpus.ours.tensor(noise(MIB)))
+    source = await ready_memory(memory)
     gpus.way.transport.send(2, 0, source, lambda *_: None)
     landing.on_parts(reception, SentDevices(2, 0, "off"), b"")
     await until(lambda: between_gpus.verified == [0])

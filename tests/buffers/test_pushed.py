@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asynckv.buffers import serve_pushes, silence
+from asynckv.buffers.gpu_places import ready_memory
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.pushed import PushedByGpu
 from asynckv.buffers.serve import serve
@@ -62,7 +63,7 @@ class RawWriter:
 
     async def send(self, transfer: int) -> None:
         """Send it from GPU to GPU, and wait until the peer has verified it."""
-        way, place = self.pair.near_way, self.place
+        way, place = self.pair.near_way, await ready_memory(self.place)
         way.transport.send(transfer, 0, place, lambda *_: None)
         self.say(SentDevices(transfer, 0, "full", DIGEST))
         while await self.raw.hearer.next() != (Done(transfer, 0), b""):

@@ -8,7 +8,10 @@ import pytest
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.cuda import CudaApi, DeviceMemory
 from asynckv.tensors.cuda_cupy import CupyCuda, import_cupy, open_cuda
-from asynckv.testing.cupy_double import CUDARuntimeError, CupyDouble
+from asynckv.tensors.cuda_driver import CudaDriver
+from asynckv.testing.cupy_double import CUDARuntimeError, CupyDouble, LibcudaDouble
+
+RELAXED = 2
 
 
 @pytest.fixture
@@ -16,6 +19,17 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> CupyDouble:
     double = CupyDouble()
     monkeypatch.setitem(sys.modules, "cupy", double)
     return double
+
+
+@pytest.fixture
+def library() -> LibcudaDouble:
+    return LibcudaDouble()
+
+
+@pytest.fixture
+def cuda(cupy: CupyDouble, library: LibcudaDouble) -> CupyCuda:
+    driver = CudaDriver(library)
+    return CupyCuda(cupy, lambda: driver)
 
 
 def test_without_cupy_it_says_which_extra_to_install(
@@ -34,9 +48,10 @@ def test_without_a_gpu_it_says_where_to_look(monkeypatch: pytest.MonkeyPatch) ->
     assert "nvidia-smi" in caught.value.hint
 
 
-def test_memory_is_plain_and_of_the_threads_own_device(cupy: CupyDouble) -> None:
+def test_memory_is_plain_and_of_the_threads_own_device(
+    cupy: CupyDouble, cuda: CupyCuda
+) -> None:
     cupy.answers.update(malloc=4096, getDevice=3)
-    cuda = open_cuda()
     cuda.use_device(3)
     assert cuda.malloc(10) == DeviceMemory(4096, 10, 3)
     assert cupy.calls == [("setDevice", 3), ("malloc", 10), ("getDevice",)]
@@ -54,16 +69,16 @@ def test_streams_do_not_block_and_events_have_no_timing(cupy: CupyDouble) -> Non
 
 @pytest.mark.parametrize(("status", "has_fired"), [(0, True), (600, False)])
 def test_an_event_has_fired_or_has_not(
-    cupy: CupyDouble, status: int, has_fired: bool
+    cupy: CupyDouble, cuda: CupyCuda, status: int, has_fired: bool
 ) -> None:
     cupy.answers["eventQuery"] = status
-    assert open_cuda().event().query() is has_fired
+    assert cuda.event().query() is has_fired
 
 
-def test_an_event_whose_work_failed_says_so(cupy: CupyDouble) -> None:
+def test_an_event_whose_work_failed_says_so(cupy: CupyDouble, cuda: CupyCuda) -> None:
     cupy.answers["eventQuery"] = 719
     with pytest.raises(GPUFailed, match="719") as caught:
-        open_cuda().event().query()
+        cuda.event().query()
     assert caught.value.code == 719
 
 
@@ -117,3 +132,40 @@ def test_an_event_holds_a_stream_back_that_is_not_ours(cupy: CupyDouble) -> None
     cupy.answers["eventCreateWithFlags"] = 9
     CupyCuda(cupy).event().hold_back(5)
     assert ("streamWaitEvent", 5, 9) in cupy.calls
+
+
+def test_a_kernel_is_launched_on_the_stream_that_it_is_given(
+    cupy: CupyDouble, cuda: CupyCuda
+) -> None:
+    cupy.answers["streamCreateWithFlags"] = 77
+    cuda.copy_blocks(DeviceMemory(64, 80, 0), 5, 4096, cuda.stream())
+    assert ("from_external", 0, 77) in cupy.calls
+
+
+def test_the_uuid_of_a_gpu_is_read_whole(
+    cuda: CupyCuda, library: LibcudaDouble
+) -> None:
+    library.uuid = b"\xab\x00" + bytes(range(14))
+    assert cuda.uuid(0) == library.uuid.hex()
+
+
+def test_a_thread_of_ours_breaks_no_capture_from_then_on(
+    cuda: CupyCuda, library: LibcudaDouble
+) -> None:
+    cuda.use_device(0)
+    assert library.mode == RELAXED
+
+
+def test_on_a_thread_of_the_callers_only_the_call_itself_is_relaxed(
+    cupy: CupyDouble, cuda: CupyCuda, library: LibcudaDouble
+) -> None:
+    modes = list[int]()
+
+    def note() -> int:
+        modes.append(library.mode)
+        return 0
+
+    cupy.answers.update(eventQuery=note, free=note)
+    assert cuda.event().query()
+    cuda.free(DeviceMemory(4096, 8, 0))
+    assert modes == [RELAXED] * 2 and library.mode == 0

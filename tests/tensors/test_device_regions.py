@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_regions import HostRegion, region_behind
 from asynckv.testing.device_memory import region_in
 from asynckv.testing.fake_devices import FakeDevice
+from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.types import TensorSpec
 
@@ -75,3 +77,40 @@ def test_what_is_owned_anew_has_no_edges_of_its_former_content(
 
 def test_memory_of_the_host_never_changes_hands() -> None:
     assert not HostRegion(8, None).can_change_hands()
+
+
+def test_a_view_is_also_fenced_by_the_stream_it_was_handed_out_on(
+    gpu: FakeDevice, arena: DeviceArena
+) -> None:
+    side, region = gpu.tensors.new_stream(0), region_in(arena, MIB)
+    with gpu.tensors.use_stream(side):
+        tensor = region.tensor(SPEC)
+    arena.free([region])
+    gate = Gate()
+    side.add(gate)
+    del tensor
+    gc.collect()
+    assert not region.is_quiet
+    gate.open()
+    assert region.is_quiet
+
+
+def test_a_view_that_another_thread_drops_is_fenced_on_its_own_stream(
+    gpu: FakeDevice, arena: DeviceArena
+) -> None:
+    region = region_in(arena, MIB)
+    views, gate = [region.tensor(SPEC)], Gate()
+    gpu.tensors.stream(0).add(gate)
+    arena.free([region])
+
+    def drop() -> None:
+        with gpu.tensors.use_stream(gpu.tensors.new_stream(0)):
+            views.clear()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert not region.is_quiet
+    gate.open()
+    assert region.is_quiet

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import DeviceMemory, PinnedMemory, Stream
 from asynckv.testing.fake_gpus.memory import Allocation, Bytes
-from asynckv.testing.fake_gpus.streams import Copy, FakeEvent, FakeStream
+from asynckv.testing.fake_gpus.streams import (
+    Copy,
+    FakeEvent,
+    FakeStream,
+    FakeTorchStream,
+)
 
 if TYPE_CHECKING:
     from asynckv.testing.fake_gpus.fabric import FakeProcess
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ("FakeCuda",)
 
 _EVENT_NBYTES = 16
+_Stream = TypeVar("_Stream", bound=FakeStream)
 
 
 class FakeCuda:
@@ -49,8 +57,32 @@ class FakeCuda:
         if not 0 <= device < self.device_count():
             raise GPUFailed(f"there is no GPU {device}", code=101)
         self._thread.device = device
+        self._thread.is_relaxed = True
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Let this thread be on ``device``, as torch does: not relaxed by that."""
+        before, self._thread.device = self.device, device
+        try:
+            yield
+        finally:
+            self._thread.device = before
+
+    def check_capture(self, what: str) -> None:
+        """Note a call that would break a graph which another thread captures now.
+
+        Somebody always does. A test's own thread may: it captures nothing.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main and not getattr(self._thread, "is_relaxed", False):
+            self._gpus.note(f"{what} in a thread that would break the engine's capture")
 
     def malloc(self, nbytes: int) -> DeviceMemory:
+        self.check_capture("memory was allocated")
+        return self.pooled(nbytes)
+
+    def pooled(self, nbytes: int) -> DeviceMemory:
+        """Allocate as torch does, which is relaxed where it has to be."""
         with self._gpus.lock:
             self._note_wait_for_gpu("allocated")
             fresh = numpy.full(nbytes, 0xCD, numpy.uint8)
@@ -92,9 +124,16 @@ class FakeCuda:
             allocation.is_gone = True
 
     def stream(self) -> FakeStream:
+        return self._made(FakeStream)
+
+    def torch_stream(self) -> FakeTorchStream:
+        """Make a stream of torch's."""
+        return self._made(FakeTorchStream)
+
+    def _made(self, kind: type[_Stream]) -> _Stream:
         with self._gpus.lock:
             handle = next(self._handles)
-            stream = FakeStream(self._process, self.device, handle)
+            stream = kind(self._process, self.device, handle)
             self._process.streams[handle] = stream
             return stream
 
@@ -132,6 +171,7 @@ class FakeCuda:
 
     def compile_kernels(self) -> None:
         """Nothing to do."""
+        self.check_capture("a kernel was loaded")
 
     def export(self, memory: DeviceMemory) -> bytes:
         with self._gpus.lock:
@@ -142,6 +182,7 @@ class FakeCuda:
 
     def open_memory(self, handle: bytes, nbytes: int) -> DeviceMemory:
         with self._gpus.lock:
+            self.check_capture("memory was opened")
             if handle in self._opened:
                 raise GPUFailed("this allocation is open here already", code=1)
             allocation = self._gpus.open_handle(handle, nbytes, self._process)
@@ -169,6 +210,7 @@ class FakeCuda:
 
     def _pin(self, array: Bytes) -> PinnedMemory:
         with self._gpus.lock:
+            self.check_capture("memory was pinned")
             address = self._space.map(Allocation(array, -1), int(array.ctypes.data))
             return PinnedMemory(address, memoryview(array.data).cast("B"))
 

@@ -40,7 +40,8 @@ class FakeGpus:
         max_delay: int = 0,
         sockets: bool = False,
     ) -> None:
-        self.uuids = [f"{number:032x}" for number in range(1, count + 1)]
+        # Alike up to a zero byte: as C strings all of them would be the same.
+        self.uuids = [f"ab00{number:028x}" for number in range(1, count + 1)]
         self.faults: list[str] = []
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)

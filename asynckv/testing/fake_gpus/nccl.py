@@ -98,6 +98,7 @@ class FakeNccl:
         :raises GPUFailed: another one is, or the process has died
         """
         gpus, thread = self.process.gpus, threading.get_ident()
+        self.process.cuda.check_capture(f"NCCL was called: it {what},")
         with gpus.lock:
             if self._is_dead:
                 raise GPUFailed("this process has died", code=2)

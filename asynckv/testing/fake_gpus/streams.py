@@ -17,7 +17,15 @@ from asynckv.testing.fake_gpus.memory import AddressSpace, Allocation, Bytes
 if TYPE_CHECKING:
     from asynckv.testing.fake_gpus.fabric import FakeGpus, FakeProcess
 
-__all__ = ("Copy", "Delay", "FakeEvent", "FakeStream", "Work")
+__all__ = (
+    "Copy",
+    "Delay",
+    "FakeEvent",
+    "FakeStream",
+    "FakeTorchEvent",
+    "FakeTorchStream",
+    "Work",
+)
 
 
 class Work(Protocol):
@@ -78,6 +86,7 @@ class FakeStream:
         self.add(_Wait(event, event.recorded))
 
     def synchronize(self) -> None:
+        self._process.cuda.check_capture("a stream was waited for")
         self.gpus.block(lambda: not self.work, "a stream to end")
         if self.error is not None:
             raise self.error
@@ -85,6 +94,10 @@ class FakeStream:
     def close(self) -> None:
         with self.gpus.lock:
             self._process.streams.pop(self.handle, None)
+
+
+class FakeTorchStream(FakeStream):
+    """One of torch's: to be marked by torch, and no stream for calls of CUDA."""
 
 
 class FakeEvent:
@@ -110,8 +123,12 @@ class FakeEvent:
         return int(self._counts[1]) >= recorded
 
     def record(self, stream: Stream) -> None:
-        if not isinstance(stream, FakeStream):
+        if not isinstance(stream, FakeStream) or isinstance(stream, FakeTorchStream):
             raise TypeError(f"not a stream of these GPUs: {stream!r}")
+        self.record_any(stream)
+
+    def record_any(self, stream: FakeStream) -> None:
+        """As :meth:`record`, on one of torch's streams too."""
         with self._gpus.lock:
             self._streams = [stream]
             stream.add(_Fire(self, self.recorded + 1))
@@ -140,6 +157,28 @@ class FakeEvent:
 
     def close(self) -> None:
         self._streams = []
+
+
+class FakeTorchEvent:
+    """A mark of torch's: no stream of CUDA waits for it, and no other process."""
+
+    def __init__(self, event: FakeEvent) -> None:
+        self._event = event
+
+    def record(self, stream: Stream) -> None:
+        raise TypeError("an event of torch's is recorded by torch")
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def export(self) -> bytes:
+        raise TypeError("an event of torch's stays in its process")
+
+    def close(self) -> None:
+        self._event.close()
 
 
 class _Fire:

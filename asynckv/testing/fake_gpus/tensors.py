@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.device_tensors import Gpus, gpu_of
 from asynckv.tensors.views import tensor_over
 from asynckv.testing.fake_gpus.fabric import FakeProcess
-from asynckv.testing.fake_gpus.streams import FakeStream
+from asynckv.testing.fake_gpus.streams import FakeTorchEvent, FakeTorchStream
 from asynckv.types import TensorSpec
 
 __all__ = ("FakeTensor", "FakeTensors", "fake_gpus_of")
@@ -79,32 +80,45 @@ class FakeTensor(torch.Tensor):
 class FakeTensors:
     """Fits :class:`~asynckv.tensors.device_tensors.DeviceTensors`.
 
-    Each GPU has one current stream, as if nobody ever changed it: :meth:`stream`.
+    Each GPU has a current stream: :meth:`stream`. A thread may have another one, by
+    :meth:`use_stream`.
     """
 
     def __init__(self, process: FakeProcess) -> None:
         self._process = process
-        self._streams: dict[int, FakeStream] = {}
+        self._streams: dict[int, FakeTorchStream] = {}
+        self._own = threading.local()
         self._lock = threading.Lock()
 
-    def stream(self, device: int) -> FakeStream:
-        """Return the stream that a caller uses."""
-        cuda = self._process.cuda
+    def stream(self, device: int) -> FakeTorchStream:
+        """Return the stream that this thread uses."""
+        own: FakeTorchStream | None = getattr(self._own, "stream", None)
+        if own is not None and own.device == device:
+            return own
         with self._lock:
             if device not in self._streams:
-                before = cuda.device
-                cuda.use_device(device)
-                self._streams[device] = cuda.stream()
-                cuda.use_device(before)
+                self._streams[device] = self.new_stream(device)
             return self._streams[device]
+
+    def new_stream(self, device: int) -> FakeTorchStream:
+        """Make one more, as ``torch.cuda.Stream()`` does."""
+        with self._process.cuda.on(device):
+            return self._process.cuda.torch_stream()
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: FakeTorchStream) -> Iterator[None]:
+        """Make it this thread's current one, as ``torch.cuda.stream()`` does."""
+        before = getattr(self._own, "stream", None)
+        self._own.stream = stream
+        try:
+            yield
+        finally:
+            self._own.stream = before
 
     def empty(self, spec: TensorSpec, device: int = 0) -> torch.Tensor:
         """Allocate a tensor; it stays until its process ends."""
-        cuda = self._process.cuda
-        before = cuda.device
-        cuda.use_device(device)
-        memory = cuda.malloc(max(spec.nbytes, 1))
-        cuda.use_device(before)
+        with self._process.cuda.on(device):
+            memory = self._process.cuda.pooled(max(spec.nbytes, 1))
         return self.tensor_over(memory, spec)
 
     def on_gpu(self, tensor: torch.Tensor, device: int = 0) -> torch.Tensor:
@@ -121,8 +135,7 @@ class FakeTensors:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise ValueError("the memory of the tensor is not its elements in order")
         nbytes = tensor.numel() * tensor.element_size()
-        ready = self._process.cuda.event()
-        ready.record(self.stream(device))
+        ready = self.mark(self.stream(device))
         address = self._address(tensor.data_ptr(), nbytes)
         return DeviceMemory(address, nbytes, device, tensor, ready)
 
@@ -139,7 +152,17 @@ class FakeTensors:
         self.stream(device).wait(event)
 
     def current_stream(self, device: int) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()  # a GPU has one, whatever the thread
+        return self.use_stream(self.stream(device))
+
+    def stream_of(self, device: int) -> object:
+        return self.stream(device)
+
+    def mark(self, stream: object) -> Event:
+        if not isinstance(stream, FakeTorchStream):
+            raise TypeError(f"not a stream of torch's: {stream!r}")
+        event = self._process.cuda.event()
+        event.record_any(stream)
+        return FakeTorchEvent(event)
 
     def _address(self, place: int, nbytes: int) -> int:
         """Return what the GPU calls memory that lies at ``place`` here."""

@@ -1,6 +1,8 @@
 """What both sides' NCCL must have in common, and how a peer is told.
 
-Versions that differ are refused by NCCL itself, variables that differ make it hang.
+Versions that differ are refused by NCCL itself. Of the variables only those are
+compared that decide how bytes are cut, framed and carried: where they differ, NCCL
+hangs. Devices, interfaces, topology, logging and allocation are each host's own.
 """
 
 from __future__ import annotations
@@ -17,8 +19,18 @@ from asynckv.protocol.values import Count, Id
 
 __all__ = ("DeviceDescription", "check_peer", "nccl_environment_digest")
 
-# Of this process alone: which files it logs to, which interfaces its host has.
-_OWN: Final = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME", "NCCL_IB_HCA")
+_MUST_AGREE: Final = (
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS"),
+    *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE"),
+    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER"),
+    *("NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"),
+    *("NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
+    *("NCCL_P2P_NET_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE"),
+    *("NCCL_P2P_LL_THRESHOLD", "NCCL_ALLOC_P2P_NET_LL_BUFFERS"),
+    *("NCCL_NET", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE"),
+    *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_P2P_DIRECT_DISABLE"),
+    *("NCCL_PXN_DISABLE", "NCCL_P2P_PXN_LEVEL", "NCCL_MULTI_RANK_GPU_ENABLE"),
+)
 
 
 class DeviceDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,13 +59,9 @@ class DeviceDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def nccl_environment_digest(environment: Mapping[str, str] | None = None) -> bytes:
-    """Digest all ``NCCL_*`` variables that decide how peers talk."""
+    """Digest the ``NCCL_*`` variables that both sides must have alike."""
     found = os.environ if environment is None else environment
-    lines = [
-        f"{name}={value}"
-        for name, value in sorted(found.items())
-        if name.startswith("NCCL_") and not name.startswith(_OWN)
-    ]
+    lines = [f"{name}={found[name]}" for name in _MUST_AGREE if name in found]
     return digest_of("\n".join(lines).encode())
 
 
@@ -72,7 +80,8 @@ def check_peer(own: DeviceDescription, peer: DeviceDescription) -> None:
         raise IncompatiblePeer(
             "the NCCL_* variables of both sides differ",
             field="nccl_environment",
-            hint="start both processes with the same ones: NCCL hangs otherwise",
+            hint="NCCL would hang: set these alike, or on neither side: "
+            + ", ".join(_MUST_AGREE),
         )
     if own.uuid == peer.uuid:
         raise IncompatiblePeer(

@@ -1,14 +1,28 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from asynckv.tensors.device_tensors import DeviceTensors, gpu_of
 from asynckv.tensors.views import bytes_of
-from asynckv.testing.fake_gpus import FakeProcess
+from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
+from asynckv.testing.fake_gpus.cuda import FakeCuda
 from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.fake_gpus.tensors import FakeTensors
 from asynckv.types import TensorSpec
+
+
+def run_in_thread(call: Callable[[], object]) -> object:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def relaxed(cuda: FakeCuda) -> None:
+    cuda.use_device(0)
+    cuda.malloc(8)
 
 
 @pytest.fixture
@@ -60,3 +74,31 @@ def test_memory_is_ready_when_the_callers_stream_is(
     assert memory.ready is not None and not memory.ready.query()
     gate.open()
     assert memory.ready.query()
+
+
+def test_no_stream_of_cuda_waits_for_a_mark_of_torchs(
+    near: FakeProcess, tensors: FakeTensors
+) -> None:
+    mark = tensors.mark(tensors.stream_of(0))
+    with pytest.raises(TypeError, match="not an event"):
+        near.cuda.stream().wait(mark)
+    with pytest.raises(TypeError, match="not a stream"):
+        near.cuda.event().record(tensors.stream(0))
+
+
+def test_a_stream_is_the_threads_that_uses_it(tensors: FakeTensors) -> None:
+    side = tensors.new_stream(0)
+    with tensors.use_stream(side):
+        assert tensors.stream_of(0) is side
+        assert tensors.stream_of(1) is not side
+        elsewhere = run_in_thread(lambda: tensors.stream_of(0))
+    assert elsewhere is tensors.stream_of(0) is not side
+
+
+def test_a_thread_that_would_break_a_capture_is_written_down(
+    gpus: FakeGpus, near: FakeProcess
+) -> None:
+    run_in_thread(lambda: near.cuda.malloc(8))
+    assert "break the engine's capture" in gpus.faults.pop()
+    run_in_thread(lambda: relaxed(near.cuda))
+    assert not gpus.faults

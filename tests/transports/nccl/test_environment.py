@@ -48,9 +48,29 @@ def test_what_would_hang_is_refused(change: dict[str, Any], field: str) -> None:
 def test_variables_that_decide_how_peers_talk_are_compared() -> None:
     plain = nccl_environment_digest({"PATH": "a"})
     assert plain == nccl_environment_digest({})
-    assert plain != nccl_environment_digest({"NCCL_PROTO": "LL"})
+    changed = [{"NCCL_PROTO": "LL"}, {"NCCL_PROTO": "Simple"}, {"NCCL_NET": "IB"}]
+    digests = {nccl_environment_digest(environment) for environment in changed}
+    assert len(digests | {plain}) == 4
 
 
-def test_variables_of_one_host_alone_are_not() -> None:
-    own = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "eth0"}
-    assert nccl_environment_digest(own) == nccl_environment_digest({})
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NCCL_CUMEM_ENABLE",
+        "NCCL_DEBUG",
+        "NCCL_HOSTID",
+        "NCCL_IB_GID_INDEX",
+        "NCCL_IB_HCA",
+        "NCCL_NET_GDR_LEVEL",
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_TOPO_FILE",
+    ],
+)
+def test_what_a_host_or_an_engine_has_of_its_own_is_not(name: str) -> None:
+    assert nccl_environment_digest({name: "1"}) == nccl_environment_digest({})
+
+
+def test_the_refusal_names_the_variables() -> None:
+    with pytest.raises(IncompatiblePeer) as caught:
+        check_peer(OURS, msgspec.structs.replace(THEIRS, environment=b"f" * 16))
+    assert "NCCL_PROTO" in caught.value.hint

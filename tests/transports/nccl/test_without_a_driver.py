@@ -70,7 +70,7 @@ runtime = "malloc free hostAlloc freeHost hostRegister hostUnregister memcpyAsyn
 runtime += "streamCreateWithFlags streamDestroy streamSynchronize streamWaitEvent "
 runtime += "eventCreateWithFlags eventRecord eventQuery eventSynchronize eventDestroy "
 runtime += "ipcGetMemHandle ipcOpenMemHandle ipcCloseMemHandle ipcGetEventHandle "
-runtime += "ipcOpenEventHandle getDeviceCount getDeviceProperties setDevice getDevice "
+runtime += "ipcOpenEventHandle getDeviceCount setDevice getDevice "
 runtime += "runtimeGetVersion CUDARuntimeError"
 missing = [name for name in runtime.split() if not hasattr(cupy.cuda.runtime, name)]
 comm = "send recv check_async_error abort destroy"
@@ -83,6 +83,41 @@ assert cupy.cuda.runtime.memcpyDefault == 4 and nccl.NCCL_UINT8 == 1
 assert cupy.cuda.runtime.streamNonBlocking == 1
 flags = cupy.cuda.runtime.eventDisableTiming, cupy.cuda.runtime.eventInterprocess
 assert flags == (2, 4) and cupy.cuda.runtime.hostAllocPortable == 1
+""",
+    "a_kernels_stream_is_made_of_ours_without_a_warning": """
+from asynckv.tensors.cuda_cupy import CupyStream
+stream = cupy.cuda.Stream.from_external(CupyStream(cupy.cuda.runtime, 1234, 0))
+assert stream.ptr == 1234, stream.ptr
+""",
+    "a_kernel_is_made_and_refused_as_an_error_of_ours": """
+from asynckv.tensors.cuda_cupy import CupyCuda
+try:
+    CupyCuda(cupy).compile_kernels()
+except GPUFailed as error:
+    assert "no kernel for copies of blocks" in str(error)
+""",
+    "all_that_needs_no_driver_is_constructed": """
+from asynckv.tensors.cuda_cupy import CupyCuda, CupyEvent, CupyStream
+from asynckv.tensors.cuda_driver import open_driver
+cuda = CupyCuda(cupy)
+CupyEvent(cupy.cuda.runtime, 0, open_driver).close()
+CupyStream(cupy.cuda.runtime, 0, 0).close()
+open_nccl()
+for call in (cuda.stream, cuda.event, lambda: cuda.event(interprocess=True),
+             cuda.device_count, lambda: cuda.host_alloc(64)):
+    try:
+        call()
+    except GPUFailed as error:
+        assert error.code, error
+    else:
+        raise SystemExit("it needs no driver")
+""",
+    "the_drivers_library_is_asked_for_by_name": """
+from asynckv.tensors.cuda_driver import open_driver
+try:
+    open_driver()
+except GPUUnavailable as error:
+    assert "libcuda" in str(error)
 """,
     "what_cuda_refuses_is_an_error_of_ours": """
 from asynckv.tensors.cuda_cupy import CupyCuda
@@ -98,9 +133,8 @@ else:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_without_a_driver(case: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + case], capture_output=True, text=True, timeout=50
-    )
+    command = [sys.executable, "-W", "error", "-c", BEGIN + case]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     if "a GPU is here" in done.stderr:
         pytest.skip("a GPU is here")
     assert not done.returncode, done.stderr
