@@ -216,7 +216,7 @@ class ChecksumError(AsyncKVError):
 class GPUUnavailable(AsyncKVError):
     """CuPy, NCCL or a CUDA driver is missing."""
 
-    hint = 'python -m pip install "asynckv[cuda12]"'
+    hint = 'in a checkout of asynckv: python -m pip install ".[cuda12]"'
 
 
 class GPUFailed(AsyncKVError):

@@ -33,6 +33,13 @@ def test_every_name_that_the_readme_promises_is_there() -> None:
     assert named <= set(asynckv.__all__)
 
 
+def test_no_page_and_no_hint_installs_what_cannot_be_had() -> None:
+    """Until asynckv is published it is installed from a checkout."""
+    files = [*PAGES, *(ROOT / "docs").glob("*.md"), *(ROOT / "asynckv").rglob("*.py")]
+    named = re.compile(r"pip install (-\S+ \S+ )*[\"']?asynckv\b")
+    assert [file for file in files if named.search(file.read_text())] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
 def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())

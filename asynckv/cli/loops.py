@@ -35,7 +35,10 @@ def _factory_of(loop: LoopName) -> Callable[[], asyncio.AbstractEventLoop] | Non
     if loop == "asyncio" or (loop == "auto" and not is_there):
         return None
     if not is_there:
-        raise ConfigError("uvloop is not installed", hint='pip install "asynckv[fast]"')
+        raise ConfigError(
+            "uvloop is not installed",
+            hint='in a checkout of asynckv: python -m pip install ".[fast]"',
+        )
     import uvloop
 
     return uvloop.new_event_loop

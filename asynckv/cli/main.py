@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-
-from cyclopts import App
+from typing import Final
 
 from asynckv import __version__
 
 __all__ = ("main",)
 
+_COMMANDS: Final = {
+    "demo": ("asynckv.cli.demo.command:demo", "Prefill here, decode there: watch it."),
+    "bench": ("asynckv.cli.bench.command:bench", "Measure asynckv on this machine."),
+    "serve": ("asynckv.cli.serving:serve", "Serve a buffer in its own process."),
+    "check-config": (
+        "asynckv.cli.checking:check_config",
+        "Explain a KVTransferConfig.",
+    ),
+}
+"""Where each is, and its line in the list of commands, which imports none of them."""
+
+_NOT_INSTALLED: Final = (
+    "asynckv: this command needs {missing}, which is not installed "
+    '(in a checkout of asynckv: python -m pip install -c constraints.txt ".[cli]")'
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with its status."""
+    """Run the command line and exit with its status: 2 if the extra is missing."""
+    try:
+        from cyclopts import App
+    except ModuleNotFoundError as exc:
+        print(_NOT_INSTALLED.format(missing=exc.name), file=sys.stderr)
+        sys.exit(2)
     app = App(
         name="asynckv",
         help="Move LLM KV caches between processes and machines.",
         version=__version__,
         result_action="return_value",
     )
-    # By name, so that one command does not load what another needs.
-    app.command("asynckv.cli.demo.command:demo", name="demo")
-    app.command("asynckv.cli.bench.command:bench", name="bench")
-    app.command("asynckv.cli.serving:serve", name="serve")
-    app.command("asynckv.cli.checking:check_config", name="check-config")
-    status = app(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    for name, (where, line) in _COMMANDS.items():
+        # A command that is asked for its own help says more than that line.
+        app.command(where, name=name, help=None if name in given else line)
+    status = app(given)
     sys.exit(status if isinstance(status, int) else 0)

@@ -65,8 +65,8 @@ def import_cupy() -> Any:
     except ImportError as exc:
         raise GPUUnavailable(
             "CuPy is not installed" if exc.name == "cupy" else f"CuPy: {exc}",
-            hint='python -m pip install "asynckv[cuda12]", or "asynckv[cuda13]" for a '
-            "driver of CUDA 13",
+            hint='in a checkout of asynckv: python -m pip install ".[cuda12]", or '
+            '".[cuda13]" for a driver of CUDA 13',
         ) from exc
 
 

@@ -8,6 +8,8 @@ import pytest
 from asynckv.cli.loops import LoopName, run
 from asynckv.errors import ConfigError
 
+pytest.importorskip("uvloop").new_event_loop().close()  # its first makes a lasting pipe
+
 
 async def name_of_the_loop() -> str:
     return type(asyncio.get_running_loop()).__module__.partition(".")[0]

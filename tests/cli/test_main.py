@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -16,10 +17,36 @@ def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.strip() == asynckv.__version__
 
 
-def test_help_names_every_sub_command(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_help_has_a_line_for_every_command_at_any_width(
+    columns: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "demo" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    for name in ("bench", "check-config", "demo", "serve"):
+        assert re.search(rf"│ {name} +[A-Z]\w+ ", shown), name
+
+
+def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert "until Ctrl-C" in capsys.readouterr().out
+
+
+def test_without_the_extra_one_line_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cyclopts", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--store", "8MiB"])
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert '".[cli]"' in shown.err and "cyclopts" in shown.err
 
 
 def test_an_unknown_option_is_an_error() -> None:

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         importlib.util.find_spec("cupy") is None,
-        reason='CuPy is not installed: pip install "asynckv[cuda12]"',
+        reason='CuPy is not installed: pip install ".[cuda12]"',
     ),
 ]
 

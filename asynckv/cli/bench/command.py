@@ -128,7 +128,7 @@ def _picture_beside(html: Path | None, console: Console) -> Path | None:
 
     if html is None or can_draw():
         return None if html is None else html.with_suffix(".png")
-    words = 'no PNG beside the page: it takes matplotlib, pip install "asynckv[plots]"'
+    words = 'no PNG beside the page: it takes matplotlib, pip install ".[plots]"'
     console.print(Text(words, style="yellow"), soft_wrap=True)
     return None
 
