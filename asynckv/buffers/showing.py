@@ -116,10 +116,10 @@ class _Proof:
         self._showing.holder = holder
         if holder.memory_file.must_be_closed_there:
             link.use_ipc()
-            logger.info("%s reads this process's memory of a GPU", link.peer.id)
+            logger.info("%s opens the GPU memory of this process", link.peer.id)
         else:
             # As the peer calls it: what is read of its entries names the link.
             if isinstance(self._asked, OpenMap) or link.transport_name == "inline":
                 link.use_map()
-            logger.info("%s reads memory of this process where it lies", link.peer.id)
+            logger.info("%s maps the memory of this process", link.peer.id)
         self._stream.send(Accepted())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from cyclopts import Parameter
 
@@ -14,6 +16,8 @@ from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.security.tls import TLS
 
 __all__ = ("serve",)
+
+_LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 
 def serve(
@@ -27,21 +31,24 @@ def serve(
     key: Path | None = None,
     ca: Path | None = None,
     allow_plaintext: Annotated[bool, Parameter(negative=())] = False,
+    log_level: _LogLevel = "info",
 ) -> int:
     """Serve a lookup buffer, a store, or both, until Ctrl-C.
 
-    Prints the URL that peers connect to, one line, when they can.
+    Prints the URL that peers connect to on standard output, one line, when they can.
+    Logs on standard error which peers come, leave, are refused and are lost.
 
     Parameters
     ----------
     listen
-        Where; a port of 0 takes a free one.
+        The address to serve at; port 0 takes a free one.
     lookup
-        How many bytes of entries to hold at most: 2GiB, 500MB.
+        Serve a lookup buffer of at most so many bytes: 2GiB, 500MB. It or --store
+        is needed.
     store
-        How many bytes of stored values to hold at most.
+        Serve a store of at most so many bytes.
     fingerprint
-        What model they belong to: others find nothing here.
+        The model that the KV belongs to; peers of another one are refused.
     secret_file
         The secret that all peers share.
     certificate
@@ -52,6 +59,8 @@ def serve(
         The authorities that certify peers.
     allow_plaintext
         Allow ``tcp://`` beyond this host.
+    log_level
+        The least that is logged: debug, info, warning or error.
     """
     try:
         if lookup is None and store is None:
@@ -60,7 +69,8 @@ def serve(
         work = _serve(
             listen, lookup, store, fingerprint, secret_file, tls, allow_plaintext
         )
-        asyncio.run(until_ended(work))
+        with _logging_to_stderr(log_level):
+            asyncio.run(until_ended(work))
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
     except (AsyncKVError, ValueError, OSError) as exc:
@@ -100,6 +110,21 @@ async def _serve(
         )
         print(server.url, flush=True)
         await asyncio.get_running_loop().create_future()
+
+
+@contextlib.contextmanager
+def _logging_to_stderr(level: _LogLevel) -> Iterator[None]:
+    """Write what asynckv logs to standard error, a line each with its time."""
+    logger, handler = logging.getLogger("asynckv"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS | None:

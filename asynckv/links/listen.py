@@ -12,7 +12,7 @@ from typing import Final
 
 import anyio
 
-from asynckv.errors import PeerLost
+from asynckv.errors import PeerLost, ProtocolError
 from asynckv.links.address import Address, parse_url
 from asynckv.links.dial import make_terms
 from asynckv.links.door import MemoryDoor
@@ -131,7 +131,7 @@ class LinkListener(ProcessBound):
         if older is not None:
             older.abort(PeerLost(f"{peer.id} has opened a new link"))
         self._links[peer.id] = link
-        link.call_when_lost(lambda _: self._on_lost(link))
+        link.call_when_lost(lambda error: self._on_lost(link, error))
         try:
             service = self._service_for(link)
             if self._on_link is not None:
@@ -142,9 +142,14 @@ class LinkListener(ProcessBound):
             link.abort(exc)
             return
         link.start(service)
-        logger.info("link to %s by %s", peer.id, link.transport_name)
+        where = (self.url, peer.id, link.transport_name)
+        logger.info("%s: %s connected, payload by %s", *where)
 
-    def _on_lost(self, link: Link) -> None:
+    def _on_lost(self, link: Link, error: PeerLost) -> None:
+        if error.goodbye:
+            logger.info("%s: %s left", self.url, link.peer.id)
+        elif not isinstance(error.__cause__, ProtocolError):  # that was logged
+            logger.info("%s: %s is lost: %s", self.url, link.peer.id, str(error))
         if self._links.get(link.peer.id) is link:
             self._ended.add(link)
             self.release(link)

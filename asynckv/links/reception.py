@@ -176,7 +176,7 @@ class Reception:
                 return
             sock.setblocking(False)
             task = self._loop.create_task(
-                self._greet(sock), name=f"greeting at {self._url}"
+                self._greet(sock, host_in(peer)), name=f"greeting at {self._url}"
             )
             self._greetings[task] = sock
             task.add_done_callback(self._on_greeted)
@@ -219,7 +219,7 @@ class Reception:
 
     # Greeting.
 
-    async def _greet(self, plain: socket.socket) -> bool:
+    async def _greet(self, plain: socket.socket, host: str) -> bool:
         """Make of a connection what its first frame says: whether it is kept."""
         sock: Connection = plain
         try:
@@ -241,7 +241,7 @@ class Reception:
             logger.debug("a connection at %s went away: %s", self._url, exc)
             return False
         except AsyncKVError as exc:
-            self._note_refusal(exc)
+            self._note_refusal(exc, host)
             await _refuse(sock, exc)
             return False
         except OSError as exc:
@@ -249,13 +249,15 @@ class Reception:
             return False
         return True
 
-    def _note_refusal(self, error: AsyncKVError) -> None:
+    def _note_refusal(self, error: AsyncKVError, host: str) -> None:
         """Warn, but not of each of many: strangers do not fill our log."""
         now_s = self._loop.time()
         level = logging.DEBUG
         if now_s >= self._warns_at_s:
             level, self._warns_at_s = logging.WARNING, now_s + _WARNING_PAUSE_S
-        logger.log(level, "a connection at %s is refused: %s", self._url, error)
+        origin = f" from {host}" if host else ""
+        words = "%s: a connection%s is refused: %s"
+        logger.log(level, words, self._url, origin, str(error))
 
     def _over_tls(self, plain: socket.socket, keys: TlsKeys) -> TlsSocket:
         sock = TlsSocket.over(plain, keys)

@@ -44,15 +44,19 @@ async def test_a_process_of_its_own_holds_what_others_put() -> None:
         "--store",
         "8MiB",
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stderr is not None
         url = (await process.stdout.readline()).decode().strip()
-        async with asynckv.connect(url) as peer:
+        async with asynckv.connect(url, identity="engine") as peer:
             await peer.store.put("a", torch.ones(3))
             assert await peer.store.match_prefix(["a", "b"]) == 1
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+        logged = (await process.stderr.read()).decode().splitlines()
+        assert f"INFO {url}: engine connected, payload by " in logged[0]
+        assert logged[-1].endswith(f"INFO {url}: engine left")
     finally:
         if process.returncode is None:
             process.kill()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,23 @@ async def test_fifty_may_dial_at_once() -> None:
     assert len(listener.links) == 50
     await listener.aclose()
     await asyncio.gather(*(link.aclose() for link in links))
+
+
+async def test_who_comes_who_leaves_and_who_is_lost_is_a_line_of_the_log_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    listener = await door()
+    url = listener.url
+    await (await dial(url, identity=ME)).aclose()
+    await until(lambda: listener.links == ())
+    (await dial(url, identity=ME)).abort()
+    await until(lambda: listener.links == () and len(caplog.records) == 4)
+    await listener.aclose()
+    came, left, again, lost = (record.getMessage() for record in caplog.records)
+    assert came == again == f"{url}: me connected, payload by inline"
+    assert left == f"{url}: me left"
+    assert lost.startswith(f"{url}: me is lost: ")
 
 
 async def test_closing_the_listener_says_goodbye_to_all() -> None:
