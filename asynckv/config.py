@@ -74,9 +74,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         try:
             size = parse_bytes(self.kv_buffer_size)
         except ValueError as exc:
-            raise ConfigError(
-                f"kv_buffer_size: {exc}", hint="write bytes: 1e9, '1e9' or '2GiB'"
-            ) from exc
+            raise ConfigError(f"kv_buffer_size: {exc}") from exc
         _check_range("kv_buffer_size", size, 1, None)
         if self.kv_connector is not None and self.kv_role is None:
             raise ConfigError(

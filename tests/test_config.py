@@ -93,7 +93,7 @@ def test_a_buffer_size_may_be_written_in_many_ways(size: Any, nbytes: int) -> No
         ({"kv_port": True}, "kv_port is True: Expected `int`, got `bool`"),
         ({"kv_parallel_size": 0}, "kv_parallel_size is 0.*1 or more"),
         ({"kv_rank": -1}, "kv_rank is -1.*0 or more"),
-        ({"kv_buffer_size": "much"}, "kv_buffer_size: 'much' is not a size.*'2GiB'"),
+        ({"kv_buffer_size": "much"}, "kv_buffer_size: 'much' is not a size.*'2GB'"),
         ({"kv_buffer_size": 0}, "kv_buffer_size is 0.*1 or more"),
         ({"kv_buffer_size": None}, "kv_buffer_size is None"),
         ({"kv_connector": "X"}, "kv_role is not set.*set kv_role"),

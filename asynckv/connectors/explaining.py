@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
 
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.registry import children_of, find_connector
+from asynckv.connectors.options import (
+    CONNECTOR_OPTIONS,
+    ConnectorOptions,
+    config_for_vllm,
+    unknown_options,
+)
+from asynckv.connectors.registry import (
+    DEFAULT_CONNECTOR,
+    children_of,
+    find_connector,
+)
 from asynckv.connectors.store_line import FINGERPRINT_HINT
 from asynckv.errors import ConfigError
 from asynckv.links.address import parse_url
@@ -14,6 +27,16 @@ from asynckv.links.exposure import check_exposure
 from asynckv.links.options import make_keyring
 
 __all__ = ("Explained", "explain")
+
+
+_NO_ROLE: Final = (
+    'kv_role is not set (write "kv_producer", "kv_consumer", or "kv_both" to be both)'
+)
+_NO_STORE: Final = (
+    'store is not set (write "kv_connector_extra_config": '
+    '{"store": "tcp://HOST:PORT"}, the URL that asynckv serve prints)'
+)
+_INSIDE_VLLM: Final = "AsyncKVConnector"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +48,69 @@ class Explained:
 
 
 def explain(config: KVTransferConfig) -> Explained:
-    """Say what ``config`` makes a connector do. Opens nothing, asks nobody."""
+    """Say what ``config`` makes a connector, or ``asynckv.open``, do.
+
+    It is a connector's if it names one or has an option of one. Opens nothing, asks
+    nobody.
+    """
+    if config.kv_connector is None and not _has_options(config):
+        return _explain_node(config)
+    if config.kv_connector == _INSIDE_VLLM:
+        return _explain_vllm(config)
+    return _explain_connector(config)
+
+
+def _has_options(config: KVTransferConfig) -> bool:
+    return not config.kv_connector_extra_config.keys().isdisjoint(CONNECTOR_OPTIONS)
+
+
+def _explain_node(config: KVTransferConfig) -> Explained:
+    """Say what ``asynckv.open`` does; and, as a fact, what a connector would lack."""
+    facts, problems = [_role_of(config)], _of_the_node(config)
+    facts += [f"ignored: {each}" for each in unknown_options(config)]
+    try:
+        if config.kv_role is None:
+            problems.append(_NO_ROLE)
+        if config.is_kv_producer:
+            facts.append(
+                f"asynckv.open serves at {config.url}, at most {config.max_bytes} "
+                "bytes (kv_buffer_size)"
+            )
+            problems += _exposed(config, [config.url])
+        if config.is_kv_consumer:
+            if config.peer_url is None:
+                raise ConfigError(
+                    "a kv_both also selects, and has nobody to ask",
+                    hint='write "kv_connector_extra_config": {"peer_url": '
+                    '"tcp://HOST:PORT"}',
+                )
+            facts.append(f"asynckv.open connects to {config.peer_url}")
+            problems += _exposed(config, [config.peer_url])
+    except ConfigError as exc:
+        problems.append(str(exc))
+    if not problems:
+        connector = _explain_connector(config)
+        facts += [
+            f"as a {DEFAULT_CONNECTOR}, which an engine calls, it would lack: {each}"
+            for each in connector.problems
+        ]
+    return Explained(tuple(facts), tuple(problems))
+
+
+def _explain_vllm(config: KVTransferConfig) -> Explained:
+    try:
+        inside = config_for_vllm(config)
+        if inside.fingerprint is None:  # vLLM's own words for the model
+            extra = {**inside.kv_connector_extra_config, "fingerprint": "the engine's"}
+            inside = msgspec.structs.replace(inside, kv_connector_extra_config=extra)
+    except ConfigError as exc:
+        return Explained((_role_of(config),), (str(exc),))
+    explained = _explain_connector(inside)
+    facts = ("inside vLLM, by asynckv's adapter", *explained.facts)
+    return Explained(facts, explained.problems)
+
+
+def _explain_connector(config: KVTransferConfig) -> Explained:
     facts, problems = [_role_of(config)], list[str]()
     try:
         kind = find_connector(config)
@@ -45,7 +130,8 @@ def explain(config: KVTransferConfig) -> Explained:
         else:
             facts, more = _p2p(config, options, facts)
         problems += more
-        problems += _exposed(config, options)
+        of_peers = [url for urls in options.peers.values() for url in urls]
+        problems += _exposed(config, [options.store, options.listen, *of_peers])
         facts.append(
             "a load that fails is computed here instead"
             if config.kv_load_failure_policy == "recompute"
@@ -59,7 +145,7 @@ def explain(config: KVTransferConfig) -> Explained:
     except ConfigError as exc:
         problems.append(str(exc))
     if config.kv_role is None:
-        problems.append('kv_role is not set (write "kv_both" to be both)')
+        problems.append(_NO_ROLE)
     return Explained(tuple(facts), tuple(problems))
 
 
@@ -111,7 +197,11 @@ def _p2p(
                 problems.append("listen has port 0: peers could not be told it")
     if dials and not options.peers:
         verb = "push to" if is_push else "fetch from"
-        problems.append(f"peers is empty: there is nobody to {verb}")
+        pull = ', or "direction": "pull" to keep prompts here' if is_push else ""
+        problems.append(
+            f"peers is empty: there is nobody to {verb} (write "
+            f'"kv_connector_extra_config": {{"peers": ["tcp://HOST:PORT"]}}{pull})'
+        )
     for name, urls in options.peers.items():
         shown = "" if urls == (name,) else f"{name}: "
         facts.append(f"may talk to {shown}{', '.join(urls)}")
@@ -123,7 +213,7 @@ def _store(
     config: KVTransferConfig, options: ConnectorOptions, facts: list[str]
 ) -> tuple[list[str], list[str]]:
     if options.store is None:
-        return facts, ["store is not set: the URL of asynckv serve, for example"]
+        return facts, [_NO_STORE]
     verbs = [
         verb
         for verb, is_it in (
@@ -158,11 +248,10 @@ def _on_the_gpu(config: KVTransferConfig, kind: str, options: ConnectorOptions) 
     return f"{' and '.join(held)} has that GPU's memory"
 
 
-def _exposed(config: KVTransferConfig, options: ConnectorOptions) -> list[str]:
-    of_peers = [url for urls in options.peers.values() for url in urls]
+def _exposed(config: KVTransferConfig, urls: Iterable[str | None]) -> list[str]:
     keyring = make_keyring(config.secret_file, config.tls, config.allow_plaintext)
     problems = []
-    for url in (options.store, options.listen, *of_peers):
+    for url in urls:
         if url is None:
             continue
         try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -14,7 +13,15 @@ from asynckv.errors import ConfigError
 from asynckv.links.address import Address, parse_url
 from asynckv.types import parse_bytes
 
-__all__ = ("CONNECTOR_OPTIONS", "ConnectorOptions", "Direction", "url_of_rank")
+__all__ = (
+    "CONNECTOR_OPTIONS",
+    "VLLM_MODES",
+    "ConnectorOptions",
+    "Direction",
+    "config_for_vllm",
+    "unknown_options",
+    "url_of_rank",
+)
 
 Direction: TypeAlias = Literal["push", "pull"]
 
@@ -50,6 +57,9 @@ class _Extra(msgspec.Struct, frozen=True, kw_only=True):
     push_buffer_size: int | str = "256MiB"
     connectors: list[dict[str, object]] = []
 
+
+VLLM_MODES: Final = {"p2p": "P2PConnector", "store": "StoreConnector"}
+"""Which connector the option ``mode`` of asynckv's adapter for vLLM means."""
 
 CONNECTOR_OPTIONS: Final = _Extra.__struct_fields__
 """The names that connectors know in ``kv_connector_extra_config``."""
@@ -90,7 +100,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
         :raises ConfigError: an option that is none, or cannot work
         """
         extra = config.kv_connector_extra_config
-        _check_names(extra)
+        if unknown := unknown_options(config):
+            options = ", ".join(sorted({*CONNECTOR_OPTIONS, *_OF_THE_NODE}))
+            raise ConfigError("; ".join(unknown), hint=f"options: {options}")
         given = {name: extra[name] for name in CONNECTOR_OPTIONS if name in extra}
         try:
             found = msgspec.convert(given, _Extra)
@@ -135,6 +147,45 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
         return url_of_rank(urls[0], rank)
 
 
+def unknown_options(config: KVTransferConfig) -> list[str]:
+    """Say of each option that neither connectors nor ``asynckv.open`` know."""
+    known, found = {*CONNECTOR_OPTIONS, *_OF_THE_NODE}, []
+    for name in config.kv_connector_extra_config:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f": did you mean {near[0]!r}?" if near else ""
+            found.append(f"kv_connector_extra_config.{name} is no option{meant}")
+    return found
+
+
+def config_for_vllm(given: KVTransferConfig) -> KVTransferConfig:
+    """Return the connector's configuration that ``given`` means inside vLLM.
+
+    vLLM fills in defaults of its own, so where KV is kept and how much of it are
+    options there: ``buffer_device`` and ``max_bytes``.
+
+    :raises ConfigError: an option that cannot work
+    """
+    extra = dict(given.kv_connector_extra_config)
+    mode = extra.pop("mode", "p2p")
+    if not isinstance(mode, str) or mode not in VLLM_MODES:
+        raise ConfigError(
+            f"kv_connector_extra_config.mode is {mode!r}",
+            hint=f"it is one of {', '.join(VLLM_MODES)}",
+        )
+    # The peers are those that an engine may fetch from.
+    extra.setdefault("direction", "pull")
+    extra.setdefault("layerwise", False)
+    changed: dict[str, Any] = {
+        "kv_connector": VLLM_MODES[mode],
+        "kv_connector_module_path": None,
+        "kv_buffer_device": extra.pop("buffer_device", "cpu"),
+        "kv_buffer_size": extra.pop("max_bytes", "2GiB"),
+        "kv_connector_extra_config": extra,
+    }
+    return msgspec.structs.replace(given, **changed)
+
+
 def url_of_rank(url: str, rank: int) -> str:
     """Return a rank's URL, given that of rank 0: as many ports, or names, further.
 
@@ -151,18 +202,6 @@ def url_of_rank(url: str, rank: int) -> str:
         host = address.name or address.host
         return str(Address(address.scheme, host=host, port=port)) + query
     return str(Address(address.scheme, place=f"{address.place}.{rank}")) + query
-
-
-def _check_names(extra: Mapping[str, object]) -> None:
-    known = {*CONNECTOR_OPTIONS, *_OF_THE_NODE}
-    for name in extra:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else ", ".join(sorted(known))
-            raise ConfigError(
-                f"kv_connector_extra_config.{name} is no option of a connector",
-                hint=hint,
-            )
 
 
 def _check_seconds(found: _Extra) -> None:

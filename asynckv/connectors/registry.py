@@ -24,6 +24,7 @@ from asynckv.errors import ConfigError
 
 __all__ = (
     "CONNECTORS",
+    "DEFAULT_CONNECTOR",
     "KVConnectorKind",
     "MultiConnector",
     "P2PConnector",
@@ -37,7 +38,7 @@ __all__ = (
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT: Final = "P2PConnector"
+DEFAULT_CONNECTOR: Final = "P2PConnector"
 _DEFAULT_LAYOUT: Final = "NHD"
 
 
@@ -84,6 +85,39 @@ CONNECTORS: Final[Mapping[str, KVConnectorKind]] = types.MappingProxyType(
 """Those that come with asynckv."""
 
 
+_OF_VLLM: Final = {
+    **dict.fromkeys(
+        (
+            "HiSparseConnector",
+            "MoRIIOConnector",
+            "MooncakeConnector",
+            "NixlConnector",
+            "NixlPullConnector",
+            "NixlPushConnector",
+            "P2pNcclConnector",
+            "PyNcclConnector",
+        ),
+        "P2PConnector",
+    ),
+    **dict.fromkeys(
+        (
+            "ExampleConnector",
+            "FlexKVConnectorV1",
+            "HF3FSKVConnector",
+            "LMCacheConnector",
+            "LMCacheConnectorV1",
+            "LMCacheMPConnector",
+            "MooncakeStoreConnector",
+            "OffloadingConnector",
+            "SharedStorageConnector",
+            "SimpleCPUOffloadConnector",
+        ),
+        "StoreConnector",
+    ),
+}
+"""vLLM's own connectors, now and before, and ours for the same work."""
+
+
 def find_connector(config: KVTransferConfig) -> KVConnectorKind:
     """Return the connector of a configuration; without a name, ``P2PConnector``.
 
@@ -91,10 +125,16 @@ def find_connector(config: KVTransferConfig) -> KVConnectorKind:
 
     :raises ConfigError: there is none of that name
     """
-    name = config.kv_connector or _DEFAULT
+    name = config.kv_connector or DEFAULT_CONNECTOR
     if config.kv_connector_module_path is None:
         kind = CONNECTORS.get(name)
         if kind is None:
+            if ours := _OF_VLLM.get(name):
+                raise ConfigError(
+                    f"{name} is vLLM's own connector; asynckv's is {ours}",
+                    hint="inside vLLM it is AsyncKVConnector, of the module "
+                    "asynckv.integrations.vllm",
+                )
             near = difflib.get_close_matches(name, CONNECTORS, n=1)
             known = f"connectors: {', '.join(CONNECTORS)}; or name its module"
             raise ConfigError(

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+import asynckv
+from asynckv import LookupBuffer, serve
 from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.explaining import Explained, explain
 from asynckv.errors import ConfigError
@@ -28,6 +30,65 @@ def test_a_config_that_works_has_facts_and_no_problems() -> None:
     words = "\n".join(found.facts)
     assert "serves at tcp://127.0.0.1:7000" in words
     assert "may talk to D: tcp://127.0.0.1:7100" in words
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+async def test_what_can_be_opened_is_explained_without_a_problem(role: KVRole) -> None:
+    peer = {"peer_url": "mem://peer"} if role != "kv_producer" else {}
+    extra: dict[str, object] = {**peer, "secrets": "ignored"}
+    config = KVTransferConfig(kv_role=role, kv_port=0, kv_connector_extra_config=extra)
+    async with LookupBuffer("1MiB") as buffer, serve("mem://peer", lookup=buffer):
+        async with asynckv.open(config, drain_s=0):
+            pass
+    found = explain(config)
+    assert found.problems == ()
+    words = "\n".join(found.facts)
+    assert ("asynckv.open serves at" in words) == (role != "kv_consumer")
+    assert ("asynckv.open connects to mem://peer" in words) == (role != "kv_producer")
+    assert "secrets is no option: did you mean 'secret_file'?" in words
+
+
+def test_what_a_connector_would_lack_is_no_problem_of_a_node() -> None:
+    found = explain(KVTransferConfig(kv_role="kv_producer"))
+    assert found.problems == ()
+    assert any("P2PConnector" in fact and '"peers"' in fact for fact in found.facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("NixlConnector", "P2PConnector"),
+        ("P2pNcclConnector", "P2PConnector"),
+        ("LMCacheConnectorV1", "StoreConnector"),
+        ("OffloadingConnector", "StoreConnector"),
+    ],
+)
+def test_a_connector_of_vllm_s_is_named_with_ours(name: str, ours: str) -> None:
+    (problem,) = explained(name).problems
+    assert f"{name} is vLLM's own connector; asynckv's is {ours}" in problem
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"listen": "tcp://127.0.0.1:7000"}, "prompts are kept until"),
+        ({"mode": "store", "store": "mem://s"}, "saves to the store"),
+    ],
+)
+def test_the_adapter_for_vllm_is_explained_without_vllm(
+    extra: dict[str, Any], words: str
+) -> None:
+    found = explained("AsyncKVConnector", "kv_producer", **extra)
+    assert found.problems == ()
+    assert words in "\n".join(found.facts)
+    (problem,) = explained("AsyncKVConnector", mode="x").problems
+    assert "mode is 'x' (it is one of p2p, store)" in problem
+
+
+def test_every_option_that_is_none_is_named() -> None:
+    (problem,) = explained(lisen="mem://a", secret="s").problems
+    assert "lisen is no option: did you mean 'listen'?" in problem
+    assert "secret is no option: did you mean 'secret_file'?" in problem
 
 
 @pytest.mark.parametrize(

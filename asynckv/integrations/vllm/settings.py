@@ -17,7 +17,7 @@ import torch
 from asynckv.abc import KVConnectorScheduler, KVConnectorWorker
 from asynckv.config import KVTransferConfig
 from asynckv.connectors import KVEngine, make_scheduler, make_worker
-from asynckv.connectors.options import ConnectorOptions
+from asynckv.connectors.options import VLLM_MODES, ConnectorOptions, config_for_vllm
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ("Settings",)
 
-_MODES: Final = {"p2p": "P2PConnector", "store": "StoreConnector"}
 _GRACE_S: Final = 30.0
 _NOT_THE_MODEL: Final = frozenset(
     {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
@@ -82,12 +81,12 @@ class Settings:
     @property
     def sees_all(self) -> bool:
         """Whether also requests that carry nothing may move something."""
-        return self.config.kv_connector != _MODES["p2p"]
+        return self.config.kv_connector != VLLM_MODES["p2p"]
 
     @property
     def tells_of_saves(self) -> bool:
         """Whether a worker tells when each request's blocks are no longer read."""
-        return self.config.kv_connector == _MODES["p2p"]
+        return self.config.kv_connector == VLLM_MODES["p2p"]
 
     @property
     def quiet_s(self) -> float:
@@ -107,28 +106,17 @@ def _config_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> KVTransferConfig:
     given = vllm_config.kv_transfer_config
-    extra: dict[str, Any] = dict(given.kv_connector_extra_config)
-    mode = extra.pop("mode", "p2p")
-    if mode not in _MODES:
-        raise ConfigError(
-            f"kv_connector_extra_config.mode is {mode!r}",
-            hint=f"it is one of {', '.join(_MODES)}",
-        )
-    # The peers are those that an engine may fetch from.
-    extra.setdefault("direction", "pull")
-    extra.setdefault("layerwise", False)
+    extra: dict[str, object] = dict(given.kv_connector_extra_config)
     extra["fingerprint"] = _fingerprint(
         vllm_config, kv_cache_config, extra.get("fingerprint")
     )
-    return KVTransferConfig(
-        kv_connector=_MODES[mode],
-        engine_id=given.engine_id,
-        kv_role=given.kv_role,
-        # vLLM's own are "cuda" and 1e9 for whoever has said nothing.
-        kv_buffer_device=extra.pop("buffer_device", "cpu"),
-        kv_buffer_size=extra.pop("max_bytes", "2GiB"),
-        kv_connector_extra_config=extra,
-        kv_load_failure_policy=given.kv_load_failure_policy,
+    return config_for_vllm(
+        KVTransferConfig(
+            engine_id=given.engine_id,
+            kv_role=given.kv_role,
+            kv_connector_extra_config=extra,
+            kv_load_failure_policy=given.kv_load_failure_policy,
+        )
     )
 
 
