@@ -182,7 +182,7 @@ class EntryAborted(AsyncKVError):
     """The entry left before its last acknowledgement; ``reason`` says why.
 
     ``reason`` is ``"ttl"``, ``"withdrawn"``, ``"max_deliver"``, ``"producer"``
-    or ``"closed"``.
+    or ``"closed"``; ``"taken"`` where it is asked for by its id, and others have it.
     """
 
     def __init__(

@@ -171,6 +171,8 @@ class KVLookupBuffer(KVCacheBuffer):
 
         :raises LeaseLost: (on leaving ``async with``) the entry was taken back
         :raises ChecksumError: the bytes changed on their way; given back
+        :raises EntryAborted: ``entry_id`` was taken by others (reason ``"taken"``), in
+            the last ten minutes or while this waits
         :raises BufferClosed: the buffer is closed, or was closed meanwhile
         :raises PeerLost: the peer is gone and did not come back in time
         :raises PeerRestarted: the peer came back without its memory, and nothing says

@@ -93,6 +93,11 @@ class EntryBook:
         stone = self.tombstones.find(entry_id, _now())
         return stone.digest if stone is not None and not stone.reason else None
 
+    def was_taken(self, entry_id: str) -> bool:
+        """Has that entry left by its last acknowledgement, as far as is known?"""
+        stone = self.tombstones.find(entry_id, _now())
+        return stone is not None and not stone.reason
+
     def is_undecided(self, entry_id: str) -> bool:
         """Has that entry all its bytes, but only in a consumer's hands?
 

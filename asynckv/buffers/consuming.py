@@ -202,7 +202,7 @@ async def _may_ask_again(selecting: Selecting, error: BaseException) -> bool:
     if isinstance(error, GpuPathLost):
         # What the GPU may write to is not used for other bytes.
         return error.is_quiet or not selecting.targets
-    return isinstance(error, EntryAborted)
+    return isinstance(error, EntryAborted) and error.reason != "taken"
 
 
 async def _give_back(

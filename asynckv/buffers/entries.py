@@ -231,6 +231,9 @@ class Holder(Protocol):
     def aborted(self, lease: Lease, reason: str) -> None:
         """The producer failed; a stream ends with ``EntryAborted``."""
 
+    def taken(self) -> None:
+        """Others have the entry that the query names; it will not be served."""
+
     def closed(self) -> None:
         """The buffer is closed; the query will not be served."""
 

@@ -7,7 +7,7 @@ import itertools
 from typing import Final
 
 from asynckv.buffers.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.leases import Leases
+from asynckv.buffers.leases import Leases, entry_taken
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.observability.waits import LoggedWait
@@ -42,7 +42,7 @@ class LocalHolder:
         self._name = "drop_select"
         self._waiter: Waiter | None = None
         self._lease: Lease | None = None
-        self._is_closed = False
+        self._is_closed = self._is_taken = False
         self._aborted_by = ""
         self._watchers: set[asyncio.Future[None]] = set()
 
@@ -67,14 +67,17 @@ class LocalHolder:
         """Wait for an entry.
 
         :raises BufferClosed: the buffer is closed
+        :raises EntryAborted: it asks for an entry that others have taken
         """
-        if self._lease is None and not self._is_closed:
+        if self._lease is None and not self._is_over:
             with LoggedWait(self._name, "a match", "an insert or aclose"):
-                while self._lease is None and not self._is_closed:
+                while self._lease is None and not self._is_over:
                     await self._change()
-        if self._lease is None:
-            raise BufferClosed("the buffer was closed before an entry matched")
-        return self._lease
+        if self._lease is not None:
+            return self._lease
+        if self._is_taken:
+            raise entry_taken()
+        raise BufferClosed("the buffer was closed before an entry matched")
 
     async def shown_lease(self) -> Lease:
         """Wait for an entry that a stream may show to the application.
@@ -83,6 +86,7 @@ class LocalHolder:
         that fails must leave no trace.
 
         :raises BufferClosed: the buffer is closed
+        :raises EntryAborted: it asks for an entry that others have taken
         """
         while True:
             lease = await self.lease()
@@ -97,6 +101,7 @@ class LocalHolder:
         An entry whose producer fails is not returned; the wait goes on.
 
         :raises BufferClosed: the buffer is closed
+        :raises EntryAborted: it asks for an entry that others have taken
         """
         while True:
             lease = await self.lease()
@@ -157,9 +162,17 @@ class LocalHolder:
         self.retracted(lease)
         self._leases.serve_again(lease.waiter)
 
+    def taken(self) -> None:
+        self._is_taken = True
+        self.wake()
+
     def closed(self) -> None:
         self._is_closed = True
         self.wake()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed or self._is_taken
 
     async def _change(self) -> None:
         watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()

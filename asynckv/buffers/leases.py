@@ -17,10 +17,10 @@ from asynckv.buffers.entries import EntryState, Holder, Lease, StoredEntry, Wait
 from asynckv.buffers.matchmaker import Matchmaker, find_by_id
 from asynckv.buffers.queries import Query
 from asynckv.buffers.statistics import Counters
-from asynckv.errors import LeaseLost
+from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.types import KVFingerprint
 
-__all__ = ("Leases",)
+__all__ = ("Leases", "entry_taken")
 
 _TOKEN_NBYTES: Final = 16
 
@@ -70,8 +70,12 @@ class Leases:
         if self.is_closed:
             waiter.holder.closed()
             return
-        if waiter.query.entry_id is not None:
+        entry_id = waiter.query.entry_id
+        if entry_id is not None:
             found = find_by_id(self._book.entries, waiter)
+            if entry_id not in self._book.entries and self._book.was_taken(entry_id):
+                waiter.holder.taken()
+                return
         else:
             found = self._matchmaker.find(waiter)
         if found is not None:
@@ -121,6 +125,8 @@ class Leases:
         self._counters.acknowledged += 1
         if entry.deliveries_left == 0:
             self._book.leave(entry, "")
+            for waiter in self._matchmaker.take_named(entry.entry_id):
+                waiter.holder.taken()
         else:
             self._go_on(entry)
 
@@ -258,6 +264,11 @@ class Leases:
         elif not lease.reached:
             lease.holder.retracted(lease)
             self.serve_again(lease.waiter)
+
+
+def entry_taken() -> EntryAborted:
+    """Return what who asks for an entry by its id is told when it was taken."""
+    return EntryAborted("others have taken that entry already", reason="taken")
 
 
 def _random_tokens() -> list[bytes]:

@@ -89,6 +89,15 @@ class Matchmaker:
         self.waiting_count -= 1
         self._lines[waiter.fingerprint].remove(waiter)
 
+    def take_named(self, entry_id: str) -> list[Waiter]:
+        """Take those out of their lines that wait for this very entry."""
+        waiters: list[Waiter] = []
+        for line in self._lines.values() if self.waiting_count else ():
+            while (waiter := line.first_named(entry_id)) is not None:
+                self.dequeue(waiter)
+                waiters.append(waiter)
+        return waiters
+
     def everyone(self) -> list[Waiter]:
         """Take every waiting query out of its line, who waits longest first."""
         waiters = [w for line in self._lines.values() for w in line.everyone()]

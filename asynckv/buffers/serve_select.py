@@ -14,6 +14,7 @@ import msgspec
 
 from asynckv.buffers.entries import Lease, Waiter
 from asynckv.buffers.hoisting import HostCopy
+from asynckv.buffers.leases import entry_taken
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.serve_mapped import can_be_mapped, needs_copies
 from asynckv.buffers.serve_offer import Offering, make_offer, may_begin, release
@@ -123,6 +124,9 @@ class ServedSelect(msgspec.Struct, eq=False):
             self._fail(LeaseLost("the entry was held for too long"))
         else:
             self._fail(EntryAborted(reason=reason))
+
+    def taken(self) -> None:
+        self._fail(entry_taken())
 
     def closed(self) -> None:
         self._fail(BufferClosed("the buffer was closed by its owner"))

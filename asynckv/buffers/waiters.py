@@ -70,6 +70,11 @@ class WaitingQueries:
             candidates.append(by_id)
         return min(candidates, key=lambda found: found[0].seq, default=None)
 
+    def first_named(self, entry_id: str) -> Waiter | None:
+        """Return who has waited longest for this very entry, if anybody waits."""
+        named = self._by_id.get(entry_id)
+        return None if named is None else named.first()
+
     def everyone(self) -> Iterator[Waiter]:
         """Take all that wait out, in no order."""
         for line in [self._by_key, self._any, *self._by_id.values()]:

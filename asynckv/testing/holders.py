@@ -68,6 +68,9 @@ class RecordingHolder:
         self.lease = None
         self.heard.append(f"aborted {reason}")
 
+    def taken(self) -> None:
+        self.heard.append("taken")
+
     def closed(self) -> None:
         self.heard.append("closed")
 

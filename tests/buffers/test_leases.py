@@ -24,6 +24,25 @@ async def test_an_entry_is_leased_and_leaves_at_the_acknowledgement() -> None:
     assert not bench.book.entries
 
 
+async def test_who_asks_for_a_taken_entry_by_its_id_is_told_so_and_not_others() -> None:
+    bench = SteppedLedger()
+    bench.insert("a")
+    holder, _ = bench.select()
+    named, _ = bench.select(make_query(None, None, entry_id="a"))
+    other, _ = bench.select(make_query(None, None, entry_id="b"))
+    bench.leases.acknowledge(holder.held())
+    late, _ = bench.select(make_query(None, None, entry_id="a"))
+    assert (named.heard, late.heard, other.heard) == (["taken"], ["taken"], [])
+
+
+async def test_an_entry_whose_insert_failed_is_waited_for_by_its_id() -> None:
+    bench = SteppedLedger()
+    bench.ledger.forsake(bench.begin("a"))
+    waiting, _ = bench.select(make_query(None, None, entry_id="a"))
+    bench.insert("a")
+    assert waiting.entry_id == "a"
+
+
 async def test_a_stale_acknowledgement_is_refused() -> None:
     bench = SteppedLedger()
     bench.insert("a")

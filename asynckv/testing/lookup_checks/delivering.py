@@ -20,12 +20,14 @@ from asynckv.testing.lookup_checks.values import (
     expect_error,
     noise,
     same,
+    until_waiting,
 )
 
 __all__ = (
     "DELIVERING_CHECKS",
     "a_cancelled_body_gives_back",
     "a_held_entry_cannot_be_withdrawn",
+    "a_taken_entry_is_not_waited_for",
     "an_entry_can_be_withdrawn_and_its_end_awaited",
     "an_entry_leaves_after_as_many_deliveries",
     "an_entry_leaves_when_its_time_is_over",
@@ -141,6 +143,32 @@ async def an_entry_leaves_after_as_many_deliveries(
     await empty(local)
 
 
+async def a_taken_entry_is_not_waited_for(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """Who asks for it by its id is told so, at once or when it is taken."""
+    await producer.insert([1], None, noise(64), None, None, entry_id="it")
+    async with consumer.drop_select(entry_id="it"):
+        waiting = asyncio.create_task(_select(producer, "it"))
+        await until_waiting(local, selects=1)
+    error = await expect_error(EntryAborted, lambda: waiting)
+    expect(error.reason == "taken", error.reason)
+    error = await expect_error(EntryAborted, _select, consumer, "it")
+    expect(error.reason == "taken", error.reason)
+    error = await expect_error(EntryAborted, _stream, consumer, "it")
+    expect(error.reason == "taken", error.reason)
+    await empty(local)
+
+
+async def _select(buffer: KVLookupBuffer, entry_id: str) -> None:
+    await buffer.drop_select(entry_id=entry_id)
+
+
+async def _stream(buffer: KVLookupBuffer, entry_id: str) -> None:
+    async with buffer.open_drop_select(entry_id=entry_id):
+        pass
+
+
 async def the_same_insert_again_changes_nothing(
     producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
 ) -> None:
@@ -198,6 +226,7 @@ DELIVERING_CHECKS: Final[tuple[LookupCheck, ...]] = (
     an_entry_can_be_withdrawn_and_its_end_awaited,
     a_held_entry_cannot_be_withdrawn,
     an_entry_leaves_after_as_many_deliveries,
+    a_taken_entry_is_not_waited_for,
     the_same_insert_again_changes_nothing,
     an_entry_leaves_when_its_time_is_over,
     an_entry_that_fails_too_often_is_dropped,
