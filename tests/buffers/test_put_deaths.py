@@ -76,6 +76,7 @@ async def connected(
             yield server, producer
 
 
+@pytest.mark.chaos
 async def test_two_processes_put_within_one_gpu(gpu_kind: GpuKind) -> None:
     async with connected(gpu_kind, "take") as (server, producer):
         assert await line_of(producer) == "put"

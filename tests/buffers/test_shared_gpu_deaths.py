@@ -131,6 +131,7 @@ async def test_two_processes_hand_an_entry_or_a_value_over_on_one_gpu(
         assert await line_of(consumer) == value
 
 
+@pytest.mark.chaos
 async def test_layers_are_streamed_between_two_processes_on_one_gpu(
     consume: Consume, producer: asyncio.subprocess.Process
 ) -> None:
@@ -183,6 +184,7 @@ async def test_views_outlive_an_exporter_that_is_killed(
 # Without a GPU: copies in memory of the host.
 
 
+@pytest.mark.chaos
 async def test_a_consumer_without_a_gpu_that_is_killed_with_its_views_leaves_them(
     consume: Consume, producer: asyncio.subprocess.Process
 ) -> None:

@@ -34,12 +34,16 @@ from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.shared_puts import SharedPuts
 from asynckv.types import TensorSpec
 
+CHAOS = pytest.mark.chaos
 ONE = ToyModel(layers=1, head_dim=96)
 DEEP = ToyModel(layers=5, head_dim=768)
 DEEP_NBYTES = 2 * 3 * 16 * 4 * 768 * 4
 LARGE_NBYTES = 2 * 3 * 16 * 4 * 96 * 4
 """Keys and values of three blocks, in a layer."""
-APART = pytest.mark.parametrize("are_apart", [False, True], ids=["one", "two"])
+APART = pytest.mark.parametrize(
+    "are_apart",
+    [pytest.param(False, id="one"), pytest.param(True, id="two", marks=CHAOS)],
+)
 
 
 @contextlib.asynccontextmanager
@@ -120,6 +124,7 @@ async def test_layers_follow_each_other_through_little_memory(are_apart: bool) -
         await until(lambda: not taken_on_gpu(ground))
 
 
+@CHAOS
 async def test_a_layer_that_never_fits_comes_by_the_host(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -231,6 +236,7 @@ async def ended(ground: P2PGround, name: str, *, failed: bool = False) -> None:
     await until(lambda: not worker.statistics().staged_bytes)
 
 
+@CHAOS
 async def test_what_finds_no_room_when_its_step_is_over_goes_on_from_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -248,6 +254,7 @@ async def test_what_finds_no_room_when_its_step_is_over_goes_on_from_the_host(
         await ground.load(name)
 
 
+@CHAOS
 async def test_an_engine_that_holds_blocks_has_them_leave_within_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -266,6 +273,7 @@ async def test_an_engine_that_holds_blocks_has_them_leave_within_the_gpu(
         await ground.load(name)
 
 
+@CHAOS
 async def test_blocks_that_are_wanted_back_go_on_from_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -302,6 +310,7 @@ async def one_of_two_by_host(patch: pytest.MonkeyPatch) -> AsyncIterator[P2PGrou
         filler.release()
 
 
+@CHAOS
 @pytest.mark.parametrize("is_held", [False, True])
 async def test_blocks_are_not_left_while_one_target_takes_what_came_to_the_host(
     monkeypatch: pytest.MonkeyPatch, is_held: bool
@@ -481,7 +490,7 @@ async def test_what_was_on_its_way_by_nccl_goes_on_by_the_host(
         await until(lambda: not taken_on_gpu(ground))
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=CHAOS)])
 @APART
 async def test_heads_of_several_ranks_come_to_where_they_belong(
     are_apart: bool, sizes: tuple[int, int]

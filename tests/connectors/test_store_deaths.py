@@ -100,6 +100,7 @@ def puts_of(worker: StoreWorker) -> SharedPuts:
     return SharedPuts(peer)
 
 
+@pytest.mark.chaos
 async def test_blocks_leave_for_a_store_of_another_process_within_the_gpu(
     gpu_kind: GpuKind, store: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ async def pushed_to(kind: GpuKind, how: str) -> AsyncIterator[Pushed]:
         assert process.returncode in (0, -signal.SIGKILL)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("kind", GPU_KINDS)
 async def test_what_another_process_pushes_never_comes_to_its_host(
     kind: GpuKind,
@@ -105,6 +106,7 @@ async def test_what_another_process_pushes_never_comes_to_its_host(
             assert torch.equal(cache.cpu()[list(LOADED)], expected)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("kind", GPU_KINDS)
 async def test_a_process_that_is_killed_while_it_pushes_holds_nothing(
     kind: GpuKind,
@@ -127,6 +129,7 @@ def opened_by(worker: P2PWorker) -> int:
     return len(getattr(cuda, "_opened", ()))
 
 
+@pytest.mark.chaos
 async def test_a_process_that_was_killed_fails_loads_and_holds_nothing(
     decoding: Decoding,
 ) -> None:

@@ -66,7 +66,9 @@ async def started(
     ("sizes", "direction", "layout"),
     [
         ((2, 1), "pull", KVLayout.kv_first()),
-        ((1, 2), "pull", KVLayout.blocks_first("HND")),
+        pytest.param(
+            *((1, 2), "pull", KVLayout.blocks_first("HND")), marks=pytest.mark.chaos
+        ),
         pytest.param((2, 1), "push", KVLayout.fused(), marks=pytest.mark.chaos),
         pytest.param((1, 2), "push", KVLayout.kv_first(), marks=pytest.mark.chaos),
     ],
