@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from asynckv.abc import (
+        InsertWriter as InsertWriter,
         KVCacheBuffer as KVCacheBuffer,
         KVEntry as KVEntry,
         KVLookupBuffer as KVLookupBuffer,
         KVPipe as KVPipe,
         KVStoreBuffer as KVStoreBuffer,
+        SelectStream as SelectStream,
     )
     from asynckv.buffers.lookup import LookupBuffer as LookupBuffer
     from asynckv.buffers.remote import Peer as Peer, connect as connect
@@ -70,6 +72,7 @@ _HOME: Final = {
     "GPUFailed": "asynckv.errors",
     "GPUUnavailable": "asynckv.errors",
     "IncompatiblePeer": "asynckv.errors",
+    "InsertWriter": "asynckv.abc",
     "KVBlocks": "asynckv.tensors.blocks",
     "KVCacheBuffer": "asynckv.abc",
     "KVEntry": "asynckv.abc",
@@ -87,6 +90,7 @@ _HOME: Final = {
     "PeerRestarted": "asynckv.errors",
     "PipeBroken": "asynckv.errors",
     "ProtocolError": "asynckv.errors",
+    "SelectStream": "asynckv.abc",
     "Server": "asynckv.buffers.serve",
     "StoreBuffer": "asynckv.buffers.store",
     "TLS": "asynckv.security.tls",

@@ -66,14 +66,14 @@ def open(
     ``insert`` fills, and ``drop_select`` asks
     ``kv_connector_extra_config.peer_url``. Entering waits at most
     ``store_timeout`` seconds for that peer to be there; a cancelled entering
-    leaves nothing behind.
+    leaves nothing behind. Leaving lets consumers take what is left, then says goodbye
+    to everybody.
 
-    ``device`` overrides ``kv_buffer_device``; ``"cuda"`` means the GPU of
-    ``kv_connector_extra_config.local_rank``, or of ``LOCAL_RANK`` of the environment.
-
-    Leaving lets consumers take what is left for at most ``drain_s`` (not at all
-    when left by an error), then says goodbye to everybody.
-
+    :param config: who this node is, and where: a :class:`~asynckv.KVTransferConfig`
+    :param drain_s: for so long leaving waits for consumers; not at all after an error
+    :param device: where the buffer's memory is, instead of ``kv_buffer_device``;
+        ``"cuda"`` means the GPU of ``kv_connector_extra_config.local_rank``, or of
+        ``LOCAL_RANK`` of the environment
     :raises ConfigError: a configuration that cannot be opened, or an address that
         cannot be listened on
     :raises PeerLost: the peer was not there in time

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import pydoc
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -122,3 +125,30 @@ def test_import_asynckv_is_light() -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (Path(asynckv.__file__).parent / "py.typed").exists()
+
+
+def public_values() -> Iterator[tuple[str, Callable[..., object]]]:
+    """What can be called, or made, of what users import."""
+    for module in (asynckv, importlib.import_module("asynckv.abc")):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                yield f"{module.__name__}.{name}", value
+
+
+@pytest.mark.parametrize("name, value", tuple(public_values()))
+def test_a_public_name_can_be_asked_for_help(
+    name: str, value: Callable[..., object]
+) -> None:
+    assert value.__doc__
+    assert value.__name__ in pydoc.render_doc(value)
+    inspect.signature(value)
+
+
+@pytest.mark.parametrize(
+    "name", ["connect", "join_group", "listen_pipe", "open", "open_pipe", "serve"]
+)
+def test_every_option_is_explained_where_it_is_given(name: str) -> None:
+    function = getattr(asynckv, name)
+    explained = set(re.findall(r":param (\w+): ", str(inspect.getdoc(function))))
+    assert explained == set(inspect.signature(function).parameters)

@@ -36,6 +36,11 @@ from asynckv.abc.connectors import (
 )
 from asynckv.abc.entries import KVEntry, KVSource, KVTensors, Match, TokenIds
 from asynckv.abc.pipes import KVPipe
+from asynckv.abc.statistics import (
+    KVCacheStatistics,
+    KVLookupStatistics,
+    KVStoreStatistics,
+)
 from asynckv.abc.steps import (
     BlockIds,
     KVAnswer,
@@ -57,6 +62,7 @@ __all__ = (
     "InsertWriter",
     "KVAnswer",
     "KVCacheBuffer",
+    "KVCacheStatistics",
     "KVConnectorHandshake",
     "KVConnectorMetadata",
     "KVConnectorScheduler",
@@ -64,12 +70,14 @@ __all__ = (
     "KVConnectorWorker",
     "KVEntry",
     "KVLookupBuffer",
+    "KVLookupStatistics",
     "KVPipe",
     "KVQuestion",
     "KVRequest",
     "KVScheduled",
     "KVSource",
     "KVStoreBuffer",
+    "KVStoreStatistics",
     "KVTensors",
     "KVTransferResults",
     "Match",

@@ -7,8 +7,13 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
-from asynckv.abc.closing import Closable
+from asynckv.abc.closing import AsyncWithOnly, Closable
 from asynckv.abc.entries import KVEntry, KVSource, Match, TokenIds
+from asynckv.abc.statistics import (
+    KVCacheStatistics,
+    KVLookupStatistics,
+    KVStoreStatistics,
+)
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -30,17 +35,22 @@ class KVCacheBuffer(Closable):
     """The parent of all buffers: can be closed and asked how it is."""
 
     @abc.abstractmethod
-    def statistics(self) -> object:
+    def statistics(self) -> KVCacheStatistics:
         """Return a frozen value of counters and gauges. Never waits."""
 
 
 class DropSelect(
-    Coroutine[Any, Any, KVEntry], AbstractAsyncContextManager[KVEntry, bool | None]
+    Coroutine[Any, Any, KVEntry],
+    AbstractAsyncContextManager[KVEntry, bool | None],
+    AsyncWithOnly,
 ):
     """What :meth:`KVLookupBuffer.drop_select` returns: await it, or enter it.
 
-    Nothing happens before that; a second use raises ``RuntimeError``.
+    Nothing happens before that; a second use raises ``RuntimeError``. One that is
+    forgotten warns, as a coroutine does.
     """
+
+    _made_by = "drop_select(...)"
 
 
 class InsertWriter(abc.ABC):
@@ -87,8 +97,15 @@ class KVLookupBuffer(KVCacheBuffer):
     ``buffer[tokens, roi] = (key, value, hidden)`` and ``buffer.pop(...)``. The
     key of an entry is ``input_tokens[roi]``. Two keys match when one is a
     non-empty prefix of the other and at least ``min_matched_tokens`` agree.
-    ``roi=None`` selects all tokens.
+    ``roi=None`` selects all tokens. Ids are any that fit in int64, negative ones too.
+    An entry whose key is empty (no tokens, or a roi of zeros alone) matches no tokens:
+    it is found by its ``entry_id``, or by who takes any entry (``None, None``). To ask
+    for an empty key is a ``ValueError``.
     """
+
+    @abc.abstractmethod
+    def statistics(self) -> KVLookupStatistics:
+        """Return a frozen value of counters and gauges. Never waits."""
 
     @abc.abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -253,6 +270,10 @@ class KVLookupBuffer(KVCacheBuffer):
 
 class KVStoreBuffer(KVCacheBuffer):
     """KV by name, for any number of readers: ``put`` and ``get``."""
+
+    @abc.abstractmethod
+    def statistics(self) -> KVStoreStatistics:
+        """Return a frozen value of counters and gauges. Never waits."""
 
     @abc.abstractmethod
     async def put(self, key: str, value: torch.Tensor | None) -> None:

@@ -4,9 +4,29 @@ from __future__ import annotations
 
 import abc
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
-__all__ = ("Closable",)
+__all__ = ("AsyncWithOnly", "Closable")
+
+
+class AsyncWithOnly:
+    """Mixed into what ``async with`` enters, to say so to ``with`` and ``await``.
+
+    ``_made_by`` is the call that users write there.
+    """
+
+    _made_by: ClassVar[str]
+
+    # Type checkers find the mistake where there are no such methods.
+    if not TYPE_CHECKING:
+
+        def __enter__(self) -> None:
+            raise TypeError(f"write 'async with {self._made_by}', not 'with'")
+
+        def __exit__(self, *exc_info: object) -> None: ...
+
+        def __await__(self) -> None:
+            raise TypeError(f"write 'async with {self._made_by}', not 'await'")
 
 
 class Closable(abc.ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -11,6 +12,15 @@ if TYPE_CHECKING:
     import torch
 
     from asynckv.tensors.blocks import KVMemory
+else:
+
+    class _TorchWhenAsked:
+        """Imports torch for whoever evaluates annotations: help(), say, or Sphinx."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(importlib.import_module("torch"), name)
+
+    torch = _TorchWhenAsked()
 
 __all__ = ("KVEntry", "KVSource", "KVTensors", "Match", "TokenIds")
 
@@ -30,7 +40,8 @@ class KVEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """One entry of a lookup buffer. Unpacks as the original's five fields.
 
     ``key`` and ``value`` are a tensor, a mapping of layer name to tensor, or
-    ``None``; ``extras`` holds further named tensors. ``matched_tokens`` counts
+    ``None``: ``key_tensor``, ``value_tensor`` and ``layers`` are the same, for who
+    knows which. ``extras`` holds further named tensors. ``matched_tokens`` counts
     the selected tokens on which query and entry agree (0 if it was selected
     without tokens). ``attempt`` is above 1 for a delivery that is repeated.
     """
@@ -48,6 +59,49 @@ class KVEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
     def __iter__(self) -> Iterator[KVTensors]:
         return iter((self.input_tokens, self.roi, self.key, self.value, self.hidden))
 
+    def __repr__(self) -> str:
+        tokens = 0 if self.input_tokens is None else len(self.input_tokens)
+        return (
+            f"<KVEntry {self.entry_id!r}, {tokens} tokens, {self.nbytes} bytes, "
+            f"attempt {self.attempt}>"
+        )
+
+    @property
+    def key_tensor(self) -> torch.Tensor:
+        """The key, where it is one tensor.
+
+        :raises TypeError: it is one a layer (see :attr:`layers`), or there is none
+        """
+        return _one_tensor("key", self.key)
+
+    @property
+    def value_tensor(self) -> torch.Tensor:
+        """The value, where it is one tensor.
+
+        :raises TypeError: it is one a layer (see :attr:`layers`), or there is none
+        """
+        return _one_tensor("value", self.value)
+
+    @property
+    def layers(self) -> Mapping[str, tuple[torch.Tensor, ...]]:
+        """Each layer's tensors by its name: its key and its value, or the one it has.
+
+        ``for name, (key, value) in entry.layers.items()``.
+
+        :raises TypeError: key or value is one tensor, or there is neither
+        """
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        for what, part in (("key", self.key), ("value", self.value)):
+            if part is not None and not isinstance(part, Mapping):
+                raise TypeError(
+                    f"the {what} of this entry is one tensor: use entry.{what}_tensor"
+                )
+            for name, tensor in (part or {}).items():
+                found[name] = (*found.get(name, ()), tensor)
+        if self.key is None and self.value is None:
+            raise TypeError("this entry has neither a key nor a value")
+        return found
+
     @property
     def nbytes(self) -> int:
         """Bytes of all its tensors, tokens and roi included."""
@@ -60,3 +114,11 @@ class KVEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
                 yield from part.values()
             elif part is not None:
                 yield part
+
+
+def _one_tensor(what: str, part: KVTensors) -> torch.Tensor:
+    if part is None:
+        raise TypeError(f"this entry has no {what}")
+    if isinstance(part, Mapping):
+        raise TypeError(f"this entry has a {what} for each layer: use entry.layers")
+    return part

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -39,6 +41,18 @@ class PendingSelect(DropSelect):
         self._borrow = borrow
         self._query = query
         self._targets = targets
+
+    def __repr__(self) -> str:
+        return f"<drop_select, {'used' if self._used else 'not used yet'}>"
+
+    def __del__(self) -> None:
+        if not self._used and not sys.is_finalizing():
+            warnings.warn(
+                "drop_select(...) was never awaited, nor entered by 'async with'",
+                RuntimeWarning,
+                stacklevel=2,
+                source=self,
+            )
 
     def __await__(self) -> Generator[Any, Any, KVEntry]:
         self._use()

@@ -31,7 +31,12 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         changed: Callable[[], None],
     ) -> None:
         self._device = device_named(device)
-        self._growth = Growth(parse_bytes(max_bytes), changed, self._device)
+        bound = parse_bytes(max_bytes)
+        if bound < 1:
+            raise ValueError(
+                "max_bytes is at least 1: a buffer of 0 bytes holds nothing"
+            )
+        self._growth = Growth(bound, changed, self._device)
         self._arena = self._growth.arena
         self.pool = self._growth.make_pool()
         self.sharing = Sharing(self._arena, changed, self._growth.drop_soon)
@@ -92,6 +97,11 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
     async def __aenter__(self) -> Self:
         await self.open()
         return self
+
+    def _shown(self, what: str) -> str:
+        used, bound = self._arena.used_bytes, self._arena.max_bytes
+        where = f" on {self.device}" if self.is_on_gpu else ""
+        return f"<{type(self).__name__}{where}, {what}, {used} of {bound} bytes>"
 
     def _close_memory(self) -> None:
         """Use it no more. What peers and views have of it stays theirs. Never waits."""

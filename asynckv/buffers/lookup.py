@@ -95,6 +95,10 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             self.ledger.leases, self.pool, self.fingerprint, self._check_loop
         )
 
+    def __repr__(self) -> str:
+        entries = len(self.ledger.book.entries) - len(self.room)
+        return self._shown(f"{entries} entries")
+
     @property
     def is_closed(self) -> bool:
         """Whether every wait has ended for good."""

@@ -136,7 +136,7 @@ class ReconnectingLink:
             # What broke the rules of the wire once would do so again.
             self._end(error)
         else:
-            logger.info("the link to %s was lost; dialling again", self._url)
+            logger.warning("the link to %s was lost; dialling again", self._url)
             self._reconnecting = asyncio.get_running_loop().create_task(
                 self._reconnect(error), name=f"asynckv: reconnect to {self._url}"
             )
@@ -154,6 +154,7 @@ class ReconnectingLink:
                 self._end(PeerLost(f"{self._url} refuses this peer now: {exc}"))
                 return
             else:
+                logger.warning("connected again to %s", self._url)
                 self.use(link)
                 return
         self._end(

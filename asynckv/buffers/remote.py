@@ -10,6 +10,7 @@ from typing import Literal, Self
 
 import anyio
 
+from asynckv.abc.closing import AsyncWithOnly
 from asynckv.buffers.importing import GpuImports
 from asynckv.buffers.mapped import Mappings
 from asynckv.buffers.peer_ways import PeerWays
@@ -39,13 +40,15 @@ from asynckv.types import KVFingerprint, parse_bytes
 __all__ = ("Peer", "connect")
 
 
-class Peer(LoopBound):
+class Peer(LoopBound, AsyncWithOnly):
     """One server of buffers, while it is entered.
 
     ``lookup`` and ``store`` are its buffers. A connection that is cut is made
     again for ``reconnect_s`` seconds, and calls that wait go on; a peer that
     says goodbye is not called again. ``ways`` is what payload comes and goes by.
     """
+
+    _made_by = "connect(...)"
 
     def __init__(
         self,
@@ -91,6 +94,15 @@ class Peer(LoopBound):
         self._digest: Literal["full", "off"] = digest
         self._lanes = lanes
         self._keyring = keyring
+
+    def __repr__(self) -> str:
+        if self._links.current is None:
+            how = "not entered yet"
+        elif self.is_connected:
+            how = f"connected to {self.identity} by {self.transport}"
+        else:
+            how = "not connected"
+        return f"<Peer at {self.url}, {how}>"
 
     @property
     def reconnect_s(self) -> float:
@@ -241,15 +253,38 @@ def connect(
 ) -> Peer:
     """Connect to a server of buffers while the returned object is entered.
 
-    ``max_bytes`` bounds what has been received and not been handed over.
-    ``secret_file``, ``tls`` and ``allow_plaintext`` are as in
-    :func:`asynckv.serve`: the server has to prove itself too.
+    ``async with connect("tcp://host:14579") as peer: peer.lookup``. Entering waits 10 s
+    at most; a cancelled entering leaves nothing behind.
 
-    With ``device="cuda:0"`` what is received is in memory of that GPU; entries and
-    values of a buffer on the same GPU, of a process of this host, are read there.
-
+    :param url: where the server is: its ``server.url``. ``?payload=inline`` reads no
+        memory of a server on this host, ``?payload=map`` nothing else
+    :param fingerprint: what model this side's KV belongs to: a name, a mapping or a
+        :class:`~asynckv.KVFingerprint`. Only what has an equal one is found, so both
+        sides need one or neither: beside ``None`` nothing ever matches
+    :param reconnect_s: for so long a link that was cut is made again, and calls that
+        wait go on; 0: never
+    :param max_bytes: bounds what has been received and not been handed over
+    :param digest: what is compared of each tensor. ``"auto"``: every byte where bytes
+        move, the first and last 4 KiB where they are read in shared memory. ``"full"``:
+        every byte. ``"edges"``: as ``"auto"``, between two GPUs as in shared memory.
+        ``"off"``: nothing, if both sides say so
+    :param lanes: sockets for payload, 1 to 8; the smaller number of both sides counts.
+        By default one for two cores, up to 4
+    :param secret_file: a file with the secret that both sides must share, for the
+        server proves itself too; without it ``ASYNCKV_SECRET_FILE`` or
+        ``ASYNCKV_SECRET`` of the environment, if set
+    :param tls: this side's certificate, key and authorities, for a ``tls://`` URL
+    :param allow_plaintext: reach another machine without TLS, by a secret alone
+    :param identity: the name that the server knows this side by; made up by default
+    :param role: what the server reads of this side; it forbids nothing
+    :param device: the GPU (``"cuda:0"``) in whose memory to receive; entries and values
+        of a buffer on the same GPU, of a process of this host, are read there. By
+        default memory of the host
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
+    :raises PeerLost: (on entering) nobody serves there, or answers in time
+    :raises AuthError: (on entering) the two sides do not share a secret
+    :raises IncompatiblePeer: (on entering) the fingerprints differ
     """
     return Peer(
         url,

@@ -12,6 +12,7 @@ import torch
 from asynckv.abc import (
     InsertWriter,
     KVLookupBuffer,
+    KVLookupStatistics,
     KVSource,
     Match,
     SelectStream,
@@ -54,6 +55,9 @@ class RemoteLookupBuffer(KVLookupBuffer):
         self._peer = peer
         self._consumer = RemoteConsumer(peer)
         self._inserting = 0
+
+    def __repr__(self) -> str:
+        return f"<RemoteLookupBuffer of {self._peer!r}>"
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As the contract says: in memory of this side's own, which comes back.
@@ -213,10 +217,10 @@ class RemoteLookupBuffer(KVLookupBuffer):
 
     def statistics(self) -> RemoteStatistics:
         return RemoteStatistics(
-            selecting=self._consumer.waiting,
-            inserting=self._inserting,
-            received_bytes=self._peer.budget.used_bytes,
             max_bytes=self._peer.budget.max_bytes,
+            used_bytes=self._peer.budget.used_bytes,
+            waiting_inserts=self._inserting,
+            waiting_selects=self._consumer.waiting,
             is_connected=self._peer.is_connected,
         )
 
@@ -276,11 +280,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteStatistics:
-    """This side of a remote buffer. ``received_bytes`` wait to be handed over."""
+class RemoteStatistics(KVLookupStatistics):
+    """This side of a lookup buffer at a peer."""
 
-    selecting: int
-    inserting: int
-    received_bytes: int
-    max_bytes: int
     is_connected: bool

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from asynckv.abc import KVStoreStatistics
 from asynckv.buffers.asking import ANSWER_S, ask
 from asynckv.buffers.getting import Getting
 from asynckv.buffers.gpu_room import StagingStore
@@ -37,11 +38,10 @@ _BATCH_NBYTES: Final = 32 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteStoreStatistics:
-    """This side of a remote store."""
+class RemoteStoreStatistics(KVStoreStatistics):
+    """This side of a store buffer at a peer."""
 
     getting: int
-    putting: int
     is_connected: bool
 
 
@@ -52,6 +52,11 @@ class RemoteStoreBuffer(StagingStore):
         self._peer = peer
         self._getting = 0
         self._putting = 0
+        self._hits = 0
+        self._misses = 0
+
+    def __repr__(self) -> str:
+        return f"<RemoteStoreBuffer of {self._peer!r}>"
 
     async def put(self, key: str, value: torch.Tensor | None) -> None:
         self._peer.check()
@@ -104,9 +109,12 @@ class RemoteStoreBuffer(StagingStore):
             check_landing_place(into, may_be_on_gpu=True)
         self._getting += 1
         try:
-            return await self._get(key, into)
+            value = await self._get(key, into)
         finally:
             self._getting -= 1
+        self._hits += value is not None
+        self._misses += value is None
+        return value
 
     async def delete(self, key: str) -> bool:
         self._peer.check()
@@ -141,7 +149,13 @@ class RemoteStoreBuffer(StagingStore):
 
     def statistics(self) -> RemoteStoreStatistics:
         return RemoteStoreStatistics(
-            self._getting, self._putting, self._peer.is_connected
+            max_bytes=self._peer.budget.max_bytes,
+            used_bytes=self._peer.budget.used_bytes,
+            waiting_puts=self._putting,
+            hits=self._hits,
+            misses=self._misses,
+            getting=self._getting,
+            is_connected=self._peer.is_connected,
         )
 
     async def aclose(self) -> None:

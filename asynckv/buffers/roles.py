@@ -12,6 +12,7 @@ from asynckv.abc import (
     DropSelect,
     InsertWriter,
     KVLookupBuffer,
+    KVLookupStatistics,
     KVSource,
     Match,
     SelectStream,
@@ -136,7 +137,7 @@ class LookupByRole(KVLookupBuffer):
             into=into,
         )
 
-    def statistics(self) -> object:
+    def statistics(self) -> KVLookupStatistics:
         """Those of the buffer that it inserts into, or else selects from."""
         return (self._inserts or self._consumer("statistics")).statistics()
 

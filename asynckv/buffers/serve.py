@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 import anyio
 
+from asynckv.abc.closing import AsyncWithOnly
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve_devices import DeviceService
 from asynckv.buffers.serve_lookup import LookupService
@@ -30,7 +31,16 @@ from asynckv.links.options import (
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.links.sharing import MapDigest
 from asynckv.loops import LoopBound
-from asynckv.protocol.frames import OpeningFrame
+from asynckv.protocol.frames import (
+    Contains,
+    Delete,
+    Get,
+    JoinGroup,
+    OpeningFrame,
+    OpenPipe,
+    Put,
+)
+from asynckv.protocol.pin_frames import Pin
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
@@ -55,6 +65,7 @@ class _Services:
     ) -> None:
         self.link = link
         self.is_lost = False
+        self._served = _named(lookup, store)
         self.lookup = self.store = None
         buffers = [buffer for buffer in (lookup, store) if buffer is not None]
         self.devices = DeviceService(
@@ -81,18 +92,17 @@ class _Services:
             handler = service.open(stream, frame, body)
             if handler is not None:
                 return handler
-        raise ConfigError(
-            f"nothing here answers a {type(frame).__name__}",
-            hint="serve a lookup buffer, a store buffer or a pipe at that address",
-        )
+        raise _not_served(frame, self._served)
 
 
-class Server(LoopBound):
+class Server(LoopBound, AsyncWithOnly):
     """Serves buffers that it was given, and leaves them as they are.
 
     Leaving it refuses new requests, lets deliveries under way end (at most
     ``drain_s``), says goodbye and hangs up.
     """
+
+    _made_by = "serve(...)"
 
     def __init__(
         self,
@@ -124,6 +134,12 @@ class Server(LoopBound):
         self._services: set[_Services] = set()
         self._lost_callbacks: list[Callable[[PeerIdentity], None]] = []
         self._waiting = WaitingBytes(max_waiting_bytes)
+
+    def __repr__(self) -> str:
+        if self._listener is None:
+            return f"<Server for {self._asked_url}, not entered yet>"
+        what = _named(self._lookup, self._store)
+        return f"<Server of {what} at {self.url}, {len(self.peers)} peers>"
 
     @property
     def waiting_bytes(self) -> int:
@@ -254,6 +270,24 @@ class Server(LoopBound):
             self._services.discard(services)
 
 
+def _named(lookup: LookupBuffer | None, store: StoreBuffer | None) -> str:
+    given = {"a lookup buffer": lookup, "a store": store}
+    return " and ".join(name for name, one in given.items() if one is not None)
+
+
+def _not_served(frame: OpeningFrame, served: str) -> ConfigError:
+    """Return what a peer is told that asks for what is not served here."""
+    if isinstance(frame, OpenPipe | JoinGroup):
+        return ConfigError(f"this peer serves {served}, no pipe: use connect()")
+    missing, option = "lookup buffer", "lookup"
+    if isinstance(frame, Put | Get | Delete | Contains | Pin):
+        missing = option = "store"
+    # No hint: those of a peer's errors are not sent.
+    return ConfigError(
+        f"this peer serves {served}, no {missing}: start it with {option}=..."
+    )
+
+
 def serve(
     url: str,
     *,
@@ -273,17 +307,32 @@ def serve(
     ``async with serve("tcp://127.0.0.1:0", lookup=buffer) as server:
     server.url``. The buffers stay the caller's to close.
 
-    With ``secret_file`` (or ``ASYNCKV_SECRET_FILE``, or ``ASYNCKV_SECRET``) only
-    peers that prove that they share the secret are served; with a ``tls://`` URL
-    and ``tls``, only those with a certificate. An address that other machines can
+    With a secret only peers that prove that they share it are served; with a
+    ``tls://`` URL, only those with a certificate. An address that other machines can
     reach needs one of the two, and, without TLS, ``allow_plaintext=True``.
 
-    ``max_waiting_bytes`` bounds what queries that wait keep beside the buffers
-    (their tokens and 2 KiB each), and as much what inserts and puts keep; of one
-    peer a half of that. A request beyond it is refused with ``Overloaded``. As
-    much, or 32 MiB, may be kept of requests of which a part has come: beyond that a
-    link ends that has more than an equal share of it.
-
+    :param url: where: ``"tcp://127.0.0.1:0"`` (port 0: a free one), ``"tls://..."``,
+        ``"unix:///run/kv.sock"``, or ``"mem://name"`` within this process.
+        ``?payload=inline`` shares no memory with peers of this host
+    :param lookup: the lookup buffer that peers see as ``peer.lookup``
+    :param store: the store buffer that peers see as ``peer.store``
+    :param digest: what is compared of each tensor. ``"auto"``: every byte where bytes
+        move, the first and last 4 KiB where they are read in shared memory. ``"full"``:
+        every byte. ``"edges"``: as ``"auto"``, between two GPUs as in shared memory.
+        ``"off"``: nothing, if both sides say so
+    :param lanes: sockets for payload, 1 to 8; the smaller number of both sides counts.
+        By default one for two cores, up to 4
+    :param secret_file: a file with the secret that peers must have; without it
+        ``ASYNCKV_SECRET_FILE`` or ``ASYNCKV_SECRET`` of the environment, if set
+    :param tls: this side's certificate, key and authorities, for a ``tls://`` URL
+    :param allow_plaintext: serve other machines without TLS, by a secret alone
+    :param identity: the name that peers know this side by; made up by default
+    :param role: what peers read as ``peer.role``; it forbids nothing
+    :param max_waiting_bytes: bounds what queries that wait keep beside the buffers
+        (their tokens and 2 KiB each), and as much what inserts and puts keep; of one
+        peer a half of that. A request beyond it is refused with ``Overloaded``. As
+        much, or 32 MiB, may be kept of requests of which a part has come: beyond that
+        a link ends that has more than an equal share of it
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
     :raises ValueError: nothing to serve

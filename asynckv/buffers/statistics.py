@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from asynckv.abc import KVLookupStatistics, KVStoreStatistics
+
 __all__ = ("Counters", "LookupStatistics", "StoreCounters", "StoreStatistics")
 
 
@@ -28,7 +30,7 @@ class Counters:
 
 
 @dataclasses.dataclass(frozen=True)
-class LookupStatistics:
+class LookupStatistics(KVLookupStatistics):
     """A lookup buffer at one moment. Bytes are of the arena unless said otherwise.
 
     ``pinned_bytes`` are of entries that left while somebody still has a view of
@@ -50,8 +52,6 @@ class LookupStatistics:
     exceptions to "never lose".
     """
 
-    max_bytes: int
-    used_bytes: int
     peak_bytes: int
     pinned_bytes: int
     handed_out_bytes: int
@@ -61,8 +61,6 @@ class LookupStatistics:
     outside_bytes: int
     entries: int
     leased: int
-    waiting_inserts: int
-    waiting_selects: int
     oldest_insert_wait_s: float
     inserted: int
     delivered: int
@@ -92,7 +90,7 @@ class StoreCounters:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoreStatistics:
+class StoreStatistics(KVStoreStatistics):
     """A store buffer at one moment.
 
     ``pinned_bytes``, ``handed_out_bytes``, ``refused_slabs`` and ``late_views`` are
@@ -103,19 +101,14 @@ class StoreStatistics:
     the buffer was made; ``evictions`` are keys dropped to make room.
     """
 
-    max_bytes: int
-    used_bytes: int
     peak_bytes: int
     pinned_bytes: int
     handed_out_bytes: int
     refused_slabs: int
     late_views: int
     keys: int
-    waiting_puts: int
     oldest_put_wait_s: float
     puts: int
     deletes: int
-    hits: int
-    misses: int
     evictions: int
     room_waits: int

@@ -56,6 +56,9 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self._ledger = StoreLedger(self._arena, lambda: self._room.advance())
         self._room = StoreRoom(self._ledger)
 
+    def __repr__(self) -> str:
+        return self._shown(f"{len(self._ledger)} keys")
+
     async def put(self, key: str, value: torch.Tensor | None) -> None:
         if value is None:
             await self.delete(key)

@@ -127,13 +127,24 @@ def join_group(
 
     Entering waits, at most ``timeout_s``, until every rank has come, opened its
     pipes and reached a first barrier; ranks may start in any order. A cancelled
-    entering leaves nothing behind. ``max_bytes`` holds for each pipe;
-    ``secret_file``, ``tls`` and ``allow_plaintext`` are as in
-    :func:`asynckv.serve`, and all ranks need them. Ranks dial each other at the IP
-    address that rank 0 sees each come from: that, or ``tls.server_name``, has to
-    be in each certificate, and no NAT may be between them and rank 0. ``device`` is
-    as in :func:`asynckv.open_pipe`, and each rank's own.
+    entering leaves nothing behind. Ranks dial each other at the IP address that rank 0
+    sees each come from: that, or ``tls.server_name``, has to be in each certificate,
+    and no NAT may be between them and rank 0.
 
+    :param rank: this process's number, from 0
+    :param size: how many ranks there are, 1024 at most
+    :param host: where rank 0 listens, and the others find it
+    :param port: the port of that address
+    :param port_offset: is added to ``port``: one number for each group of a job
+    :param timeout_s: for so long entering waits for the last rank
+    :param secret_file: a file with the secret that all ranks must share; without it
+        ``ASYNCKV_SECRET_FILE`` or ``ASYNCKV_SECRET`` of the environment, if set
+    :param tls: this rank's certificate, key and authorities; all ranks need them then
+    :param allow_plaintext: go on without TLS, with a secret, between machines
+    :param max_bytes: bounds what is in flight in each pipe, and what is received there
+        ahead of the application
+    :param device: the GPU on which what this rank receives is, as in
+        :func:`asynckv.open_pipe`
     :raises PeerLost: a rank did not come in time, and the error says which; or
         it came and was lost again
     :raises ConfigError: the ranks do not agree on the group, rank 0 cannot listen

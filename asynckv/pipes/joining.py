@@ -128,10 +128,7 @@ class Joining:
         if isinstance(frame, OpenDevices | OpenIpc):
             return self._end_of(stream.link).asked_for_gpus(stream, frame)
         if not isinstance(frame, OpenPipe):
-            raise ConfigError(
-                f"nothing here answers a {type(frame).__name__}",
-                hint="a group of ranks meets at that address",
-            )
+            raise ConfigError("a group of ranks meets here: use join_group()")
         return self._callers.arrived(stream, frame)
 
     def _end_of(self, link: Link) -> PipeEnd:

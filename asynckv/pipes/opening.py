@@ -52,16 +52,26 @@ def open_pipe(
     """Open a pipe to the listener at ``url``: ``async with open_pipe(url) as pipe``.
 
     Entering waits for the connection (at most 10 s), not for the peer's
-    ``accept()``; a cancelled entering leaves nothing behind. ``max_bytes``
-    bounds what is in flight, and what is received ahead of the application.
-    ``secret_file``, ``tls`` and ``allow_plaintext`` are as in :func:`asynckv.serve`.
-    With ``device="cuda:0"`` what is received is on that GPU, wherever it was sent
-    from; ``"cuda"`` is the GPU of ``LOCAL_RANK``. Entering then opens it first, which
-    may take 30 s more. Between two processes on one GPU payload stays there, by CUDA
-    IPC, between two GPUs it goes by NCCL, as soon as that is open; a pipe has twice
-    ``max_bytes`` of its GPU then. Tensors of any GPU can be sent in any case.
-    Leaving flushes, says goodbye and hangs up; after an error it just hangs up.
+    ``accept()``; a cancelled entering leaves nothing behind. Leaving flushes, says
+    goodbye and hangs up; after an error it just hangs up.
 
+    :param url: where the other side listens: its ``listener.url``
+    :param digest: what is compared of each tensor: ``"auto"`` and ``"full"`` every
+        byte; ``"edges"`` too, but between two GPUs the first and last 4 KiB; ``"off"``
+        nothing, if both sides say so
+    :param lanes: sockets for payload, 1 to 8; the smaller number of both sides counts.
+        By default one for two cores, up to 4
+    :param secret_file: a file with the secret that both sides must share; without it
+        ``ASYNCKV_SECRET_FILE`` or ``ASYNCKV_SECRET`` of the environment, if set
+    :param tls: this side's certificate, key and authorities, for ``tls://`` URLs
+    :param allow_plaintext: go on without TLS, with a secret, between two machines
+    :param max_bytes: bounds what is in flight, and what is received ahead of the
+        application
+    :param device: the GPU (``"cuda:0"``; ``"cuda"``: that of ``LOCAL_RANK``) on which
+        what is received is, wherever it was sent from. Entering then opens it first,
+        which may take 30 s more. Between two processes on one GPU payload stays there,
+        by CUDA IPC, between two GPUs it goes by NCCL, as soon as that is open; a pipe
+        has twice ``max_bytes`` of its GPU then. Tensors of any GPU can be sent anyway
     :raises ConfigError: an option that cannot be honoured, keys that cannot be
         read, or an address that asks for more protection
     :raises GPUUnavailable: CuPy, a driver or the GPU is missing
@@ -120,10 +130,21 @@ def listen_pipe(
 
     ``async with listen_pipe(url) as listener``; ``listener.url`` has the real
     port, and ``async with await listener.accept() as pipe`` takes one pipe.
-    ``max_bytes`` holds for each of them; ``secret_file``, ``tls`` and
-    ``allow_plaintext`` are as in :func:`asynckv.serve`, ``device`` as in
-    :func:`open_pipe`: entering opens it.
 
+    :param url: where, as in :func:`asynckv.serve`
+    :param digest: what is compared of each tensor: ``"auto"`` and ``"full"`` every
+        byte; ``"edges"`` too, but between two GPUs the first and last 4 KiB; ``"off"``
+        nothing, if both sides say so
+    :param lanes: sockets for payload, 1 to 8; the smaller number of both sides counts.
+        By default one for two cores, up to 4
+    :param secret_file: a file with the secret that both sides must share; without it
+        ``ASYNCKV_SECRET_FILE`` or ``ASYNCKV_SECRET`` of the environment, if set
+    :param tls: this side's certificate, key and authorities, for ``tls://`` URLs
+    :param allow_plaintext: go on without TLS, with a secret, between two machines
+    :param max_bytes: bounds what is in flight in each pipe, and what is received there
+        ahead of the application
+    :param device: the GPU on which what is received is, as in :func:`open_pipe`;
+        entering opens it
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
     :raises GPUUnavailable: on entering: CuPy, a driver or the GPU is missing
@@ -154,8 +175,7 @@ class _Door:
             return self._end.asked_for_gpus(stream, frame)
         if not isinstance(frame, OpenPipe):
             raise ConfigError(
-                f"nothing here answers a {type(frame).__name__}",
-                hint="a pipe listens at that address: open_pipe reaches it",
+                "this peer listens for pipes and serves no buffer: use open_pipe()"
             )
         if self._end is not None:
             raise ConfigError("this link is a pipe already")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from asynckv.abc import KVEntry
@@ -37,3 +38,31 @@ def test_an_entry_is_itself_only() -> None:
     entry = make_entry()
     assert entry == entry
     assert entry != make_entry()
+
+
+def test_the_one_tensor_of_key_or_value_is_had_without_a_check() -> None:
+    entry = KVEntry(None, None, torch.ones(2), torch.zeros(2), None)
+    assert entry.key_tensor is entry.key
+    assert entry.value_tensor is entry.value
+    with pytest.raises(TypeError, match=r"one tensor: use entry\.key_tensor"):
+        _ = entry.layers
+
+
+def test_layers_have_their_key_and_their_value_beside_each_other() -> None:
+    keys, values = {"0": torch.ones(2), "1": torch.ones(3)}, {"0": torch.zeros(2)}
+    entry = KVEntry(None, None, keys, values, None)
+    assert entry.layers == {"0": (keys["0"], values["0"]), "1": (keys["1"],)}
+    with pytest.raises(TypeError, match=r"use entry\.layers"):
+        _ = entry.value_tensor
+
+
+def test_an_entry_without_key_and_value_says_so() -> None:
+    entry = KVEntry(None, None, None, None, torch.ones(2))
+    for name in ("key_tensor", "value_tensor", "layers"):
+        with pytest.raises(TypeError, match="this entry has n"):
+            getattr(entry, name)
+
+
+def test_an_entry_is_shown_without_its_tensors() -> None:
+    shown = "<KVEntry '', 4 tokens, 128 bytes, attempt 1>"
+    assert repr(make_entry()) == shown

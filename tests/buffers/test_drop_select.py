@@ -8,6 +8,7 @@ import pytest
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.drop_select import PendingSelect
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import Query
 from asynckv.tensors.blocks import KVMemory
 
@@ -67,8 +68,39 @@ async def test_a_second_use_is_refused() -> None:
             pass
 
 
+async def test_one_that_is_forgotten_warns_as_a_coroutine_does(
+    local: LookupBuffer,
+) -> None:
+    with pytest.warns(RuntimeWarning, match=r"drop_select\(...\) was never awaited"):
+        local.drop_select([1])
+
+
+async def test_one_that_was_used_in_any_way_does_not_warn(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    await Uses().pending
+    Uses().pending.close()
+    async with Uses().pending:
+        pass
+    task = asyncio.create_task(Uses().pending)
+    task.cancel()
+    await asyncio.wait({task})
+    del task
+    assert not recwarn.list
+
+
+def test_entered_by_a_plain_with_it_says_what_to_write() -> None:
+    pending = Uses().pending
+    with pytest.raises(TypeError, match=r"write 'async with drop_select\(...\)'"):
+        with pending:  # type: ignore[attr-defined]
+            pass
+    assert repr(pending) == "<drop_select, not used yet>"
+    pending.close()
+    assert repr(pending) == "<drop_select, used>"
+
+
 async def test_every_runner_of_coroutines_takes_it() -> None:
-    assert isinstance(Uses().pending, Coroutine)
+    assert issubclass(PendingSelect, Coroutine)
     assert await asyncio.create_task(Uses().pending) is ENTRY
     assert await asyncio.wait_for(Uses().pending, 10) is ENTRY
     assert list(await asyncio.gather(Uses().pending, Uses().pending)) == [ENTRY] * 2
@@ -102,5 +134,7 @@ async def test_closed_while_it_runs_it_ends() -> None:
 
 
 async def test_leaving_what_was_never_entered_is_refused() -> None:
+    pending = Uses().pending
     with pytest.raises(RuntimeError, match="never entered"):
-        await Uses().pending.__aexit__(None, None, None)
+        await pending.__aexit__(None, None, None)
+    pending.close()

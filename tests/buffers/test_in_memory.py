@@ -32,3 +32,18 @@ async def test_a_device_is_open_while_the_buffer_is(
         buffer.abort()
         await buffer.aclose()
         assert buffer.open_device is None and not gpu.process.owned
+
+
+async def test_a_buffer_is_shown_with_what_it_holds() -> None:
+    async with LookupBuffer(100, drain_s=0) as buffer, StoreBuffer(100) as store:
+        await buffer.insert([1, 2], None, None, None, None)
+        assert repr(buffer) == "<LookupBuffer, 1 entries, 16 of 100 bytes>"
+        assert repr(store) == "<StoreBuffer, 0 keys, 0 of 100 bytes>"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_buffer_of_no_bytes_is_refused(
+    kind: type[LookupBuffer | StoreBuffer],
+) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        kind("0 GiB")

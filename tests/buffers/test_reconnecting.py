@@ -36,6 +36,18 @@ async def test_waiting_calls_go_on_after_a_cut(
     await until(lambda: local.statistics().waiting_selects == 0)
 
 
+async def test_a_lost_link_and_the_next_one_are_logged_as_warnings(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    (await peers.consumer.link()).abort()
+    await until(lambda: not peers.consumer.is_connected)
+    await peers.consumer.link()
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    url = peers.server.url
+    assert f"the link to {url} was lost; dialling again" in said
+    assert f"connected again to {url}" in said
+
+
 async def test_a_peer_that_says_goodbye_is_not_called_again(
     local: LookupBuffer,
 ) -> None:

@@ -52,6 +52,17 @@ async def test_a_peer_that_was_not_entered_says_so() -> None:
         await peer.store.get("name")
 
 
+async def test_a_peer_is_shown_with_how_it_is_connected(local: LookupBuffer) -> None:
+    async with serve("mem://a", lookup=local, identity="me") as server:
+        peer = connect(server.url)
+        assert repr(peer) == "<Peer at mem://a, not entered yet>"
+        async with peer:
+            assert repr(peer) == "<Peer at mem://a, connected to me by mem>"
+            assert repr(peer.lookup) == f"<RemoteLookupBuffer of {peer!r}>"
+            assert repr(peer.store) == f"<RemoteStoreBuffer of {peer!r}>"
+        assert repr(peer) == "<Peer at mem://a, not connected>"
+
+
 async def test_nobody_there_is_a_lost_peer() -> None:
     with pytest.raises(PeerLost):
         async with connect("mem://nowhere"):

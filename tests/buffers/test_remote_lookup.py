@@ -101,7 +101,7 @@ async def test_a_block_within_a_block_does_not_wait_for_the_outer_ones_bytes(
             peer.lookup.drop_select([1]),
             peer.lookup.drop_select([2]),
         ):
-            assert peer.lookup.statistics().received_bytes == 0
+            assert peer.lookup.statistics().used_bytes == 0
 
 
 async def test_names_and_numbers_that_no_frame_holds_are_refused(
@@ -126,11 +126,11 @@ async def test_statistics_tell_what_is_under_way(
 ) -> None:
     select = asyncio.create_task(peers.consumer.lookup.drop_select([1]))
     await until(lambda: local.statistics().waiting_selects == 1)
-    assert peers.consumer.lookup.statistics().selecting == 1
+    assert peers.consumer.lookup.statistics().waiting_selects == 1
     await peers.consumer.lookup.insert([1], None, torch.ones(MIB), None, None)
     await select
     now = peers.consumer.lookup.statistics()
-    assert (now.selecting, now.inserting, now.received_bytes) == (0, 0, 0)
+    assert (now.waiting_selects, now.waiting_inserts, now.used_bytes) == (0, 0, 0)
     await peers.consumer.lookup.aclose()
     assert not peers.consumer.lookup.statistics().is_connected
 

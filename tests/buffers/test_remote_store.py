@@ -99,9 +99,20 @@ async def test_a_key_is_deleted_by_name_or_by_putting_none(served: Served) -> No
 async def test_statistics_tell_what_is_under_way(served: Served) -> None:
     _, peer, _ = served
     now = peer.store.statistics()
-    assert (now.getting, now.putting, now.is_connected) == (0, 0, True)
+    assert (now.getting, now.waiting_puts, now.is_connected) == (0, 0, True)
     with pytest.raises(TypeError, match="not one key"):
         await peer.store.contains("key")
     await peer.store.aclose()
     assert not peer.store.statistics().is_connected
     peer.store.abort()
+
+
+async def test_statistics_count_what_was_found_and_what_was_not(
+    served: Served,
+) -> None:
+    _, peer, _ = served
+    await peer.store.put("here", torch.ones(1))
+    for key in ("here", "there", "here"):
+        await peer.store.get(key)
+    now = peer.store.statistics()
+    assert (now.hits, now.misses) == (2, 1)

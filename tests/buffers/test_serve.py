@@ -11,6 +11,7 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed, ConfigError, LeaseLost, PeerLost
 from asynckv.links.dial import dial
+from asynckv.pipes.opening import open_pipe
 from asynckv.protocol.values import Limits
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
@@ -136,11 +137,44 @@ async def test_a_lost_link_is_forgotten_with_the_last_of_its_requests(
     await until(lambda: len(peers.server._services) == 1)
 
 
-async def test_what_is_not_served_is_refused(local: LookupBuffer) -> None:
+async def test_what_is_not_served_is_refused_and_what_is_served_is_named(
+    local: LookupBuffer,
+) -> None:
     async with serve("mem://", lookup=local) as server, connect(server.url) as peer:
-        with pytest.raises(ConfigError, match="nothing here answers"):
+        with pytest.raises(ConfigError, match="a lookup buffer, no store: .* store="):
             await peer.store.get("name")
         assert await peer.lookup.peek([1]) == 0
+    async with (
+        serve("mem://", store=StoreBuffer("1MiB")) as server,
+        connect(server.url) as peer,
+    ):
+        with pytest.raises(ConfigError, match="a store, no lookup buffer: .* lookup="):
+            await peer.lookup.peek([1])
+
+
+async def test_a_pipe_is_not_found_where_buffers_are_served(
+    local: LookupBuffer,
+) -> None:
+    async with serve("mem://", lookup=local) as server, open_pipe(server.url) as pipe:
+        with pytest.raises(PeerLost, match="serves a lookup buffer, no pipe"):
+            await pipe.recv_tensor()
+
+
+async def test_a_server_is_shown_with_what_it_serves(local: LookupBuffer) -> None:
+    server = serve("mem://a", lookup=local, store=StoreBuffer("1MiB"))
+    assert repr(server) == "<Server for mem://a, not entered yet>"
+    async with server, connect(server.url):
+        shown = "<Server of a lookup buffer and a store at mem://a, 1 peers>"
+        assert repr(server) == shown
+
+
+async def test_what_is_entered_says_so_when_it_is_awaited() -> None:
+    for made in (connect("mem://a"), serve("mem://a", store=StoreBuffer(1))):
+        with pytest.raises(TypeError, match="write 'async with .*, not 'await'"):
+            await made  # type: ignore[misc]
+        with pytest.raises(TypeError, match="write 'async with .*, not 'with'"):
+            with made:  # type: ignore[union-attr]
+                pass
 
 
 async def test_what_cannot_be_served_is_refused(local: LookupBuffer) -> None:

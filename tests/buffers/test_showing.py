@@ -88,12 +88,10 @@ async def test_a_server_of_lanes_only_shows_nothing(local: LookupBuffer) -> None
         await mapper.aclose()
 
 
-async def test_a_buffer_without_memory_shows_nothing() -> None:
-    async with (
-        LookupBuffer(0, drain_s=0) as buffer,
-        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
-    ):
+async def test_a_buffer_that_was_closed_shows_nothing(local: LookupBuffer) -> None:
+    async with serve("tcp://127.0.0.1:0", lookup=local) as server:
         mapper = RawMapper(await dial(server.url, identity=name_of("consumer")))
+        local.abort()
         with pytest.raises(ValueError, match="no invitation"):
             await mapper.ask()
         await mapper.aclose()

@@ -102,10 +102,10 @@ def _of_peer(peer: Peer) -> Iterator[tuple[str, int]]:
     yield "received bytes", peer.budget.used_bytes
     yield "receivers in line", len(peer.budget._line)
     lookup, store = peer.lookup.statistics(), peer.store.statistics()
-    yield "selecting", lookup.selecting
-    yield "inserting", lookup.inserting
+    yield "selecting", lookup.waiting_selects
+    yield "inserting", lookup.waiting_inserts
     yield "getting", store.getting
-    yield "putting", store.putting
+    yield "putting", store.waiting_puts
     if (link := peer._links.current) is not None:
         yield from _of_link(link, peer.ways.way(link) is not None)
 

@@ -79,7 +79,7 @@ class Watch:
                 continue
             with process.node.inside():
                 held = peer.lookup.statistics()
-            if not 0 <= held.received_bytes <= held.max_bytes:
+            if not 0 <= held.used_bytes <= held.max_bytes:
                 self.complain(f"{process.node.name} out of bounds: {held}")
 
     def look_at_waits(self, verbs: frozenset[Verb]) -> None:
@@ -125,7 +125,7 @@ class Watch:
                 continue
             with process.node.inside():
                 held = peer.lookup.statistics()
-            if held.received_bytes:
+            if held.used_bytes:
                 found.append(f"{process.node.name} has nothing, but {held}")
         return found
 
