@@ -19,11 +19,13 @@ from asynckv.integrations.transformers.events import LayerEvent, LayerObserver
 from asynckv.integrations.transformers.fingerprint import (
     check_fingerprint,
     fingerprint_of,
+    read_fingerprint,
 )
 from asynckv.integrations.transformers.handoff import Handoff
 from asynckv.integrations.transformers.landing import Landing
 from asynckv.integrations.transformers.layers import (
     LayerPlan,
+    check_placement,
     plan_layers,
     read_plans,
 )
@@ -61,9 +63,11 @@ def load(
 
     :raises IncompatiblePeer: (on entering) another model computed it; ``field``
         says what differs, and the entry is given back
-    :raises ConfigError: naming the layer that cannot be carried
+    :raises ConfigError: naming the layer that cannot be carried, or the devices that
+        the model is spread over
     :raises ValueError: if ids and mask are no prompt
     """
+    check_placement(model)
     prompt = None if input_ids is None else Prompt.of(input_ids, attention_mask)
     selecting = lookup.open_drop_select(
         None if prompt is None else prompt.tokens,
@@ -89,11 +93,14 @@ def handoff_of(
     Its tensors are not copied: they must not change until the first forward.
 
     :raises IncompatiblePeer: another model or prompt; ``field`` says what differs
-    :raises ConfigError: naming the layer that cannot be carried
+    :raises ConfigError: naming the layer that cannot be carried, or the devices that
+        the model is spread over
     """
+    check_placement(model)
     tensors = tensors_of(entry)
     plans = plan_layers(model.config)
-    _check(model, plans, tensors.get(FINGERPRINT), name)
+    if (packed := tensors.get(FINGERPRINT)) is not None:
+        check_fingerprint(packed, fingerprint_of(model, name=name, plans=plans))
     landing = Landing()
     landing.land_all(tensors)
 
@@ -154,7 +161,8 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
             stream = await stack.enter_async_context(self._selecting)
             if FINGERPRINT in stream.specs:
                 packed = await stream.wait_for(FINGERPRINT)
-                _check(self._model, plans, packed, self._name)
+                ours = await read_fingerprint(self._model, name=self._name, plans=plans)
+                check_fingerprint(packed, ours)
             handoff = self._open(stream, plans)
             self._handoff = handoff
             self._landing_task = asyncio.create_task(
@@ -223,16 +231,6 @@ class Load(AbstractAsyncContextManager[Handoff, None]):
 def _spec_of(tensor: torch.Tensor) -> TensorSpec:
     # Its plain name: of torch's own, the spec would have to find it out.
     return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
-
-def _check(
-    model: PreTrainedModel,
-    plans: Sequence[LayerPlan],
-    packed: torch.Tensor | None,
-    name: str,
-) -> None:
-    if packed is not None:
-        check_fingerprint(packed, fingerprint_of(model, name=name, plans=plans))
 
 
 def _entry_prompt(tokens: torch.Tensor | None) -> Prompt:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     CacheLayerMixin,
@@ -31,6 +31,7 @@ __all__ = (
     "LayerKind",
     "LayerPlan",
     "check_cache",
+    "check_placement",
     "plan_layers",
     "read_plans",
     "text_config",
@@ -173,6 +174,22 @@ def check_cache(cache: Cache, plans: tuple[LayerPlan, ...]) -> None:
         # A cache made without the config keeps all positions of every layer.
         if kind not in (plan.kind, "full"):
             raise _refusal(plan.index, type(layer).__name__)
+
+
+def check_placement(model: PreTrainedModel) -> None:
+    """Make sure that all of ``model`` is on one device: its KV is handed over to one.
+
+    :raises ConfigError: naming the devices that a ``device_map`` spreads it over
+    """
+    spread: Mapping[str, object] = getattr(model, "hf_device_map", None) or {}
+    names = (f"cuda:{on}" if isinstance(on, int) else str(on) for on in spread.values())
+    devices = sorted({"cuda:0" if name == "cuda" else name for name in names})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"device_map spreads the model over {', '.join(devices)}: KV is handed "
+            "over to one device",
+            hint='load it on one: device_map={"": 0}',
+        )
 
 
 class _ReadOnce:

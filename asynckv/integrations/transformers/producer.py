@@ -30,12 +30,13 @@ from asynckv.integrations.transformers.carried import (
 )
 from asynckv.integrations.transformers.events import LayerEvent, LayerObserver
 from asynckv.integrations.transformers.fingerprint import (
-    fingerprint_of,
     pack_fingerprint,
+    read_fingerprint,
 )
 from asynckv.integrations.transformers.forward import Forward
 from asynckv.integrations.transformers.layers import (
     LayerPlan,
+    check_placement,
     read_plans,
 )
 from asynckv.integrations.transformers.prompts import Prompt
@@ -86,15 +87,18 @@ async def prefill(
     A cancelled call aborts the entry and stops the forward at its next layer;
     it waits for that, at most 1 s.
 
-    :raises ConfigError: naming the layer that cannot be carried
+    :raises ConfigError: naming the layer that cannot be carried, or the devices that
+        the model is spread over
     :raises ValueError: if ids and mask are no prompt
     :raises EntryAborted: if the entry is gone before it was complete
     """
     prompt = Prompt.of(input_ids, attention_mask)
+    check_placement(model)
     plans = await read_plans(model.config)
     stays = _stays_on_gpu(model, lookup)
     run = _Prefill(model, prompt, plans, carry, observe, stays_on_gpu=stays)
-    packed = pack_fingerprint(fingerprint_of(model, name=name, plans=plans))
+    fingerprint = await read_fingerprint(model, name=name, plans=plans)
+    packed = pack_fingerprint(fingerprint)
     async with lookup.open_insert(
         run.prompt.tokens,
         None,

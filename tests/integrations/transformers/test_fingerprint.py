@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from asynckv.errors import IncompatiblePeer
-from asynckv.integrations.transformers import fingerprint_of
+from asynckv.abc import KVLookupBuffer
+from asynckv.errors import ConfigError, IncompatiblePeer
+from asynckv.integrations.transformers import fingerprint_of, load, prefill
 from asynckv.integrations.transformers.fingerprint import (
     check_fingerprint,
     pack_fingerprint,
@@ -87,3 +89,84 @@ def test_a_packed_fingerprint_is_checked_field_by_field() -> None:
 def test_what_is_no_fingerprint_is_an_incompatible_peer() -> None:
     with pytest.raises(IncompatiblePeer, match="cannot be read"):
         check_fingerprint(torch.zeros(3, dtype=torch.uint8), of())
+
+
+class ToyConfig:
+    """As PEFT's: a set, and something that says where its file lay."""
+
+    def __init__(self, *, rank: int, is_prompt_learning: bool) -> None:
+        self.rank, self.is_prompt_learning = rank, is_prompt_learning
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"r": self.rank, "on": {"q", "v"}, "revision": str(id(self))}
+
+
+class ToyAdapter(torch.nn.Module):
+    """What a layer of PEFT shows of itself."""
+
+    adapter_layer_names = ("lora_A",)
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        weights = {"one": torch.full((2, 3), fill), "two": torch.full((2, 3), 7.0)}
+        self.lora_A = torch.nn.ParameterDict(weights)
+        self.scaling = {"one": 0.5, "two": 0.5}
+        self.active_adapters: Sequence[str] = ["one"]
+        self.merged_adapters: Sequence[str] = []
+        self.disable_adapters = False
+
+
+AdaptedModel = Callable[..., Any]
+
+
+@pytest.fixture
+def adapted(model_of: Callable[..., PreTrainedModel]) -> AdaptedModel:
+    """Make a model with an adapter of so many, or other, weights."""
+
+    def adapted(fill: float = 1.0, rank: int = 8, *, adds: bool = False) -> Any:
+        model: Any = copy.deepcopy(model_of("gqa"))
+        config = ToyConfig(rank=rank, is_prompt_learning=adds)
+        model.peft_config = {"one": config, "two": config}
+        model.toy = ToyAdapter(fill)
+        return model
+
+    return adapted
+
+
+def test_two_adapters_of_one_base_differ(adapted: AdaptedModel) -> None:
+    ours = fingerprint_of(adapted())
+    assert ours == fingerprint_of(adapted())
+    assert "adapters=one:" in ours.details and "two" not in ours.details
+    for other in (adapted(2.0), adapted(rank=16)):
+        assert ours.difference(fingerprint_of(other)) == "details"
+
+
+def test_an_adapter_counts_where_it_is_in_use(
+    adapted: AdaptedModel, model_of: Callable[..., PreTrainedModel]
+) -> None:
+    model, base = adapted(), fingerprint_of(model_of("gqa"))
+    first = fingerprint_of(model)
+    model.toy.scaling["one"] = 0.25
+    assert fingerprint_of(model) not in (first, base)
+    model.toy.active_adapters = ["two"]
+    assert "adapters=two:" in fingerprint_of(model).details
+    model.toy.disable_adapters = True
+    assert fingerprint_of(model) == base
+    model.toy.merged_adapters = ["one"]
+    assert "adapters=one:" in fingerprint_of(model).details
+
+
+def test_an_adapter_that_adds_positions_is_refused(adapted: AdaptedModel) -> None:
+    with pytest.raises(ConfigError, match="adds positions of its own"):
+        fingerprint_of(adapted(adds=True))
+
+
+async def test_kv_of_another_adapter_is_given_back(
+    adapted: AdaptedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    await prefill(adapted(), prompt, lookup)
+    with pytest.raises(IncompatiblePeer, match="adapters=one:"):
+        async with load(adapted(2.0), prompt, lookup):
+            pass
+    async with load(adapted(), prompt, lookup) as handoff:
+        await handoff.landed()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,21 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from asynckv.abc import KVLookupBuffer
 from asynckv.errors import ConfigError
-from asynckv.integrations.transformers import LayerPlan, plan_layers
-from asynckv.integrations.transformers.layers import check_cache, read_plans
+from asynckv.integrations.transformers import (
+    LayerPlan,
+    entry_of,
+    handoff_of,
+    load,
+    plan_layers,
+    prefill,
+)
+from asynckv.integrations.transformers.layers import (
+    check_cache,
+    check_placement,
+    read_plans,
+)
 
 KINDS = {
     "gqa": "full full full",
@@ -164,3 +177,24 @@ def test_a_static_cache_and_a_cache_of_fewer_layers_are_refused() -> None:
         check_cache(StaticCache(config=config, max_cache_len=8), plan_layers(config))
     with pytest.raises(ConfigError, match="0 layers"):
         check_cache(DynamicCache(), plan_layers(config))
+
+
+@pytest.mark.parametrize("on", [{}, {"": 0}, {"a": 0, "b": "cuda:0", "c": "cuda"}])
+def test_a_model_on_one_device_is_taken(on: dict[str, object], model: Any) -> None:
+    placed = copy.copy(model)
+    placed.hf_device_map = on
+    check_placement(placed)
+
+
+async def test_a_model_spread_over_devices_is_refused_by_name(
+    model: Any, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    entry = entry_of(model, model(prompt).past_key_values, prompt)
+    spread = copy.copy(model)
+    spread.hf_device_map = {"embed": 0, "layers.0": 1, "layers.1": "cpu"}
+    with pytest.raises(ConfigError, match="over cpu, cuda:0, cuda:1:"):
+        await prefill(spread, prompt, lookup)
+    with pytest.raises(ConfigError, match="device_map"):
+        load(spread, prompt, lookup)
+    with pytest.raises(ConfigError, match="device_map"):
+        handoff_of(spread, entry)
