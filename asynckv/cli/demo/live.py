@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -13,13 +14,23 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asynckv.cli.demo.messages import Computed, Landed, Progress, Sampled
+from asynckv.cli.demo.messages import Computed, Doing, Landed, Progress, Sampled
 from asynckv.cli.demo.report import DemoReport
-from asynckv.cli.demo.wording import figures_of, write_bytes, write_seconds
+from asynckv.cli.demo.wording import (
+    Bar,
+    figures_of,
+    first_token_bars,
+    second_request_bars,
+    write_bytes,
+    write_fall,
+    write_seconds,
+)
 
 __all__ = ("LiveDisplay", "final_table")
 
 _REFRESH_PER_SECOND = 12
+_BAR_WIDTH = 30
+_STAGES = ("blue", "yellow", "green")
 
 
 class _Act:
@@ -33,6 +44,7 @@ class _Act:
         self.computed = 0
         self.landed = 0
         self.sampled: Sampled | None = None
+        self.doing: Doing | None = None
 
 
 class LiveDisplay:
@@ -78,6 +90,10 @@ class LiveDisplay:
         """Show that an act has begun."""
         self._acts.append(_Act(title))
 
+    def doing(self, what: str) -> None:
+        """Show what is done in the act that began last, until it is something else."""
+        self.note(Doing(what))
+
     def end(self, outcome: str) -> None:
         """Show what came of the act that began last."""
         act = self._acts[-1]
@@ -95,6 +111,8 @@ class LiveDisplay:
                 act.computed = max(act.computed, layer + 1)
             case Landed(layer):
                 act.landed = max(act.landed, layer + 1)
+            case Doing():
+                act.doing = progress
             case Sampled():
                 act.sampled = progress
 
@@ -119,21 +137,61 @@ class LiveDisplay:
             words = f"{write_bytes(sample.buffered_bytes)} of {write_bytes(bound)}"
             grid.add_row("buffer", bar, f"{words}, {sample.waiting} inserts wait")
             return grid
-        for name, layers in (("computed", act.computed), ("landed", act.landed)):
-            if layers:
+        doing = act.doing
+        if doing is not None and doing.total:
+            bar = ProgressBar(total=doing.total, completed=doing.done, width=24)
+            grid.add_row(doing.what, bar, f"{doing.done}/{doing.total}")
+        elif doing is not None:
+            grid.add_row(doing.what)
+        elif act.computed or act.landed:
+            for name, layers in (("computed", act.computed), ("arrived", act.landed)):
                 bar = ProgressBar(total=self._layers, completed=layers, width=24)
-                grid.add_row(name, bar, f"{layers}/{self._layers}")
+                grid.add_row(f"{name}: layer", bar, f"{layers}/{self._layers}")
         return grid
 
 
 def final_table(report: DemoReport) -> Group:
     """Return the numbers, the generated text and what went wrong, to be printed."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(justify="left")
-    table.add_column(justify="right", style="bold", no_wrap=True)
-    table.add_column(style="dim")
+    table = _table()
     for figure in figures_of(report):
         table.add_row(figure.name, figure.value, figure.remark)
     text = Panel(Text(report.text), title="the decoder wrote", title_align="left")
     problems = [Text(f"problem: {problem}", "bold red") for problem in report.problems]
-    return Group(table, text, *problems)
+    bars = first_token_bars(report)
+    return Group(
+        Text("\ntime to first token, from the request", "bold"),
+        _bars(bars),
+        Text("\na second request on the same document", "bold"),
+        _bars(second_request_bars(report.second)),
+        Text(f"{write_fall(report.second)}\n"),
+        table,
+        text,
+        *problems,
+    )
+
+
+def _table() -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(justify="left")
+    table.add_column(justify="right", style="bold", no_wrap=True)
+    table.add_column(style="dim")
+    return table
+
+
+def _bars(bars: Sequence[Bar]) -> Table:
+    longest_s = max(sum(bar.stages_s) for bar in bars)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold", justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for bar in bars:
+        cells, drawn, ends_s = Text(), 0, 0.0
+        for seconds, style in zip(bar.stages_s, _STAGES, strict=True):
+            ends_s += seconds
+            width = round(_BAR_WIDTH * ends_s / longest_s) - drawn
+            cells.append("█" * width, style=style)
+            drawn += width
+        first_s = write_seconds(sum(bar.stages_s))
+        table.add_row(bar.name, cells, first_s, bar.remark)
+    return table

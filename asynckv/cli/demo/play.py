@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
+import platform
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 
+from asynckv import __version__
 from asynckv.cli.demo.accounting import find_problems
 from asynckv.cli.demo.acts import Acts
 from asynckv.cli.demo.live import LiveDisplay
 from asynckv.cli.demo.messages import Ready
 from asynckv.cli.demo.processes import Worker
-from asynckv.cli.demo.report import DemoReport, HandOver
-from asynckv.cli.demo.wording import write_bytes, write_seconds
+from asynckv.cli.demo.report import DemoReport, HandOver, Machine
+from asynckv.cli.demo.wording import write_bytes, write_seconds, write_tail
+from asynckv.cli.host import describe_host
 
 __all__ = ("Programs", "play_demo")
 
@@ -38,7 +42,7 @@ async def play_demo(
     device: str = "cpu",
     programs: Programs = Programs(),
 ) -> DemoReport:
-    """Play all five acts with ``model`` and the text in ``scratch/prompt``.
+    """Play all six acts with ``model`` and the prompt in ``scratch/prompt``.
 
     Both processes compute on ``device``, and have their buffers there.
 
@@ -49,17 +53,35 @@ async def play_demo(
     :raises WorkerEnded: a process died that should not have
     :raises ActFailed: an act did not show what it is there to show
     """
+    machine = _machine()
     began_s = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         start = functools.partial(_start, stack, display)
+        display.begin("start two processes")
         prefill = await start(programs.prefill, model, str(scratch), device)
         start_decoder = functools.partial(start, programs.decode, device)
         decode = await start_decoder()
-        display.begin(f"load ({model}): prefill process {prefill.pid}")
+        display.end(f"{prefill.pid} will prefill, {decode.pid} will decode")
+        display.begin(f"load {model} in the prefill process")
+        display.doing("importing torch and transformers")
         ready = await prefill.expect(Ready)
-        report = await _play(prefill, decode, ready, start_decoder, display)
+        display.end(f"{ready.model}, {len(ready.prompt):,} prompt tokens")
+        machine = msgspec.structs.replace(machine, torch=ready.torch)
+        report = await _play(
+            prefill, decode, ready, start_decoder, display, machine=machine
+        )
     report = msgspec.structs.replace(report, seconds=time.monotonic() - began_s)
     return msgspec.structs.replace(report, problems=tuple(find_problems(report)))
+
+
+def _machine() -> Machine:
+    return Machine(
+        version=__version__,
+        began=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        host=describe_host(),
+        python=platform.python_version(),
+        torch="",  # only the other processes import it, and say
+    )
 
 
 async def _start(
@@ -79,29 +101,46 @@ async def _play(
     ready: Ready,
     start_decoder: Callable[[], Awaitable[Worker]],
     display: LiveDisplay,
+    *,
+    machine: Machine,
 ) -> DemoReport:
-    acts = Acts(prefill, ready, start_decoder)
+    acts = Acts(prefill, ready)
     display.expect_layers(ready.layers)
+    display.begin("load it in the decode process")
+    display.doing("importing torch and transformers")
     connected = await acts.load(decode)
-    display.end(f"decode process {decode.pid}, {len(ready.prompt):,} prompt tokens")
+    display.end("connected to the prefill process, and warm")
     display.begin("1  recompute in the decoder")
     recompute = await acts.recompute(decode)
-    display.end(f"first token after {write_seconds(recompute.first_token_s)}")
-    display.begin("2  bulk")
+    display.end(
+        f"first token {write_seconds(recompute.first_token_s)} after the request"
+    )
+    display.begin("2  KV in bulk")
     bulk = await acts.hand_over(decode, "bulk")
     display.end(_words(bulk))
-    display.begin("3  layer-wise")
+    display.begin("3  KV layer by layer")
     layerwise = await acts.hand_over(decode, "layerwise")
     display.end(_words(layerwise))
-    display.begin("4  slow decoder")
+    display.begin("4  second request, KV kept")
+    second = await acts.second_request(decode)
+    display.end(
+        f"first token {write_seconds(second.first_token_s)} after the request, "
+        f"{write_seconds(second.recomputed.first_token_s)} without the kept KV"
+    )
+    display.begin("5  slow decoder")
     slow = await acts.slow_decoder(decode)
     growth = write_bytes(slow.resident_growth_bytes)
     waited, room = write_seconds(slow.longest_wait_s), write_bytes(slow.max_bytes)
     display.end(f"insert waited {waited} at {room}, memory +{growth}")
-    display.begin("5  decoder killed in mid-transfer")
-    survival, successor = await acts.kill_decoder(decode)
+    display.begin("start a decode process to take over")
+    successor = await start_decoder()
+    display.doing(f"{successor.pid}: importing torch and transformers")
+    await acts.load(successor, warm_up=False)
+    display.end(f"{successor.pid} stands by")
+    display.begin(f"6  decoder {decode.pid} killed in mid-transfer")
+    survival = await acts.kill_decoder(decode, successor)
     display.end(
-        f"killed {survival.killed_pid} after {survival.landed_before} layers, "
+        f"dead after {survival.landed_before} of {ready.layers} layers, "
         f"{successor.pid} took the entry"
     )
     return DemoReport(
@@ -115,15 +154,17 @@ async def _play(
         recompute=recompute,
         bulk=bulk,
         layerwise=layerwise,
+        second=second,
         backpressure=slow,
         survival=survival,
         prefill_lag_s=acts.prefill_lag_s,
         decode_lag_s=acts.decode_lag_s,
         text=await acts.read_back(recompute.tokens),
+        machine=machine,
         seconds=0.0,
     )
 
 
 def _words(one: HandOver) -> str:
-    first = f"first token {write_seconds(one.wait_s)} after the prefill"
-    return f"{first}, tail {write_seconds(one.tail_s)}"
+    first = f"first token {write_seconds(one.first_token_s)} after the request"
+    return f"{first}; {write_tail(one)}"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 import asynckv
@@ -18,6 +19,8 @@ from asynckv.cli.demo.engine import Engine
 from asynckv.cli.demo.measurements import LoopLag, resident_bytes, ticking
 from asynckv.cli.demo.messages import (
     Computed,
+    Doing,
+    Failed,
     FillBuffer,
     Filled,
     KeptEntry,
@@ -39,8 +42,10 @@ from asynckv.cli.demo.models import (
     prepare_model,
 )
 from asynckv.cli.demo.place import Place, place_named
+from asynckv.cli.demo.prompt import DemoPrompt
 from asynckv.cli.demo.report import BackpressureSample
 from asynckv.cli.demo.stage import Stage
+from asynckv.errors import AsyncKVError
 from asynckv.integrations.transformers import (
     LayerEvent,
     LayerPlan,
@@ -66,8 +71,11 @@ class PrefillWorker:
         engine: Engine,
         tokenizer: PromptTokenizer,
         lookup: LookupBuffer,
+        document_tokens: int = 0,
     ) -> None:
+        """``document_tokens`` of the prompt are those of its document."""
         self._tell = tell
+        self._document_tokens = document_tokens
         self._engine = engine
         self._tokenizer = tokenizer
         self._lookup = lookup
@@ -80,7 +88,7 @@ class PrefillWorker:
             case Prefill(way="bulk"):
                 return await self._prefill_in_bulk(order.entry_id)
             case Prefill():
-                return await self._prefill_by_layer(order.entry_id)
+                return await self._prefill_by_layer(order)
             case FillBuffer():
                 return await self._fill(order.entry_ids)
             case WaitReturned():
@@ -89,7 +97,10 @@ class PrefillWorker:
                 return Text(self._tokenizer.decode(list(order.tokens)))
         raise ValueError(f"a prefill process does not know {type(order).__name__}")
 
-    async def _prefill_by_layer(self, entry_id: str) -> Prefilled:
+    async def _prefill_by_layer(self, order: Prefill) -> Prefilled:
+        prompt = self._engine.prompt
+        if order.document_only:
+            prompt = prompt[:, : self._document_tokens]
         lag, clock = LoopLag(), self._engine.layer_clock()
         handed: dict[int, float] = {}
 
@@ -101,14 +112,13 @@ class PrefillWorker:
             async with lag.watch():
                 prefilled = await prefill(
                     self._engine.model,
-                    self._engine.prompt,
+                    prompt,
                     self._lookup,
                     carry=(),
-                    entry_id=entry_id,
+                    entry_id=order.entry_id,
                     observe=note,
                 )
         return Prefilled(
-            began_s=clock.spans[0][0],
             ended_s=prefilled.computed_at,
             spans=tuple(clock.spans),
             handed_s=_by_layer(handed, len(clock.spans)),
@@ -123,7 +133,6 @@ class PrefillWorker:
                 handed_s = time.monotonic()
                 await self._insert(entry_id)
         return Prefilled(
-            began_s=clock.spans[0][0],
             ended_s=ended_s,
             spans=tuple(clock.spans),
             handed_s=(handed_s,) * len(clock.spans),
@@ -202,28 +211,53 @@ def main(find_place: Callable[[str], Place] = place_named) -> None:
     """Prepare the model of ``argv``, then serve until the parent hangs up."""
     model, scratch, place = sys.argv[1], Path(sys.argv[2]), find_place(sys.argv[3])
     stage = Stage()
-    with loading():
-        prepared = prepare_model(model, scratch / "model")
-        text = (scratch / "prompt").read_text(encoding="utf-8")
-        prompt = tuple(prepared.tokenizer.encode_prompt(text))
-        engine = Engine(load_model(prepared.folder, place.computes_on), prompt, place)
-    asyncio.run(_serve(stage, engine, prepared, prompt))
+
+    def tell(what: str) -> None:
+        stage.tell(Doing(what))
+
+    try:
+        with loading():
+            prepared = prepare_model(model, scratch / "model", tell)
+            prompts = _Prompts(prepared.tokenizer, (scratch / "prompt").read_bytes())
+            loaded = load_model(prepared.folder, place.computes_on, tell)
+            engine = Engine(loaded, prompts.first, place)
+    except (AsyncKVError, OSError, ValueError) as exc:
+        stage.tell(Failed(str(exc)))
+        return
+    asyncio.run(_serve(stage, engine, prepared, prompts))
 
 
-def _warm_up(engine: Engine) -> int:
+class _Prompts:
+    """The tokens of both prompts, which begin with the same document."""
+
+    def __init__(self, tokenizer: PromptTokenizer, encoded: bytes) -> None:
+        asked = msgspec.json.decode(encoded, type=DemoPrompt)
+        encode = tokenizer.encode_prompt
+        self.first = tuple(encode(asked.document, asked.question))
+        self.second = tuple(encode(asked.document, asked.second_question))
+        pairs = enumerate(zip(self.first, self.second, strict=False))
+        shortest = min(len(self.first), len(self.second))
+        self.in_common = next((n for n, (a, b) in pairs if a != b), shortest)
+
+
+def _warm_up(engine: Engine, stage: Stage) -> int:
     """Compute the prompt once, and return how many bytes its KV has. Blocks."""
     nbytes: list[int] = []
     cache = StreamingCache(
         engine.model, lambda _, *states: nbytes.extend(t.nbytes for t in states)
     )
-    engine.prefill(cache)
+    layers = len(engine.layers)
+    with engine.layer_clock().timing(
+        lambda layer: stage.tell(Doing("warming up: layer", layer + 1, layers))
+    ):
+        engine.prefill(cache)
     return sum(nbytes)
 
 
 async def _serve(
-    stage: Stage, engine: Engine, prepared: PreparedModel, prompt: tuple[int, ...]
+    stage: Stage, engine: Engine, prepared: PreparedModel, prompts: _Prompts
 ) -> None:
-    kv_bytes = await engine.compute(lambda: _warm_up(engine))
+    kv_bytes = await engine.compute(lambda: _warm_up(engine, stage))
     max_bytes = int(kv_bytes * _ROOM_IN_ENTRIES)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(engine.close)
@@ -234,18 +268,22 @@ async def _serve(
         server = await stack.enter_async_context(
             asynckv.serve("tcp://127.0.0.1:0", lookup=lookup)
         )
-        worker = PrefillWorker(stage.tell, engine, prepared.tokenizer, lookup)
+        worker = PrefillWorker(
+            stage.tell, engine, prepared.tokenizer, lookup, prompts.in_common
+        )
         stage.tell(
             Ready(
                 pid=os.getpid(),
                 url=server.url,
                 model=prepared.name,
                 folder=str(prepared.folder),
-                prompt=prompt,
+                prompt=prompts.first,
+                second_prompt=prompts.second,
                 kv_bytes=kv_bytes,
                 max_bytes=max_bytes,
                 layers=len(engine.layers),
                 device=engine.place.describe(),
+                torch=str(torch.__version__),
             )
         )
         await stage.perform(worker.do)

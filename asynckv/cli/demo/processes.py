@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from asynckv.cli.demo.messages import (
     Computed,
+    Doing,
     Failed,
     Landed,
     Note,
@@ -157,7 +158,7 @@ class Worker:
     def _take(self, note: Note) -> None:
         if isinstance(note, Failed):
             self._fail(WorkerFailed(note.error))
-        elif isinstance(note, Computed | Landed | Sampled):
+        elif isinstance(note, Doing | Computed | Landed | Sampled):
             self.progress(note)
         else:
             expected = self._expected.get(type(note))

@@ -1,7 +1,7 @@
 """What the demo found out: values only, as ``--json`` prints and the page draws them.
 
-Times are seconds. Those of a hand-over count from the moment in which its
-prefill's compute began.
+Times are seconds. Those of an act count from its request: the moment in which the
+parent asks its two processes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ __all__ = (
     "DemoReport",
     "HandOver",
     "LayerTrace",
+    "Machine",
     "Recompute",
+    "SecondRequest",
     "Survival",
 )
 
 
 class LayerTrace(msgspec.Struct, frozen=True):
-    """One lane of the timeline: a layer's compute, its way, its arrival.
+    """One row of the timeline: a layer's compute, its way, its arrival.
 
-    ``handed_s`` is when the layer left the forward pass for the wire,
-    ``landed_s`` when the decoder had verified its bytes.
+    ``handed_s`` is when the layer left the forward pass, ``landed_s`` when it was in
+    the decoder. Keys and values of a layer exist before all of it is computed, so
+    both may come before ``compute_end_s``.
     """
 
     name: str
@@ -42,10 +45,10 @@ class Recompute(msgspec.Struct, frozen=True):
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """Acts 2, 3 and 5: one prefill here and one decode there.
+    """Acts 2, 3 and 6: one prefill here and one decode there.
 
-    ``prefill_s`` is the prefill's compute; ``landed_s`` when the decoder had
-    the last layer, ``first_token_s`` when it had its first token.
+    ``prefill_s`` is when the prefill's compute ended, ``landed_s`` when the decoder
+    had the last layer, ``first_token_s`` when it had its first token.
     """
 
     title: str
@@ -59,17 +62,49 @@ class HandOver(msgspec.Struct, frozen=True):
 
     @property
     def tail_s(self) -> float:
-        """How long the decoder's last layer came after the prefill's compute."""
-        return max(0.0, self.landed_s - self.prefill_s)
+        """How long after the prefill's compute the last layer came; below 0: before."""
+        return self.landed_s - self.prefill_s
 
     @property
-    def wait_s(self) -> float:
-        """Time to first token, counted from the end of the prefill's compute."""
-        return max(0.0, self.first_token_s - self.prefill_s)
+    def stages_s(self) -> tuple[float, float, float]:
+        """What the first token waited for: compute, then the tail, then its own step.
+
+        They add up to ``first_token_s``. Where the last layer is there before the
+        compute ends there is no tail, and what of the compute is left delays nothing.
+        """
+        compute_s = min(self.prefill_s, self.landed_s)
+        return compute_s, self.landed_s - compute_s, self.first_token_s - self.landed_s
+
+
+class SecondRequest(msgspec.Struct, frozen=True):
+    """Act 4: another question about a document whose KV was kept.
+
+    ``matched_tokens`` of the prompt were there, ``landed_s`` is when the decoder had
+    their last layer, ``prompt_positions`` are those that it computed itself.
+    ``recomputed`` is the same request without the kept KV.
+    """
+
+    prompt_tokens: int
+    matched_tokens: int
+    prompt_positions: int
+    landed_s: float
+    first_token_s: float
+    tokens: tuple[int, ...]
+    recomputed: Recompute
+
+    @property
+    def stages_s(self) -> tuple[float, float, float]:
+        """As those of a hand-over: nothing is computed before the KV comes."""
+        return 0.0, self.landed_s, self.first_token_s - self.landed_s
+
+    @property
+    def saved_share(self) -> float:
+        """By which share the first token comes earlier than without; below 0: later."""
+        return 1 - self.first_token_s / self.recomputed.first_token_s
 
 
 class BackpressureSample(msgspec.Struct, frozen=True):
-    """The producer at one moment of act 4."""
+    """The producer at one moment of act 5."""
 
     at_s: float
     buffered_bytes: int
@@ -78,7 +113,7 @@ class BackpressureSample(msgspec.Struct, frozen=True):
 
 
 class BackpressureReport(msgspec.Struct, frozen=True):
-    """Act 4: more entries than the buffer may hold, for a decoder in no hurry."""
+    """Act 5: more entries than the buffer may hold, for a decoder in no hurry."""
 
     entries: int
     entry_bytes: int
@@ -91,7 +126,7 @@ class BackpressureReport(msgspec.Struct, frozen=True):
 
 
 class Survival(msgspec.Struct, frozen=True):
-    """Act 5: the decoder dies in mid-transfer, another one takes the entry."""
+    """Act 6: the decoder dies in mid-transfer, another one takes the entry."""
 
     killed_pid: int
     landed_before: int
@@ -99,6 +134,16 @@ class Survival(msgspec.Struct, frozen=True):
     back_after_s: float
     successor_pid: int
     taken_over: HandOver
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What ran, when and where, in words that name nobody."""
+
+    version: str
+    began: str
+    host: str
+    python: str
+    torch: str
 
 
 class DemoReport(msgspec.Struct, frozen=True):
@@ -118,16 +163,19 @@ class DemoReport(msgspec.Struct, frozen=True):
     recompute: Recompute
     bulk: HandOver
     layerwise: HandOver
+    second: SecondRequest
     backpressure: BackpressureReport
     survival: Survival
     prefill_lag_s: float
     decode_lag_s: float
     text: str
+    machine: Machine
     seconds: float
     problems: tuple[str, ...] = ()
 
     @property
     def tokens_identical(self) -> bool:
-        """Did every act generate the tokens that act 1 generated?"""
+        """Were the tokens the same as recomputed, in every act?"""
         handed = (self.bulk, self.layerwise, self.survival.taken_over)
-        return all(one.tokens == self.recompute.tokens for one in handed)
+        same = all(one.tokens == self.recompute.tokens for one in handed)
+        return same and self.second.tokens == self.second.recomputed.tokens

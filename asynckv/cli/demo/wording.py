@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 
-from asynckv.cli.demo.report import DemoReport
+from asynckv.cli.demo.report import DemoReport, HandOver, SecondRequest
 
-__all__ = ("Figure", "figures_of", "write_bytes", "write_seconds", "write_sooner")
+__all__ = (
+    "Bar",
+    "Figure",
+    "figures_of",
+    "first_token_bars",
+    "second_request_bars",
+    "write_bytes",
+    "write_fall",
+    "write_seconds",
+    "write_tail",
+    "write_transport",
+)
+
+_PAYLOADS = {
+    "map": "read from memory that both processes share",
+    "cuda_ipc": "read from the other process's memory of the GPU",
+    "nccl": "by NCCL",
+    "inline": "over the network connection",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +34,15 @@ class Figure:
     name: str
     value: str
     remark: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """One way to a first token: seconds of compute, of transfer, of its own step."""
+
+    name: str
+    stages_s: tuple[float, float, float]
+    remark: str
 
 
 def write_seconds(seconds: float) -> str:
@@ -39,60 +66,107 @@ def write_bytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.1f} MB"
 
 
+def write_tail(one: HandOver) -> str:
+    """Write how long the last layer came after the compute, or how long before."""
+    if one.tail_s > 0.0:
+        return f"last layer {write_seconds(one.tail_s)} after the prefill's compute"
+    return f"last layer {write_seconds(-one.tail_s)} before the prefill's compute ended"
+
+
+def write_fall(second: SecondRequest) -> str:
+    """Write by how much the time to first token falls, or that it does not."""
+    share = second.saved_share
+    with_s = write_seconds(second.first_token_s)
+    without_s = write_seconds(second.recomputed.first_token_s)
+    return (
+        f"KV of {second.matched_tokens:,} of {second.prompt_tokens:,} tokens is there: "
+        f"the first token comes {with_s} after the request instead of {without_s}, "
+        f"{abs(share):.0%} {'earlier' if share > 0 else 'later'}"
+    )
+
+
+def write_transport(transport: str) -> str:
+    """Write how payload moved, of ``"tcp, map payload"`` and the like."""
+    scheme, _, payload = transport.removesuffix(" payload").partition(", ")
+    return f"{_PAYLOADS.get(payload, payload)}, control over {scheme}"
+
+
+def first_token_bars(report: DemoReport) -> tuple[Bar, ...]:
+    """Return the three ways to a first token, all counted from the request."""
+    recompute = report.recompute
+    return (
+        Bar(
+            "recompute",
+            (recompute.first_token_s, 0.0, 0.0),
+            _computes(recompute.prompt_positions),
+        ),
+        Bar(
+            "KV in bulk", report.bulk.stages_s, _computes(report.bulk.prompt_positions)
+        ),
+        Bar(
+            "KV layer by layer",
+            report.layerwise.stages_s,
+            _computes(report.layerwise.prompt_positions),
+        ),
+    )
+
+
+def second_request_bars(second: SecondRequest) -> tuple[Bar, ...]:
+    """Return the second request without and with the kept KV."""
+    without = second.recomputed
+    return (
+        Bar(
+            "recompute",
+            (without.first_token_s, 0.0, 0.0),
+            _computes(without.prompt_positions),
+        ),
+        Bar("KV kept", second.stages_s, _computes(second.prompt_positions)),
+    )
+
+
+def _computes(positions: int) -> str:
+    some = "1 position" if positions == 1 else f"{positions:,} positions"
+    return f"decoder computes {some}"
+
+
 def figures_of(report: DemoReport) -> tuple[Figure, ...]:
     """Return the rows of the final table, in the order in which they are read."""
-    bulk, layerwise = report.bulk, report.layerwise
-    recompute_s = report.recompute.first_token_s
-    share = layerwise.tail_s / layerwise.prefill_s
+    slow, survival = report.backpressure, report.survival
     return (
         Figure(
             "prompt tokens",
             f"{report.prompt_tokens:,}",
             f"{report.model} on {report.device}",
         ),
-        Figure("KV moved", write_bytes(report.kv_bytes), report.transport),
         Figure(
-            "prefill compute", write_seconds(layerwise.prefill_s), "while layers leave"
+            "KV moved", write_bytes(report.kv_bytes), write_transport(report.transport)
+        ),
+        _tail_figure("tail, in bulk", report.bulk),
+        _tail_figure("tail, layer by layer", report.layerwise),
+        Figure(
+            "longest wait of insert",
+            write_seconds(slow.longest_wait_s),
+            f"for room: the buffer holds at most {write_bytes(slow.max_bytes)}",
         ),
         Figure(
-            "tail after the last layer, bulk",
-            write_seconds(bulk.tail_s),
-            f"beside {write_seconds(bulk.prefill_s)} of compute",
+            "entry back after the kill",
+            write_seconds(survival.back_after_s),
+            "then another decoder could take it",
         ),
         Figure(
-            "tail after the last layer, layer-wise",
-            write_seconds(layerwise.tail_s),
-            f"{share:.1%} of the compute",
+            "event loop late at most",
+            write_seconds(max(report.prefill_lag_s, report.decode_lag_s)),
+            f"prefill process {write_seconds(report.prefill_lag_s)}, decode process "
+            f"{write_seconds(report.decode_lag_s)}; the model computes in a thread",
         ),
-        Figure("first token, recomputed", write_seconds(recompute_s), "no transfer"),
-        Figure(
-            "first token, bulk",
-            write_seconds(bulk.wait_s),
-            write_sooner(recompute_s, bulk.wait_s),
-        ),
-        Figure(
-            "first token, layer-wise",
-            write_seconds(layerwise.wait_s),
-            write_sooner(recompute_s, layerwise.wait_s),
-        ),
-        Figure("worst loop lag, prefill", write_seconds(report.prefill_lag_s)),
-        Figure("worst loop lag, decode", write_seconds(report.decode_lag_s)),
         Figure(
             "tokens identical",
             "yes" if report.tokens_identical else "NO",
-            f"{len(report.recompute.tokens)} tokens, four ways",
+            f"{len(report.recompute.tokens)} tokens an act, against recomputing",
         ),
     )
 
 
-def write_sooner(recompute_s: float, wait_s: float) -> str:
-    """Write how much sooner the first token comes by KV than by recomputing.
-
-    Rounded down, so that it never says more than was measured.
-
-    >>> write_sooner(2.45, 0.14), write_sooner(2.45, 0.0)
-    ('17 times sooner', 'before the prefill was through')
-    """
-    if wait_s <= 0.0:
-        return "before the prefill was through"
-    return f"{int(recompute_s / wait_s)} times sooner"
+def _tail_figure(name: str, one: HandOver) -> Figure:
+    value = write_seconds(one.tail_s) if one.tail_s > 0.0 else "none"
+    return Figure(name, value, write_tail(one))

@@ -15,7 +15,9 @@ from asynckv.cli.demo.report import (
     DemoReport,
     HandOver,
     LayerTrace,
+    Machine,
     Recompute,
+    SecondRequest,
     Survival,
 )
 
@@ -99,11 +101,20 @@ def sample_report() -> DemoReport:
         kv_bytes=83_957_760,
         prefill_pid=4711,
         decode_pid=4712,
-        transport="tcp, inline",
+        transport="tcp, map payload",
         device="cpu",
         recompute=Recompute(first_token_s=2.45, prompt_positions=1822, tokens=_TOKENS),
-        bulk=hand_over("Bulk", layerwise=False),
-        layerwise=hand_over("Layer-wise", layerwise=True),
+        bulk=hand_over("KV in bulk", layerwise=False),
+        layerwise=hand_over("KV layer by layer", layerwise=True),
+        second=SecondRequest(
+            prompt_tokens=1820,
+            matched_tokens=1808,
+            prompt_positions=12,
+            landed_s=0.05,
+            first_token_s=0.25,
+            tokens=_TOKENS,
+            recomputed=Recompute(2.5, 1820, _TOKENS),
+        ),
         backpressure=backpressure(),
         survival=Survival(
             killed_pid=4712,
@@ -116,5 +127,6 @@ def sample_report() -> DemoReport:
         prefill_lag_s=0.0061,
         decode_lag_s=0.0049,
         text='They built a rope, so that <each> portion could "leave" at once.',
+        machine=Machine("0.1.0", "2026-01-02 03:04 UTC", "a CPU", "3.11.7", "2.13.0"),
         seconds=48.0,
     )

@@ -12,14 +12,12 @@ from asynckv.cli.demo.messages import Filled, Generated, Prefilled
 from asynckv.cli.demo.report import BackpressureSample, DemoReport, HandOver
 
 PREFILLED = Prefilled(
-    began_s=100.0,
     ended_s=102.0,
     spans=((100.0, 101.0), (101.0, 102.0)),
     handed_s=(100.5, 101.5),
     worst_lag_s=0.001,
 )
 GENERATED = Generated(
-    began_s=99.0,
     landed_s=(100.75, 102.25),
     token_times_s=(102.5, 103.0),
     prompt_positions=1,
@@ -41,21 +39,22 @@ def samples(*waiting: int) -> tuple[BackpressureSample, ...]:
     )
 
 
-def test_a_hand_over_counts_from_the_begin_of_the_compute() -> None:
-    hand_over = account_hand_over("Bulk", PREFILLED, GENERATED)
-    assert (hand_over.prefill_s, hand_over.tail_s, hand_over.wait_s) == (2, 0.25, 0.5)
+def test_a_hand_over_counts_from_its_request() -> None:
+    one = account_hand_over("Bulk", 99.5, PREFILLED, GENERATED)
+    assert (one.prefill_s, one.landed_s, one.first_token_s) == (2.5, 2.75, 3.0)
+    assert one.layers[0].compute_start_s == 0.5
 
 
-def test_each_layer_has_its_own_lane() -> None:
-    lanes = account_hand_over("Bulk", PREFILLED, GENERATED).layers
-    assert [lane.landed_s for lane in lanes] == [0.75, 2.25]
-    assert [lane.name for lane in lanes] == ["layers.0", "layers.1"]
+def test_each_layer_has_its_own_row() -> None:
+    rows = account_hand_over("Bulk", 100.0, PREFILLED, GENERATED).layers
+    assert [row.landed_s for row in rows] == [0.75, 2.25]
+    assert [row.name for row in rows] == ["layers.0", "layers.1"]
 
 
 def test_notes_about_different_numbers_of_layers_do_not_fit() -> None:
     short = msgspec.structs.replace(GENERATED, landed_s=(100.75,))
     with pytest.raises(ValueError, match="shorter"):
-        account_hand_over("Bulk", PREFILLED, short)
+        account_hand_over("Bulk", 100.0, PREFILLED, short)
 
 
 def test_memory_is_judged_while_inserts_wait() -> None:
@@ -85,7 +84,26 @@ def test_more_than_one_computed_position_is_a_problem(
 ) -> None:
     bulk = msgspec.structs.replace(sample_report.bulk, prompt_positions=2)
     report = msgspec.structs.replace(sample_report, bulk=bulk)
-    assert [*find_problems(report)] == ["Bulk: the decoder computed 2 positions"]
+    assert [*find_problems(report)] == ["KV in bulk: the decoder computed 2 positions"]
+
+
+def test_a_second_request_that_found_less_than_it_says_is_a_problem(
+    sample_report: DemoReport,
+) -> None:
+    second = msgspec.structs.replace(sample_report.second, prompt_positions=13)
+    report = msgspec.structs.replace(sample_report, second=second)
+    assert [*find_problems(report)] == [
+        "Second request: the decoder computed 13 positions"
+    ]
+
+
+def test_a_token_that_differs_in_the_second_request_is_a_problem(
+    sample_report: DemoReport,
+) -> None:
+    second = msgspec.structs.replace(sample_report.second, tokens=(1,))
+    report = msgspec.structs.replace(sample_report, second=second)
+    assert any("Second request: the tokens" in words for words in find_problems(report))
+    assert not report.tokens_identical
 
 
 def test_a_bound_that_was_not_kept_is_a_problem(sample_report: DemoReport) -> None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.cli.demo.acts import ActFailed, Acts
@@ -29,18 +29,18 @@ from asynckv.cli.demo.messages import (
 from asynckv.cli.demo.processes import Worker, WorkerEnded
 
 READY = Ready(
-    pid=1, url="tcp://here", folder="/m", prompt=(1, 2, 3), kv_bytes=10, max_bytes=25,
-    layers=5,
+    pid=1, url="tcp://here", folder="/m", prompt=(1, 2, 3), second_prompt=(1, 2, 4, 5),
+    kv_bytes=10, max_bytes=25, layers=5,
 )  # fmt: skip
-PREFILLED = Prefilled(1.0, 2.0, ((1.0, 2.0),) * 5, (1.5,) * 5, 0.01)
+PREFILLED = Prefilled(2.0, ((1.0, 2.0),) * 5, (1.5,) * 5, 0.01)
 GENERATED = Generated(
-    began_s=0.5,
     landed_s=(2.25,) * 5,
     token_times_s=(2.5,),
     prompt_positions=1,
     attempt=2,
     tokens=(9,),
     worst_lag_s=0.02,
+    matched_tokens=2,
 )
 
 
@@ -90,13 +90,9 @@ def decode_worker(pid: int = 2) -> FakeWorker:
     return FakeWorker(pid, answers)
 
 
-def acts(
-    prefill: FakeWorker, successor: Callable[[], FakeWorker] = decode_worker
-) -> Acts:
-    async def start() -> Worker:
-        return successor()
-
-    return Acts(prefill, READY, start)
+def acts(prefill: FakeWorker) -> Acts:
+    """Acts that are always asked for at 0.5 s."""
+    return Acts(prefill, READY, lambda: 0.5)
 
 
 async def test_recomputing_counts_from_when_it_was_asked() -> None:
@@ -107,9 +103,28 @@ async def test_recomputing_counts_from_when_it_was_asked() -> None:
 async def test_both_sides_of_a_hand_over_are_asked_for_one_entry() -> None:
     prefill, decode = prefill_worker(), decode_worker()
     hand_over = await acts(prefill).hand_over(decode, "bulk")
-    assert hand_over.tail_s == 0.25
+    assert (hand_over.prefill_s, hand_over.first_token_s) == (1.5, 2.0)
     assert prefill.asked == [Prefill("bulk", "demo-bulk")]
     assert decode.asked == [Select("bulk", "demo-bulk")]
+
+
+async def test_a_second_request_takes_the_kept_document_and_is_recomputed_too() -> None:
+    prefill, decode = prefill_worker(), decode_worker()
+    second = await acts(prefill).second_request(decode)
+    assert prefill.asked == [Prefill("layerwise", "demo-document", document_only=True)]
+    assert decode.asked == [
+        Continue(second=True),
+        Select("layerwise", "demo-document", second=True),
+    ]
+    assert (second.prompt_tokens, second.matched_tokens) == (4, 2)
+    assert second.first_token_s == second.recomputed.first_token_s == 2.0
+
+
+async def test_a_document_whose_kv_is_not_found_fails_the_act() -> None:
+    decode = decode_worker()
+    decode._answers[Select] = msgspec.structs.replace(GENERATED, matched_tokens=0)
+    with pytest.raises(ActFailed, match="not found"):
+        await acts(prefill_worker()).second_request(decode)
 
 
 async def test_the_worst_lag_of_all_acts_is_kept() -> None:
@@ -127,23 +142,23 @@ async def test_entries_out_of_order_fail_the_act() -> None:
 
 
 async def test_the_decoder_is_killed_in_mid_transfer() -> None:
-    successor = decode_worker(3)
-    playing = acts(prefill_worker(), lambda: successor)
-    survival, took_over = await playing.kill_decoder(FakeWorker(2, {}))
+    playing = acts(prefill_worker())
+    survival = await playing.kill_decoder(FakeWorker(2, {}), decode_worker(3))
     assert survival.landed_before == 2
     assert (survival.killed_pid, survival.successor_pid) == (2, 3)
     assert survival.landed_before < len(survival.taken_over.layers)
-    assert took_over is successor
 
 
 async def test_a_lost_entry_fails_the_act() -> None:
     with pytest.raises(ActFailed, match="lost"):
-        await acts(prefill_worker(kept=0)).kill_decoder(FakeWorker(2, {}))
+        await acts(prefill_worker(kept=0)).kill_decoder(
+            FakeWorker(2, {}), decode_worker(3)
+        )
 
 
 async def test_a_decoder_that_outlives_the_transfer_fails_the_act() -> None:
     with pytest.raises(ActFailed, match="not killed in mid-transfer"):
-        await acts(prefill_worker()).kill_decoder(decode_worker())
+        await acts(prefill_worker()).kill_decoder(decode_worker(), decode_worker(3))
 
 
 async def test_tokens_are_read_back_by_the_prefill() -> None:

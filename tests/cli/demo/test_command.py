@@ -50,15 +50,41 @@ def test_a_gpu_that_is_not_there_is_an_error_before_any_process_starts(
     words: str,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "none")  # nothing can be started
-    assert demo(device=device, html=tmp_path / "page.html") == 1
+    assert demo(model="random-tiny", device=device, html=tmp_path / "page.html") == 1
     assert words in capsys.readouterr().out.replace("\n", " ")
     assert not (tmp_path / "page.html").exists()
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_a_model_that_is_not_there_is_an_error(
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no process be started."""
+    monkeypatch.setattr(sys, "executable", "none")
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_model_that_is_not_there_is_an_error_before_any_process_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo(model=str(tmp_path), html=tmp_path / "page.html") == 1
-    assert "config.json" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "config.json" in out and len(out.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("html", ["", "missing/page.html"])
+def test_a_page_that_cannot_be_written_is_an_error_before_any_process_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], html: str
+) -> None:
+    assert demo(model="random-tiny", html=tmp_path / html) == 1
+    out = capsys.readouterr().out
+    assert "cannot write" in out and len(out.splitlines()) == 1
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_model_without_a_tokenizer_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert demo(model=str(tmp_path), html=tmp_path / "page.html") == 1
+    assert "Traceback" not in capsys.readouterr().out

@@ -10,6 +10,7 @@ from asynckv.cli.demo.decode import DecodeWorker
 from asynckv.cli.demo.engine import Engine
 from asynckv.cli.demo.messages import (
     Continue,
+    Doing,
     Generated,
     Landed,
     Note,
@@ -25,6 +26,7 @@ from asynckv.cli.demo.prefill import PrefillWorker
 from asynckv.integrations.transformers import fingerprint_of
 
 PROMPT = tuple(range(20))
+SECOND = (*range(15), 7, 7, 7)
 
 
 class Stage:
@@ -32,9 +34,11 @@ class Stage:
 
     def __init__(self, engine: Engine, lookup: LookupBuffer) -> None:
         self.told: list[Note] = []
-        self.prefill = PrefillWorker(self.told.append, engine, ByteTokenizer(), lookup)
+        self.prefill = PrefillWorker(
+            self.told.append, engine, ByteTokenizer(), lookup, document_tokens=15
+        )
         self.decode = DecodeWorker(self.told.append, contextlib.AsyncExitStack())
-        self.decode.use(engine, lookup)
+        self.decode.use(engine, lookup, SECOND)
 
 
 @pytest.fixture
@@ -70,6 +74,26 @@ async def test_layers_are_told_as_they_land(stage: Stage) -> None:
         Landed(layer) for layer in range(4)
     ]
     assert list(done.landed_s) == sorted(done.landed_s)
+
+
+async def test_a_second_request_computes_only_what_the_kept_document_lacks(
+    stage: Stage,
+) -> None:
+    expected = await generated(stage, Continue(second=True))
+    await stage.prefill.do(Prefill("layerwise", "a", document_only=True))
+    done = await generated(stage, Select("layerwise", "a", second=True))
+    assert (done.matched_tokens, done.prompt_positions) == (15, 3)
+    assert done.tokens == expected.tokens
+
+
+async def test_it_tells_which_layer_it_recomputes_and_which_token_it_decodes(
+    stage: Stage,
+) -> None:
+    await stage.decode.do(Continue())
+    assert [note for note in stage.told if isinstance(note, Doing)] == [
+        *(Doing("recomputing: layer", layer, 4) for layer in range(1, 5)),
+        *(Doing("decoding: token", token, 48) for token in range(1, 49)),
+    ]
 
 
 async def test_slow_selecting_takes_entries_in_order(stage: Stage) -> None:

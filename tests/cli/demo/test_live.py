@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Console
 
 from asynckv.cli.demo.live import LiveDisplay, final_table
-from asynckv.cli.demo.messages import Computed, Landed, Sampled
+from asynckv.cli.demo.messages import Computed, Doing, Landed, Sampled
 from asynckv.cli.demo.report import BackpressureSample, DemoReport
 
 
@@ -41,6 +41,17 @@ def test_in_a_terminal_layers_are_counted_while_they_come() -> None:
     assert "1/4" in shown(terminal)
 
 
+def test_in_a_terminal_it_is_said_what_is_done_and_how_far_it_is() -> None:
+    terminal = console(terminal=True)
+    with LiveDisplay(terminal) as display:
+        display.begin("load")
+        display.doing("importing torch")
+        display._live.refresh()
+        display.note(Doing("decoding: token", 12, 48))
+    assert "importing torch" in shown(terminal)
+    assert "decoding: token" in shown(terminal) and "12/48" in shown(terminal)
+
+
 def test_in_a_terminal_a_filling_buffer_is_shown() -> None:
     terminal = console(terminal=True)
     with LiveDisplay(terminal) as display:
@@ -58,7 +69,9 @@ def test_the_final_table_has_numbers_and_text(sample_report: DemoReport) -> None
     plain = console(terminal=False)
     plain.print(final_table(sample_report))
     assert "1,822" in shown(plain)
-    assert "81 times sooner" in shown(plain)
+    assert "decoder computes 1 position" in shown(plain)
+    assert "90% earlier" in " ".join(shown(plain).split())
+    assert "sooner" not in shown(plain)
     assert "They built a rope" in shown(plain)
 
 

@@ -23,7 +23,7 @@ from asynckv.cli.demo.report import BackpressureSample
     "order",
     [
         Prefill("layerwise", "a"),
-        Load("/folder", "tcp://here", (1, 2), 10),
+        Load("/folder", "tcp://here", (1, 2), (1, 3), 10),
         SelectSlowly(3, 0.5),
     ],
 )

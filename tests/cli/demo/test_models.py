@@ -6,17 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from asynckv.cli.demo.models import ByteTokenizer, load_model, loading, prepare_model
+from asynckv.cli.demo.models import (
+    ByteTokenizer,
+    check_model,
+    load_model,
+    loading,
+    prepare_model,
+)
 from asynckv.errors import ConfigError
 
 
 def test_a_byte_tokenizer_gives_text_back() -> None:
     tokenizer = ByteTokenizer()
-    assert tokenizer.decode(tokenizer.encode_prompt("Ferrow")) == "Ferrow"
+    assert tokenizer.decode(tokenizer.encode_prompt("Fer", "row")) == "Ferrow"
 
 
 def test_a_byte_tokenizer_cuts_a_long_prompt() -> None:
-    assert len(ByteTokenizer(max_tokens=5).encode_prompt("a long prompt")) == 5
+    tokens = ByteTokenizer(max_tokens=5).encode_prompt("a long prompt", "?!")
+    assert bytes(tokens) == b"a l?!"
 
 
 def test_bytes_that_are_no_text_show_as_dots() -> None:
@@ -38,7 +45,15 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_refused_with_what_would_be_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="config.json"):
-        prepare_model(str(tmp_path / "nowhere"), tmp_path)
+        check_model(str(tmp_path / "nowhere"))
+
+
+def test_preparing_tells_what_it_does(tmp_path: Path) -> None:
+    told: list[str] = []
+    prepared = prepare_model("random-tiny", tmp_path, told.append)
+    load_model(prepared.folder, tell=told.append)
+    assert told[0] == "making a random model"
+    assert told[1].endswith("MB of weights")
 
 
 @pytest.mark.model
@@ -46,7 +61,7 @@ def test_what_is_no_model_is_refused_with_what_would_be_one(tmp_path: Path) -> N
 @pytest.mark.timeout(240)
 def test_the_wheel_s_model_speaks(tmp_path: Path) -> None:
     prepared = prepare_model("smollm2", tmp_path)
-    tokens = prepared.tokenizer.encode_prompt("What is the capital of France?")
+    tokens = prepared.tokenizer.encode_prompt("What is the capital of France?", "")
     model = load_model(prepared.folder)
     ids = torch.tensor([tokens])
     new = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]  # type: ignore[operator]

@@ -16,9 +16,10 @@ LookAt = Callable[..., dict[str, Any]]
 
 # What to look for in this page alone: expressions of the browser's.
 SEEN = {
-    "lanes": 'all(".lane").length',
-    "thinnest": 'Math.min(...all(".compute, .wire").map(one => box(one).width))',
-    "compute": 'brightness(".compute", "fill")',
+    "rows": 'all(".row").length',
+    "thinnest": 'Math.min(...all("rect, .track i").map(one => box(one).width))',
+    "smallest": 'Math.min(...all("svg text").map(one => box(one).height))',
+    "compute": 'brightness("rect.compute", "fill")',
     "text": 'text("#text")',
     "verdict": 'text("#verdict")',
 }
@@ -52,7 +53,7 @@ def test_a_browser_shows_the_page(
     sample_report: DemoReport, look_at: LookAt, dark: bool
 ) -> None:
     seen = look_at(render_page(sample_report), SEEN, dark=dark)
-    assert seen["lanes"] == 60
+    assert seen["rows"] == 60
     assert seen["thinnest"] >= 0.5
     assert (seen["overflow"], seen["clipped"], seen["fetched"]) == (0, 0, 0)
     assert seen["text"] == sample_report.text
@@ -64,14 +65,26 @@ def test_a_browser_shows_the_page(
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_narrow_window_does_not_scroll_sideways(
+def test_a_narrow_window_does_not_scroll_and_letters_are_as_large(
     sample_report: DemoReport, look_at: LookAt
 ) -> None:
     seen = look_at(render_page(sample_report), SEEN, dark=False, width=420)
     assert (seen["overflow"], seen["clipped"]) == (0, 0)
+    assert seen["smallest"] > 10
 
 
 def test_the_page_says_which_device_both_are_on(sample_report: DemoReport) -> None:
     assert "share its cores" in render_page(sample_report)
     on_gpu = msgspec.structs.replace(sample_report, device="cuda:0 (<H200>)")
     assert render_page(on_gpu).count("cuda:0 (&lt;H200&gt;)") == 3
+
+
+def test_the_page_names_version_date_host_and_torch(sample_report: DemoReport) -> None:
+    expected = "asynckv 0.1.0 · 2026-01-02 03:04 UTC · a CPU · Python 3.11.7, torch 2.1"
+    assert expected in render_page(sample_report)
+
+
+def test_the_page_compares_nothing_across_two_clocks(sample_report: DemoReport) -> None:
+    page = render_page(sample_report)
+    assert "sooner, " not in page and "times" not in page
+    assert "25.0 ms before the prefill&#x27;s compute ended" in page

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from asynckv.cli.demo.live import LiveDisplay
 from asynckv.cli.demo.play import Programs, play_demo
+from asynckv.cli.demo.prompt import DemoPrompt
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -49,7 +51,8 @@ async def test_all_acts_play_with_buffers_on_one_gpu(
     for role in ("prefill", "decode"):
         program = ON_A_FAKE_GPU.format(role=role)
         (tmp_path / f"{role}_on_gpu.py").write_text(program, encoding="utf-8")
-    (tmp_path / "prompt").write_text(60 * "a tale ", encoding="utf-8")
+    prompt = DemoPrompt(60 * "a tale ", "What?", "Who?")
+    (tmp_path / "prompt").write_bytes(msgspec.json.encode(prompt))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     display = LiveDisplay(Console(file=io.StringIO()))
     programs = Programs("prefill_on_gpu", "decode_on_gpu")
@@ -75,7 +78,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(
     )
     with process:
         assert process.stdout is not None
-        process.stdout.readline()  # the models are loaded, act 1 begins
+        process.stdout.readline()  # both processes were started
         assert len([*belonging_to(files)]) == 3
         process.send_signal(number)
         output, _ = process.communicate(timeout=30)

@@ -34,7 +34,7 @@ class Stage:
         self.told: list[Note] = []
         self.lookup = LookupBuffer("1MiB", fingerprint=fingerprint_of(engine.model))
         self.worker = PrefillWorker(
-            self.told.append, engine, ByteTokenizer(), self.lookup
+            self.told.append, engine, ByteTokenizer(), self.lookup, document_tokens=12
         )
 
 
@@ -50,6 +50,11 @@ async def stage(engine: Engine) -> AsyncIterator[Stage]:
 async def test_a_prefill_leaves_its_entry_in_the_buffer(stage: Stage, way: Way) -> None:
     await stage.worker.do(Prefill(way, "a"))
     assert await stage.lookup.peek(PROMPT) == len(PROMPT)
+
+
+async def test_of_a_document_only_its_own_tokens_are_kept(stage: Stage) -> None:
+    await stage.worker.do(Prefill("layerwise", "a", document_only=True))
+    assert await stage.lookup.peek(PROMPT) == 12
 
 
 async def test_layers_are_handed_over_while_the_prefill_computes(stage: Stage) -> None:

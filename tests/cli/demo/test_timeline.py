@@ -8,6 +8,7 @@ import pytest
 
 from asynckv.cli.demo.report import DemoReport
 from asynckv.cli.demo.timeline import draw_backpressure, draw_bars, draw_timeline
+from asynckv.cli.demo.wording import Bar
 
 
 def rects(svg: str, kind: str) -> list[ET.Element]:
@@ -16,14 +17,14 @@ def rects(svg: str, kind: str) -> list[ET.Element]:
     ]
 
 
-def test_each_layer_has_a_lane(sample_report: DemoReport) -> None:
+def test_each_layer_has_a_row(sample_report: DemoReport) -> None:
     svg = draw_timeline(sample_report.layerwise, 2.5)
     assert len(rects(svg, "compute")) == len(rects(svg, "wire")) == 30
 
 
 def test_time_runs_to_the_right(sample_report: DemoReport) -> None:
     starts = [
-        float(rect.get("x", "nan"))
+        number(rect, "x")
         for rect in rects(draw_timeline(sample_report.layerwise, 2.5), "compute")
     ]
     assert starts == sorted(starts)
@@ -31,10 +32,10 @@ def test_time_runs_to_the_right(sample_report: DemoReport) -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 200])
 def test_any_number_of_layers_fits(sample_report: DemoReport, layers: int) -> None:
-    lanes = (sample_report.bulk.layers * 7)[:layers]
-    bulk = msgspec.structs.replace(sample_report.bulk, layers=lanes)
+    rows = (sample_report.bulk.layers * 7)[:layers]
+    bulk = msgspec.structs.replace(sample_report.bulk, layers=rows)
     root = ET.fromstring(draw_timeline(bulk, 2.6))
-    assert float(root.get("viewBox", "").split()[3]) < 500
+    assert number(root, "height") < 500
 
 
 @pytest.mark.parametrize("first_token_s", [1.9, 2.4, 2.46])
@@ -52,19 +53,20 @@ def test_no_line_crosses_a_label(
 
 
 def number(shape: ET.Element, name: str) -> float:
-    return float(shape.get(name, "nan"))
+    return float(shape.get(name, "nan").rstrip("%"))
 
 
 def test_what_lies_beyond_the_axis_stays_on_it(sample_report: DemoReport) -> None:
     for rect in rects(draw_timeline(sample_report.bulk, 1.0), "compute"):
-        right = float(rect.get("x", "nan")) + float(rect.get("width", "nan"))
-        assert right <= 960
+        assert number(rect, "x") + number(rect, "width") <= 100.2
 
 
-def test_the_longest_bar_is_the_longest_time() -> None:
-    svg = draw_bars([("slow", 2.0, "<&>"), ("fast", 0.5, "")])
-    widths = [float(r.get("width", "nan")) for r in ET.fromstring(svg).iter("rect")]
-    assert widths[0] == pytest.approx(4 * widths[1])
+def test_the_longest_way_fills_the_width_and_its_stages_stand_end_to_end() -> None:
+    slow, fast = Bar("slow", (1.0, 0.5, 0.5), "<&>"), Bar("fast", (0.0, 0.0, 0.5), "")
+    drawn = ET.fromstring(draw_bars([slow, fast]))
+    widths = [one.get("style", "").split()[1] for one in drawn.iter("i")]
+    assert widths == ["50.0%", "25.0%", "25.0%", "25.0%"]
+    assert [one.text for one in drawn.iter("b")] == ["2.00 s", "500 ms"]
 
 
 def test_a_buffer_without_samples_can_be_drawn(sample_report: DemoReport) -> None:

@@ -4,7 +4,15 @@ import msgspec
 import pytest
 
 from asynckv.cli.demo.report import DemoReport
-from asynckv.cli.demo.wording import figures_of, write_bytes, write_seconds
+from asynckv.cli.demo.wording import (
+    figures_of,
+    first_token_bars,
+    write_bytes,
+    write_fall,
+    write_seconds,
+    write_tail,
+    write_transport,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,10 +27,30 @@ def test_bytes_are_megabytes() -> None:
     assert write_bytes(83_957_760) == "84.0 MB"
 
 
-def test_the_figures_tell_how_much_sooner(sample_report: DemoReport) -> None:
-    remarks = {figure.name: figure.remark for figure in figures_of(sample_report)}
-    assert remarks["first token, bulk"] == "17 times sooner"
-    assert remarks["first token, layer-wise"] == "81 times sooner"
+def test_all_ways_to_a_first_token_count_from_the_request(
+    sample_report: DemoReport,
+) -> None:
+    sums = [sum(bar.stages_s) for bar in first_token_bars(sample_report)]
+    assert sums == pytest.approx([2.45, 2.54, 2.43])
+
+
+def test_a_tail_is_written_with_its_sign(sample_report: DemoReport) -> None:
+    assert write_tail(sample_report.bulk).endswith("110 ms after the prefill's compute")
+    assert "25.0 ms before" in write_tail(sample_report.layerwise)
+
+
+def test_a_second_request_that_is_slower_is_called_later(
+    sample_report: DemoReport,
+) -> None:
+    assert write_fall(sample_report.second).endswith("250 ms after the request "
+        "instead of 2.50 s, 90% earlier")  # fmt: skip
+    slow = msgspec.structs.replace(sample_report.second, first_token_s=5.0)
+    assert write_fall(slow).endswith("100% later")
+
+
+def test_how_payload_moved_is_said_in_words() -> None:
+    assert write_transport("tcp, map payload").startswith("read from memory")
+    assert write_transport("tcp, new payload") == "new, control over tcp"
 
 
 def test_the_figures_shout_when_tokens_differ(sample_report: DemoReport) -> None:
