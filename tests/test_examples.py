@@ -9,6 +9,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 SHOWN = {
     "consumer": "consumer: 15 MiB for 'Prompt 7",
+    "fastapi_streaming": "second client: all 12 layers\ngiven back: 1",
     "fastapi_service": "120 MiB came; meanwhile /healthz took",
     "paged_engine": "KV equal",
     "testing_a_scheduler": " 6 passed",

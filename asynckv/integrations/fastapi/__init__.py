@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from asynckv.integrations.fastapi.disconnect import cancel_on_disconnect
 from asynckv.integrations.fastapi.health import health_router, health_routes
-from asynckv.integrations.fastapi.lifecycle import lifespan, lookup
+from asynckv.integrations.fastapi.lifecycle import lifespan, lookup, store
+from asynckv.integrations.fastapi.streaming import stream_response
 
 __all__ = (
     "cancel_on_disconnect",
@@ -15,4 +16,6 @@ __all__ = (
     "health_routes",
     "lifespan",
     "lookup",
+    "store",
+    "stream_response",
 )

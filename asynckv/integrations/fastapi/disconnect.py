@@ -32,8 +32,9 @@ def cancel_on_disconnect(
 
     Below ``@app.get(...)``, or on a dependency that awaits. What the route had
     selected goes back to its buffer, and the route ends with status 499, which
-    nobody receives. The request's body is read before the route starts; a
-    response that streams has left the route, and is watched by Starlette.
+    nobody receives. The request's body is read before the route starts. A response
+    that streams is sent after the route has returned:
+    :func:`~asynckv.integrations.fastapi.stream_response` watches that.
 
     The route needs no ``Request`` parameter of its own; called by hand, it does.
     """

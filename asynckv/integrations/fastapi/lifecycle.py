@@ -22,10 +22,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
-from asynckv.abc import KVLookupBuffer
+from asynckv.abc import KVLookupBuffer, KVStoreBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect as connect_to
 from asynckv.buffers.serve import Server, serve as serve_at
+from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.errors import PeerLost
 from asynckv.node import open as open_node
@@ -33,7 +34,7 @@ from asynckv.security.tls import TLS
 from asynckv.shielding import wait_shielded
 from asynckv.types import KVFingerprint
 
-__all__ = ("AppLifespan", "Status", "lifespan", "lookup", "status_of")
+__all__ = ("AppLifespan", "Status", "lifespan", "lookup", "status_of", "store")
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def lifespan(
     connect: str | None = None,
     serve: str | None = None,
     lookup: LookupBuffer | None = None,
+    store: StoreBuffer | None = None,
     max_bytes: int | float | str = "1GiB",
     fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
     secret_file: str | os.PathLike[str] | None = None,
@@ -67,8 +69,9 @@ def lifespan(
 
     ``FastAPI(lifespan=lifespan(...))``, or ``async with lifespan(...)(app):`` in
     a lifespan of your own. It does one of three: what ``config`` says
-    (:func:`asynckv.open`); ``connect`` to a server's URL; or ``serve`` at a URL,
-    the buffer ``lookup`` if given (which stays yours to close), else a new one.
+    (:func:`asynckv.open`); ``connect`` to a server's URL; or ``serve`` at a URL
+    the buffers ``lookup`` and ``store``, if one is given (they stay yours to close),
+    else a new lookup buffer.
     ``max_bytes`` and ``fingerprint`` are the new buffer's or the connection's;
     ``secret_file``, ``tls`` and ``allow_plaintext`` protect what ``connect`` and
     ``serve`` open (a config has its own).
@@ -87,8 +90,9 @@ def lifespan(
     """
     if sum(given is not None for given in (config, connect, serve)) > 1:
         raise ValueError(_ONE)
-    if lookup is not None and serve is None:
-        raise ValueError("lookup= is what serve= serves")
+    given = (lookup, store)
+    if given != (None, None) and serve is None:
+        raise ValueError("lookup= and store= are what serve= serves")
     protection: dict[str, Any] = {
         "secret_file": secret_file,
         "tls": tls,
@@ -103,7 +107,7 @@ def lifespan(
     elif serve is not None:
         make = functools.partial(LookupBuffer, drain_s=drain_s, **known)
         serves = functools.partial(serve_at, serve, **protection)
-        opens = functools.partial(_served, serves, lookup, make)
+        opens = functools.partial(_served, serves, given, make)
     else:
         raise ValueError(_ONE)
 
@@ -127,18 +131,38 @@ async def lookup(connection: HTTPConnection) -> KVLookupBuffer:
 
     :raises RuntimeError: the app has no :func:`lifespan`
     """
-    part = _part_of(connection.app)
-    if part is None:
-        raise RuntimeError("no buffer here: the app's lifespan is not asynckv's")
-    if part.opened is None or part.is_leaving:
-        raise HTTPException(503, f"KV is {part.status}", {"Retry-After": "1"})
-    return part.opened.lookup
+    buffer = _opened_of(connection.app).lookup
+    if buffer is None:
+        raise RuntimeError("this app serves a store alone: pass lookup= to lifespan()")
+    return buffer
+
+
+async def store(connection: HTTPConnection) -> KVStoreBuffer:
+    """As :func:`lookup`, the store: ``Annotated[KVStoreBuffer, Depends(store)]``.
+
+    :raises RuntimeError: the app has no :func:`lifespan`, or that opens no store
+    """
+    buffer = _opened_of(connection.app).store
+    if buffer is None:
+        raise RuntimeError(
+            "this app has no store: pass store= or connect= to lifespan()"
+        )
+    return buffer
 
 
 def status_of(app: Starlette) -> Status:
     """Tell in a word how the app's part in transfers is."""
     part = _part_of(app)
     return "not started" if part is None else part.status
+
+
+def _opened_of(app: Starlette) -> _Opened:
+    part = _part_of(app)
+    if part is None:
+        raise RuntimeError("no buffer here: the app's lifespan is not asynckv's")
+    if part.opened is None or part.is_leaving:
+        raise HTTPException(503, f"KV is {part.status}", {"Retry-After": "1"})
+    return part.opened
 
 
 def _part_of(app: Starlette) -> _Part | None:
@@ -148,9 +172,10 @@ def _part_of(app: Starlette) -> _Part | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Opened:
-    """A buffer to use, the peer it depends on, and where this app serves."""
+    """Buffers to use, the peer they depend on, and where this app serves."""
 
-    lookup: KVLookupBuffer
+    lookup: KVLookupBuffer | None
+    store: KVStoreBuffer | None
     peer: Peer | None = None
     url: str | None = None
 
@@ -258,28 +283,31 @@ async def _configured(
     config: KVTransferConfig, drain_s: float
 ) -> AsyncIterator[_Opened]:
     async with open_node(config, drain_s=drain_s) as node:
-        yield _Opened(node.lookup, node.peer, node.url if node.server else None)
+        url = node.url if node.server else None
+        yield _Opened(node.lookup, None, node.peer, url)
 
 
 @asynccontextmanager
 async def _connected(connects: Callable[[], Peer]) -> AsyncIterator[_Opened]:
     async with connects() as peer:
-        yield _Opened(peer.lookup, peer)
+        yield _Opened(peer.lookup, peer.store, peer)
 
 
 @asynccontextmanager
 async def _served(
     serves: Callable[..., Server],
-    given: LookupBuffer | None,
+    given: tuple[LookupBuffer | None, StoreBuffer | None],
     make: Callable[[], LookupBuffer],
 ) -> AsyncIterator[_Opened]:
     async with AsyncExitStack() as stack:
-        buffer = make() if given is None else given
-        server = await stack.enter_async_context(serves(lookup=buffer))
-        if given is None:
+        lookup, store = given
+        made = make() if given == (None, None) else None
+        lookup = made if lookup is None else lookup
+        server = await stack.enter_async_context(serves(lookup=lookup, store=store))
+        if made is not None:
             # Entered after the server: what is left in it is served while it drains.
-            await stack.enter_async_context(buffer)
-        yield _Opened(buffer, url=server.url)
+            await stack.enter_async_context(made)
+        yield _Opened(lookup, store, url=server.url)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeAlias
 
 import httpx
 import pytest
+import torch
 from fastapi import Depends, FastAPI
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,13 +19,14 @@ from starlette.routing import Route
 
 import asynckv
 from asynckv.abc import KVLookupBuffer
-from asynckv.integrations.fastapi import lifespan, lookup
+from asynckv.integrations.fastapi import lifespan, lookup, store
 from asynckv.integrations.fastapi.lifecycle import AppLifespan, status_of
 from asynckv.testing import Authority, until, use_across_tasks
 
 TOKENS = [1, 2, 3]
 
 Lookup: TypeAlias = Annotated[KVLookupBuffer, Depends(lookup)]
+Store: TypeAlias = Annotated[asynckv.KVStoreBuffer, Depends(store)]
 MakeApp: TypeAlias = Callable[[AppLifespan], Starlette]
 
 
@@ -34,6 +36,10 @@ def fastapi_app(life: AppLifespan) -> FastAPI:
     @app.get("/peek")
     async def peek(buffer: Lookup) -> int:
         return await buffer.peek(TOKENS)
+
+    @app.get("/stored")
+    async def stored(buffer: Store) -> int:
+        return await buffer.match_prefix(["key"])
 
     return app
 
@@ -53,10 +59,10 @@ def started(app: Starlette) -> AbstractAsyncContextManager[object]:
     return app.router.lifespan_context(app)
 
 
-async def peek(app: Starlette) -> httpx.Response:
+async def peek(app: Starlette, path: str = "/peek") -> httpx.Response:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
-        return await client.get("/peek")
+        return await client.get(path)
 
 
 @asynccontextmanager
@@ -116,6 +122,25 @@ async def test_an_app_that_serves_a_given_buffer_leaves_it_open(
             await peer.lookup.insert(TOKENS, None, None, None, None)
             assert (await peek(app)).json() == 3
         assert await buffer.peek(TOKENS) == 3
+
+
+async def test_an_app_has_the_store_that_it_serves_or_that_its_peer_does() -> None:
+    url = free_url()
+    async with asynckv.StoreBuffer("1MiB") as given:
+        await given.put("key", torch.ones(1))
+        serving = fastapi_app(lifespan(serve=url, store=given))
+        async with started(serving), started(app := fastapi_app(lifespan(connect=url))):
+            assert (await peek(serving, "/stored")).json() == 1
+            assert (await peek(app, "/stored")).json() == 1
+            with pytest.raises(RuntimeError, match="a store alone"):
+                await peek(serving)
+        assert await given.contains(["key"]) == (True,)
+
+
+async def test_an_app_that_serves_no_store_has_none() -> None:
+    async with started(app := fastapi_app(lifespan(serve="mem://", drain_s=0))):
+        with pytest.raises(RuntimeError, match="this app has no store"):
+            await peek(app, "/stored")
 
 
 async def test_an_app_that_serves_its_own_buffer_can_start_again() -> None:
@@ -279,3 +304,5 @@ def test_it_does_exactly_one_thing() -> None:
         lifespan(connect="mem://a", serve="mem://b")
     with pytest.raises(ValueError, match="lookup="):
         lifespan(connect="mem://a", lookup=asynckv.LookupBuffer())
+    with pytest.raises(ValueError, match="store="):
+        lifespan(store=asynckv.StoreBuffer())
