@@ -13,6 +13,7 @@ SHOWN = {
     "fastapi_service": "120 MiB came; meanwhile /healthz took",
     "paged_engine": "KV equal",
     "testing_a_scheduler": " 6 passed",
+    "prefix_cache": "the other process: the store saved 99.5% of the prefill",
     "producer": "'Prompt 7: why is the sky blue?' is in",
 }
 

@@ -311,6 +311,7 @@ class KVStoreBuffer(KVCacheBuffer):
     async def match_prefix(self, block_keys: Sequence[str]) -> int:
         """Return how many of ``block_keys`` are stored, from the first one on.
 
+        :func:`asynckv.connectors.prefix_block_keys` makes them of token ids.
         A cancelled call leaves no trace.
         """
         found = await self.contains(block_keys)
