@@ -106,7 +106,7 @@ def test_the_names_of_the_package_are_sorted() -> None:
 def test_the_package_lists_its_names_and_has_no_other() -> None:
     assert set(asynckv.__all__) <= set(dir(asynckv))
     with pytest.raises(AttributeError, match="no_such_name"):
-        _ = asynckv.no_such_name
+        _ = asynckv.no_such_name  # type: ignore[attr-defined]
 
 
 def test_every_name_of_testing_is_there_when_it_is_asked_for() -> None:
@@ -152,3 +152,20 @@ def test_every_option_is_explained_where_it_is_given(name: str) -> None:
     function = getattr(asynckv, name)
     explained = set(re.findall(r":param (\w+): ", str(inspect.getdoc(function))))
     assert explained == set(inspect.signature(function).parameters)
+
+
+def public_calls() -> set[str]:
+    """The names that users write: of the package, and of what its pages have."""
+    modules = ("asynckv", "asynckv.connectors", "asynckv.integrations.fastapi")
+    names = {name for m in modules for name in importlib.import_module(m).__all__}
+    pages = importlib.import_module("asynckv.abc")
+    for page in (getattr(pages, name) for name in pages.__all__):
+        if inspect.isabstract(page) and page is not pages.PayloadTransport:
+            names |= {name for name in vars(page) if not name.startswith("_")}
+    return names | {"entry_id", "key_tensor", "value_tensor", "layers", "nbytes"}
+
+
+def test_the_typed_page_of_user_code_makes_every_public_call() -> None:
+    code = (Path(__file__).parent / "typing" / "user_code.py").read_text()
+    assert public_calls() - set(re.findall(r"\w+", code)) == set()
+    assert not re.search(r"\bcast\(|^ *assert |# type: ignore|\bAny\b", code, re.M)
