@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fnmatch
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -10,19 +12,22 @@ from asynckv.cli.bench.asking import open_outstanding, open_pairs, open_ping
 from asynckv.cli.bench.lag import open_lag
 from asynckv.cli.bench.layerwise import open_tail
 from asynckv.cli.bench.measuring import Case
-from asynckv.cli.bench.meeting import PING_NBYTES
+from asynckv.cli.bench.meeting import MAX_NBYTES, MAX_PARTS, PING_NBYTES
 from asynckv.cli.bench.moving import open_fetching, open_moving
 from asynckv.cli.bench.report import Group, Subject
 from asynckv.cli.bench.rig import Rig
-from asynckv.cli.bench.settings import Scale
+from asynckv.cli.bench.settings import Scale, Selection
 from asynckv.cli.bench.wording import write_nbytes
+from asynckv.errors import ConfigError
+from asynckv.types import parse_bytes
 
-__all__ = ("Exhibit", "catalogue")
+__all__ = ("Exhibit", "catalogue", "choose", "read_shape")
 
 _REQUEST_NBYTES = 16 * 2**10
 _FETCH_NBYTES = 2 * 2**20
 _MAX_REPEATS = 100
 _MAX_TENSORS = 4096
+_MOST_FOR_ANY = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,62 @@ def catalogue(scale: Scale) -> list[Exhibit]:
         *(_outstanding(scale, n) for n in scale.outstanding),
         *_waits(scale),
     ]
+
+
+def choose(selection: Selection, *, is_bench: bool = True) -> list[Exhibit]:
+    """Return the cases that were chosen; of a server that is no bench, what it can do.
+
+    :raises ConfigError: a name fits no case
+    """
+    scale = selection.scale
+    known = [one for one in catalogue(scale) if is_bench or _suits_any_server(one)]
+    found = [] if selection.shapes and not selection.cases else known
+    if selection.cases:
+        names = [one.subject.case for one in known]
+        wanted = {name for case in selection.cases for name in _fitting(case, names)}
+        found = [one for one in known if one.subject.case in wanted]
+    for parts, nbytes in selection.shapes:
+        title = f"{parts:,} {'tensor' if parts == 1 else 'tensors'} of "
+        name = f"shape-{parts}x{nbytes}"
+        shape = (parts, nbytes)
+        title += write_nbytes(nbytes)
+        found.append(_moving(scale, name, title, "throughput", shape))
+    return found
+
+
+def _suits_any_server(exhibit: Exhibit) -> bool:
+    """Whether it needs little room, and no sockets of a bench."""
+    subject = exhibit.subject
+    return subject.parts * subject.part_nbytes <= _MOST_FOR_ANY and subject.group in (
+        *("throughput", "blocks", "latency", "concurrency", "rate"),
+    )
+
+
+def _fitting(case: str, names: list[str]) -> list[str]:
+    kind, _, size = case.rpartition("-")
+    if kind and size:  # entry-1MiB is entry-1048576
+        with contextlib.suppress(ValueError):
+            case = f"{kind}-{parse_bytes(size)}"
+    if found := fnmatch.filter(names, case):
+        return found
+    raise ConfigError(f"no case fits {case!r}", hint=f"there are {', '.join(names)}")
+
+
+def read_shape(text: str) -> tuple[int, int]:
+    """Return tensors and bytes of each, of ``"32x2MiB"``.
+
+    :raises ConfigError: it is no shape
+    """
+    parts, _, size = text.lower().partition("x")
+    try:
+        shape = int(parts), parse_bytes(size)
+    except ValueError as exc:
+        hint = "write how many tensors of how many bytes, as 32x2MiB"
+        raise ConfigError(f"{text!r} is no shape", hint=hint) from exc
+    if min(shape) < 1 or shape[0] > MAX_PARTS or shape[1] > MAX_NBYTES:
+        hint = f"up to {MAX_PARTS:,} tensors of up to {write_nbytes(MAX_NBYTES)}"
+        raise ConfigError(f"{text!r} cannot be measured", hint=hint)
+    return shape
 
 
 def _moving(

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from rich.console import Console
 from rich.text import Text
 
-from asynckv.cli.bench.settings import Settings
+from asynckv.cli.bench.settings import Selection, Settings
+from asynckv.cli.document import check_writable
 from asynckv.cli.ending import INTERRUPTED, until_ended
 from asynckv.cli.loops import LoopName, run
 from asynckv.errors import AsyncKVError, ConfigError
@@ -28,6 +29,8 @@ __all__ = ("bench",)
 
 _SERVE_AT = "tcp://127.0.0.1:0"
 _Flag = Annotated[bool, Parameter(negative=())]
+_Several = Annotated[list[str] | None, Parameter(negative=())]
+_Positive = Annotated[float | None, Parameter(validator=validators.Number(gt=0))]
 
 
 def bench(
@@ -36,6 +39,9 @@ def bench(
     *,
     serve: _Flag = False,
     quick: _Flag = False,
+    case: _Several = None,
+    shape: _Several = None,
+    seconds: _Positive = None,
     json: Path | None = None,
     html: Path | None = None,
     digest: Digest = "auto",
@@ -51,16 +57,26 @@ def bench(
     """Measure asynckv on your own machines, each figure beside a baseline.
 
     Without a URL both sides are processes of this machine. The exit status is 0
-    unless a case failed; a row whose baseline disagrees with itself is void.
+    unless a case failed. A row is void where its baseline disagrees with itself or its
+    rounds with each other: do not quote it.
 
     Parameters
     ----------
     url
-        Where `asynckv bench --serve` runs, or, with --serve, where to serve.
+        Where `asynckv bench --serve` runs, or any server of a lookup buffer, such as
+        `asynckv serve --lookup`: that one is measured without raw TCP beside it. With
+        --serve, where to serve.
     serve
         Be the other side, until Ctrl-C.
     quick
         Tiny sizes: shows in seconds that everything works, and measures little.
+    case
+        Only this case, as `ping`, `entry-1MiB` or `'scattered-*'`; may be repeated.
+    shape
+        An entry of your own shape, tensors by bytes of each, as `32x2MiB`; may be
+        repeated.
+    seconds
+        How long to measure each case, instead of six rounds.
     json
         Where to write the report, as docs/bench.md describes it.
     html
@@ -102,7 +118,11 @@ def bench(
             run(until_ended(_serve(url or _SERVE_AT, settings, console)), loop)
             return 0
         png = _picture_beside(html, console)
-        measuring = _measure(url, settings, console, quick)
+        for path in (json, html, png):
+            if path is not None:
+                check_writable(path)
+        selection = _selection(quick, case, shape, seconds)
+        measuring = _measure(url, settings, console, selection)
         report = run(until_ended(measuring), loop)
         return _leave_behind(report, console, (json, html, png))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -120,6 +140,17 @@ def _tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS 
     if certificate is None or key is None or ca is None:
         raise ConfigError("--certificate, --key and --ca belong together")
     return TLS(certificate=certificate, key=key, ca=ca)
+
+
+def _selection(
+    quick: bool, case: list[str] | None, shape: list[str] | None, seconds: float | None
+) -> Selection:
+    from asynckv.cli.bench.catalogue import read_shape
+
+    shapes = tuple(map(read_shape, shape or ()))
+    return Selection(
+        quick=quick, cases=tuple(case or ()), shapes=shapes, seconds=seconds
+    )
 
 
 def _picture_beside(html: Path | None, console: Console) -> Path | None:
@@ -156,23 +187,26 @@ async def _measure_device(device: str, console: Console, quick: bool) -> None:
 
 
 async def _measure(
-    url: str | None, settings: Settings, console: Console, quick: bool
+    url: str | None, settings: Settings, console: Console, selection: Selection
 ) -> BenchReport:
     from asynckv.cli.bench.live import BenchDisplay
     from asynckv.cli.bench.running import run_bench
 
     with BenchDisplay(console) as display:
-        return await run_bench(url, settings, display, quick=quick)
+        return await run_bench(url, settings, display, selection)
 
 
 def _leave_behind(
     report: BenchReport, console: Console, paths: tuple[Path | None, ...]
 ) -> int:
+    from asynckv.cli.bench.live import closing_table
     from asynckv.cli.bench.page import render_page
     from asynckv.cli.bench.picture import draw_picture
     from asynckv.cli.bench.wording import write_summary
 
     json, html, png = paths
+    console.print("")
+    console.print(closing_table(report))
     console.print(write_summary(report), highlight=False)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")

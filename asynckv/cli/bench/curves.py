@@ -59,7 +59,7 @@ def throughput_lines(report: BenchReport) -> list[Line]:
 
 
 def latency_lines(report: BenchReport) -> list[Line]:
-    """Return p50 and p99 of single requests over how many are outstanding."""
+    """Return p50 and p99 of single requests in ms, over how many are outstanding."""
     rows = [row for row in report.rows if row.subject.group == "concurrency"]
     ours: list[tuple[Row, Percentiles]] = []
     bare: list[tuple[Row, Percentiles]] = []
@@ -112,7 +112,8 @@ def _first_of(row: Row, kind: str) -> Baseline | None:
     return next((b for b in row.baselines if b.name.startswith(kind)), None)
 
 
-def _call_point(row: Row, value: float) -> Point:
+def _call_point(row: Row, value_us: float) -> Point:
+    value = value_us / 1e3
     return Point(
         row.subject.outstanding, Spread(value, value, value), row.verdict == "ok"
     )

@@ -10,11 +10,14 @@ from typing import Final
 from asynckv.cli.bench.figures import histogram_of, percentiles_of, spread_of
 from asynckv.cli.bench.measuring import Round, Sample
 from asynckv.cli.bench.report import Baseline, Measured, Row, Subject
+from asynckv.cli.bench.wording import write_void
 
-__all__ = ("A_A_BOUNDS", "failed_row", "judge")
+__all__ = ("A_A_BOUNDS", "MAX_SPREAD", "failed_row", "judge")
 
 A_A_BOUNDS: Final = (0.85, 1.15)
 """A baseline that differs more from itself is the measure of nothing."""
+MAX_SPREAD: Final = 3.0
+"""Rounds that differ by a larger factor among themselves say nothing either."""
 
 
 def judge(
@@ -22,27 +25,34 @@ def judge(
 ) -> Row:
     """Return the row that the rounds add up to.
 
+    It is void where the first baseline did not agree with itself, or the rounds not
+    with each other. Without a baseline only the latter is judged.
+
     :raises ValueError: there are no rounds
     """
     ours = _measured([one.ours for one in rounds], edges)
     names = list(rounds[0].baselines) if rounds else []
     baselines = tuple(_baseline(name, rounds, edges) for name in names)
-    if not baselines:
-        return failed_row(subject, "nothing to compare it with")
-    first = baselines[0]
+    reason = _why_void(ours, baselines)
     return Row(
         subject,
-        verdict="void" if first.is_void else "ok",
+        verdict="void" if reason else "ok",
         rounds=len(rounds),
         ours=ours,
         baselines=baselines,
-        reason=_why_void(first) if first.is_void else "",
+        reason=reason,
     )
 
 
-def _why_void(baseline: Baseline) -> str:
-    low, high = A_A_BOUNDS
-    return f"{baseline.name} / itself = {baseline.a_a:.3f}, outside {low}-{high}"
+def _why_void(ours: Measured, baselines: Sequence[Baseline]) -> str:
+    if baselines and baselines[0].is_void:
+        return write_void(baselines[0])
+    # What slows both down in a round is not in the ratio of the two.
+    spread = baselines[0].ratio if baselines else ours.value
+    factor = spread.most / max(spread.least, 1e-12)
+    if factor > MAX_SPREAD:
+        return f"rounds differ by a factor of {factor:.1f}"
+    return ""
 
 
 def failed_row(subject: Subject, reason: str) -> Row:
@@ -82,12 +92,11 @@ def _middle(quotients: Iterable[float]) -> float:
 
 def _measured(samples: Sequence[Sample], edges: Sequence[float]) -> Measured:
     nbytes = sum(sample.nbytes for sample in samples)
+    cpu_s = sum(sample.cpu_s for sample in samples)
     calls = [call for sample in samples for call in sample.calls]
     return Measured(
         value=spread_of([sample.value for sample in samples]),
-        cpu_s_per_gb=sum(sample.cpu_s for sample in samples) / nbytes * 1e9
-        if nbytes
-        else None,
+        cpu_s_per_gb=cpu_s / nbytes * 1e9 if nbytes and cpu_s else None,
         calls=percentiles_of(calls) if calls else None,
         histogram=histogram_of(calls, edges) if calls and edges else None,
     )

@@ -7,9 +7,12 @@ in the very rounds that it is the measure of.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 __all__ = ("Case", "CpuClock", "Measurement", "Round", "Sample", "measure")
+
+_LEAST_ROUNDS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +34,9 @@ CpuClock = Callable[[], Awaitable[float]]
 class Case:
     """How to measure one subject once, and each of its baselines once.
 
-    The first baseline decides whether the row is void. ``edges`` are those of a
-    histogram over single calls, if it has one.
+    The first baseline decides whether the row is void; against a server that is no
+    bench there may be none. ``edges`` are those of a histogram over single calls, if
+    it has one.
     """
 
     ours: Measurement
@@ -49,16 +53,32 @@ class Round:
 
 
 async def measure(
-    case: Case, rounds: int, cpu: CpuClock, done: Callable[[int], None]
+    case: Case,
+    rounds: int,
+    cpu: CpuClock,
+    done: Callable[[int], None],
+    *,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[Round]:
-    """Measure ``rounds`` rounds after one that is not counted.
+    """Measure ``rounds`` rounds after one that is not counted, or for ``seconds``.
 
-    ``done`` is called between rounds, with how many are over. A cancelled call
-    leaves nothing under way.
+    In the latter case it is two rounds or a larger even number, until so long has
+    passed. ``done`` is called between rounds, with how many are over, or how many
+    seconds. A cancelled call leaves nothing under way.
     """
-    found = []
-    for number in range(rounds + 1):
-        done(number)
+    found: list[Round] = []
+    began_s = clock()
+
+    def is_enough() -> bool:
+        counted = len(found) - 1
+        if seconds is None:
+            return counted >= rounds
+        is_over = clock() - began_s >= seconds
+        return is_over and counted >= _LEAST_ROUNDS and counted % 2 == 0
+
+    while not is_enough():
+        done(len(found) if seconds is None else int(clock() - began_s))
         before = {
             name: await _metered(baseline, cpu)
             for name, baseline in case.baselines.items()

@@ -11,7 +11,7 @@ from asynckv.cli.bench.measuring import Case, Measurement, Sample
 from asynckv.cli.bench.memory import Memory, copy_all, make_memory
 from asynckv.cli.bench.raw_streams import name_of_streams
 from asynckv.cli.bench.report import Subject
-from asynckv.cli.bench.rig import Rig
+from asynckv.cli.bench.rig import LEFT_S, Rig
 
 __all__ = ("open_fetching", "open_moving", "pull")
 
@@ -37,23 +37,51 @@ async def pull(lookup: KVLookupBuffer, tokens: list[int], memory: Memory) -> flo
         return elapsed_s
 
 
+async def _take(lookup: KVLookupBuffer, tokens: list[int], memory: Memory) -> float:
+    """Insert an entry, then select it for good; return the seconds of the latter.
+
+    For servers which would not have it given back any number of times.
+    """
+    entry_id = await lookup.insert(
+        tokens, None, memory.layers, None, None, ttl_s=LEFT_S
+    )
+    try:
+        began_s = time.perf_counter()
+        await lookup.drop_select(tokens, into=memory.into)
+        return time.perf_counter() - began_s
+    except BaseException:
+        await lookup.withdraw(entry_id)
+        raise
+
+
 @contextlib.asynccontextmanager
 async def _placed(
     rig: Rig, subject: Subject, *, scattered: bool = False
-) -> AsyncIterator[tuple[list[int], Memory]]:
-    """Put an entry of that shape into the other process; take it out at the end."""
+) -> AsyncIterator[tuple[_Transfer, Memory]]:
+    """Yield what moves an entry of that shape from the other process, bytes checked.
+
+    The entry is put there once, and taken out at the end.
+    """
     memory = await rig.in_thread(
         make_memory, subject.parts, subject.part_nbytes, scattered=scattered
     )
     tokens = rig.new_tokens()
+
+    async def check(transfer: _Transfer) -> None:
+        await rig.in_thread(memory.poison)
+        await transfer()
+        await rig.in_thread(memory.check)
+
+    if not rig.is_bench:
+        await check(lambda: _take(rig.lookup, tokens, memory))
+        yield lambda: _take(rig.lookup, tokens, memory), memory
+        return
     entry_id = await rig.lookup.insert(
         tokens, None, memory.layers, None, None, ttl_s=None
     )
     try:
-        await rig.in_thread(memory.poison)
-        await pull(rig.lookup, tokens, memory)
-        await rig.in_thread(memory.check)
-        yield tokens, memory
+        await check(lambda: pull(rig.lookup, tokens, memory))
+        yield lambda: pull(rig.lookup, tokens, memory), memory
     finally:
         await rig.lookup.withdraw(entry_id)
 
@@ -68,7 +96,7 @@ async def open_moving(
 
     :raises WrongBytes: they differ
     """
-    async with _placed(rig, subject, scattered=scattered) as (tokens, memory):
+    async with _placed(rig, subject, scattered=scattered) as (transfer, memory):
         sources, targets = memory.source_views, memory.target_views
 
         async def measure(transfer: _Transfer) -> Sample:
@@ -77,7 +105,7 @@ async def open_moving(
             return Sample(nbytes / elapsed_s / 1e9, nbytes)
 
         yield Case(
-            ours=lambda: measure(lambda: pull(rig.lookup, tokens, memory)),
+            ours=lambda: measure(transfer),
             baselines={
                 **_raw_baselines(rig, targets, len(memory.layers), measure),
                 "memcpy": lambda: measure(
@@ -93,7 +121,12 @@ def _raw_baselines(
     tensors: int,
     measure: Callable[[_Transfer], Coroutine[object, object, Sample]],
 ) -> dict[str, Measurement]:
-    """As many streams as the link has lanes, of which a tensor uses one; and one."""
+    """As many streams as the link has lanes, of which a tensor uses one; and one.
+
+    None where the other side is no bench.
+    """
+    if not rig.is_bench:
+        return {}
 
     def over(streams: int) -> Measurement:
         pull_raw = rig.raw_streams.pull
@@ -109,7 +142,7 @@ async def open_fetching(rig: Rig, subject: Subject, times: int) -> AsyncIterator
 
     :raises WrongBytes: what landed was not what was sent
     """
-    async with _placed(rig, subject) as (tokens, memory):
+    async with _placed(rig, subject) as (transfer, memory):
         targets = memory.target_views
 
         async def measure(transfer: _Transfer) -> Sample:
@@ -118,6 +151,6 @@ async def open_fetching(rig: Rig, subject: Subject, times: int) -> AsyncIterator
             return Sample(value, memory.nbytes * times, tuple(calls))
 
         yield Case(
-            ours=lambda: measure(lambda: pull(rig.lookup, tokens, memory)),
+            ours=lambda: measure(transfer),
             baselines=_raw_baselines(rig, targets, len(memory.layers), measure),
         )

@@ -9,9 +9,10 @@ from html import escape
 
 from asynckv.cli.bench.curves import lag_bars, latency_lines, throughput_lines
 from asynckv.cli.bench.plots import draw_histograms, draw_lines
-from asynckv.cli.bench.report import BenchReport, Row
+from asynckv.cli.bench.report import Baseline, BenchReport, Row
 from asynckv.cli.bench.wording import (
-    write_baseline,
+    speedup_of,
+    write_comparison,
     write_cpu,
     write_machine,
     write_nbytes,
@@ -39,9 +40,10 @@ def _head(report: BenchReport) -> str:
     return (
         f'<h1>asynckv bench</h1>\n<p class="facts">{escape(facts)}</p>\n'
         f'<p class="summary" id="summary">{escape(write_summary(report))}</p>\n'
-        '<p class="note">Every figure was measured in rounds, between two turns of '
-        "its baseline; read the ratios, since absolute figures drift. A row is void, "
-        "and its points are hollow, where the baseline did not agree with itself.</p>"
+        '<p class="note">Every figure was measured in rounds, each between two turns '
+        "of its baseline. Read the comparisons: absolute figures drift. Void rows, and "
+        "hollow points, do not count: the baseline did not agree with itself, or the "
+        "rounds not with each other.</p>"
     )
 
 
@@ -57,10 +59,12 @@ def _throughput(report: BenchReport) -> str:
     title = "Throughput against size"
     lines = throughput_lines(report)
     key = _key(*((line.name, line.kind) for line in lines))
-    drawn = draw_lines(title, lines, "GB/s", lambda x: write_nbytes(int(x)))
+    drawn = draw_lines(
+        title, lines, "GB/s", lambda x: write_nbytes(int(x)), "bytes of an entry"
+    )
     note = (
-        '<p class="note">Raw TCP has as many streams as the link has lanes, at most '
-        "one a tensor: all but the largest entry are one tensor each.</p>"
+        '<p class="note">Higher is better. An entry is found, lent, moved and '
+        "acknowledged: for a small one that takes longer than its bytes do.</p>"
     )
     return f"<h2>{title}</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"
 
@@ -68,8 +72,17 @@ def _throughput(report: BenchReport) -> str:
 def _latency(report: BenchReport) -> str:
     key = _key(("asynckv", "ours"), ("bare asyncio streams", "raw"))
     title = "Latency against outstanding requests"
-    drawn = draw_lines(title, latency_lines(report), "us", lambda x: f"{x:,.0f}")
-    note = '<p class="note">Lines are p50, dashed lines p99, of single requests.</p>'
+    drawn = draw_lines(
+        title,
+        latency_lines(report),
+        "ms",
+        lambda x: f"{x:,.0f}",
+        "requests outstanding",
+    )
+    note = (
+        '<p class="note">Lower is better. Half of the requests took less than the line '
+        "(p50), 99% less than the dashed line (p99).</p>"
+    )
     return f"<h2>{title}</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"
 
 
@@ -77,7 +90,10 @@ def _lag(report: BenchReport) -> str:
     found = lag_bars(report)
     key = _key(*((bars.name, bars.kind) for bars in found))
     drawn = draw_histograms("Loop lag", found, "ms")
-    note = '<p class="note">How late a ticker of 1 ms came, as shares of all ticks.</p>'
+    note = (
+        '<p class="note">How late the event loop ran what was due every 1 ms. Further '
+        "left is better.</p>"
+    )
     return f"<h2>Loop lag</h2>\n{note}{key}\n{drawn or _NOT_DRAWN}"
 
 
@@ -85,24 +101,33 @@ def _table(report: BenchReport) -> str:
     rows = "\n".join(_table_row(row) for row in report.rows)
     head = "".join(
         f"<th>{name}</th>"
-        for name in ("case", "asynckv", "beside, in the same rounds", "CPU", "")
+        for name in ("case", "asynckv", "beside, in the same rounds", "")
     )
     return (
-        '<h2>All rows</h2>\n<p class="note">Medians of the rounds, with the least and '
-        "the most. A ratio is asynckv's figure over the baseline's.</p>\n"
-        f'<div class="wide"><table id="rows"><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table></div>"
+        '<h2>All rows</h2>\n<p class="note">Medians of the rounds [least-most].</p>\n'
+        f'<table id="rows"><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table>"
     )
 
 
 def _table_row(row: Row) -> str:
-    beside = "<br>".join(escape(write_baseline(one)) for one in row.baselines)
+    beside = [
+        f'<span class="{_direction(row, one)}">'
+        f"{escape(write_comparison(row.subject, one))}</span>"
+        for one in row.baselines
+    ]
+    if cpu := write_cpu(row):
+        beside.append(f'<span class="cpu">{escape(cpu)}</span>')
     return (
         f'<tr class="{row.verdict}"><th scope="row">{escape(row.subject.title)}</th>'
-        f'<td class="value">{escape(write_value(row))}</td><td>{beside}</td>'
-        f"<td>{escape(write_cpu(row))}</td>"
+        f'<td class="value">{escape(write_value(row))}</td>'
+        f"<td>{'<br>'.join(beside)}</td>"
         f'<td class="{row.verdict}">{escape(write_verdict(row))}</td></tr>'
     )
+
+
+def _direction(row: Row, baseline: Baseline) -> str:
+    return "better" if speedup_of(row.subject, baseline).median >= 1 else "worse"
 
 
 def _foot(report: BenchReport) -> str:

@@ -59,8 +59,10 @@ def draw_picture(report: BenchReport, path: Path) -> None:
     )
     size, outstanding, late = figure.subplots(3)
     _draw_lines(size, throughput_lines(report), "GB/s", lambda x: write_nbytes(int(x)))
+    size.set_xlabel("bytes of an entry (log scale)")
     size.set_title("Throughput against size", loc="left", fontsize=11)
-    _draw_lines(outstanding, latency_lines(report), "us", lambda x: f"{x:,.0f}")
+    _draw_lines(outstanding, latency_lines(report), "ms", lambda x: f"{x:,.0f}")
+    outstanding.set_xlabel("requests outstanding (log scale)")
     outstanding.set_title(
         "Latency against outstanding requests", loc="left", fontsize=11
     )
@@ -83,7 +85,7 @@ def _draw_lines(
     axes.set_xticks(places, [write_x(place) for place in places])
     axes.set_xticks([], minor=True)
     axes.yaxis.set_major_formatter(lambda value, _: write_number(value))
-    axes.set_ylabel(unit)
+    axes.set_ylabel(f"{unit} (log scale)")
     _finish(axes)
 
 

@@ -1,11 +1,13 @@
-"""The page's plots: inline SVG that takes its colours from the page's style.
+"""The page's plots, as wide as the window: only places scale, letters never do.
 
-A point is filled where its row counts, and hollow where the row is void.
+Horizontal places are percentages of the picture; colours are those of the page's
+style. A point is filled where its row counts, and hollow where the row is void.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from html import escape
@@ -15,13 +17,14 @@ from asynckv.cli.bench.wording import write_bin, write_number
 
 __all__ = ("draw_histograms", "draw_lines")
 
-_WIDTH, _HEIGHT = 960, 320
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 24, 20, 40
+_HEIGHT = 340
+_TOP, _BOTTOM = 34, 56
+_SIDE = 5.0  # percent, beside the first and the last place
 
 
 @dataclasses.dataclass(frozen=True)
 class _Axis:
-    """Values to pixels, logarithmically."""
+    """Values to places, logarithmically."""
 
     least: float
     most: float
@@ -40,7 +43,11 @@ class _Axis:
 
 
 def draw_lines(
-    title: str, lines: Sequence[Line], unit: str, write_x: Callable[[float], str]
+    title: str,
+    lines: Sequence[Line],
+    unit: str,
+    write_x: Callable[[float], str],
+    x_title: str,
 ) -> str:
     """Draw lines over logarithmic axes; the empty text if there are no points."""
     points = [point for line in lines for point in line.points]
@@ -48,10 +55,11 @@ def draw_lines(
         return ""
     x = _x_axis([point.x for point in points])
     y = _y_axis(points)
-    parts = _y_grid(y, unit)
+    parts = [_text(0, 14, f"{unit} (log scale)", "start", dx=-66), *_y_grid(y)]
+    parts.append(_text(100, _HEIGHT - 6, f"{x_title} (log scale)", "end"))
     for place in sorted({point.x for point in points}):
-        at = x.place(place)
-        parts.append(_text(at, _HEIGHT - _BOTTOM + 18, write_x(place), "middle"))
+        words = write_x(place)
+        parts.append(_text(x.place(place), _HEIGHT - _BOTTOM + 18, words, "middle"))
     for line in lines:
         parts += _draw_line(line, x, y, unit)
     return _svg(title, parts)
@@ -61,7 +69,7 @@ def _x_axis(values: Sequence[float]) -> _Axis:
     least, most = min(values), max(values)
     if least == most:
         least, most = least / 2, most * 2
-    return _Axis(least, most, _LEFT + 30, _WIDTH - _RIGHT - 30)
+    return _Axis(least, most, _SIDE, 100 - _SIDE)
 
 
 def _y_axis(points: Sequence[Point]) -> _Axis:
@@ -72,32 +80,26 @@ def _y_axis(points: Sequence[Point]) -> _Axis:
     return _Axis(10.0**low, 10.0**high, _HEIGHT - _BOTTOM, _TOP)
 
 
-def _y_grid(y: _Axis, unit: str) -> list[str]:
+def _y_grid(y: _Axis) -> list[str]:
     parts = []
     for value in y.decades():
         at = y.place(value)
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" y1="{at}" x2="{_WIDTH - _RIGHT}" '
-            f'y2="{at}"/>'
-        )
-        parts.append(_text(_LEFT - 10, at + 4, f"{write_number(value)} {unit}", "end"))
+        parts.append(_line("grid", (0, at), (100, at)))
+        parts.append(_text(0, at + 4, write_number(value), "end", dx=-10))
     return parts
 
 
 def _draw_line(line: Line, x: _Axis, y: _Axis, unit: str) -> list[str]:
-    if not line.points:
-        return []
-    places = [(x.place(p.x), y.place(p.value.median), p) for p in line.points]
-    path = "L".join(f"{left},{top}" for left, top, _ in places)
-    parts = [f'<path class="{line.kind}" d="M{path}"/>']
-    for left, top, point in places:
+    places = [(x.place(p.x), y.place(p.value.median)) for p in line.points]
+    parts = [_line(line.kind, one, next_) for one, next_ in itertools.pairwise(places)]
+    for (left, top), point in zip(places, line.points, strict=True):
         low, high = y.place(point.value.least), y.place(point.value.most)
         sure = " sure" if point.is_sure else ""
         hint = f"{line.name}: {write_number(point.value.median)} {unit}"
         hint += "" if point.is_sure else " (void)"
-        parts.append(f'<path class="{line.kind} whisker" d="M{left},{low}V{high}"/>')
+        parts.append(_line(f"{line.kind} whisker", (left, low), (left, high)))
         parts.append(
-            f'<circle class="{line.kind} dot{sure}" cx="{left}" cy="{top}" r="4">'
+            f'<circle class="{line.kind} dot{sure}" cx="{left}%" cy="{top}" r="4">'
             f"<title>{escape(hint)}</title></circle>"
         )
     return parts
@@ -113,24 +115,25 @@ def draw_histograms(title: str, all_bars: Sequence[Bars], unit: str) -> str:
     edges = all_bars[0].histogram.edges
     if any(bars.histogram.edges != edges for bars in all_bars):
         raise ValueError("histograms of different edges cannot be compared")
-    parts = [_share_line(share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    step = (_WIDTH - _LEFT - _RIGHT) / (len(edges) - 1)
+    parts = [_text(0, 14, "share of all ticks", "start", dx=-66)]
+    parts += [part for share in (0.0, 0.25, 0.5, 0.75, 1.0) for part in _share(share)]
+    step = 100 / (len(edges) - 1)
     for index in range(len(edges) - 1):
-        left = _LEFT + index * step
-        label = write_bin(edges, index)
-        middle = round(left + step / 2, 2)
-        parts.append(_text(middle, _HEIGHT - _BOTTOM + 18, label, "middle"))
+        left = index * step
+        # Every other label is lower: so they fit in a narrow window.
+        at = _HEIGHT - _BOTTOM + 18 + 14 * (index % 2)
+        parts.append(_text(left + step / 2, at, write_bin(edges, index), "middle"))
         parts += _draw_bars(all_bars, index, left, step)
-    parts.append(_text(_WIDTH - _RIGHT, _HEIGHT - 4, f"{unit} late", "end"))
+    parts.append(_text(100, _HEIGHT - 4, f"{unit} late", "end"))
     return _svg(title, parts)
 
 
-def _share_line(share: float) -> str:
+def _share(share: float) -> list[str]:
     at = _share_place(share)
-    line = f'x1="{_LEFT}" y1="{at}" x2="{_WIDTH - _RIGHT}" y2="{at}"'
-    return f'<line class="grid" {line}/>' + _text(
-        _LEFT - 10, at + 4, f"{share:.0%}", "end"
-    )
+    return [
+        _line("grid", (0, at), (100, at)),
+        _text(0, at + 4, f"{share:.0%}", "end", dx=-10),
+    ]
 
 
 def _share_place(share: float) -> float:
@@ -148,9 +151,9 @@ def _draw_bars(
         top = _share_place(count / max(total, 1))
         # A bin that has any value is seen.
         height = max(_share_place(0.0) - top, 1.5 if count else 0.0)
-        place = f'x="{round(left + step * 0.1 + number * width, 2)}"'
+        place = f'x="{round(left + step * 0.1 + number * width, 2)}%"'
         place += f' y="{round(_share_place(0.0) - height, 2)}"'
-        place += f' width="{width}" height="{round(height, 2)}"'
+        place += f' width="{width}%" height="{round(height, 2)}"'
         parts.append(
             f'<rect class="{bars.kind}" {place}>'
             f"<title>{escape(bars.name)}: {count:,} of {total:,}</title></rect>"
@@ -158,12 +161,17 @@ def _draw_bars(
     return parts
 
 
-def _text(x: float, y: float, words: str, anchor: str) -> str:
-    place = f'x="{x}" y="{round(y, 2)}" text-anchor="{anchor}"'
+def _line(kind: str, one: tuple[float, float], other: tuple[float, float]) -> str:
+    (x1, y1), (x2, y2) = one, other
+    place = f'x1="{x1}%" y1="{y1}" x2="{x2}%" y2="{y2}"'
+    return f'<line class="{kind}" {place}/>'
+
+
+def _text(x: float, y: float, words: str, anchor: str, *, dx: int = 0) -> str:
+    place = f'x="{round(x, 2)}%" y="{round(y, 2)}" dx="{dx}" text-anchor="{anchor}"'
     return f'<text class="tick" {place}>{escape(words)}</text>'
 
 
 def _svg(title: str, parts: list[str]) -> str:
     label = f'role="img" aria-label="{escape(title)}"'
-    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-    return f"<svg {box} {label}>{''.join(parts)}</svg>"
+    return f'<svg height="{_HEIGHT}" {label}>{"".join(parts)}</svg>'

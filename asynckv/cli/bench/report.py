@@ -75,9 +75,11 @@ class Baseline(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One case. ``void``: the first baseline did not agree with itself.
+    """One case. ``void``: the first baseline did not agree with itself, or the
+    rounds not with each other; the ``reason`` says which.
 
-    A row that ``failed`` has its ``reason`` and no figures.
+    A row that ``failed`` has its ``reason`` and no figures. One against a server
+    that is no bench has no baselines.
     """
 
     subject: Subject
@@ -101,7 +103,11 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """Everything one run of the bench measured."""
+    """Everything one run of the bench measured.
+
+    ``is_bench`` is false where a server of the user's own was measured, which has no
+    sockets for baselines.
+    """
 
     format: str
     version: str
@@ -115,3 +121,4 @@ class BenchReport(msgspec.Struct, frozen=True):
     lanes: int
     machine: Machine
     rows: tuple[Row, ...] = ()
+    is_bench: bool = True

@@ -9,7 +9,7 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import msgspec
 
@@ -23,40 +23,60 @@ from asynckv.cli.bench.streams import StreamsConnection
 from asynckv.errors import ConfigError
 from asynckv.links.address import LOOPBACK, parse_url
 
-__all__ = ("Rig", "open_rig")
+__all__ = ("LEFT_S", "Rig", "open_rig")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _MAX_BYTES = "3GiB"
 
+LEFT_S: Final = 60.0
+"""How long an entry stays that an interrupted bench has left at a server."""
+
 
 class Rig:
     """The measuring side, connected. Made by :func:`open_rig`.
 
     What blocks runs in one thread by :meth:`in_thread`, so that the link stays
-    alive beside a baseline that takes its time.
+    alive beside a baseline that takes its time. Without ``sockets`` the other side
+    is a server that is no bench: nothing of it is there but its lookup buffer.
     """
 
     def __init__(
         self,
         peer: Peer,
-        raw_streams: RawStreams,
-        streams: StreamsConnection,
+        lanes: int,
+        sockets: tuple[RawStreams, StreamsConnection] | None,
         thread: concurrent.futures.Executor,
     ) -> None:
         self.peer = peer
-        self.raw_streams = raw_streams
-        self.streams = streams
+        self.lanes = lanes
+        self._sockets = sockets
         # What an interrupted bench has left at the server is not this one's.
         self.prefix = [secrets.randbits(48)]
         self._thread = thread
         self._numbers = itertools.count(1)
 
     @property
-    def lanes(self) -> int:
-        """How many lanes the link has, and so how many raw streams there are."""
-        return len(self.raw_streams)
+    def is_bench(self) -> bool:
+        """Whether the other side has sockets for baselines."""
+        return self._sockets is not None
+
+    @property
+    def raw_streams(self) -> RawStreams:
+        """As many raw sockets as the link has lanes.
+
+        :raises ConfigError: the other side is no bench
+        """
+        return self._both()[0]
+
+    @property
+    def streams(self) -> StreamsConnection:
+        """The bare asyncio streams.
+
+        :raises ConfigError: the other side is no bench
+        """
+        return self._both()[1]
 
     @property
     def raw(self) -> RawConnection:
@@ -82,16 +102,23 @@ class Rig:
         )
 
     async def cpu_s(self) -> float:
-        """Return the CPU seconds of this process and of the peer's."""
+        """Return the CPU seconds of this process and of the peer's; 0 if untold."""
+        if not self.is_bench:
+            return 0.0
         theirs_s = await self.in_thread(self.raw.cpu_s)
         return theirs_s + time.process_time()
+
+    def _both(self) -> tuple[RawStreams, StreamsConnection]:
+        if self._sockets is None:
+            raise ConfigError("the other side is no bench: it has no raw sockets")
+        return self._sockets
 
 
 @contextlib.asynccontextmanager
 async def open_rig(url: str, settings: Settings) -> AsyncIterator[Rig]:
-    """Connect to the serving side of a bench.
+    """Connect to the serving side of a bench, or to any server of a lookup buffer.
 
-    :raises ConfigError: what serves there is no bench
+    :raises ConfigError: what serves there has no lookup buffer
     :raises PeerLost: nothing answers at ``url``
     """
     host = parse_url(url).host or LOOPBACK
@@ -107,11 +134,15 @@ async def open_rig(url: str, settings: Settings) -> AsyncIterator[Rig]:
                 allow_plaintext=settings.allow_plaintext,
             )
         )
-        meeting = await _meet(peer, url)
         thread = concurrent.futures.ThreadPoolExecutor(1, "bench")
         stack.callback(thread.shutdown, wait=False)
         loop = asyncio.get_running_loop()
         lanes = (await peer.link()).lanes
+        meeting = await _meet(peer)
+        if meeting is None:
+            await peer.lookup.peek([secrets.randbits(48)])  # refused if there is none
+            yield Rig(peer, lanes, None, thread)
+            return
         raw_streams = await loop.run_in_executor(
             thread, RawStreams, host, meeting.raw_port, meeting.token, lanes
         )
@@ -120,17 +151,13 @@ async def open_rig(url: str, settings: Settings) -> AsyncIterator[Rig]:
             host, meeting.streams_port, meeting.token
         )
         stack.callback(streams.close)
-        yield Rig(peer, raw_streams, streams, thread)
+        yield Rig(peer, lanes, (raw_streams, streams), thread)
 
 
-async def _meet(peer: Peer, url: str) -> Meeting:
+async def _meet(peer: Peer) -> Meeting | None:
+    """Return where the baselines are; ``None`` where the server is no bench."""
     try:
         found = await peer.store.get(MEETING_KEY)
-        if found is not None:
-            return meeting_from(found)
+        return None if found is None else meeting_from(found)
     except (ConfigError, ValueError, msgspec.MsgspecError):
-        pass  # it has no store, or somebody else's
-    raise ConfigError(
-        f"what serves at {url} is no bench",
-        hint="run `asynckv bench --serve URL` there: the baselines need its sockets",
-    )
+        return None  # it has no store, or somebody else's

@@ -12,9 +12,10 @@ from asynckv.cli.loops import LoopName
 from asynckv.links.options import Digest
 from asynckv.security.tls import TLS
 
-__all__ = ("FULL", "QUICK", "Scale", "Settings")
+__all__ = ("FULL", "QUICK", "Scale", "Selection", "Settings")
 
 _KIB, _MIB = 2**10, 2**20
+_START_S = 4.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,36 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which cases are measured, and for how long.
+
+    ``cases`` are names or patterns, ``shapes`` are (tensors, bytes of each): one case
+    each, and the only ones where no ``cases`` are named. ``seconds`` is how long each
+    case is measured, instead of the rounds of its scale.
+    """
+
+    quick: bool = False
+    cases: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, int], ...] = ()
+    seconds: float | None = None
+
+    @property
+    def scale(self) -> Scale:
+        """How much the cases move."""
+        return QUICK if self.quick else FULL
+
+    def about_s(self, cases: int) -> float:
+        """About how long so many cases take on an idle machine."""
+        each_s = self.scale.case_s if self.seconds is None else self.seconds + 1
+        return _START_S + cases * each_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:
     """How much the cases move. Shapes are (number of tensors, bytes of each)."""
 
+    case_s: float
+    """About how long one case takes."""
     rounds: int
     """Even, so that each turn of a baseline comes first as often as second."""
     sizes: tuple[int, ...]
@@ -57,6 +85,7 @@ class Scale:
 _SCATTERED: Final = (4 * _KIB, 8 * _KIB, 18 * _KIB, 64 * _KIB, 2 * _MIB)
 
 FULL: Final = Scale(
+    case_s=5.0,
     rounds=6,
     sizes=(64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB),
     entry=64 * _MIB,
@@ -75,6 +104,7 @@ FULL: Final = Scale(
     ticks=1000,
 )
 QUICK: Final = Scale(
+    case_s=0.4,
     rounds=6,
     sizes=(64 * _KIB,),
     entry=_MIB,

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from typing import Final
 
 from asynckv.cli.bench.figures import Spread
-from asynckv.cli.bench.report import Baseline, BenchReport, Row
+from asynckv.cli.bench.report import Baseline, BenchReport, Row, Subject
 
 __all__ = (
-    "write_baseline",
+    "speedup_of",
     "write_bin",
+    "write_comparison",
     "write_cpu",
+    "write_direction",
+    "write_duration",
     "write_machine",
+    "write_median",
     "write_nbytes",
     "write_number",
     "write_run",
@@ -20,9 +24,16 @@ __all__ = (
     "write_summary",
     "write_value",
     "write_verdict",
+    "write_void",
 )
 
-_STEADY: Final = 0.15
+_STEADY: Final = 1.05
+"""A smaller factor is no difference."""
+_SPEED: Final = ("faster", "slower", "fast")
+_DIRECTIONS: Final = {
+    "tail": ("shorter", "longer", "long"),
+    "lag": ("less late", "later", "late"),
+}
 _UNITS: Final = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -60,18 +71,76 @@ def write_value(row: Row) -> str:
     return f"{write_spread(row.ours.value)} {row.subject.unit}"
 
 
-def write_baseline(baseline: Baseline) -> str:
-    """Write asynckv's value in those of a baseline, and whether that is one.
+def write_median(row: Row) -> str:
+    """Write what asynckv reached, without its spread."""
+    if row.ours is None:
+        return ""
+    return f"{write_number(row.ours.value.median)} {row.subject.unit}"
+
+
+def speedup_of(subject: Subject, baseline: Baseline) -> Spread:
+    """Return how much better asynckv is than a baseline: below 1 it is worse."""
+    ratio = baseline.ratio
+    if subject.higher_is_better:
+        return ratio
+    low, middle, high = (
+        1 / max(one, 1e-12) for one in (ratio.most, ratio.median, ratio.least)
+    )
+    return Spread(middle, low, high)
+
+
+def write_direction(subject: Subject, baseline: Baseline) -> str:
+    """Write how asynckv compares with a baseline, in the median."""
+    factor = speedup_of(subject, baseline).median
+    than = "as" if _is_equal(factor) else "than"
+    return f"{_words(subject, factor)} {than} {baseline.name}"
+
+
+def write_comparison(subject: Subject, baseline: Baseline) -> str:
+    """Write the same with its spread, and whether the baseline is one.
 
     >>> from asynckv.cli.bench.report import Measured
-    >>> one = Spread(0.5, 0.4, 0.6)
-    >>> write_baseline(Baseline("memcpy", Measured(one), one, 1.3, True))
-    '0.5 [0.4-0.6] × memcpy (A/A 1.300: VOID)'
+    >>> ping = Subject("ping", "ping", "latency", "us", False, 64)
+    >>> one = Measured(Spread(20, 19, 21))
+    >>> write_comparison(ping, Baseline("a ping", one, Spread(28, 25, 31), 1.0, False))
+    '28 times slower than a ping [25-31]'
     """
-    a_a = f"A/A {baseline.a_a:.3f}{': VOID' if baseline.is_void else ''}"
-    if abs(baseline.second_turn - 1) > _STEADY:
-        a_a += f"; second turns {baseline.second_turn:.2f} of first ones"
-    return f"{write_spread(baseline.ratio)} × {baseline.name} ({a_a})"
+    speedup = speedup_of(subject, baseline)
+    ends = speedup.least, speedup.most
+    if min(ends) < 1 < max(ends) or any(map(_is_equal, (*ends, speedup.median))):
+        spread = " to ".join(_words(subject, end) for end in ends)
+    else:
+        least, most = sorted(max(end, 1 / end) for end in ends)
+        spread = f"{_times(least)}-{_times(most)}"
+    found = f"{write_direction(subject, baseline)} [{spread}]"
+    if baseline.is_void:
+        found += f" (void: its turns differ by {_off(baseline):.0%})"
+    return found
+
+
+def write_void(baseline: Baseline) -> str:
+    """Write by how much a baseline did not agree with itself."""
+    return f"turns of {baseline.name} differ by {_off(baseline):.0%}"
+
+
+def _off(baseline: Baseline) -> float:
+    return max(baseline.a_a, 1 / baseline.a_a) - 1
+
+
+def _words(subject: Subject, factor: float) -> str:
+    better, worse, equal = _DIRECTIONS.get(subject.group, _SPEED)
+    if _is_equal(factor):
+        return f"as {equal}"
+    return f"{_times(factor)} times {better if factor >= 1 else worse}"
+
+
+def _is_equal(factor: float) -> bool:
+    return 1 / _STEADY < factor < _STEADY
+
+
+def _times(factor: float) -> str:
+    factor = max(factor, 1 / max(factor, 1e-12))
+    return f"{factor:,.0f}" if factor >= 9.95 else f"{factor:.1f}"
 
 
 def write_cpu(row: Row) -> str:
@@ -81,7 +150,8 @@ def write_cpu(row: Row) -> str:
     theirs = row.baselines[0].measured.cpu_s_per_gb if row.baselines else None
     if theirs is None:
         return ""
-    return f"{row.ours.cpu_s_per_gb:.2f} CPU s/GB, {row.baselines[0].name} {theirs:.2f}"
+    name, ours = row.baselines[0].name, row.ours.cpu_s_per_gb
+    return f"CPU: {ours:.2f} s a GB; {name}: {theirs:.2f} s"
 
 
 def write_run(report: BenchReport) -> str:
@@ -116,9 +186,11 @@ def write_bin(edges: Sequence[float], index: int) -> str:
 def write_summary(report: BenchReport) -> str:
     """Write how many rows count, and how many do not."""
     verdicts = [row.verdict for row in report.rows]
-    counts = f"{verdicts.count('ok')} ok, {verdicts.count('void')} void"
+    void = f"{verdicts.count('void')} void (do not quote these)"
+    counts = f"{verdicts.count('ok')} ok, {void}"
+    alone = "" if report.is_bench else "; no raw TCP beside it: the server is no bench"
     quick = "; quick: these figures say little" if report.quick else ""
-    return f"{counts}, {verdicts.count('failed')} failed{quick}"
+    return f"{counts}, {verdicts.count('failed')} failed{alone}{quick}"
 
 
 def write_verdict(row: Row) -> str:
@@ -126,3 +198,14 @@ def write_verdict(row: Row) -> str:
     if row.verdict == "ok":
         return "ok"
     return f"{row.verdict.upper()}: {row.reason}"
+
+
+def write_duration(seconds: float) -> str:
+    """Write about how long something takes.
+
+    >>> write_duration(0.4), write_duration(41), write_duration(250)
+    ('1 s', '40 s', '4 minutes')
+    """
+    if seconds >= 100:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{max(1, round(seconds, -1) if seconds > 20 else round(seconds)):.0f} s"

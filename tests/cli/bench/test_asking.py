@@ -39,6 +39,17 @@ async def test_as_many_requests_are_made_whatever_is_outstanding(
     assert await any_left() == 0
 
 
+async def test_a_server_that_is_no_bench_is_asked_with_nothing_beside_it(
+    plain_rig: Rig,
+) -> None:
+    subject = Subject("ping", "ping", "latency", "us", False, 64)
+    async with open_ping(plain_rig, subject, 5) as case:
+        assert await calls_of(case) == [5]
+    async with open_outstanding(plain_rig, subject, 5) as case:
+        assert await calls_of(case) == [5]
+    assert await plain_rig.lookup.peek(plain_rig.prefix) == 0
+
+
 async def test_a_pair_is_measured_beside_two_pings(rig: Rig, any_left: Counter) -> None:
     subject = Subject("pairs", "pairs", "rate", "pairs/s", True, 64)
     async with open_pairs(rig, subject, 4) as case:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -84,7 +85,10 @@ def test_an_interrupted_bench_leaves_nothing_behind(
     files, report = tmp_path / "files", tmp_path / "bench.json"
     files.mkdir()
     with started(files, "--quick", "--json", report) as (process, line):
-        assert "64 KiB entry" in line  # the first of many rows
+        assert "16 cases, about" in line
+        assert process.stdout is not None
+        while b"64 KiB entry" not in process.stdout.readline():
+            pass  # the first of many rows
         assert len([*belonging_to(files)]) == 2
         process.send_signal(number)
         output, errors = process.communicate(timeout=50)
@@ -143,11 +147,14 @@ def test_a_missing_matplotlib_is_said_before_anything_is_measured(
     [
         ({"url": "nonsense"}, "not a URL"),
         ({"certificate": Path("a.pem")}, "belong together"),
+        ({"case": ["nonsense"]}, "no case fits 'nonsense'"),
+        ({"shape": ["nonsense"]}, "'nonsense' is no shape"),
+        ({"json": Path("/nowhere/a.json")}, "there is no folder /nowhere"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_errors(
-    arguments: dict[str, str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = arguments.pop("url", None)
-    assert bench(url, **arguments) == 1  # type: ignore[arg-type]
+    assert bench(url, **arguments) == 1
     assert words in capsys.readouterr().out.replace("\n", " ")

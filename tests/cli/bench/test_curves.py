@@ -43,7 +43,7 @@ def test_each_contender_has_its_median_and_its_tail(sample_report: BenchReport) 
         "streams, p50",
         "streams, p99",
     ]
-    assert [line.points[0].value.median for line in lines] == [210, 420, 210, 420]
+    assert [line.points[0].value.median for line in lines] == [0.21, 0.42, 0.21, 0.42]
 
 
 def test_lag_is_drawn_busy_and_idle(sample_report: BenchReport) -> None:

@@ -68,9 +68,24 @@ def test_only_cases_with_edges_have_a_histogram() -> None:
     assert without is not None and without.histogram is None
 
 
-def test_no_figure_stands_without_a_baseline() -> None:
-    row = judge(SUBJECT, [Round(Sample(1.0), {})])
-    assert (row.verdict, row.ours) == ("failed", None)
+@pytest.mark.parametrize(("last", "verdict"), [(2.9, "ok"), (3.1, "void")])
+def test_a_row_whose_rounds_differ_too_much_from_each_other_is_void(
+    last: float, verdict: str
+) -> None:
+    row = judge(SUBJECT, [round_of(1.0, 1.0, 1.0), round_of(last, 1.0, 1.0)])
+    assert row.verdict == verdict
+    assert ("rounds differ by a factor of 3.1" in row.reason) == (verdict == "void")
+
+
+def test_rounds_may_differ_as_long_as_the_baseline_does_likewise() -> None:
+    rounds = [round_of(1.0, 1.0, 1.0), round_of(9.0, 9.0, 9.0)]
+    assert judge(SUBJECT, rounds).verdict == "ok"
+
+
+def test_a_row_without_a_baseline_is_judged_by_its_own_rounds() -> None:
+    steady = [Round(Sample(value), {}) for value in (1.0, 2.0)]
+    assert judge(SUBJECT, steady).verdict == "ok"
+    assert judge(SUBJECT, [*steady, Round(Sample(9.0), {})]).verdict == "void"
 
 
 def test_a_failed_row_has_its_reason_and_no_figures() -> None:

@@ -35,6 +35,29 @@ async def test_the_first_round_does_not_count() -> None:
     assert (first.value, second.value) == (4.0, 6.0)
 
 
+async def test_for_so_many_seconds_rounds_are_even_and_at_least_two() -> None:
+    now = [0.0]
+    told: list[int] = []
+
+    async def slow() -> Sample:
+        now[0] += 2.0
+        return Sample(1.0)
+
+    async def rounds_in(seconds: float) -> int:
+        found = await measure(
+            Case(slow, {}),
+            99,
+            no_cpu,
+            told.append,
+            seconds=seconds,
+            clock=lambda: now[0],
+        )
+        return len(found)
+
+    assert [await rounds_in(seconds) for seconds in (0.1, 7.0)] == [2, 4]
+    assert told[3:] == [0, 2, 4, 6, 8]
+
+
 async def test_each_measurement_is_charged_its_own_cpu() -> None:
     clock = [0.0]
 

@@ -35,6 +35,17 @@ async def test_a_case_takes_its_entry_away_with_it(rig: Rig, any_left: Counter) 
     assert await any_left() == 0
 
 
+async def test_a_server_that_is_no_bench_has_each_entry_taken_for_good(
+    plain_rig: Rig,
+) -> None:
+    async with open_moving(plain_rig, SUBJECT, repeats=7) as case:
+        assert list(case.baselines) == ["memcpy"]
+        assert (await case.ours()).nbytes == 7 * 210_000
+    async with open_fetching(plain_rig, SUBJECT, 3) as case:
+        assert (len((await case.ours()).calls), case.baselines) == (3, {})
+    assert await plain_rig.lookup.peek(plain_rig.prefix) == 0
+
+
 async def test_a_pull_lands_in_the_memory_and_leaves_the_entry(rig: Rig) -> None:
     memory = make_memory(2, 100_000)
     await rig.lookup.insert([7], None, memory.layers, None, None)

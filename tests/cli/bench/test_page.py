@@ -18,6 +18,7 @@ LookAt = Callable[..., dict[str, Any]]
 SEEN = {
     "plots": 'all("svg").length',
     "rows": 'all("#rows tbody tr").length',
+    "smallest": 'Math.min(...all("svg text").map(one => box(one).height))',
 }
 
 
@@ -36,9 +37,20 @@ def test_names_cannot_become_markup(sample_report: BenchReport) -> None:
 def test_rows_that_do_not_count_are_marked(sample_report: BenchReport) -> None:
     page = render_page(sample_report)
     assert page.count('<tr class="ok">') == 3
-    assert "VOID: raw TCP / itself = 1.400" in page
+    assert "VOID: turns of raw TCP differ by 40%" in page
     assert "FAILED: PeerLost: the peer is gone" in page
-    assert "3 ok, 1 void, 1 failed" in page
+    assert "3 ok, 1 void (do not quote these), 1 failed" in page
+
+
+def test_a_row_says_which_way_is_better(sample_report: BenchReport) -> None:
+    page = render_page(sample_report)
+    assert '<span class="worse">9.0 times later than idle loop' in page
+
+
+def test_axes_say_what_they_are(sample_report: BenchReport) -> None:
+    page = render_page(sample_report)
+    titles = ("GB/s", "bytes of an entry", "ms", "requests outstanding")
+    assert all(f">{title} (log scale)<" in page for title in titles)
 
 
 def test_the_points_of_a_void_row_are_hollow(sample_report: BenchReport) -> None:
@@ -62,6 +74,7 @@ def test_a_browser_shows_the_page(
 ) -> None:
     seen = look_at(render_page(sample_report), SEEN, dark=dark, width=width)
     assert (seen["plots"], seen["rows"]) == (3, 5)
+    assert seen["smallest"] > 10
     assert (seen["overflow"], seen["clipped"], seen["fetched"]) == (0, 0, 0)
     paper, ink = seen["paper"], seen["ink"]
     assert (ink - paper if dark else paper - ink) > 500

@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
-from asynckv.cli.bench.report import BenchReport, Row
+from asynckv.cli.bench.figures import Spread
+from asynckv.cli.bench.report import (
+    Baseline,
+    BenchReport,
+    Measured,
+    Row,
+    Subject,
+    Unit,
+)
 from asynckv.cli.bench.wording import (
-    write_baseline,
+    write_comparison,
     write_cpu,
+    write_direction,
+    write_duration,
     write_nbytes,
     write_number,
     write_spread,
@@ -42,12 +53,41 @@ def test_a_row_is_written_with_unit_and_spread(sample_report: BenchReport) -> No
     assert write_spread(row.ours.value) == "3 [2.7-3.3]"
     assert write_value(row) == "3 [2.7-3.3] GB/s"
     assert write_verdict(row) == "ok"
-    assert write_cpu(row) == "0.45 CPU s/GB, raw TCP 0.40"
+    assert write_cpu(row) == "CPU: 0.45 s a GB; raw TCP: 0.40 s"
 
 
 def test_a_void_row_shouts_and_says_why(void_row: Row) -> None:
-    assert "VOID" in write_baseline(void_row.baselines[0])
-    assert write_verdict(void_row).startswith("VOID: raw TCP / itself = 1.4")
+    words = write_comparison(void_row.subject, void_row.baselines[0])
+    assert words.endswith("(void: its turns differ by 40%)")
+    assert write_verdict(void_row) == "VOID: turns of raw TCP differ by 40%"
+
+
+@pytest.mark.parametrize(
+    ("unit", "ratio", "words"),
+    [
+        ("GB/s", Spread(2.74, 2.5, 2.9), "2.7 times faster than it [2.5-2.9]"),
+        ("GB/s", Spread(0.05, 0.04, 0.1), "20 times slower than it [10-25]"),
+        ("us", Spread(28, 25, 31), "28 times slower than it [25-31]"),
+        ("us", Spread(0.5, 0.4, 0.8), "2.0 times faster than it [1.2-2.5]"),
+        (
+            "us",
+            Spread(1.01, 0.5, 1.25),
+            "as fast as it [1.2 times slower to 2.0 times faster]",
+        ),
+    ],
+)
+def test_a_comparison_says_in_words_which_way_is_better(
+    unit: Unit, ratio: Spread, words: str
+) -> None:
+    subject = Subject("c", "c", "latency", unit, unit == "GB/s", 1)
+    baseline = Baseline("it", Measured(ratio), ratio, 1.0, False)
+    assert write_comparison(subject, baseline) == words
+    assert words.startswith(write_direction(subject, baseline))
+
+
+def test_lag_and_tail_have_words_of_their_own(sample_report: BenchReport) -> None:
+    lag = sample_report.rows[3]
+    assert write_direction(lag.subject, lag.baselines[0]).startswith("9.0 times later")
 
 
 def test_a_failed_row_has_a_reason_and_no_figure(sample_report: BenchReport) -> None:
@@ -57,6 +97,15 @@ def test_a_failed_row_has_a_reason_and_no_figure(sample_report: BenchReport) -> 
 
 
 def test_the_summary_counts_what_does_not_count(sample_report: BenchReport) -> None:
-    assert write_summary(sample_report) == "3 ok, 1 void, 1 failed"
+    assert write_summary(sample_report) == (
+        "3 ok, 1 void (do not quote these), 1 failed"
+    )
     quick = msgspec.structs.replace(sample_report, quick=True)
     assert "say little" in write_summary(quick)
+    plain = msgspec.structs.replace(sample_report, is_bench=False)
+    assert "the server is no bench" in write_summary(plain)
+
+
+def test_a_duration_is_said_as_people_say_it() -> None:
+    told = [write_duration(seconds) for seconds in (0.2, 12.4, 47.0, 115.0)]
+    assert told == ["1 s", "12 s", "50 s", "2 minutes"]
