@@ -138,7 +138,7 @@ def test_a_missing_matplotlib_is_said_before_anything_is_measured(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(picture, "can_draw", lambda: is_installed)
-    assert bench("nonsense", html=tmp_path / "bench.html") == 1
+    assert bench("nonsense", html=tmp_path / "bench.html", loop="asyncio") == 1
     assert (".[plots]" in capsys.readouterr().out) != is_installed
 
 
@@ -156,5 +156,5 @@ def test_options_that_cannot_be_honoured_are_errors(
     arguments: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = arguments.pop("url", None)
-    assert bench(url, **arguments) == 1
+    assert bench(url, loop="asyncio", **arguments) == 1
     assert words in capsys.readouterr().out.replace("\n", " ")
