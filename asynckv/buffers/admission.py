@@ -138,7 +138,8 @@ class Admission:
             return
         self._ledger.announce(entry)
         if entry.state is EntryState.WAITING:
-            self._ledger.counters.room_waits += 1
+            is_full = not self._book.memory.is_growing_for(entry)
+            self._ledger.counters.room_waits += is_full
         await self._room.turn(entry)
 
     def check_open(self) -> None:

@@ -45,6 +45,11 @@ class EntryMemory:
         if not self._arena.could_ever_fit(entry.sizes, entry.charges):
             raise EntryTooLarge(nbytes=entry.nbytes, max_bytes=self._arena.max_bytes)
 
+    def is_growing_for(self, entry: StoredEntry) -> bool:
+        """Whether it waits for nobody, but for memory that the system is asked for."""
+        free_nbytes = self._arena.max_bytes - self._arena.used_bytes
+        return self._arena.is_growing and entry.nbytes <= free_nbytes
+
     def place(self, entry: StoredEntry) -> bool:
         """Take memory for an entry that waits for room, if it fits.
 

@@ -49,10 +49,13 @@ def check_targets(
     if not into:
         return {}
     check_names(into)
-    return {
-        name: landing_of(memory, may_be_on_gpu=may_be_on_gpu)
-        for name, memory in into.items()
-    }
+    found: dict[str, KVMemory] = {}
+    for name, memory in into.items():
+        try:
+            found[name] = landing_of(memory, may_be_on_gpu=may_be_on_gpu)
+        except ValueError as exc:
+            raise ValueError(f"into[{name!r}]: {exc}") from None
+    return found
 
 
 def match_targets(

@@ -19,7 +19,7 @@ from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.buffers.pinning import Pinning
 from asynckv.buffers.pushing import dense
 from asynckv.buffers.putting import begin_put
-from asynckv.buffers.store import check_key
+from asynckv.buffers.store import check_key, check_value
 from asynckv.errors import PeerLost
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.observability.waits import LoggedWait
@@ -64,6 +64,7 @@ class RemoteStoreBuffer(StagingStore):
         if value is None:
             await self.delete(key)
             return
+        check_value(value)
         pool, nbytes = self._peer.pool, value.nbytes
         memory = pool.catch(value)
         staging = self._peer.ways.staging(nbytes, of_store=True)

@@ -48,8 +48,8 @@ class LookupStatistics(KVLookupStatistics):
     first of them), ``waiting_selects`` for a match. ``outside_bytes`` went
     straight to consumers and are charged to them. The counters count since the
     buffer was made; ``inserted`` are in, or were acknowledged before they had
-    room; ``expired``, ``withdrawn`` and ``undeliverable`` are the three named
-    exceptions to "never lose".
+    room; ``room_waits`` found the buffer full; ``expired``, ``withdrawn`` and
+    ``undeliverable`` are the three named exceptions to "never lose".
     """
 
     peak_bytes: int

@@ -20,7 +20,7 @@ from asynckv.tensors.devices import DeviceName
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
 from asynckv.types import KVFingerprint, TensorSpec
 
-__all__ = ("StoreBuffer", "check_key")
+__all__ = ("StoreBuffer", "check_key", "check_value")
 
 _MAX_KEY_LENGTH: Final = 512
 
@@ -64,8 +64,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
             await self.delete(key)
             return
         self._check_usable(key)
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"a value is a tensor, not {type(value).__name__}")
+        check_value(value)
         await self.open()
         spec = spec_of(value)
         pending = await self.reserve(key, spec, self.fingerprint)
@@ -225,6 +224,15 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         self._check_loop()
         if self._ledger.closed:
             raise BufferClosed("the buffer is closed")
+
+
+def check_value(value: torch.Tensor) -> None:
+    """Refuse what cannot be stored.
+
+    :raises TypeError: it is no tensor
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"a value is a tensor, not {type(value).__name__}")
 
 
 def check_key(key: str) -> None:

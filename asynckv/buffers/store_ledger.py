@@ -96,6 +96,11 @@ class StoreLedger:
         """Would there be room for it if nothing else was here?"""
         return self._arena.could_ever_fit([spec.nbytes])
 
+    def is_growing_for(self, spec: TensorSpec) -> bool:
+        """Whether it waits for nobody, but for memory that the system is asked for."""
+        free_nbytes = self._arena.max_bytes - self._arena.used_bytes
+        return self._arena.is_growing and spec.nbytes <= free_nbytes
+
     def reserve(self, name: StoreName, spec: TensorSpec) -> PendingPut | None:
         """Take memory for a value, dropping what was used least recently.
 

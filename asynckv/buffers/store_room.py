@@ -57,7 +57,7 @@ class StoreRoom:
         """
         ticket = _Ticket(name, spec, now_s)
         self._line.append(ticket)
-        self._ledger.counters.room_waits += 1
+        self._ledger.counters.room_waits += not self._ledger.is_growing_for(spec)
         try:
             return await self._turn_of(ticket)
         except BaseException:

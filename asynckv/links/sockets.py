@@ -288,7 +288,7 @@ async def _receive(sock: Connection, nbytes: int) -> bytes:
     if not data:
         raise PeerLost(
             "the peer hung up in the handshake",
-            hint="its log may say why; is it asynckv at all?",
+            hint="its log may say why: is it asynckv, and at a tls:// address?",
         )
     return data
 

@@ -65,6 +65,10 @@ class Keyring:
         self._stamp: _Stamp = ()
         self._checked_at = 0.0
 
+    def __repr__(self) -> str:
+        has = {"a secret": self.has_secret, "certificates": self.has_tls}
+        return f"<Keyring of {' and '.join(n for n in has if has[n]) or 'no keys'}>"
+
     def fresh(self) -> Keys | None:
         """Return the keys if they were looked at within a second. Never blocks."""
         if self._paths and time.monotonic() - self._checked_at > _FRESH_S:

@@ -250,7 +250,9 @@ class PagedArena(Arena):
             return
         self.refused_slabs += 1
         if nbytes is None:
-            logger.warning("this process cannot have that memory: it uses the heap")
+            logger.warning(
+                "no memory that peers of this host could map: it uses the heap"
+            )
             return
         self.max_bytes = max(self.pages.nbytes, self._max_heap_bytes)
         logger.warning("no more memory: the bound is %d bytes now", self.max_bytes)

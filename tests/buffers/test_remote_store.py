@@ -116,3 +116,12 @@ async def test_statistics_count_what_was_found_and_what_was_not(
         await peer.store.get(key)
     now = peer.store.statistics()
     assert (now.hits, now.misses) == (2, 1)
+
+
+async def test_what_is_no_tensor_is_refused_alike_here_and_at_a_peer(
+    served: Served,
+) -> None:
+    _, peer, local = served
+    for store in (local, peer.store):
+        with pytest.raises(TypeError, match="a value is a tensor, not list"):
+            await store.put("key", [1.0])  # type: ignore[arg-type]

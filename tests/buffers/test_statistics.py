@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.statistics import (
     Counters,
@@ -9,6 +11,7 @@ from asynckv.buffers.statistics import (
     StoreCounters,
     StoreStatistics,
 )
+from asynckv.buffers.store import StoreBuffer
 
 
 def names(kind: type[object]) -> set[str]:
@@ -35,3 +38,14 @@ async def test_gauges_and_counters_follow_an_entry() -> None:
         now = buffer.statistics()
         assert (now.inserted, now.delivered, now.acknowledged) == (1, 1, 1)
         assert (now.used_bytes, now.peak_bytes, now.entries) == (0, 8, 0)
+
+
+async def test_a_wait_for_the_systems_memory_is_no_wait_for_room() -> None:
+    megabyte = torch.ones(2**20, dtype=torch.uint8)
+    async with (
+        LookupBuffer("64MiB", drain_s=0) as buffer,
+        StoreBuffer("64MiB") as store,
+    ):
+        await buffer.insert([1], None, megabyte, None, None)
+        await store.put("key", megabyte)
+        assert buffer.statistics().room_waits == store.statistics().room_waits == 0

@@ -104,12 +104,18 @@ def test_who_speaks_another_version_is_told_what_to_do() -> None:
     assert "the same release" in caught.value.hint
 
 
+def test_who_begins_frames_as_another_release_does_is_told_what_to_do() -> None:
+    with pytest.raises(RemoteProtocolError, match="begins with b'AKV2'") as caught:
+        check_magic(bytearray(b"AKV2"))
+    assert "the same release" in caught.value.hint
+
+
 @pytest.mark.parametrize("nbytes", range(HEADER_BYTES))
 def test_the_beginning_of_a_header_is_known_however_short(nbytes: int) -> None:
     check_magic(bytearray(pack_header(TYPE_CONTROL, 0, 0)[:nbytes]))
 
 
-@pytest.mark.parametrize("foreign", [b"G", b"AK\0", b"AKV2", b"GET / HTTP/1.1"])
+@pytest.mark.parametrize("foreign", [b"G", b"AK\0", b"GET / HTTP/1.1"])
 def test_foreign_bytes_are_told_at_once(foreign: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="not a frame") as caught:
         check_magic(bytearray(foreign))

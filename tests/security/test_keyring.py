@@ -21,12 +21,14 @@ def test_without_keys_nothing_is_read() -> None:
     assert NO_KEYS.fresh() == NO_KEYS.current() == Keys()
     assert Keys().first_secret is None
     assert not NO_KEYS.has_secret
+    assert repr(NO_KEYS) == "<Keyring of no keys>"
 
 
 def test_secrets_that_were_given_are_there_at_once() -> None:
     secret = Secret(secrets.token_bytes(32))
     keyring = Keyring(secrets=(secret,))
     assert keyring.has_secret
+    assert repr(keyring) == "<Keyring of a secret>"
     assert keyring.fresh() == keyring.current() == Keys((secret,))
 
 
