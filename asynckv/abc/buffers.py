@@ -170,7 +170,8 @@ class KVLookupBuffer(KVCacheBuffer):
     ) -> DropSelect:
         """Take the best matching entry out of the buffer, waiting for one to come.
 
-        Entered on its host, tensors may be views of its memory: never write to them.
+        Entered on its host, tensors may be views of its memory: what you write to them
+        is seen by nobody else. (On a GPU it is the owner's memory: do not write there.)
         ``await`` it and the entry is yours: it was acknowledged on verified receipt (at
         most once). Enter it with ``async with`` and it is acknowledged on clean exit,
         and given back on an error or a cancellation (at least once; ``attempt`` and

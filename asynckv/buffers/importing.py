@@ -45,6 +45,7 @@ from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.imports import ImportedAllocation, in_thread
+from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.slabs import PAGE_NBYTES
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class ImportedMemory(MappedMemory):
         self._handed_out[number] = self.gpus.tensors.stream_of(device)
         return pin
 
-    def let_go(self, number: int) -> None:
+    def let_go(self, number: int, claim: Claim | None = None) -> None:
         """The last view of it is gone. Called by finalizers: in any thread.
 
         The GPU may still read there: the peer is told when it does not any more.

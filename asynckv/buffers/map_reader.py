@@ -24,8 +24,9 @@ from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.long_copies import RunsCopy, long_copies
+from asynckv.tensors.packing import SHARED_PAGES_BELOW
 from asynckv.tensors.runs import Runs, fill
-from asynckv.tensors.shared_file import check_place, edges_of
+from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over
 from asynckv.types import TensorSpec
 
@@ -105,8 +106,9 @@ class MapReader:
     ) -> None:
         """Let all of a delivery land, verified: in ``targets`` what is named there.
 
-        Others are views, or are copied to memory of ``budget``; so is what is to land
-        on a GPU, where this reads memory of the host. If the delivery does not
+        Others are views, of which those below 64 KiB are copies that ``budget`` counts,
+        or are copied to memory of ``budget``; so is what is to land on a GPU, where
+        this reads memory of the host. If the delivery does not
         ``stand`` any more nothing has landed. A cancelled call ends when no
         thread touches memory of the caller any more. However it ends, the peer's
         memory is kept by views alone.
@@ -117,11 +119,12 @@ class MapReader:
         parts = delivery.mapped
         if self.is_in_host:
             targets = on_host(targets)
-        if targets or self.is_charged:
-            nbytes = delivery.own_nbytes(targets)
-            if self.is_charged:
-                await budget.reserve(nbytes, in_host=self.is_in_host)
-                delivery.charged_bytes = nbytes
+        nbytes = delivery.own_nbytes(targets)
+        if not self.is_charged:
+            nbytes = 0 if parts is None else _small_nbytes(parts)
+        if nbytes:
+            await budget.reserve(nbytes, in_host=self.is_in_host and self.is_charged)
+            delivery.charged_bytes = nbytes
         tensors = None
         if parts is not None and stands(delivery):
             tensors = await self._read(delivery.manifest, parts, targets, budget.empty)
@@ -137,10 +140,11 @@ class MapReader:
         targets: Mapping[str, KVMemory],
         empty: Callable[[TensorSpec], torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        job = _Job(self.memory, parts.pin, targets, empty, views=self.views)
+        file = self._file_for(parts)
+        job = _Job(file, parts.pin, targets, empty, views=self.views)
         try:
             if self.memory.digest == "edges":
-                self._verify_edges(parts)
+                _verify_edges(file, parts)
             inline = iter(manifest.inline)
             every = zip(manifest.records, parts.places, parts.sizes, strict=True)
             for index, (record, place, nbytes) in enumerate(every, 1):
@@ -156,13 +160,28 @@ class MapReader:
             job.take()  # an error's traceback would keep what is in it
             parts.let_go()
 
-    def _verify_edges(self, parts: MappedParts) -> None:
-        found = edges_of(self.memory.file.memory, parts.places, parts.sizes)
-        if parts.edges and found != parts.edges:
-            raise ChecksumError(
-                "what lies in shared memory is not what was offered",
-                hint="the delivery was refused; nothing of it was used",
-            )
+    def _file_for(self, parts: MappedParts) -> MappedFile:
+        """Return a mapping that shows what the owner has there, to nobody else here."""
+        file, pin = self.memory.file, parts.pin
+        if pin is None or (claim := file.claim(parts.places)) is None:
+            return file.again()
+        pin.claim = claim
+        return file
+
+
+def _small_nbytes(parts: MappedParts) -> int:
+    """Return how many bytes are copied for views: of tensors that share pages."""
+    every = zip(parts.places, parts.sizes, strict=True)
+    return sum(n for place, n in every if place is not None and n < SHARED_PAGES_BELOW)
+
+
+def _verify_edges(file: MappedFile, parts: MappedParts) -> None:
+    found = edges_of(file.memory, parts.places, parts.sizes)
+    if parts.edges and found != parts.edges:
+        raise ChecksumError(
+            "what lies in shared memory is not what was offered",
+            hint="the delivery was refused; nothing of it was used",
+        )
 
 
 class _Job:
@@ -170,16 +189,17 @@ class _Job:
 
     def __init__(
         self,
-        memory: MappedMemory,
-        keeper: object,
+        file: MappedFile,
+        keeper: MappedPin | None,
         targets: Mapping[str, KVMemory],
         empty: Callable[[TensorSpec], torch.Tensor],
         *,
         views: bool,
     ) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self._file = memory.file
-        self._lent: _Bytes | None = memory.file.lend(keeper)
+        self._file = file
+        self._claim = None if keeper is None else keeper.claim
+        self._lent: _Bytes | None = file.lend(keeper)
         self._targets = targets
         self._empty = empty
         self._views = views
@@ -204,8 +224,16 @@ class _Job:
         spec, target = record.spec, self._targets.get(record.name)
         self._records.append(record)
         if target is None and self._views and self._lent is not None:
+            if nbytes < SHARED_PAGES_BELOW:
+                piece = b"".join(one.data for one in self._file.pieces(place, nbytes))
+                target = tensor_from(piece, spec)
+                self._places.append(target)
+                self._tensors[record.name] = target
+                return
             try:
                 tensor = self._file.view(place, spec, nbytes, self._lent)
+                if self._claim is not None and len(place.runs) == 1:
+                    self._claim.shown += place.runs
                 self._places.append(tensor)
                 self._tensors[record.name] = tensor
                 return

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import struct
+import threading
 import weakref
 from typing import TYPE_CHECKING, Final
 
@@ -38,6 +39,7 @@ from asynckv.protocol.map_frames import (
     OpenStoreMap,
 )
 from asynckv.tensors.forking import watch_forks
+from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.shared_file import MappedFile
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ MAP_S: Final = 2.0
 """What two processes of one host need at most to agree; else lanes do."""
 
 _PROOF_S: Final = 10.0
+_DROPPED_AT_ONCE_NBYTES: Final = 16 * 2**20
+"""What takes a fifth of a millisecond to look through; more has a thread."""
 _NO_ANSWER: Final = "no answer"
 
 _NUMBER: Final = struct.Struct("!Q")
@@ -59,14 +63,16 @@ _NUMBER: Final = struct.Struct("!Q")
 class MappedPin:
     """One delivery's memory: the owner's to use again when this is gone."""
 
-    __slots__ = ("_memory", "number")
+    __slots__ = ("_memory", "claim", "number")
 
     def __init__(self, memory: MappedMemory, number: int) -> None:
         self._memory = memory
         self.number = number
+        self.claim: Claim | None = None
+        """The pages of the kept mapping that it has, if it has some."""
 
     def __del__(self) -> None:
-        self._memory.let_go(self.number)
+        self._memory.let_go(self.number, self.claim)
 
 
 class MappedMemory(ProcessBound):
@@ -109,10 +115,27 @@ class MappedMemory(ProcessBound):
         self._live.add(number)
         return MappedPin(self, number)
 
-    def let_go(self, number: int) -> None:
-        """The last view of it is gone. Called by finalizers: in any thread."""
+    def let_go(self, number: int, claim: Claim | None = None) -> None:
+        """The last view of it is gone. Called by finalizers: in any thread.
+
+        What was written to it is dropped before the peer hears of it.
+        """
         if self._is_copy:
             return
+        if claim is None or claim.shown_nbytes <= _DROPPED_AT_ONCE_NBYTES:
+            self._release(number, claim)
+            return
+        work = threading.Thread(
+            target=self._release, args=(number, claim), name="asynckv-release"
+        )
+        try:
+            work.start()
+        except RuntimeError:  # there are no more, or the interpreter ends
+            self._release(number, claim)
+
+    def _release(self, number: int, claim: Claim | None) -> None:
+        if claim is not None:
+            self.file.release(claim)
         if number not in self._kept:
             self._tell(number)
         self._live.discard(number)

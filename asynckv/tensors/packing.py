@@ -7,12 +7,12 @@ from typing import Final
 
 from asynckv.tensors.slabs import PAGE_NBYTES
 
-__all__ = ("ALIGNMENT_NBYTES", "pack", "pages_of")
+__all__ = ("ALIGNMENT_NBYTES", "SHARED_PAGES_BELOW", "pack", "pages_of")
 
 ALIGNMENT_NBYTES: Final = 64
 """Every tensor begins at a multiple of it."""
 
-_PACKED_BELOW: Final = 64 * 1024
+SHARED_PAGES_BELOW: Final = 64 * 1024
 """Smaller tensors of an entry share pages, which are free when the last has left."""
 
 _PACKED_NBYTES: Final = 256 * 1024
@@ -27,7 +27,7 @@ def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     places: list[tuple[int, int]] = []
     packed, filled = -1, 0
     for nbytes in sizes:
-        if nbytes >= _PACKED_BELOW:
+        if nbytes >= SHARED_PAGES_BELOW:
             places.append((len(blocks), 0))
             blocks.append(pages_of(nbytes))
             continue

@@ -6,13 +6,11 @@ file is, that nobody can cut it, and that it was opened for reading only.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import mmap
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy
@@ -23,6 +21,7 @@ from asynckv.protocol.digests import Digester
 from asynckv.protocol.values import Place
 from asynckv.tensors.arena import Region
 from asynckv.tensors.packing import ALIGNMENT_NBYTES
+from asynckv.tensors.private_pages import Claim, PrivatePages
 from asynckv.tensors.slabs import PAGE_NBYTES, Slabs
 from asynckv.tensors.stitching import stitch
 from asynckv.tensors.views import dtype_of, empty_tensor, tensor_over
@@ -35,7 +34,6 @@ _MAX_NBYTES: Final = 2**44
 """A larger file is refused: it would leave few addresses for anything else."""
 
 _EDGE_NBYTES: Final = 4096
-_NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 
@@ -89,9 +87,12 @@ class SharedFile:
 
 
 class MappedFile:
-    """Another process's memory file, mapped for reading. Owns ``fd`` from here on.
+    """Another process's memory file, mapped privately. Owns ``fd`` from here on.
 
-    It is unmapped when the last view is gone, whatever was closed before.
+    Whoever writes to a view of it changes that view alone. So each page is shown to
+    one delivery at a time: :meth:`claim` says for which, and :meth:`release` drops
+    what it has written. It is unmapped when the last view is gone, whatever was closed
+    before.
 
     :raises ValueError: it is not what its owner should send
     :raises OSError: it cannot be mapped
@@ -102,11 +103,9 @@ class MappedFile:
         self.memory = _NOTHING
         _check_file(fd, nbytes)
         self.nbytes = nbytes
-        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | _NORESERVE, mmap.PROT_READ)
-        with contextlib.suppress(AttributeError, OSError):  # no use in a core dump
-            mapping.madvise(mmap.MADV_DONTDUMP, 0, nbytes)
-        self.memory = numpy.frombuffer(mapping, numpy.uint8)
+        self.memory = stitch(fd, [(0, nbytes)], writable=True, is_private=True)
         self._address: int = self.memory.ctypes.data
+        self._pages: PrivatePages | None = PrivatePages(fd, self._address, nbytes)
 
     def __del__(self) -> None:
         self.close()
@@ -114,6 +113,9 @@ class MappedFile:
     def close(self) -> None:
         """Show no more of it. What there are views of stays mapped."""
         self.memory = _NOTHING
+        pages, self._pages = getattr(self, "_pages", None), None
+        if pages is not None:
+            pages.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -129,6 +131,30 @@ class MappedFile:
         ours, theirs = os.fstat(self._fd), os.fstat(fd)
         return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
 
+    def claim(self, places: Iterable[Place | None]) -> Claim | None:
+        """Return the pages of one delivery, which show what the owner has there.
+
+        ``None`` if another delivery here has some of them: :meth:`again` shows them.
+        """
+        if self._pages is None:
+            return None
+        return self._pages.claim(
+            run for place in places if place is not None for run in place.runs
+        )
+
+    def release(self, claim: Claim) -> None:
+        """Drop what was written to what was ``shown``. Called in any thread."""
+        pages = self._pages
+        if pages is not None:
+            pages.release(claim)
+
+    def again(self) -> MappedFile:
+        """Map the same file once more, for one delivery.
+
+        :raises OSError: it cannot be mapped, or is closed
+        """
+        return MappedFile(os.dup(self._fd), self.nbytes)
+
     def lend(self, keeper: object) -> _Bytes:
         """Return the memory for :meth:`view`: views of it keep ``keeper`` alive."""
         window = _Window(self.memory, self._address, self.memory.nbytes, keeper)
@@ -137,7 +163,7 @@ class MappedFile:
     def view(
         self, place: Place, spec: TensorSpec, nbytes: int, lent: _Bytes
     ) -> torch.Tensor:
-        """Return a tensor where it lies in what was lent. Never write to it.
+        """Return a tensor where it lies in what was lent. It may be written.
 
         It has ``nbytes``, which whoever asks has counted already.
 
@@ -151,7 +177,7 @@ class MappedFile:
         if len(place.runs) == 1:
             start += place.runs[0][0]
         else:
-            memory = stitch(self._fd, place.runs, writable=False)
+            memory = stitch(self._fd, place.runs, writable=True, is_private=True)
             window = _Window(memory, memory.ctypes.data, memory.nbytes, lent)
             lent = numpy.asarray(window)
         if spec.dtype in _BY_BYTES:
@@ -180,7 +206,6 @@ class _Window:
     ) -> None:
         self._memory = memory
         self._keeper = keeper
-        # As if it could be written: torch has no tensors that cannot, and warns.
         self.__array_interface__: dict[str, Any] = {
             "data": (address, False),
             "shape": (nbytes,),

@@ -1,4 +1,4 @@
-"""Pages of a file that lie apart, mapped one after the other.
+"""Pages of a file, mapped one after the other wherever they lie in it.
 
 By ctypes, because :mod:`mmap` cannot put a mapping at an address.
 """
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import numpy
 import numpy.typing
 
-__all__ = ("stitch",)
+__all__ = ("drop", "map_again", "stitch")
 
 _MAP_FIXED: Final = 0x10
 _NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
@@ -47,11 +47,18 @@ class _Mapping:
             self._unmap(self.address, self.nbytes)
 
 
-def stitch(fd: int, runs: Iterable[tuple[int, int]], *, writable: bool) -> _Bytes:
+def stitch(
+    fd: int,
+    runs: Iterable[tuple[int, int]],
+    *,
+    writable: bool,
+    is_private: bool = False,
+) -> _Bytes:
     """Return one array over ``runs``, offsets and bytes of whole pages of a file.
 
     It shares memory with every other mapping of the file, and is unmapped with the
-    last array over it. Its first use costs a page fault a page.
+    last array over it. Its first use costs a page fault a page. A write to one that
+    ``is_private`` is seen by this array alone, and needs no right to write the file.
 
     :raises OSError: the process may have no more mappings, or has no addresses
     """
@@ -60,11 +67,38 @@ def stitch(fd: int, runs: Iterable[tuple[int, int]], *, writable: bool) -> _Byte
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = mapping.address
     for offset, nbytes in runs:
-        _map(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+        if is_private:
+            map_again(fd, offset, address, nbytes)
+        else:
+            _map(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
         address += nbytes
     with contextlib.suppress(AttributeError):  # no use in a core dump
         _libc().madvise(mapping.address, mapping.nbytes, mmap.MADV_DONTDUMP)
     return numpy.asarray(mapping)
+
+
+def map_again(fd: int, offset: int, address: int, nbytes: int) -> None:
+    """Map pages of a file at ``address``, for reading and private writing.
+
+    What was mapped there is gone, and what was written there with it.
+
+    :raises OSError: they cannot be mapped, or not for writing
+    """
+    # Not writable at once: if the process locks its memory (mlockall), the kernel
+    # would copy all that is writable and private, and the copies would grow old.
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | _NORESERVE
+    _map(address, nbytes, mmap.PROT_READ, flags, fd, offset)
+    libc = _libc()
+    libc.munlock(address, nbytes)
+    if libc.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise _error()
+    if hasattr(mmap, "MADV_DONTDUMP"):  # no use in a core dump
+        libc.madvise(address, nbytes, mmap.MADV_DONTDUMP)
+
+
+def drop(address: int, nbytes: int) -> bool:
+    """Drop what was written there; false if the kernel keeps it (it is locked)."""
+    return not _libc().madvise(address, nbytes, mmap.MADV_DONTNEED)
 
 
 def _map(
@@ -72,9 +106,13 @@ def _map(
 ) -> int:
     mapped: int = _libc().mmap(address, nbytes, protection, flags, fd, offset)
     if mapped == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise _error()
     return mapped
+
+
+def _error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
 
 
 @functools.cache
@@ -85,4 +123,6 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.argtypes = (pointer, size, number, number, number, ctypes.c_long)
     libc.munmap.argtypes = (pointer, size)
     libc.madvise.argtypes = (pointer, size, number)
+    libc.munlock.argtypes = (pointer, size)
+    libc.mprotect.argtypes = (pointer, size, number)
     return libc

@@ -1,0 +1,252 @@
+"""Views of a peer's memory that are written to: nobody else sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import posix
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+import asynckv
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.options import Digest
+from asynckv.testing.blocked import until
+from asynckv.types import TensorSpec
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
+
+MIB = 2**20
+each_digest = pytest.mark.parametrize("digest", ["edges", "off", "full"])
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.asynccontextmanager
+async def mapped(
+    digest: Digest = "auto", max_bytes: int = 8 * MIB
+) -> AsyncIterator[tuple[asynckv.LookupBuffer, asynckv.Peer]]:
+    async with (
+        asynckv.LookupBuffer(max_bytes, drain_s=0) as buffer,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=buffer, digest=digest) as server,
+        asynckv.connect(server.url, digest=digest) as peer,
+    ):
+        assert peer.transport == "map"
+        yield buffer, peer
+
+
+def some_bytes(nbytes: int = MIB) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+async def insert(
+    buffer: asynckv.LookupBuffer, key: torch.Tensor, deliveries: int = 1
+) -> None:
+    await buffer.insert([1], None, key, some_bytes(999), None, deliveries=deliveries)
+
+
+async def churn(buffer: asynckv.LookupBuffer, peer: asynckv.Peer, times: int) -> None:
+    """Fill the buffer so often, and write over all that is taken out."""
+    for _ in range(times * 8):
+        key = some_bytes()
+        await insert(buffer, key)
+        async with peer.lookup.drop_select() as entry:
+            assert entry.key_tensor.equal(key)
+            entry.key_tensor.fill_(0)
+        del entry
+
+
+@each_digest
+async def test_what_is_written_changes_nothing_for_the_next_entry(
+    digest: Digest,
+) -> None:
+    async with mapped(digest, max_bytes=2 * MIB) as (buffer, peer):
+        await churn(buffer, peer, 1)
+
+
+@each_digest
+async def test_a_body_that_writes_raises_and_keeps_its_view_gets_the_entry_again(
+    digest: Digest,
+) -> None:
+    async with mapped(digest) as (buffer, peer):
+        key = some_bytes()
+        await insert(buffer, key)
+        with pytest.raises(KeyError):
+            async with peer.lookup.drop_select() as entry:
+                view = entry.key_tensor.add_(1)
+                raise KeyError
+        async with peer.lookup.drop_select() as entry:
+            assert entry.attempt == 2 and entry.key_tensor.equal(key)
+            entry.key_tensor.fill_(0)
+        assert view.equal(key + 1)
+        del entry, view
+
+
+async def test_two_deliveries_of_one_entry_do_not_see_each_other() -> None:
+    async with mapped() as (buffer, peer), asynckv.connect(peer.url) as other:
+        key = some_bytes()
+        await insert(buffer, key, deliveries=2)
+        async with peer.lookup.drop_select() as first:
+            first.key_tensor.fill_(1)
+            async with other.lookup.drop_select() as second:
+                assert second.key_tensor.equal(key)
+                second.key_tensor.fill_(2)
+                assert first.key_tensor.eq(1).all()
+        del first, second
+
+
+async def test_a_copy_is_of_what_the_owner_has_not_of_what_a_view_was_made() -> None:
+    async with mapped() as (buffer, peer):
+        key = some_bytes()
+        await insert(buffer, key)
+        with pytest.raises(KeyError):
+            async with peer.lookup.drop_select() as entry:
+                view = entry.key_tensor.fill_(0)
+                raise KeyError
+        into = {"key": torch.empty(MIB, dtype=torch.uint8)}
+        await peer.lookup.drop_select(into=into)
+        assert into["key"].equal(key)
+        del entry, view
+
+
+async def test_small_tensors_of_a_stream_are_written_while_later_ones_land() -> None:
+    names = [f"{n}.key" for n in range(40)]
+    specs = {name: TensorSpec((1024,), "uint8") for name in names}
+    sent = {name: some_bytes(1024) for name in names}
+    async with mapped() as (buffer, peer):
+        async with (
+            buffer.open_insert([1], None, specs) as writer,
+            peer.lookup.open_drop_select([1]) as stream,
+        ):
+            for name in names:
+                await writer.put(name, sent[name])
+                tensor = await stream.wait_for(name)
+                assert tensor.equal(sent[name])
+                tensor.fill_(0)
+
+
+async def test_a_written_view_outlives_its_block_and_dies_in_another_thread() -> None:
+    async with mapped(max_bytes=4 * MIB) as (buffer, peer):
+        await insert(buffer, some_bytes())
+        async with peer.lookup.drop_select() as entry:
+            views = [entry.key_tensor.fill_(3)]
+        del entry
+        await churn(buffer, peer, 1)
+        assert views[0].eq(3).all()
+        thread = threading.Thread(target=views.clear)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        await until(lambda: not buffer.statistics().pinned_bytes)
+        await churn(buffer, peer, 2)
+
+
+async def test_what_a_forked_child_writes_is_its_own() -> None:
+    async with mapped() as (buffer, peer):
+        key = some_bytes()
+        await insert(buffer, key)
+        async with peer.lookup.drop_select() as entry:
+            pid = posix.fork()
+            if not pid:
+                entry.key_tensor.numpy()[:] = 0
+                entry = None  # type: ignore[assignment]
+                os._exit(0)
+            _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            assert entry.key_tensor.equal(key)
+        del entry
+        await churn(buffer, peer, 1)
+
+
+async def test_a_view_may_be_locked_in_memory() -> None:
+    async with mapped(max_bytes=2 * MIB) as (buffer, peer):
+        await insert(buffer, some_bytes())
+        async with peer.lookup.drop_select() as entry:
+            address = ctypes.c_void_p(entry.key_tensor.fill_(0).data_ptr())
+            assert not _libc.mlock(address, MIB // 2)
+        del entry
+        await churn(buffer, peer, 1)
+
+
+async def test_views_of_a_link_that_was_cut_are_not_seen_by_the_next_one() -> None:
+    async with mapped(max_bytes=4 * MIB) as (buffer, peer):
+        key = some_bytes()
+        await insert(buffer, key)
+        with contextlib.suppress(asynckv.LeaseLost):
+            async with peer.lookup.drop_select() as entry:
+                view = entry.key_tensor.fill_(0)
+                link = peer.link_nowait()
+                assert link is not None
+                link.abort()
+        async with peer.lookup.drop_select() as again:
+            assert again.key_tensor.equal(key)
+        del entry, again, view
+        await churn(buffer, peer, 1)
+
+
+_LOCKED = """
+import asyncio, ctypes, torch, asynckv
+async def main():
+    async with (
+        asynckv.LookupBuffer("8MiB") as buffer,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=buffer, digest="off") as server,
+        asynckv.connect(server.url, digest="off", max_bytes="8MiB") as peer,
+    ):
+        assert peer.transport == "map"
+        for value in range(12):
+            if value == 3 and ctypes.CDLL(None).mlockall(3):
+                return print("may not")
+            key = torch.full((2**20,), value, dtype=torch.uint8)
+            await buffer.insert([1], None, key, None, None)
+            async with peer.lookup.drop_select() as entry:
+                assert entry.key_tensor.eq(value).all()
+                entry.key_tensor.fill_(99)
+            del entry
+    print("right")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_process_may_lock_all_of_its_memory() -> None:
+    done = subprocess.run([sys.executable, "-c", _LOCKED], stdout=subprocess.PIPE)
+    if done.stdout == b"may not\n":
+        pytest.skip("this user may not lock memory")
+    assert done.stdout == b"right\n"
+
+
+@pytest.mark.parametrize("digest", ["auto", "off"])
+@pytest.mark.trust
+async def test_ten_thousand_writes_into_views_change_nothing_of_anybody_else(
+    digest: Digest,
+) -> None:
+    chance, kept = random.Random(5), list[tuple[torch.Tensor, torch.Tensor]]()
+    async with mapped(digest, max_bytes=8 * MIB) as (buffer, peer):
+        for _ in range(500):
+            key = some_bytes(chance.choice([70_000, 300_000, 999_999]))
+            await insert(buffer, key)
+            is_failing = chance.random() < 0.2
+            with contextlib.suppress(KeyError):
+                async with peer.lookup.drop_select() as entry:
+                    assert entry.key_tensor.equal(key)
+                    for _ in range(20):
+                        start = chance.randrange(key.nbytes)
+                        entry.key_tensor[start : start + 99] = chance.randrange(256)
+                    kept.append((entry.key_tensor, entry.key_tensor.clone()))
+                    if is_failing:
+                        raise KeyError
+            if is_failing:
+                async with peer.lookup.drop_select() as entry:
+                    assert entry.key_tensor.equal(key)
+            del entry
+            while len(kept) > chance.randrange(4):
+                view, copy = kept.pop(0)
+                assert view.equal(copy)
+                del view, copy
