@@ -23,11 +23,8 @@ PRODUCER = Path(__file__).with_name("producer.py")
 
 def decode(entry: asynckv.KVEntry) -> str:
     """Stand in for a model: check the KV against the tokens that it was made of."""
-    tokens, key, value = entry.input_tokens, entry.key, entry.value
-    assert isinstance(tokens, torch.Tensor)
-    assert isinstance(key, torch.Tensor)
-    assert isinstance(value, torch.Tensor)
-    assert torch.equal(key[7, 3, :, 31], tokens.float())
+    key, value, tokens = entry.key_tensor, entry.value_tensor, entry.input_tokens
+    assert tokens is not None and torch.equal(key[7, 3, :, 31], tokens.float())
     assert torch.equal(value, -key)
     return bytes(tokens.tolist()).decode()
 

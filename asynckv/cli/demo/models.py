@@ -24,6 +24,7 @@ __all__ = (
     "ByteTokenizer",
     "PreparedModel",
     "PromptTokenizer",
+    "Tell",
     "check_model",
     "load_model",
     "loading",
