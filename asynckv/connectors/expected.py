@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asynckv.abc import BlockIds, KVTransferResults
-from asynckv.connectors.lifecycle import LifeCounters, Phase, TransferLedger
+from asynckv.connectors.lifecycle import Life, LifeCounters, Phase, TransferLedger
 
 __all__ = ("ExpectedLoads",)
 
@@ -39,10 +39,9 @@ class ExpectedLoads:
         """Whether there is something for :meth:`take_aborts`."""
         return bool(self._aborts)
 
-    def begin(self, request_id: str, block_ids: BlockIds) -> bool:
-        """A load is ordered; ``False``, and counted, if the request has one."""
-        blocks = _flat(block_ids)
-        return self._ledger.begin(request_id, "recv", frozenset(blocks)) is not None
+    def begin(self, request_id: str, block_ids: BlockIds) -> Life | None:
+        """A load is ordered; ``None``, and counted, if the request has one."""
+        return self._ledger.begin(request_id, "recv", frozenset(_flat(block_ids)))
 
     def abort(self, request_id: str) -> bool:
         """Nobody waits for it; ``True``: its blocks must stay until it has ended."""

@@ -43,6 +43,7 @@ class Life:
     block_ids: frozenset[int] = frozenset()
     phase: Phase = Phase.MOVING
     reason: str = ""
+    is_cancelled: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -108,7 +109,7 @@ class TransferLedger:
             return None
         if life.phase is not Phase.MOVING:
             return None
-        life.phase = Phase.STOPPING
+        life.phase, life.is_cancelled = Phase.STOPPING, True
         self.counters.cancelled += 1
         return life
 

@@ -57,15 +57,23 @@ class P2PLoading:
         What cannot be begun is said to have failed: others are not less wanted.
         """
         try:
-            if order.block_ids:
+            if order.refusal:
+                self._refuse(order, order.refusal)
+            elif order.block_ids:
                 self._begin(order)
             else:
                 self._notices.release(order)
         except Exception as exc:
             logger.exception("no load of %s began", as_line(order.request_id))
             if order.block_ids:
-                blocks = _blocks_of(order)
-                self._transfers.refuse(order.request_id, "recv", blocks, reason_of(exc))
+                self._refuse(order, reason_of(exc))
+
+    def abort(self, request_id: str, *, is_wanted: bool) -> None:
+        """End a request's load. Its transfer is released unless it ``is_wanted``."""
+        for load in self._loads:
+            if load.order.request_id == request_id:
+                load.is_wanted = is_wanted
+        self._transfers.cancel(request_id, "recv")
 
     def clear(self) -> None:
         """The step is over: it waits for no load any more."""
@@ -87,6 +95,9 @@ class P2PLoading:
         if not order.is_async:
             self._awaited.append(load)
 
+    def _refuse(self, order: LoadOrder, reason: str) -> None:
+        self._transfers.refuse(order.request_id, "recv", _blocks_of(order), reason)
+
     def _on_lost(self, identity: str) -> None:
         """What it was to send will not come."""
         for load, life in list(self._loads.items()):
@@ -98,7 +109,8 @@ class P2PLoading:
     def _ended(self, load: P2PLoad) -> None:
         self._loads.pop(load, None)
         load.end()
-        if not load.has_begun:  # its task was cancelled before its first step
+        # Perhaps its task was cancelled before its first step.
+        if not load.has_begun and not load.is_wanted:
             self._notices.release(load.order)
 
     async def _load(self, load: P2PLoad) -> None:
@@ -106,7 +118,8 @@ class P2PLoading:
             await load.run(*self._routes.sources(load.order))
         finally:
             self.nbytes += load.nbytes
-            self._notices.release_all(load.order, load.untaken_sources)
+            if not load.is_wanted:
+                self._notices.release_all(load.order, load.untaken_sources)
 
 
 def _blocks_of(order: LoadOrder) -> set[int]:

@@ -42,6 +42,8 @@ class P2PLoad:
     ) -> None:
         self.order = order
         self.nbytes = 0
+        self.is_wanted = False
+        """Whether another request here loads the same, should this one be aborted."""
         self._untaken: dict[int, Source] = {}
         self._unseen: set[int] = set()
         self._engine, self._caches = engine, moves.caches

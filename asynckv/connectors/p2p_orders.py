@@ -18,6 +18,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
     Without blocks nothing is loaded or reported: the producer of that prompt learns
     that nobody needs it. ``shape`` is how its engine says its KV is cut.
     ``is_async``: between steps; else the next forward waits for it, layer by layer.
+    With a ``refusal`` nothing is asked for: the load fails at once, for that reason.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
     shape: EngineShape | None = None
     is_async: bool = True
     salt: bytes = b""
+    refusal: str = ""
 
 
 class SaveOrder(msgspec.Struct, frozen=True):
@@ -49,8 +51,13 @@ class SaveOrder(msgspec.Struct, frozen=True):
 
 
 class P2PMetadata(KVConnectorMetadata, frozen=True):
-    """One step's orders. ``aborts`` are requests whose loads end as soon as can be."""
+    """One step's orders. ``aborts`` are requests whose loads end as soon as can be.
+
+    Transfers of those that are also ``left_to_others`` are not released: another
+    request of this engine is going to load them.
+    """
 
     loads: tuple[LoadOrder, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
     aborts: tuple[str, ...] = ()
+    left_to_others: tuple[str, ...] = ()

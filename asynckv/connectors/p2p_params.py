@@ -10,6 +10,7 @@ import msgspec
 
 from asynckv.abc import KVRequest
 from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.lifecycle import Life
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.parallel.shapes import EngineShape
 
@@ -44,10 +45,36 @@ class P2PRequest:
     is_to_load: bool = False
     is_to_save: bool = False
     is_saved: bool = False
+    load: Life | None = None
+    """Its own load, once it is ordered."""
+    awaited: P2PRequest | None = None
+    """Which request loads the same transfer; it waits for that one's end."""
+    refusal: str = ""
+    """Why its load would come to nothing, if that is known."""
 
     @property
     def name(self) -> str:
         return self.request.request_id
+
+    @property
+    def transfer(self) -> tuple[str, str]:
+        """What requests have in common that name one transfer."""
+        return self.peer, self.transfer_id
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether its load is under way."""
+        return self.load is not None and not self.load.is_over
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether its load is over, and brought everything."""
+        return self.load is not None and self.load.is_over and not self.load.reason
+
+    def has_prompt_of(self, other: P2PRequest) -> bool:
+        """Whether it has the same prompt as another request of the same transfer."""
+        mine, its = self.request, other.request
+        return (mine.token_ids, mine.salt) == (its.token_ids, its.salt)
 
 
 class P2PParams:

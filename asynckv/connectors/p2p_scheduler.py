@@ -59,6 +59,12 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
     engine is ``{"do_remote_prefill": true, "transfer_id", "peer", "num_tokens",
     "incarnations", "shape"}``, of which only ``transfer_id`` is needed, and ``peer``
     where several are configured: a name of the configuration, never an address.
+
+    Any number of requests may name one transfer, as those do that one request with
+    ``n`` samples becomes. One of them loads it, the others are asked again until that
+    has ended: by then the engine has its blocks in its own prefix cache, and at most
+    the last two are computed. Where it has not, and after a load that failed, they
+    fail at once, and ``kv_load_failure_policy`` says what that means.
     """
 
     def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
@@ -70,6 +76,9 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         self._requests: dict[str, P2PRequest] = {}
         self._orders: list[LoadOrder] = []
         self._loads = ExpectedLoads()
+        # Which request loads a transfer now.
+        self._loading: dict[tuple[str, str], P2PRequest] = {}
+        self._left_to_others: list[str] = []
         self._incarnations: tuple[str, ...] = ()
         self._refused_params = 0
 
@@ -93,8 +102,16 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             return None, False  # an older load of that id is not quiet yet
         if not known.is_to_load:
             return 0, False
+        if (loading := self._loading.get(known.transfer)) is not None:
+            known.awaited = loading
+            return None, False
         count = known.num_tokens - num_computed_tokens
-        return (count, True) if count > 0 else (0, False)
+        rest = self.engine.block_size * (1 if known.awaited is None else 2)
+        if count <= 0 or (num_computed_tokens and count <= rest):
+            return 0, False  # the step that it needs anyway computes so few
+        if known.awaited is not None:
+            known.refusal = _refusal_after(known.awaited, known)
+        return count, True
 
     def update_state_after_alloc(
         self, request: KVRequest, block_ids: BlockIds, num_external_tokens: int
@@ -121,16 +138,24 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             incarnations=known.incarnations,
             shape=known.shape,
             salt=salt_digest(request.salt),
+            refusal=known.refusal,
         )
-        if self._loads.begin(request.request_id, order.block_ids):
+        known.load = self._loads.begin(request.request_id, order.block_ids)
+        if known.load is not None:
             self._orders.append(order)
+            if not order.refusal:
+                self._loading[known.transfer] = known
 
     def build_connector_meta(self, step: KVConnectorStep) -> KVConnectorMetadata:
         self._check_thread()
         saves = [order for each in step.scheduled if (order := self._save_of(each))]
         loads, self._orders = self._orders, []
+        left, self._left_to_others = self._left_to_others, []
         return P2PMetadata(
-            loads=tuple(loads), saves=tuple(saves), aborts=self._loads.take_aborts()
+            loads=tuple(loads),
+            saves=tuple(saves),
+            aborts=self._loads.take_aborts(),
+            left_to_others=tuple(left),
         )
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
@@ -138,7 +163,14 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         for request_id in results.failed_sending:
             if (known := self._requests.get(request_id)) is not None:
                 known.is_saved = False
-        return self._loads.hear(results)
+        ended = self._loads.hear(results)
+        if ended:
+            self._loading = {
+                transfer: one
+                for transfer, one in self._loading.items()
+                if one.is_loading
+            }
+        return ended
 
     def request_finished(
         self, request: KVRequest, block_ids: BlockIds
@@ -150,6 +182,8 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         if known.is_to_load:
             self._release(known)
         if self._loads.abort(request.request_id):
+            if self._is_wanted(known):
+                self._left_to_others.append(request.request_id)
             return True, None
         return False, self._params_of(known) if known.is_saved else None
 
@@ -173,6 +207,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         self._requests.clear()
         self._orders.clear()
         self._loads.clear()
+        self._loading.clear()
 
     def _known(self, request: KVRequest) -> P2PRequest:
         """Return what is known of a request; its parameters are read once."""
@@ -224,6 +259,9 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
     def _release(self, known: P2PRequest) -> None:
         """Nothing of it is needed here: let the producer have its memory back."""
         known.is_to_load = False
+        awaited = known.awaited
+        if self._is_wanted(known) or (awaited is not None and awaited.has_loaded):
+            return  # it will be taken, or was
         self._orders.append(
             LoadOrder(
                 request_id=known.name,
@@ -237,6 +275,15 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             )
         )
 
+    def _is_wanted(self, known: P2PRequest) -> bool:
+        """Whether another request loads its transfer, or is going to."""
+        return any(
+            other.transfer == known.transfer
+            and other is not known
+            and (other.is_to_load or other.is_loading)
+            for other in self._requests.values()
+        )
+
     def _params_of(self, known: P2PRequest) -> dict[str, object]:
         return {
             "do_remote_prefill": True,
@@ -247,3 +294,19 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             "incarnations": list(self._incarnations),
             "shape": msgspec.to_builtins(self.engine.shape),
         }
+
+
+def _refusal_after(loader: P2PRequest, known: P2PRequest) -> str:
+    """Say why a load would come to nothing after that of another request.
+
+    Nothing, where that one was aborted, or failed since it had another prompt.
+    """
+    load = loader.load
+    if load is None or load.is_cancelled:
+        return ""
+    if load.reason:
+        return load.reason if known.has_prompt_of(loader) else ""
+    return (
+        f"{as_line(loader.name)} has loaded its transfer, and the blocks are not "
+        "cached here: enable_prefix_caching lets requests share them"
+    )

@@ -131,7 +131,8 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         for order in orders.loads:
             self._loading.begin(order)
         for request_id in orders.aborts:
-            self._transfers.cancel(request_id, "recv")
+            is_wanted = request_id in orders.left_to_others
+            self._loading.abort(request_id, is_wanted=is_wanted)
 
     async def wait_for_layer_load(self, layer_name: str) -> None:
         self._check_loop()

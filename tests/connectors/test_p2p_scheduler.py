@@ -91,6 +91,92 @@ def test_an_aborted_load_holds_its_blocks_and_its_id() -> None:
     assert scheduler.get_num_new_matched_tokens(load(), 0) == (10, True)
 
 
+def ended(scheduler: P2PScheduler, name: str, reason: str = "") -> None:
+    names = frozenset({name})
+    failed = names if reason else frozenset[str]()
+    scheduler.update_connector_output(
+        KVTransferResults(
+            finished_recving=names,
+            failed_recving=failed,
+            reasons=dict.fromkeys(failed, reason),
+        )
+    )
+
+
+def loading(name: str = "r") -> P2PScheduler:
+    """Return a scheduler with a load of ``t`` under way, for which others wait."""
+    scheduler = make()
+    scheduler.update_state_after_alloc(load(name), ((7, 8, 9),), 10)
+    assert len(orders(scheduler).loads) == 1
+    for other in ("s", "u"):
+        assert scheduler.get_num_new_matched_tokens(load(other), 0) == (None, False)
+    return scheduler
+
+
+def test_requests_of_one_transfer_wait_for_its_load_and_find_it_cached() -> None:
+    scheduler = loading()
+    ended(scheduler, "r")
+    for other in ("s", "u"):
+        assert scheduler.get_num_new_matched_tokens(load(other), 4) == (0, False)
+        scheduler.update_state_after_alloc(load(other), ((7, 8, 9),), 0)
+        scheduler.request_finished(load(other), ((7, 8, 9),))
+    assert orders(scheduler) == P2PMetadata()
+
+
+def test_without_a_prefix_cache_they_fail_without_asking_the_producer() -> None:
+    scheduler = loading()
+    ended(scheduler, "r")
+    assert scheduler.get_num_new_matched_tokens(load("s"), 0) == (10, True)
+    scheduler.update_state_after_alloc(load("s"), ((4, 5, 6),), 10)
+    (order,) = orders(scheduler).loads
+    assert "r has loaded its transfer" in order.refusal
+    assert scheduler.get_num_new_matched_tokens(load("u"), 0) == (10, True)
+
+
+def test_a_load_that_failed_fails_those_with_the_same_prompt() -> None:
+    scheduler = loading()
+    other = KVRequest("other", tuple(range(1, 11)), load().kv_transfer_params)
+    assert scheduler.get_num_new_matched_tokens(other, 0) == (None, False)
+    ended(scheduler, "r", "PeerLost: gone")
+    for request in (load("s"), other):
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (10, True)
+        scheduler.update_state_after_alloc(request, ((4, 5, 6),), 10)
+    same, another = orders(scheduler).loads
+    assert (same.refusal, another.refusal) == ("PeerLost: gone", "")
+
+
+def test_an_aborted_load_is_left_to_who_waits_for_it() -> None:
+    scheduler = loading()
+    assert scheduler.request_finished(load(), ((7, 8, 9),)) == (True, None)
+    told = orders(scheduler)
+    assert told.aborts == told.left_to_others == ("r",)
+    assert scheduler.get_num_new_matched_tokens(load("s"), 0) == (None, False)
+    ended(scheduler, "r", "cancelled")
+    assert scheduler.get_num_new_matched_tokens(load("s"), 0) == (10, True)
+    scheduler.update_state_after_alloc(load("s"), ((4, 5, 6),), 10)
+    assert orders(scheduler).loads[0].refusal == ""
+
+
+def test_who_gives_up_waiting_releases_nothing_that_is_loaded() -> None:
+    scheduler = loading()
+    scheduler.request_finished(load("s"), ((),))
+    assert orders(scheduler) == P2PMetadata()
+    scheduler.request_finished(load(), ((7, 8, 9),))
+    assert orders(scheduler).left_to_others == ("r",)
+    scheduler.request_finished(load("u"), ((),))
+    (order,) = orders(scheduler).loads
+    assert order.block_ids == ()
+
+
+def test_a_rest_of_at_most_one_block_is_computed() -> None:
+    scheduler = make()
+    assert scheduler.get_num_new_matched_tokens(load(), 6) == (0, False)
+    scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 0)
+    assert orders(scheduler).loads[0].block_ids == ()
+    short = KVRequest("short", (1, 2), load().kv_transfer_params)
+    assert scheduler.get_num_new_matched_tokens(short, 0) == (2, True)
+
+
 def test_a_request_that_loads_nothing_does_not_take_an_id_that_is_held() -> None:
     scheduler = make()
     scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 10)

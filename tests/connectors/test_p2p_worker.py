@@ -19,6 +19,7 @@ from asynckv.config import KVRole
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
+from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_scheduler import P2PScheduler
 from asynckv.connectors.p2p_worker import P2PWorker
@@ -211,6 +212,72 @@ async def test_kv_of_another_prompt_is_never_taken() -> None:
             prompt(), request_id="f", kv_transfer_params=first.kv_transfer_params
         )
         assert mine.external_tokens == 70
+        await all_quiet(pair)
+
+
+@pytest.mark.parametrize("direction", ["pull", "push"])
+async def test_of_four_requests_for_one_transfer_one_loads_it(
+    direction: Direction,
+) -> None:
+    """The others find it in the engine's prefix cache, as if there were one."""
+    async with pair_of(direction=direction) as pair:
+        tokens = prompt()
+        asked = {"do_remote_prefill": True, "transfer_id": "t"}
+        decoding = [
+            asyncio.create_task(
+                pair[1].generate(
+                    *(tokens, 2),
+                    request_id=f"d{number}",
+                    kv_transfer_params=asked,
+                    cached_tokens=64 if number else 0,
+                )
+            )
+            for number in range(4)
+        ]
+        await until(lambda: worker_of(pair[1]).statistics().loading == 1)
+        named = {**PREFILL, "transfer_id": "t"}
+        await pair[0].generate(tokens, request_id="p", kv_transfer_params=named)
+        outputs = await asyncio.gather(*decoding)
+        assert [one.external_tokens for one in outputs] == [70, 0, 0, 0]
+        assert all(one.tokens == MODEL.generate(tokens, 2) for one in outputs)
+        assert not pair[1].failures
+        await all_quiet(pair)
+
+
+async def test_without_a_prefix_cache_the_others_compute_it_at_once() -> None:
+    async with pair_of() as pair:
+        tokens = prompt()
+        first = await pair[0].generate(
+            tokens, request_id="p", kv_transfer_params=PREFILL
+        )
+        decode = functools.partial(
+            pair[1].generate, tokens, 2, kv_transfer_params=first.kv_transfer_params
+        )
+        both = asyncio.gather(decode(request_id="d"), decode(request_id="e"))
+        assert all(one.tokens == MODEL.generate(tokens, 2) for one in await both)
+        assert "d has loaded its transfer" in pair[1].failures["e"]
+        # And who comes later is told by its producer.
+        assert (await decode(request_id="late")).tokens == MODEL.generate(tokens, 2)
+        assert "others have taken that entry" in pair[1].failures["late"]
+        await all_quiet(pair)
+
+
+async def test_a_load_is_taken_over_from_a_request_that_is_aborted() -> None:
+    async with pair_of() as pair:
+        tokens, params = prompt(), {"do_remote_prefill": True, "transfer_id": "t"}
+        first, second = (
+            asyncio.create_task(
+                pair[1].generate(tokens, 2, request_id=name, kv_transfer_params=params)
+            )
+            for name in ("first", "second")
+        )
+        await until(lambda: worker_of(pair[1]).statistics().loading == 1)
+        first.cancel()
+        await asyncio.wait([first])
+        await pair[0].generate(
+            tokens, request_id="p", kv_transfer_params={**PREFILL, "transfer_id": "t"}
+        )
+        assert (await second).external_tokens == 70
         await all_quiet(pair)
 
 
