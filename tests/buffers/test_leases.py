@@ -198,3 +198,19 @@ async def test_10_000_queries_for_one_id_are_served_without_a_scan_each() -> Non
     bench.insert("a", deliveries=10_000)
     assert loop.time() - began < 5  # a scan each took minutes
     assert all(holder.entry_id == "a" for holder in holders)
+
+
+async def test_a_delivery_that_ended_never_lapses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, late_s = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + late_s)
+    bench = SteppedLedger(max_hold_s=100)
+    bench.insert("a")
+    bench.leases.give_back(bench.select()[0].held(), reached=False)
+    bench.leases.acknowledge(bench.select()[0].held())
+    late_s = 200.0
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert bench.ledger.counters.lapsed == 0

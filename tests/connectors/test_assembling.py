@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import threading
+import types
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -31,27 +34,32 @@ def assembly_of(
     theirs: EngineShape,
     header_shape: EngineShape | None,
     names: tuple[str, ...],
-    **changes: str | None,
+    *,
+    first_block: int = 0,
+    rank: int = 0,
+    changes: Mapping[str, str | None] = types.MappingProxyType({}),
 ) -> tuple[Assembly, ToyRank, ToyRank]:
     ours = toy_shape(MODEL, block_size=8)
     engine = KVEngine(engine_id="D", block_size=8, shape=ours)
     source, target = ToyRank(MODEL, theirs, 0, 8), ToyRank(MODEL, ours, 0, 8)
-    order = LoadOrder("r", "t", "P", ((5, 0, 2),), num_tokens=20)
+    ids = (5, 0, 2)[first_block:]
+    order = LoadOrder("r", "t", "P", (ids,), first_block=first_block, num_tokens=20)
     header = EntryHeader(
         engine_id="P",
-        rank=0,
+        rank=rank,
         block_size=theirs.block_size,
         layers=names,
         shape=header_shape,
     )
-    ids = (3, 1) if theirs.block_size > 8 else (3, 1, 4)
-    specs = PagedCaches(source.caches, theirs).specs((ids,))
+    source_ids = (3, 1) if theirs.block_size > 8 else (3, 1, 4)
+    caches = dict(zip(names, source.caches.values(), strict=False))
+    specs = PagedCaches(caches, theirs).specs((source_ids,))
     for name, spec in changes.items():
         if spec is None:
             del specs[name]
         else:
             specs[name] = TensorSpec(specs[name].shape, spec)
-    read = engine.reads_from(theirs)[0]
+    read = engine.reads_from(theirs)[rank]
     moves = BlockMoves(PagedCaches(target.caches, ours), CopyPool())
     scratch = Scratch(moves, order, None)
     return Assembly(engine, scratch, header, read, specs), source, target
@@ -133,10 +141,10 @@ def test_a_layer_without_its_tensors_is_refused(block_size: int) -> None:
     assembly_of(theirs, theirs, names)
     for lacking in (f"{names[1]}.value", f"{names[0]}.key"):
         with pytest.raises(IncompatiblePeer, match="blocks that were asked for"):
-            assembly_of(theirs, theirs, names, **{lacking: None})
+            assembly_of(theirs, theirs, names, changes={lacking: None})
     nothing = dict.fromkeys((f"{names[1]}.key", f"{names[1]}.value"), None)
     with pytest.raises(IncompatiblePeer, match="blocks that were asked for"):
-        assembly_of(theirs, theirs, names, **nothing)
+        assembly_of(theirs, theirs, names, changes=nothing)
 
 
 @pytest.mark.parametrize("block_size", [8, 16])
@@ -146,7 +154,7 @@ def test_another_dtype_is_refused_also_where_heads_and_tokens_move(
     theirs = toy_shape(MODEL, block_size=block_size)
     with pytest.raises(IncompatiblePeer) as caught:
         name = f"{MODEL.layer_names[1]}.value"
-        assembly_of(theirs, theirs, MODEL.layer_names, **{name: "float32"})
+        assembly_of(theirs, theirs, MODEL.layer_names, changes={name: "float32"})
     assert caught.value.field == "dtype"
 
 
@@ -184,3 +192,33 @@ async def test_megabytes_on_their_way_to_a_gpu_are_not_freed_on_the_loop(
         await until(
             lambda: not any("asynckv-" in t.name for t in threading.enumerate())
         )
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+async def test_blocks_before_the_first_that_is_loaded_are_left_alone(
+    block_size: int,
+) -> None:
+    theirs = toy_shape(MODEL, block_size=block_size)
+    names, ids = MODEL.layer_names, [3, 1] if block_size > 8 else [3, 1, 4]
+    assembly, source, target = assembly_of(theirs, theirs, names, first_block=1)
+    for layer in names:
+        source.write(layer, ids, TOKENS, 0)
+        for name, region in zip(("key", "value"), source.caches[layer], strict=True):
+            assembly.land(f"{layer}.{name}", region[ids])
+        await assembly.place(layer)
+        there = target.read(layer, [5, 0, 2], 20)
+        assert torch.equal(there[8:], source.read(layer, ids, 20)[8:])
+        assert there[:8].eq(-1).all()
+
+
+async def test_a_layer_of_a_later_stage_is_the_layer_of_its_number_here() -> None:
+    theirs = msgspec.structs.replace(toy_shape(MODEL, block_size=16), stages=(1, 1))
+    assembly, source, target = assembly_of(theirs, theirs, ("theirs",), rank=1)
+    source.write(MODEL.layer_names[1], [3, 1], TOKENS, 0)
+    for name, region in zip(
+        ("key", "value"), source.caches[MODEL.layer_names[1]], strict=True
+    ):
+        assembly.land(f"theirs.{name}", region[[3, 1]])
+    assert await assembly.place("theirs") == MODEL.layer_names[1]
+    there = target.read(MODEL.layer_names[1], [5, 0, 2], 20)
+    assert torch.equal(there, source.read(MODEL.layer_names[1], [3, 1], 20))

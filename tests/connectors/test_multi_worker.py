@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from asynckv.abc import KVConnectorMetadata, KVTransferResults
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
@@ -223,3 +224,55 @@ async def test_all_save_what_there_was_when_their_wait_began() -> None:
 
 def encoded(order: StoreOrder) -> bytes:
     return msgspec.msgpack.encode(StoreMetadata(saves=(order,)))
+
+
+class Said(StoreWorker):
+    """Says once what it was given to say."""
+
+    def __init__(self, results: KVTransferResults, preempted: list[object]) -> None:
+        config = KVTransferConfig(
+            kv_connector="StoreConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"store": "mem://no", "fingerprint": "toy"},
+        )
+        super().__init__(config, KVEngine(engine_id="E", block_size=16))
+        self.results, self.preempted = results, preempted
+
+    def get_finished(
+        self, finished_req_ids: frozenset[str] = frozenset()
+    ) -> KVTransferResults:
+        said, self.results = self.results, KVTransferResults()
+        return said
+
+    def handle_preemptions(self, metadata: KVConnectorMetadata) -> None:
+        self.preempted.append(metadata)
+
+
+async def test_a_save_has_failed_if_all_say_so_and_a_load_if_one_does() -> None:
+    ids = frozenset({"both", "one"})
+    said = [
+        KVTransferResults(
+            finished_sending=ids,
+            failed_sending=frozenset(failed),
+            finished_recving=frozenset(loaded),
+            failed_recving=frozenset(loaded),
+        )
+        for failed, loaded in (
+            (ids, frozenset({"l"})),
+            (frozenset({"both"}), frozenset[str]()),
+        )
+    ]
+    async with MultiWorker([Said(one, []) for one in said]) as worker:
+        results = worker.get_finished()
+        assert results.finished_sending == ids
+        assert results.failed_sending == {"both"}
+        assert results.failed_recving == {"l"}
+        assert results.parts == tuple(said)
+
+
+async def test_all_are_told_what_was_preempted() -> None:
+    orders, told = [encoded(StoreOrder(n, (n,), ((1,),))) for n in "ab"], list[object]()
+    children = [Said(KVTransferResults(), told) for _ in orders]
+    async with MultiWorker(children) as worker:
+        worker.handle_preemptions(MultiMetadata(tuple(orders)))
+    assert [msgspec.msgpack.encode(one) for one in told] == orders

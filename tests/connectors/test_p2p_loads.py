@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import msgspec
 import pytest
@@ -14,10 +15,12 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import HEADER, EntryHeader, NotSaved
 from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_loads import P2PLoad, release
-from asynckv.connectors.p2p_orders import LoadOrder
+from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.connectors.p2p_saves import tell_failure
 from asynckv.errors import IncompatiblePeer
 from asynckv.tensors.copying import CopyPool
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellations.connectors.grounds import open_p2p
 from asynckv.types import TensorSpec
 
 TOKENS = list(range(6))
@@ -144,3 +147,49 @@ async def test_an_entry_that_lacks_a_layer_is_no_success(
                 await run(load, buffer)
             # Whatever an entry says that it has: what did not land is missed.
             monkeypatch.setattr(Assembly, "land", lambda *_: None)
+
+
+def has_given(buffer: LookupBuffer, count: int) -> bool:
+    return buffer.statistics().acknowledged == count
+
+
+async def test_a_layer_is_there_when_all_ranks_have_brought_their_part() -> None:
+    async with open_p2p("mem", "pull", sizes=(2, 1)) as ground:
+        first, second = ground.prefill.workers
+        (decode,), (caches,) = ground.decode.workers, ground.decode.caches
+        caches.spoil()
+        last = ground.model.layer_names[-1]
+        save = P2PMetadata(saves=(ground.save_order(name := ground.new_name()),))
+        for rank in ground.prefill.caches:
+            rank.compute()
+        await ground.begin_load(ground.load_order(name, is_async=False))
+        waiting = asyncio.create_task(decode.wait_for_layer_load(last))
+        for worker in (first, second):
+            assert not waiting.done()
+            worker.bind_connector_metadata(save)
+            await worker.wait_for_save()
+            buffer = ground.buffers()["P", worker.engine.rank]
+            await until(functools.partial(has_given, buffer, 2))
+        await waiting
+        caches.expect_computed()
+
+
+async def test_a_load_may_take_any_time_while_something_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, late_s = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + late_s)
+    load, _ = load_of(timeout_s=100)
+    async with LookupBuffer("16MiB") as buffer:
+        loading = asyncio.create_task(run(load, buffer))
+        specs = {HEADER: TensorSpec(tuple(header_of().shape), "uint8"), **SPECS}
+        async with buffer.open_insert(TOKENS, None, specs, entry_id="t") as writer:
+            await writer.put(HEADER, header_of())
+            for layer in "ab":
+                late_s += 60
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                await writer.put(f"{layer}.key", torch.ones(2, 5))
+                await load.wait_for(layer)
+        await loading

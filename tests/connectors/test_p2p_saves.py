@@ -1,18 +1,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import pytest
 import torch
 
+from asynckv.abc import InsertWriter
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.headers import EntryHeader, NotSaved
 from asynckv.connectors.p2p_orders import SaveOrder
-from asynckv.connectors.p2p_saves import P2PSave, tell_failure
+from asynckv.connectors.p2p_saves import P2PSave, Target, tell_failure
+from asynckv.connectors.staging import Staging
 from asynckv.errors import EntryConflict
+from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import Event
+from asynckv.testing.blocked import until_blocked
+from asynckv.types import TensorSpec
 
 ORDER = SaveOrder("r", "t", "", (1, 2, 3), ((2, 0),))
 HEADER = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a", "b"))
@@ -93,3 +102,119 @@ async def test_what_was_saved_whole_stays_whole() -> None:
                 (find, "t", 1), (1, 2, 3), HEADER, "another rank failed", 60
             )
         assert await buffer.peek([1, 2, 3]) == 3
+
+
+class Marked(BlockMoves):
+    """A stream that gets to each of its marks when ``got_there`` is set."""
+
+    def __init__(self, caches: PagedCaches) -> None:
+        super().__init__(caches, CopyPool())
+        self.got_there = asyncio.Event()
+        self.waited_for: list[object] = []
+
+    async def reached(self, mark: Event | None) -> None:
+        self.waited_for.append(mark)
+        await self.got_there.wait()
+
+
+class Slow(LookupBuffer):
+    """Reads what is put when it may, and is not to be hurried by a cancellation."""
+
+    def __init__(self) -> None:
+        super().__init__("1MiB")
+        self.may_read = asyncio.Event()
+        self.read: dict[str, list[list[float]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def open_insert(
+        self, *args: Any, specs: Mapping[str, TensorSpec] | None = None, **kwargs: Any
+    ) -> AsyncIterator[InsertWriter]:
+        yield SlowWriter(self)
+
+
+class SlowWriter(InsertWriter):
+    def __init__(self, buffer: Slow) -> None:
+        self.entry_id, self.buffer = "t", buffer
+
+    async def put(self, name: str, tensor: KVMemory) -> None:
+        if not name.endswith(".key"):
+            return
+        waiting = asyncio.create_task(self.buffer.may_read.wait())
+        try:
+            await asyncio.shield(waiting)
+        finally:
+            await asyncio.wait({waiting})
+            if isinstance(tensor, torch.Tensor):
+                self.buffer.read[name] = tensor.tolist()
+
+
+def to(buffer: LookupBuffer) -> Target:
+    async def find() -> LookupBuffer:
+        return buffer
+
+    return find, "t", 1
+
+
+async def test_blocks_are_put_once_the_stream_has_got_to_their_layer() -> None:
+    _, caches = save_of()
+    marks: dict[str, Any] = {"a": "mark of a", "b": "mark of b"}
+    moves = Marked(caches)
+    save = P2PSave(moves, ORDER, HEADER, 60, is_on_their_gpu=True)
+    async with LookupBuffer("16MiB", drain_s=0) as buffer:
+        saving = asyncio.create_task(save.run([to(buffer)]))
+        for layer, mark in marks.items():
+            save.offer(layer, mark)
+        await until_blocked(saving)
+        assert moves.waited_for == ["mark of a"] and save.nbytes == 0
+        moves.got_there.set()
+        await saving
+        assert moves.waited_for == ["mark of a", "mark of b"]
+
+
+async def test_blocks_are_read_until_the_last_put_has_let_go_of_them() -> None:
+    save, caches = save_of()
+    async with Slow() as buffer:
+        saving = asyncio.create_task(save.run([to(buffer)]))
+        save.offer_rest()
+        await until_blocked(saving)
+        staging = Staging(2**20)
+        assert await save.stage(staging)
+        assert await save.stage(staging) and staging.copies == 1
+        await until_blocked(saving)
+        assert not save.quiet.is_set() and staging.used_bytes == save.nbytes + 32
+        buffer.may_read.set()
+        async with asyncio.timeout(10):
+            await save.quiet.wait()
+            for layer in caches.layers:
+                caches.pools(layer)[0].zero_()
+            await saving
+        assert buffer.read == {f"{one}.key": [[4, 5], [0, 1]] for one in "ab"}
+        assert staging.used_bytes == 0
+
+
+async def test_blocks_are_read_until_all_targets_have_them() -> None:
+    save, _ = save_of()
+    async with LookupBuffer("16MiB", drain_s=0) as quick, Slow() as slow:
+        saving = asyncio.create_task(save.run([to(quick), to(slow)]))
+        save.offer_rest()
+        await until_blocked(saving)
+        assert not save.quiet.is_set()
+        assert not await save.stage(Staging(31))  # two layers of 16 bytes
+        slow.may_read.set()
+        await saving
+        assert save.quiet.is_set()
+        assert await save.stage(Staging(0))
+
+
+async def test_a_save_that_has_ended_reads_nothing_and_keeps_no_copy() -> None:
+    save, _ = save_of()
+    async with Slow() as buffer:
+        saving = asyncio.create_task(save.run([to(buffer)]))
+        save.offer_rest()
+        await until_blocked(saving)
+        await save.stage(staging := Staging(2**20))
+        buffer.may_read.set()
+        saving.cancel()
+        await asyncio.wait([saving])
+        save.end()
+    assert save.quiet.is_set() and staging.used_bytes == 0

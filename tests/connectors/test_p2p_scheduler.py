@@ -309,3 +309,11 @@ def test_a_push_that_makes_no_sense_is_none() -> None:
         scheduler.on_new_request(save(name, **params))
         assert orders(scheduler, KVScheduled(name, ((1, 2, 3),), 0, 10)).saves == ()
     assert scheduler.statistics().refused_params == 2
+
+
+def test_a_prompt_without_its_last_token_is_not_saved() -> None:
+    scheduler = make()
+    scheduler.on_new_request(save())
+    assert orders(scheduler, KVScheduled("r", ((1, 2, 3),), 0, 9)).saves == ()
+    assert scheduler.request_finished(save("x"), ((),)) == (False, None)
+    assert len(orders(scheduler, KVScheduled("r", ((1, 2, 3),), 9, 1)).saves) == 1

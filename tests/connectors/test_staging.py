@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
+from collections.abc import Sequence
 
+import pytest
 import torch
 
 from asynckv.connectors.block_moves import BlockMoves
@@ -10,7 +13,8 @@ from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.staging import Staging
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
-from asynckv.testing.blocked import until
+from asynckv.tensors.cuda import Event
+from asynckv.testing.blocked import until, until_blocked
 
 POOL = torch.arange(32.0).view(8, 4)
 BLOCKS = {layer: {f"{layer}.key": KVBlocks(POOL, (5, 1))} for layer in "ab"}
@@ -56,3 +60,36 @@ async def test_megabytes_that_are_dropped_are_not_freed_on_the_loop() -> None:
     await until(lambda: bool(freed_by))
     assert freed_by != [threading.get_ident()]
     moves.pool.close()
+
+
+class Stuck(BlockMoves):
+    """Gathers until it is cancelled."""
+
+    async def gather(
+        self,
+        sources: Sequence[KVBlocks],
+        targets: Sequence[torch.Tensor],
+        mark: Event | None,
+    ) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_cancelled_copy_takes_no_room() -> None:
+    staging, stuck = Staging(NBYTES), Stuck(moves_of().caches, CopyPool())
+    copying = asyncio.create_task(staging.copy(BLOCKS, stuck))
+    await until_blocked(copying)
+    assert staging.used_bytes == NBYTES
+    copying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert await staging.copy(BLOCKS, moves_of()) is not None
+    assert staging.copies == 1
+
+
+async def test_who_waits_for_room_is_told_of_what_is_dropped() -> None:
+    staging = Staging(NBYTES)
+    copy = await staging.copy(BLOCKS, moves_of())
+    assert copy is not None
+    before = staging.more_room
+    copy.drop("a")
+    assert before.is_set() and not staging.more_room.is_set()

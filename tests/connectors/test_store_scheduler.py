@@ -141,3 +141,15 @@ def test_an_old_answer_is_asked_for_again_but_not_for_ever(
         again = scheduler.get_num_new_matched_tokens(REQUEST, 0)
         assert again == ((None, False) if asked < 8 else (8, True))
     assert asked == 8
+
+
+def test_a_block_is_stored_once_all_of_it_is_computed() -> None:
+    scheduler = make()
+    scheduler.on_new_request(REQUEST)
+    scheduler.take_answer(KVAnswer("r", 0))
+    saved = [
+        [save.block_ids for save in orders(scheduler, part).saves]
+        for before, count in ((0, 3), (3, 3), (6, 1), (7, 1), (8, 2))
+        for part in [KVScheduled("r", ((7, 8, 9),), before, count)]
+    ]
+    assert saved == [[], [((7,),)], [], [((8,),)], []]

@@ -31,3 +31,20 @@ def test_what_is_complete_is_forgotten_in_each_connector() -> None:
         assert ended.finished_recving == {"a"}
         ends.forget(["a"])
     assert ends.late == 0
+
+
+def test_of_what_is_over_only_the_last_are_remembered() -> None:
+    ends = Ends(8)
+    for number in range(9):
+        ends.take(0, received(f"r{number}"), expected=1, now_s=0)
+    assert not ends.take(0, received("r8", "r1"), expected=1, now_s=0).finished_recving
+    again = ends.take(0, received("r0"), expected=1, now_s=0)
+    assert again.finished_recving == {"r0"}
+
+
+def test_of_failures_without_an_end_only_the_last_are_remembered() -> None:
+    ends, names = Ends(8), {f"r{number}" for number in range(9)}
+    for name in sorted(names):
+        ends.note_failures(KVConnectorOutput(failed_recving={name}))
+    ended = ends.take(0, received(*names), expected=1, now_s=0)
+    assert ended.failed_recving == names - {"r0"}

@@ -97,3 +97,16 @@ def test_many_regions_are_freed_at_once_and_only_once() -> None:
     arena.free(regions)
     arena.free(regions)
     assert arena.used_bytes == 0
+
+
+def test_a_region_that_is_held_is_given_back_when_the_last_hold_ends() -> None:
+    arena = HeapArena(10)
+    (region,) = arena.allocate([10]) or []
+    holds = [region.hold(), region.hold()]
+    region.release()
+    assert not arena.fits([1])
+    for _ in range(2):
+        holds[0].release()
+    assert arena.used_bytes == 10
+    holds[1].release()
+    assert arena.used_bytes == 0

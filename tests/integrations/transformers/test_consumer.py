@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from asynckv.abc import KVEntry, KVLookupBuffer
-from asynckv.errors import IncompatiblePeer
+from asynckv.errors import EntryAborted, IncompatiblePeer
 from asynckv.integrations.transformers import (
     LayerEvent,
     consumer,
@@ -18,8 +19,11 @@ from asynckv.integrations.transformers import (
     entry_of,
     handoff_of,
     load,
+    plan_layers,
     prefill,
 )
+from asynckv.integrations.transformers.consumer import tensors_of
+from asynckv.integrations.transformers.forward import ForwardStopped
 from asynckv.testing import use_across_tasks
 
 Model = Callable[..., PreTrainedModel]
@@ -233,3 +237,47 @@ async def test_a_cancelled_wait_for_a_match_leaves_nothing(
         await task
     await prefill(model, prompt, lookup)
     assert await lookup.peek(prompt[0]) == 40
+
+
+@pytest.mark.parametrize("by_an_error", [True, False])
+async def test_only_leaving_by_an_error_stops_a_forward(
+    model: Any, lookup: KVLookupBuffer, prompt: torch.Tensor, by_an_error: bool
+) -> None:
+    await prefill(model, prompt, lookup)
+    with contextlib.suppress(InterruptedError):
+        async with load(model, prompt, lookup) as handoff:
+            await handoff.landed()
+            if by_an_error:
+                raise InterruptedError
+    cache = handoff.generate_kwargs()["past_key_values"]
+    step = torch.ones(1, 2, 1, 8)
+    expected = ForwardStopped if by_an_error else None
+    with pytest.raises(expected) if expected else contextlib.nullcontext():
+        cache.update(step, step, 0)
+
+
+async def test_the_hidden_state_travels_with_an_entry_in_one_piece(
+    model: PreTrainedModel, entry: KVEntry
+) -> None:
+    hidden = torch.ones(1, 1, 32)
+    carried = msgspec.structs.replace(entry, hidden=hidden)
+    assert tensors_of(carried)["hidden"] is hidden
+
+
+async def test_a_layer_that_cannot_come_fails_who_waits_for_it(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    specs = {
+        spec: found
+        for plan in plan_layers(model.config)
+        for spec, found in plan.specs(1, 40, model.dtype).items()
+    }
+    inserting = lookup.open_insert(prompt[0], None, specs)
+    await inserting.__aenter__()
+    with pytest.raises(EntryAborted):
+        async with load(model, prompt, lookup) as handoff:
+            failure = ValueError("the producer fails")
+            await inserting.__aexit__(ValueError, failure, None)
+            with pytest.raises(EntryAborted):
+                await handoff.landed()
+            await continue_from(handoff, use_carried=False, **GREEDY)

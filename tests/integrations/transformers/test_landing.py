@@ -113,3 +113,22 @@ async def test_a_layer_takes_the_positions_before_the_next_one(
     assert cache.layers[1].values[0, 0, :, 0].tolist() == list(range(24, 39))
     assert used == [0, 1]
     assert threading.active_count() >= 1
+
+
+async def test_keys_are_keys_and_values_are_values(
+    model_of: Callable[..., PreTrainedModel],
+) -> None:
+    landing = Landing()
+    cache: Any = cache_of(model_of("mixed"), landing, lambda _: None)
+    for layer, rows in ((0, 40), (1, 16)):
+        landing.land(f"layers.{layer}.value", torch.full((1, 2, rows, 8), 2.0))
+        landing.land(f"layers.{layer}.key", torch.full((1, 2, rows, 8), 1.0))
+    for layer in cache.layers[:2]:
+        assert layer.values.eq(2).all() and layer.keys.eq(1).all()
+
+
+async def test_what_landed_at_once_is_there_and_complete() -> None:
+    landing = Landing()
+    landing.land_all({"a": TENSOR, "b": TENSOR + 1})
+    assert landing.completed.done()
+    assert torch.equal(landing.take("b"), TENSOR + 1)

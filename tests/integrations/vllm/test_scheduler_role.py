@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -475,3 +476,28 @@ def test_a_question_that_fails_is_answered_by_nothing() -> None:
         assert time.monotonic() < deadline
     assert found == (0, True)
     role.shutdown()
+
+
+@pytest.mark.parametrize("between", ["", " "])
+def test_no_salt_a_client_chooses_is_anothers_adapter(
+    role: Any, connector: Connector, between: str
+) -> None:
+    lora = SimpleNamespace(lora_name="y", lora_path="z")
+    forged = f"xlora{between}ypath{between}z"
+    role.on_new_request(Request("a", [1], MOVES, cache_salt="x", lora_request=lora))
+    role.on_new_request(Request("b", [1], MOVES, cache_salt=forged))
+    one, other = connector.requests
+    assert one.salt and other.salt and one.salt != other.salt
+
+
+def test_failures_of_what_never_ends_are_not_kept_for_ever(
+    role: Any, connector: Connector
+) -> None:
+    nothing = KVTransferResults()
+    names = [f"r{number}" for number in range(5000)]
+    for name in names:
+        said = KVTransferResults(failed_recving=frozenset({name}))
+        role.believe(nothing, said)
+    ended = KVTransferResults(finished_recving=frozenset({names[0], names[-1]}))
+    role.believe(ended, ended)
+    assert connector.heard[-1].failed_recving == {names[-1]}
