@@ -8,8 +8,9 @@ import torch
 
 from asynckv.abc import KVSource, KVTensors
 from asynckv.tensors.blocks import KVMemory
+from asynckv.types import TensorSpec
 
-__all__ = ("check_names", "flatten", "unflatten")
+__all__ = ("check_names", "check_specs", "flatten", "unflatten")
 
 _WHOLE = ("key", "value", "hidden")
 _EXTRAS = "extras."
@@ -43,6 +44,21 @@ def flatten(
             raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
     check_names(named)
     return named
+
+
+def check_specs(specs: Mapping[str, TensorSpec]) -> None:
+    """Refuse what no entry could be declared as.
+
+    :raises TypeError: a value is no ``TensorSpec``
+    :raises ValueError: see :func:`check_names`
+    """
+    check_names(specs)
+    for name, spec in specs.items():
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(
+                f"specs[{name!r}] is a {type(spec).__name__}: "
+                "write asynckv.TensorSpec(shape, dtype)"
+            )
 
 
 def check_names(names: Iterable[str]) -> None:

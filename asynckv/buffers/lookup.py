@@ -18,7 +18,7 @@ from asynckv.abc import (
     TokenIds,
 )
 from asynckv.buffers.admission import Admission
-from asynckv.buffers.contents import check_names, flatten
+from asynckv.buffers.contents import check_specs, flatten
 from asynckv.buffers.drafts import make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.handover import check_targets
@@ -194,7 +194,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         deliveries: int = 1,
     ) -> AsyncIterator[InsertWriter]:
         self._check_loop()
-        check_names(specs)
+        check_specs(specs)
         await self.open()
         draft = make_draft(
             input_tokens,

@@ -20,7 +20,7 @@ from asynckv.abc import (
 )
 from asynckv.buffers.asking import ask
 from asynckv.buffers.consuming import RemoteConsumer
-from asynckv.buffers.contents import check_names, flatten
+from asynckv.buffers.contents import check_specs, flatten
 from asynckv.buffers.drafts import Draft, make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.gpu_sources import until_made
@@ -171,7 +171,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
         deliveries: int = 1,
     ) -> AsyncIterator[InsertWriter]:
         self._peer.check()
-        check_names(specs)
+        check_specs(specs)
         draft = make_draft(
             input_tokens,
             roi,
