@@ -108,9 +108,9 @@ class LiveDisplay:
             return
         match progress:
             case Computed(layer):
-                act.computed = max(act.computed, layer + 1)
+                act.doing, act.computed = None, max(act.computed, layer + 1)
             case Landed(layer):
-                act.landed = max(act.landed, layer + 1)
+                act.doing, act.landed = None, max(act.landed, layer + 1)
             case Doing():
                 act.doing = progress
             case Sampled():

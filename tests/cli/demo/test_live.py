@@ -52,6 +52,16 @@ def test_in_a_terminal_it_is_said_what_is_done_and_how_far_it_is() -> None:
     assert "decoding: token" in shown(terminal) and "12/48" in shown(terminal)
 
 
+def test_layers_that_are_computed_end_what_was_done_before() -> None:
+    terminal = console(terminal=True)
+    with LiveDisplay(terminal) as display:
+        display.expect_layers(30)
+        display.begin("4  second request")
+        display.note(Doing("decoding: token", 48, 48))
+        display.note(Computed(6))
+    assert "7/30" in shown(terminal)
+
+
 def test_in_a_terminal_a_filling_buffer_is_shown() -> None:
     terminal = console(terminal=True)
     with LiveDisplay(terminal) as display:
