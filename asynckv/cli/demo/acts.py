@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
+
 from asynckv.cli.demo.accounting import account_backpressure, account_hand_over
 from asynckv.cli.demo.messages import (
     Continue,
@@ -109,6 +111,9 @@ class Acts:
     async def second_request(self, decode: Worker) -> SecondRequest:
         """Act 4: another question about a document whose KV is kept.
 
+        It is recomputed before and after, and the faster of the two counts: what else
+        runs on the machine must not look like a gain.
+
         :raises ActFailed: the kept KV was not found
         """
         recomputed = await self._recompute(decode, Continue(second=True))
@@ -120,6 +125,8 @@ class Acts:
         self._note_lag(decode_s=done.worst_lag_s)
         if not done.matched_tokens:
             raise ActFailed("the document's KV was not found")
+        again = await self._recompute(decode, Continue(second=True, first_only=True))
+        fastest_s = min(recomputed.first_token_s, again.first_token_s)
         return SecondRequest(
             prompt_tokens=len(self._ready.second_prompt),
             matched_tokens=done.matched_tokens,
@@ -127,7 +134,7 @@ class Acts:
             landed_s=max(done.landed_s) - asked_s,
             first_token_s=done.token_times_s[0] - asked_s,
             tokens=done.tokens,
-            recomputed=recomputed,
+            recomputed=msgspec.structs.replace(recomputed, first_token_s=fastest_s),
         )
 
     async def slow_decoder(self, decode: Worker) -> BackpressureReport:

@@ -66,7 +66,9 @@ class DecodeWorker:
             case Load():
                 return await self._load(order)
             case Continue():
-                return await self._recompute(self._engine(second=order.second))
+                engine = self._engine(second=order.second)
+                tokens = 1 if order.first_only else MAX_NEW_TOKENS
+                return await self._recompute(engine, tokens)
             case Select(way="bulk"):
                 return await self._select_in_bulk()
             case Select():
@@ -111,7 +113,7 @@ class DecodeWorker:
         scheme = order.url.partition(":")[0]
         return Ready(pid=os.getpid(), transport=f"{scheme}, {peer.transport} payload")
 
-    async def _recompute(self, engine: Engine) -> Generated:
+    async def _recompute(self, engine: Engine, max_new_tokens: int) -> Generated:
         lag = LoopLag()
         with (
             engine.recording(self._tell_decoding) as recording,
@@ -119,7 +121,7 @@ class DecodeWorker:
         ):
             async with lag.watch():
                 sequences = await engine.compute(
-                    lambda: engine.generate(recording.clock)
+                    lambda: engine.generate(recording.clock, max_new_tokens)
                 )
         done = engine.continuation(recording, sequences)
         return _generated(done, lag)

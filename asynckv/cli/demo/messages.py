@@ -88,9 +88,13 @@ class ReadBack(_Base, frozen=True, tag="read_back"):
 
 
 class Continue(_Base, frozen=True, tag="continue"):
-    """Compute the prompt, or the second one, from its tokens and go on."""
+    """Compute the prompt, or the second one, from its tokens and go on.
+
+    With ``first_only`` no further than to the first token.
+    """
 
     second: bool = False
+    first_only: bool = False
 
 
 class Select(_Base, frozen=True, tag="select"):

@@ -99,7 +99,7 @@ def _second(report: DemoReport) -> str:
     note = (
         "Another question about a document whose KV the prefill process has kept. The "
         f"decoder takes it and computes only the other {second.prompt_positions:,} "
-        "positions."
+        "positions. It was recomputed before and after; the faster counts."
     )
     return (
         "<h2>A second request on the same document</h2>\n"

@@ -115,9 +115,18 @@ async def test_a_second_request_takes_the_kept_document_and_is_recomputed_too() 
     assert decode.asked == [
         Continue(second=True),
         Select("layerwise", "demo-document", second=True),
+        Continue(second=True, first_only=True),
     ]
     assert (second.prompt_tokens, second.matched_tokens) == (4, 2)
     assert second.first_token_s == second.recomputed.first_token_s == 2.0
+
+
+async def test_the_faster_of_two_recomputations_counts() -> None:
+    decode = decode_worker()
+    asked_s = iter((0.5, 0.5, 2.0))
+    playing = Acts(prefill_worker(), READY, lambda: next(asked_s))
+    second = await playing.second_request(decode)
+    assert (second.first_token_s, second.recomputed.first_token_s) == (2.0, 0.5)
 
 
 async def test_a_document_whose_kv_is_not_found_fails_the_act() -> None:

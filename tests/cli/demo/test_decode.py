@@ -67,6 +67,13 @@ async def test_one_position_is_computed_and_the_tokens_are_the_same(
     assert done.tokens == expected.tokens
 
 
+async def test_recomputing_may_end_with_the_first_token(stage: Stage) -> None:
+    whole = await generated(stage, Continue(second=True))
+    first = await generated(stage, Continue(second=True, first_only=True))
+    assert first.tokens == whole.tokens[:1]
+    assert first.prompt_positions == len(SECOND)
+
+
 async def test_layers_are_told_as_they_land(stage: Stage) -> None:
     await stage.prefill.do(Prefill("layerwise", "a"))
     done = await generated(stage, Select("layerwise", "a"))
