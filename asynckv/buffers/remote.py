@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping
 from types import TracebackType
@@ -30,6 +31,8 @@ from asynckv.links.options import (
     payload_digest,
 )
 from asynckv.loops import LoopBound
+from asynckv.observability.lines import as_line
+from asynckv.protocol.handshake import ONE_FINGERPRINT
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
@@ -38,6 +41,8 @@ from asynckv.tensors.growth import Growth
 from asynckv.types import KVFingerprint, parse_bytes
 
 __all__ = ("Peer", "connect")
+
+logger = logging.getLogger(__name__)
 
 
 class Peer(LoopBound, AsyncWithOnly):
@@ -88,7 +93,8 @@ class Peer(LoopBound, AsyncWithOnly):
         self.ways = PeerWays(
             *(self._links, self._mappings, self.budget, self.pool, self.on_gpu)
         )
-        self.lookup = RemoteLookupBuffer(self)
+        self._lookup = RemoteLookupBuffer(self)
+        self._warned: Link | None = None
         self.store = RemoteStoreBuffer(self)
         self._fingerprint = fingerprint
         self._digest: Literal["full", "off"] = digest
@@ -103,6 +109,15 @@ class Peer(LoopBound, AsyncWithOnly):
         else:
             how = "not connected"
         return f"<Peer at {self.url}, {how}>"
+
+    @property
+    def lookup(self) -> RemoteLookupBuffer:
+        """The lookup buffer that the peer serves."""
+        link = self._links.current
+        if link is not None and link.has_one_fingerprint and link is not self._warned:
+            self._warned = link
+            logger.warning(ONE_FINGERPRINT, as_line(link.peer.id))
+        return self._lookup
 
     @property
     def reconnect_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from types import TracebackType
@@ -31,6 +32,7 @@ from asynckv.links.options import (
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.links.sharing import MapDigest
 from asynckv.loops import LoopBound
+from asynckv.observability.lines import as_line
 from asynckv.protocol.frames import (
     Contains,
     Delete,
@@ -40,6 +42,7 @@ from asynckv.protocol.frames import (
     OpenPipe,
     Put,
 )
+from asynckv.protocol.handshake import ONE_FINGERPRINT
 from asynckv.protocol.pin_frames import Pin
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
@@ -47,6 +50,8 @@ from asynckv.security.tls import TLS
 from asynckv.types import parse_bytes
 
 __all__ = ("Server", "serve")
+
+logger = logging.getLogger(__name__)
 
 
 class _Services:
@@ -74,6 +79,8 @@ class _Services:
             map_digest=map_digest,
         )
         if lookup is not None:
+            if link.has_one_fingerprint:
+                logger.warning(ONE_FINGERPRINT, as_line(link.peer.id))
             self.lookup = LookupService(lookup, link, kept, self.devices, map_digest)
         if store is not None:
             self.store = StoreService(store, link, kept, self.devices, map_digest)

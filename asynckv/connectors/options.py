@@ -50,6 +50,7 @@ class _Extra(msgspec.Struct, frozen=True, kw_only=True):
     store: str | None = None
     layerwise: bool = True
     load_timeout_s: float = 60.0
+    lookup_timeout_s: float = 0.25
     save_timeout_s: float = 10.0
     ttl_s: float = 600.0
     consumer_tp_size: int | None = None
@@ -75,7 +76,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``push`` sends to the decoding engine's own buffer while the prompt is computed,
     ``pull`` keeps it here until that engine fetches it. ``consumer_tp_size`` is how
     many ranks a stage of the engine has that decodes, ``consumer_pp_size`` how many
-    stages, if not as many as this one. ``push_buffer_bytes``: how much of a GPU a rank
+    stages, if not as many as this one. ``lookup_timeout_s`` is how long a lookup waits
+    for each answer of a store. ``push_buffer_bytes``: how much of a GPU a rank
     that pushes has for each rank that it pushes to, and one that saves for its store,
     ``kv_buffer_size`` at the most.
     """
@@ -86,6 +88,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     store: str | None = None
     layerwise: bool = True
     load_timeout_s: float = 60.0
+    lookup_timeout_s: float = 0.25
     save_timeout_s: float = 10.0
     ttl_s: float = 600.0
     consumer_tp_size: int | None = None
@@ -121,6 +124,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
             store=found.store,
             layerwise=found.layerwise,
             load_timeout_s=found.load_timeout_s,
+            lookup_timeout_s=found.lookup_timeout_s,
             save_timeout_s=found.save_timeout_s,
             ttl_s=found.ttl_s,
             consumer_tp_size=found.consumer_tp_size,
@@ -205,7 +209,7 @@ def url_of_rank(url: str, rank: int) -> str:
 
 
 def _check_seconds(found: _Extra) -> None:
-    for name in ("load_timeout_s", "save_timeout_s", "ttl_s"):
+    for name in ("load_timeout_s", "lookup_timeout_s", "save_timeout_s", "ttl_s"):
         if not 0 < getattr(found, name) < math.inf:
             raise ConfigError(
                 f"kv_connector_extra_config.{name} is {getattr(found, name):g}",

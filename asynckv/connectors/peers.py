@@ -203,8 +203,12 @@ class PeerLine:
                     identity=self._identity,
                     device=self.device,
                 ).__aenter__()
-        except (OSError, TimeoutError) as exc:
-            raise PeerLost(f"nobody serves at {self.url}: {exc}") from exc
+        except OSError as exc:  # so is a TimeoutError, which says nothing itself
+            silent = f"no answer within {_DIAL_S + _OPEN_GPU_S * on_gpu:g} s"
+            raise PeerLost(
+                f"nobody serves at {self.url}: {str(exc) or silent}",
+                hint=None if str(exc) else "it listens, but is busy, frozen or another",
+            ) from exc
         finally:
             self._dialling = None
         self._peer = peer
@@ -332,8 +336,8 @@ class Peers(LoopBound):
                 continue
             if peer.identity == identity:
                 return peer
-        why = "" if lost is None else f"; {as_line(str(lost))}"
+        why = "" if lost is None else f"{as_line(str(lost))}; so "
         raise PeerLost(
-            f"none of the {len(names)} configured peers is {as_line(identity)}{why}",
+            f"{why}none of the {len(names)} configured peers is {as_line(identity)}",
             hint="kv_connector_extra_config.peers has the URL of each",
         ) from lost

@@ -1,4 +1,7 @@
-"""Which blocks of prompts a store has. They stay there until a load can begin."""
+"""Which blocks of prompts a store has. They stay there until a load can begin.
+
+A store that is silent is waited for once; then nobody waits for it until it answers.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,18 @@ from asynckv.abc import KVStoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import rank_block_keys
+from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.store_holds import StoreHolds
 from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape, namespace_of
+from asynckv.errors import AsyncKVError, PeerLost
+from asynckv.shielding import wait_shielded
 
 __all__ = ("StoreFinder",)
 
 logger = logging.getLogger(__name__)
 
-_ASK_S: Final = 5.0
+_PROBE_EVERY_S: Final = 1.0
 _HELD_S: Final = 10.0
 _MOST_HELD: Final = 256
 
@@ -35,38 +41,103 @@ class StoreFinder:
         """Why what another engine has saved there is of no use here."""
         self._engine = engine
         self._namespace = namespace_of(engine)
+        self._answer_s = ConnectorOptions.of(config).lookup_timeout_s
+        self._is_silent = self._is_closed = False
+        self._probing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to dial, so that the first prompt need not wait for it. Never waits."""
+        self._probe_soon()
 
     async def find(self, keys: tuple[str, ...]) -> int:
         """Say how many of these blocks, from the first on, are there for every rank.
 
         A cancelled call holds nothing.
 
-        :raises AsyncKVError: the store does not answer
+        :raises AsyncKVError: the store does not answer, or has not since it was silent
         :raises OSError: so it is too
-        :raises TimeoutError: it does not within 5 s
+        :raises TimeoutError: it was silent for ``lookup_timeout_s``
         """
-        async with asyncio.timeout(_ASK_S):
-            store = await self.line.store()
-            counts = [
-                await store.match_prefix(rank_block_keys(keys, self._namespace, rank))
-                for rank in range(self._engine.size)
-            ]
-            if found := min(counts):
-                return await self._hold(store, keys[:found])
-            await self._compare(store)
-            return 0
+        if self._is_silent:
+            raise PeerLost(f"{self.line.url} has been silent", hint="it is asked again")
+        try:
+            async with asyncio.timeout(self._answer_s) as limit:
+                found = await self._find(keys, limit)
+        except TimeoutError:
+            self._is_silent = True
+            self._on_lost(f"no answer within {self._answer_s:g} s (lookup_timeout_s)")
+            raise
+        except (AsyncKVError, OSError) as exc:
+            self._on_lost(str(exc) or type(exc).__name__)
+            raise
+        self._on_answer()
+        return found
 
     async def aclose(self) -> None:
         """Hold nothing more, and say goodbye. Bounded and shielded."""
+        self._is_closed = True
         try:
+            if (probing := self._probing) is not None:
+                probing.cancel()
+                await wait_shielded(probing)
             await self.holds.aclose()
         finally:
             await self.line.aclose()
 
     def abort(self) -> None:
         """Hold nothing more, and hang up. Never waits."""
+        self._is_closed = True
+        if self._probing is not None:
+            self._probing.cancel()
         self.holds.abort()
         self.line.abort()
+
+    async def _find(self, keys: tuple[str, ...], limit: asyncio.Timeout) -> int:
+        store, counts = await self.line.store(), []
+        for rank in range(self._engine.size):
+            rank_keys = rank_block_keys(keys, self._namespace, rank)
+            counts.append(await store.match_prefix(rank_keys))
+            self._go_on(limit)
+        if not (found := min(counts)):
+            await self._compare(store)
+            return 0
+        return await self._hold(store, keys[:found])
+
+    def _go_on(self, limit: asyncio.Timeout) -> None:
+        """An answer came: so much time has the next one."""
+        limit.reschedule(asyncio.get_running_loop().time() + self._answer_s)
+
+    def _on_lost(self, why: str) -> None:
+        if not self._is_closed:
+            self.line.note_lost(why)
+            self._probe_soon()
+
+    def _on_answer(self) -> None:
+        self._is_silent = False
+        if self._probing is not None:
+            self._probing.cancel()
+            self._probing = None
+        self.line.note_answer()
+
+    def _probe_soon(self) -> None:
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(
+                self._probe(), name=f"asynckv: wait for {self.line.url}"
+            )
+
+    async def _probe(self) -> None:
+        """Ask until there is an answer. Who is silent is not asked a second time."""
+        while not self._is_closed:
+            try:
+                store = await self.line.store()
+                await store.contains((SHAPE_KEY,))
+            except (AsyncKVError, OSError) as exc:
+                self._on_lost(str(exc) or type(exc).__name__)
+                await asyncio.sleep(_PROBE_EVERY_S)
+            else:
+                self._probing = None
+                self._on_answer()
+                break
 
     async def _hold(self, store: KVStoreBuffer, keys: tuple[str, ...]) -> int:
         """Say how many are there for every rank; they stay until a load can begin."""

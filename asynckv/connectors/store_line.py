@@ -54,6 +54,9 @@ class StoreLine:
                 "a StoreConnector needs kv_connector_extra_config.fingerprint",
                 hint=FINGERPRINT_HINT,
             )
+        self.url = url or "the store that was given"
+        self.is_lost = False
+        """Whether it did not answer when it was asked last."""
         self._store = store
         self._leaving_bytes = 0
         self._max_bytes = config.max_bytes
@@ -101,6 +104,27 @@ class StoreLine:
         """Have no memory of one any more, from the next dial on. Never waits."""
         self._line.device, self._line.max_bytes = None, self._max_bytes
         self._leaving_bytes = 0
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether a question could leave now, and the last one was answered."""
+        return not self.is_lost and (self._store is not None or self._line.is_connected)
+
+    def note_lost(self, why: str) -> None:
+        """Say in the log that the store does not answer, once. Never waits."""
+        if not self.is_lost:
+            self.is_lost = True
+            logger.warning(
+                "lost the store at %s: %s; until it answers again prompts are "
+                "computed here",
+                *(self.url, as_line(why)),
+            )
+
+    def note_answer(self) -> None:
+        """Say in the log that the store answers again, once. Never waits."""
+        if self.is_lost:
+            self.is_lost = False
+            logger.info("the store at %s answers again", self.url)
 
     def call_when_left(self, callback: Callable[[], None]) -> None:
         """Call back when a link was lost, before another is made, or as this closes."""

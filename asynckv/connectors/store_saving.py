@@ -21,6 +21,7 @@ from asynckv.connectors.store_leaving import LeavingBlock, StoreLeaving
 from asynckv.connectors.store_orders import StoreOrder
 from asynckv.connectors.store_rank import StoreRank
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape
+from asynckv.errors import PeerLost
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.cuda import Event
 
@@ -55,10 +56,12 @@ class StoreSaving:
     Nothing of a prompt is sent behind a gap: behind what had no room, or has failed.
     """
 
-    def __init__(self, rank: StoreRank) -> None:
+    def __init__(self, rank: StoreRank, *, tells_of_losses: bool = False) -> None:
+        """``tells_of_losses``: nobody else of this engine logs that."""
         self.stored = self.skipped = self.failed = 0
         """How many blocks came to what."""
         self._rank = rank
+        self._tells_of_losses = tells_of_losses
         self._leaving = StoreLeaving(rank.line)
         self._saves: collections.deque[_Save] = collections.deque()
         self._ends: dict[str, int] = {}  # of prompts that are not stored further
@@ -186,7 +189,12 @@ class StoreSaving:
                     await _put_into(store, save.key, value)
             is_stored = True
             self._is_stalled = False
+            if self._tells_of_losses:
+                self._rank.line.note_answer()
         except BaseException as exc:
+            if self._tells_of_losses and isinstance(exc, (PeerLost, TimeoutError)):
+                why = str(exc) or "it has not stored a block within save_timeout_s"
+                self._rank.line.note_lost(why)
             if isinstance(value, LeavingBlock):
                 clear_all_frames(exc)  # who keeps it keeps no memory of a GPU
             raise

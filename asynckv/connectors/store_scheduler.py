@@ -68,6 +68,7 @@ class StoreSchedulerStatistics:
     """Requests, questions to the store, and what was said of loads in vain.
 
     ``refused`` says why what another engine has saved there is of no use here.
+    ``is_reachable``: the store is connected, and its last answer came in time.
     """
 
     requests: int
@@ -77,6 +78,7 @@ class StoreSchedulerStatistics:
     unanswered: int
     lives: LifeCounters
     refused: str = ""
+    is_reachable: bool = False
 
 
 class StoreScheduler(
@@ -85,9 +87,10 @@ class StoreScheduler(
     """Looks prompts up in a store, whole block by whole block, and saves new ones.
 
     Until its question is answered a request is "ask again". A store that does not
-    answer within 5 s has nothing. What is found is held in the store for 10 s, so that
-    it is not evicted before its load begins; a request that waits longer is asked for
-    again. Blocks of an engine with other ranks, block size or
+    answer within ``lookup_timeout_s`` has nothing, and is not asked again before it
+    answers; that it is lost, and is back, is logged. What is found is held in the
+    store for 10 s, so that it is not evicted before its load begins; a request that
+    waits longer is asked for again. Blocks of an engine with other ranks, block size or
     layout are not loaded, which is logged once. ``KVRequest.salt`` keeps the blocks of
     some requests from others.
     """
@@ -111,8 +114,10 @@ class StoreScheduler(
         self._asked = self._hit_blocks = self._unanswered = 0
 
     async def start(self) -> None:
-        """Nothing to open: the store is dialled by the first question."""
+        """Begin to dial the store; nobody waits for it, and it need not be there."""
         self._check_loop()
+        if self._is_consumer:
+            self.finder.start()
 
     def on_new_request(self, request: KVRequest) -> None:
         self._check_thread()
@@ -218,6 +223,7 @@ class StoreScheduler(
             unanswered=self._unanswered,
             lives=dataclasses.replace(self._loads.counters),
             refused=self.finder.refused,
+            is_reachable=self.finder.line.is_reachable,
         )
 
     def shutdown(self) -> None:

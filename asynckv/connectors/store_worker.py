@@ -81,7 +81,9 @@ class StoreWorker(CacheWorker):
             spool=self._spooled,
             now=self._now,
         )
-        self._loading, self._saving = StoreLoading(rank), StoreSaving(rank)
+        self._loading = StoreLoading(rank)
+        tells = not config.is_kv_consumer and engine.rank == 0
+        self._saving = StoreSaving(rank, tells_of_losses=tells)
 
     async def start(self) -> None:
         """Nothing to open: the store is dialled when it is needed."""

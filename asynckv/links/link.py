@@ -56,6 +56,7 @@ class Link:
     ) -> None:
         self.peer = agreement.peer
         self.fingerprint = agreement.fingerprint
+        self.has_one_fingerprint = agreement.has_one_fingerprint
         self.limits = agreement.limits
         self.peer_limits = agreement.peer_limits
         self.may_map = agreement.payload_path == "map"

@@ -2,7 +2,8 @@
 
 Only errors in the table cross, by the name of their class. Anything else is a
 fault of the side where it happened and becomes a plain sentence. Paths,
-addresses and object ids never leave this process.
+addresses and object ids never leave this process, but for what a fingerprint says:
+a peer is told that in any case.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from asynckv.errors import (
 )
 from asynckv.observability.lines import as_line
 from asynckv.protocol.frames import Failure, Refuse
+from asynckv.types import KVFingerprint
 
 __all__ = ("PeerError", "from_failure", "from_refuse", "to_failure", "to_refuse")
 
@@ -61,7 +63,11 @@ def to_failure(exc: BaseException) -> Failure:
         return Failure("AsyncKVError", _UNKNOWN)
     code = _MIRRORED.get(type(exc), type(exc)).__name__
     code = code if code in _TABLE else "AsyncKVError"
-    message = _publish(exc.message)
+    is_of_fingerprint = (
+        isinstance(exc, IncompatiblePeer)
+        and exc.field in KVFingerprint.__struct_fields__
+    )
+    message = exc.message[:_MAX_TEXT] if is_of_fingerprint else _publish(exc.message)
     if isinstance(exc, EntryTooLarge):
         return Failure(code, message, nbytes=exc.nbytes, max_bytes=exc.max_bytes)
     if isinstance(exc, EntryAborted):

@@ -6,7 +6,6 @@ Plain functions over values; :mod:`asynckv.protocol.greeting` has their order.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Final, Literal, TypeAlias
 
 from asynckv.errors import (
@@ -33,6 +32,7 @@ from asynckv.types import KVFingerprint
 __all__ = (
     "GREETING_LIMITS",
     "MAX_LANES",
+    "ONE_FINGERPRINT",
     "WELCOME_LIMITS",
     "Agreement",
     "DigestMode",
@@ -47,8 +47,6 @@ __all__ = (
     "welcome_to",
 )
 
-logger = logging.getLogger(__name__)
-
 DigestMode: TypeAlias = Literal["full", "edges", "off"]
 
 GREETING_LIMITS: Final = Limits(max_control_bytes=3072, max_body_bytes=0)
@@ -59,6 +57,10 @@ Together, with their headers, they are no longer than 4 KiB.
 WELCOME_LIMITS: Final = Limits(max_control_bytes=16 * 1024, max_body_bytes=0)
 """What is read from somebody whom we have dialled."""
 MAX_LANES: Final = 8
+ONE_FINGERPRINT: Final = (
+    "only one side has a fingerprint: KV of peer %s never matches ours"
+)
+"""What is logged where a lookup buffer is used over such a link."""
 _DEFAULT_LIMITS: Final = Limits()
 
 _LEAST: Final = {
@@ -86,7 +88,11 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What both sides keep to. ``limits`` is the smaller of each."""
+    """What both sides keep to. ``limits`` is the smaller of each.
+
+    ``has_one_fingerprint``: entries of a lookup buffer of one side never match what
+    the other looks for. Values of a store are each user's own.
+    """
 
     peer: PeerIdentity
     limits: Limits
@@ -96,6 +102,7 @@ class Agreement:
     payload_description: bytes
     lanes: int
     digest: DigestMode
+    has_one_fingerprint: bool = False
 
 
 def hello_from(terms: Terms, nonce: bytes = b"") -> Hello:
@@ -142,6 +149,8 @@ def agree(terms: Terms, theirs: Hello | Welcome) -> Agreement:
         payload_description=theirs.payload_description,
         lanes=max(1, min(terms.lanes, theirs.lanes, MAX_LANES)),
         digest=strictest(terms.digest, theirs.digest),
+        has_one_fingerprint=(terms.fingerprint is None)
+        is not (theirs.fingerprint is None),
     )
 
 
@@ -219,17 +228,19 @@ def check_version(theirs: Hello | Welcome) -> None:
 
 def _check_fingerprints(ours: KVFingerprint | None, theirs: Hello | Welcome) -> None:
     if ours is None or theirs.fingerprint is None:
-        if ours is not theirs.fingerprint:
-            logger.warning(
-                "only one side has a fingerprint: KV of peer %s never matches ours",
-                theirs.identity.id,
-            )
         return
     field = ours.difference(theirs.fingerprint)
     if field is not None:
         here, there = getattr(ours, field), getattr(theirs.fingerprint, field)
+        # In the message, for of a peer's errors no hint is sent.
+        alike = (
+            "; if it is one model, give both sides the same option 'fingerprint'"
+            if field == "model"
+            else ""
+        )
         raise IncompatiblePeer(
-            f"the fingerprints differ in {field!r}: {here!r:.200} and {there!r:.200}",
+            f"the fingerprints differ in {field!r}: {here!r:.200} and "
+            f"{there!r:.200}{alike}",
             field=field,
             hint="KV of one is wrong for the other; connect equal models and layouts",
         )

@@ -9,6 +9,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import Server, serve
+from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import (
     ConfigError,
     IncompatiblePeer,
@@ -95,6 +96,33 @@ async def test_a_fingerprint_that_differs_is_named() -> None:
             async with connect(server.url, fingerprint={"model": "b"}):
                 pass
         assert caught.value.field == "model"
+
+
+async def test_one_fingerprint_is_warned_of_once_a_side_where_entries_are_looked_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        LookupBuffer(drain_s=0) as local,
+        serve("mem://", lookup=local) as server,
+        connect(server.url, fingerprint="m") as peer,
+    ):
+        for _ in range(2):
+            await peer.lookup.peek([1])
+    said = [line for line in caplog.messages if "only one side" in line]
+    assert len(said) == 2
+
+
+async def test_a_store_keeps_the_values_of_each_fingerprint_and_warns_of_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with StoreBuffer() as local, serve("mem://", store=local) as server:
+        async with (
+            connect(server.url, fingerprint="m") as first,
+            connect(server.url, fingerprint="m") as second,
+        ):
+            await first.store.put("a", torch.ones(1))
+            assert await second.store.contains(["a"]) == (True,)
+    assert not caplog.messages
 
 
 def test_what_cannot_be_kept_is_refused() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
@@ -131,3 +132,17 @@ async def test_an_address_is_no_name() -> None:
         with pytest.raises(PeerLost):
             await peers.find("mem://peers", 0)
     peers.abort()
+
+
+async def test_it_is_said_why_nobody_serves_at_a_port_that_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_DIAL_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        peers = peers_of([url])
+        with pytest.raises(PeerLost) as caught:
+            await peers.find("P", 0)
+        await peers.aclose()
+    assert str(caught.value).startswith(f"nobody serves at {url}: no answer within 0.0")
+    assert "so none of the 1 configured peers is P/0" in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from asynckv.buffers.store import StoreBuffer
-from asynckv.config import KVTransferConfig
+from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors import store_saving
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import rank_block_keys
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.connectors.store_shapes import namespace_of
 from asynckv.connectors.store_worker import StoreWorker
+from asynckv.errors import PeerLost
 
 
 class SlowStore(StoreBuffer):
@@ -26,18 +28,21 @@ class SlowStore(StoreBuffer):
         super().__init__("16MiB")
         self.gate = asyncio.Event()
         self.refused = ""
+        self.error: OSError = OSError("no room")
 
     async def put(self, key: str, value: torch.Tensor | None) -> None:
         await self.gate.wait()
         await asyncio.sleep(0)
         if self.refused and key.startswith(self.refused):
-            raise OSError("no room")
+            raise self.error
         await super().put(key, value)
 
 
 @asynccontextmanager
-async def saving_to(store: SlowStore) -> AsyncIterator[StoreWorker]:
-    config = KVTransferConfig(kv_role="kv_both")
+async def saving_to(
+    store: SlowStore, role: KVRole = "kv_both"
+) -> AsyncIterator[StoreWorker]:
+    config = KVTransferConfig(kv_role=role)
     worker = StoreWorker(config, KVEngine(engine_id="E", block_size=16), store)
     worker.register_kv_caches({"layer": torch.ones(16, 64)})
     async with store, worker:
@@ -137,3 +142,24 @@ async def test_blocks_that_take_long_to_copy_are_saved_though_their_step_is_over
             await worker.wait_for_save()
             await worker.flush()
             assert worker.statistics().unsaved_blocks == 3
+
+
+@pytest.mark.parametrize(("role", "lines"), [("kv_producer", 2), ("kv_both", 0)])
+async def test_who_never_looks_up_says_once_that_the_store_is_lost_and_is_back(
+    role: KVRole, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "asynckv.connectors")
+    async with saving_to(SlowStore(), role) as worker:
+        store = await worker._line.store()
+        assert isinstance(store, SlowStore)
+        store.gate.set()
+        store.refused, store.error = "asynckv", PeerLost("it is gone")
+        for name in "ab":
+            await save(worker, name, 0, 2)
+            await worker.flush()
+        store.refused = ""
+        await save(worker, "c", 0, 2)
+        await worker.flush()
+    said = [line for line in caplog.messages if "the store" in line]
+    assert len(said) == lines
+    assert not said or ("it is gone" in said[0] and "answers again" in said[1])

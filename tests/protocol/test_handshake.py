@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from asynckv.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from asynckv.protocol.failures import to_refuse
+from asynckv.protocol.failures import from_refuse, to_refuse
 from asynckv.protocol.frames import Attached, Hello, Welcome
 from asynckv.protocol.handshake import (
     DigestMode,
@@ -105,24 +104,24 @@ def test_different_fingerprints_are_refused_by_their_field(field: str) -> None:
     assert "equal models" in caught.value.hint
 
 
-def test_one_fingerprint_alone_is_let_in_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        agreement = agree(terms(fingerprint=KVFingerprint("m")), hello_from(terms()))
-    assert agreement.fingerprint is None
-    assert caplog.messages == [
-        "only one side has a fingerprint: KV of peer a never matches ours"
-    ]
+def test_another_model_is_told_which_option_names_it() -> None:
+    ours = terms(fingerprint=KVFingerprint("/models/m"))
+    hello = hello_from(terms(fingerprint=KVFingerprint("m")))
+    with pytest.raises(IncompatiblePeer, match="same option 'fingerprint'") as caught:
+        agree(ours, hello)
+    arrived = from_refuse(to_refuse(caught.value))
+    assert "'/models/m' and 'm'; if it is one model" in str(arrived)
 
 
-def test_equal_fingerprints_and_none_say_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    agree(terms(), hello_from(terms()))
-    both = terms(fingerprint=KVFingerprint("m"))
-    assert agree(both, hello_from(both)).fingerprint == KVFingerprint("m")
-    assert not caplog.records
+def test_it_is_known_that_one_side_alone_has_a_fingerprint() -> None:
+    named = terms(fingerprint=KVFingerprint("m"))
+    agreement = agree(named, hello_from(terms()))
+    assert agreement.fingerprint is None and agreement.has_one_fingerprint
+    assert agree(terms(), hello_from(named)).has_one_fingerprint
+    assert not agree(terms(), hello_from(terms())).has_one_fingerprint
+    agreement = agree(named, hello_from(named))
+    assert agreement.fingerprint == KVFingerprint("m")
+    assert not agreement.has_one_fingerprint
 
 
 def test_no_payload_path_in_common_is_refused() -> None:
