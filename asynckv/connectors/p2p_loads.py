@@ -60,9 +60,13 @@ class P2PLoad:
         return tuple(self._untaken.values())
 
     def unseen_rank(self, identity: str) -> int | None:
-        """Return the source rank of that name, if nothing of it has come yet."""
+        """Return the source rank of that name, if nothing of it has come yet.
+
+        Where the request names no peer it may be any peer's rank of that number.
+        """
+        peer = self.order.peer or identity.rpartition("/")[0]
         for rank in self._unseen:
-            if identity == identity_of(self.order.peer, rank):
+            if identity == identity_of(peer, rank):
                 return rank
         return None
 

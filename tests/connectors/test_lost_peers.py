@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from asynckv.connectors.options import Direction
@@ -41,6 +42,15 @@ async def test_loads_of_a_rank_that_dies_fail_with_their_blocks(
     async with open_p2p("tcp", direction, sizes) as ground:
         order = await begin_load(ground)
         ground.prefill.workers[-1].routes.abort()
+        await expect_failed(ground, order)
+
+
+async def test_a_load_that_names_no_peer_fails_when_a_link_is_lost() -> None:
+    async with open_p2p("tcp", "push") as ground:
+        await ground.hand_over()  # P is connected
+        order = msgspec.structs.replace(ground.load_order(ground.new_name()), peer="")
+        await ground.begin_load(order)
+        ground.prefill.workers[0].routes.abort()
         await expect_failed(ground, order)
 
 
