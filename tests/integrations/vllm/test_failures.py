@@ -89,6 +89,40 @@ def test_a_silent_producer_is_not_waited_for_longer_than_the_deadline(
         pair.producer.go_on()
 
 
+def test_a_transfer_is_loaded_once_and_who_asks_again_computes_at_once(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    prompt = random_prompt(200, seed=14)
+    right = alone.ask(prompt).tokens
+    without = {"consumer": {"enable_prefix_caching": False}}
+    with started_pair(start_engine, "recompute", options=without) as pair:
+        params = pair.prefill(prompt)
+        both = [pair.consumer.add(prompt, params=params) for _ in range(2)]
+        assert [pair.consumer.answer(one, 5).tokens for one in both] == [right] * 2
+        again = pair.consumer.add(prompt, params=params)
+        assert pair.consumer.answer(again, 1).tokens == right
+        metrics = pair.consumer.state()["metrics"]
+        assert metrics["vllm:asynckv_loads"] == 1
+        assert metrics["vllm:asynckv_failed_loads"] == 2
+        assert "others have taken that entry" in pair.consumer.why_not_loaded()
+        _wait_for_used_blocks(pair.consumer, 0)
+
+
+def test_samples_of_one_prompt_share_its_load_also_where_failures_fail(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    prompt = random_prompt(200, seed=15)
+    right = alone.ask(prompt).tokens
+    with started_pair(start_engine, "fail") as pair:
+        params = pair.prefill(prompt)
+        requests = [pair.consumer.add(prompt, params=params) for _ in range(4)]
+        answers = [pair.consumer.answer(one, 5) for one in requests]
+        assert [one.tokens for one in answers] == [right] * 4
+        assert pair.consumer.state()["metrics"]["vllm:asynckv_loads"] == 1
+        again = pair.consumer.add(prompt, params=params)
+        assert pair.consumer.answer(again, 1).tokens == right
+
+
 def test_either_engine_may_come_back_with_an_empty_memory(
     start_engine: StartEngine, alone: Engine
 ) -> None:
