@@ -23,6 +23,7 @@ from asynckv.integrations.vllm.messages import (
     AsyncKVWorkerMetadata,
 )
 from asynckv.integrations.vllm.metrics import AsyncKVPromMetrics, AsyncKVStats
+from asynckv.integrations.vllm.plugin import log_as_vllm
 from asynckv.integrations.vllm.scheduler_role import SchedulerRole
 from asynckv.integrations.vllm.settings import Settings
 from asynckv.integrations.vllm.worker_role import WorkerRole
@@ -53,6 +54,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig,
     ) -> None:
+        log_as_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-__all__ = ("NAME", "register")
+__all__ = ("NAME", "log_as_vllm", "register")
 
 logger = logging.getLogger(__name__)
 
@@ -30,3 +30,18 @@ def register() -> None:
         KVConnectorFactory.register_connector(NAME, _MODULE, NAME)
     except ValueError:
         logger.debug("%s is registered already", NAME)
+
+
+def log_as_vllm() -> None:
+    """Let what asynckv logs appear as vLLM's own lines do. May be called again.
+
+    Called where a connector is made, never by an import. Whoever has configured the
+    logger ``asynckv``, or has told vLLM to configure none, is left alone.
+    """
+    ours, vllm = logging.getLogger("asynckv"), logging.getLogger("vllm")
+    if ours.handlers or ours.level or not vllm.handlers:
+        return
+    for handler in vllm.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(vllm.level)
+    ours.propagate = vllm.propagate

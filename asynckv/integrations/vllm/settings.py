@@ -17,7 +17,12 @@ import torch
 from asynckv.abc import KVConnectorScheduler, KVConnectorWorker
 from asynckv.config import KVTransferConfig
 from asynckv.connectors import KVEngine, make_scheduler, make_worker
-from asynckv.connectors.options import VLLM_MODES, ConnectorOptions, config_for_vllm
+from asynckv.connectors.options import (
+    VLLM_MODES,
+    ConnectorOptions,
+    config_for_vllm,
+    url_of_rank,
+)
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ("Settings",)
 
 _GRACE_S: Final = 30.0
+_EXPERTS: Final = "; only models without experts may have more"
 _NOT_THE_MODEL: Final = frozenset(
     {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
 )
@@ -110,7 +116,7 @@ def _config_of(
     extra["fingerprint"] = _fingerprint(
         vllm_config, kv_cache_config, extra.get("fingerprint")
     )
-    return config_for_vllm(
+    config = config_for_vllm(
         KVTransferConfig(
             engine_id=given.engine_id,
             kv_role=given.kv_role,
@@ -118,6 +124,22 @@ def _config_of(
             kv_load_failure_policy=given.kv_load_failure_policy,
         )
     )
+    return _on_own_ports(config, vllm_config.parallel_config)
+
+
+def _on_own_ports(config: KVTransferConfig, parallel: Any) -> KVTransferConfig:
+    """Let each data parallel rank listen behind the ranks of those before it.
+
+    vLLM makes engines of their own of them where the model has no experts: each then
+    says that there is one, and its number is all that tells them apart.
+    """
+    number = getattr(parallel, "data_parallel_index", None) or 0
+    if not number:
+        return config
+    extra = dict(config.kv_connector_extra_config)
+    listen = ConnectorOptions.of(config).listen or config.url
+    extra["listen"] = url_of_rank(listen, number * parallel.tensor_parallel_size)
+    return msgspec.structs.replace(config, kv_connector_extra_config=extra)
 
 
 def _fingerprint(
@@ -202,8 +224,8 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
         size = getattr(parallel, name, 1)
         if size != 1:
             raise ConfigError(
-                f"{name} is {size}: only tensor parallel ranks are moved yet",
-                hint=f"set {name} to 1",
+                f"{name} is {size}: KV of tensor parallel ranks alone is moved yet",
+                hint=f"set {name} to 1" + _EXPERTS * (name == "data_parallel_size"),
             )
 
 

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+
+from asynckv.integrations.vllm.plugin import log_as_vllm
 
 
 def test_it_is_an_entry_point_that_vllm_looks_for() -> None:
@@ -13,6 +17,38 @@ def test_it_is_an_entry_point_that_vllm_looks_for() -> None:
     if "asynckv" not in values:
         pytest.skip("asynckv is not installed with its entry points here")
     assert values["asynckv"] == "asynckv.integrations.vllm.plugin:register"
+
+
+@pytest.fixture
+def loggers() -> Iterator[tuple[logging.Logger, logging.Logger]]:
+    """asynckv's logger and vLLM's, which has a handler; both are left as they were."""
+    both = logging.getLogger("asynckv"), logging.getLogger("vllm")
+    before = [(one.handlers[:], one.level, one.propagate) for one in both]
+    both[1].handlers, both[1].propagate = [logging.NullHandler()], False
+    both[1].setLevel("INFO")
+    yield both
+    for one, (handlers, level, propagate) in zip(both, before, strict=True):
+        one.handlers, one.propagate = handlers, propagate
+        one.setLevel(level)
+
+
+def test_what_the_core_logs_appears_as_vllm_s_own_lines_do(
+    loggers: tuple[logging.Logger, logging.Logger],
+) -> None:
+    ours, vllm = loggers
+    for _ in range(2):
+        log_as_vllm()
+    assert ours.handlers == vllm.handlers and not ours.propagate
+    assert logging.getLogger("asynckv.connectors").isEnabledFor(logging.INFO)
+
+
+def test_whoever_has_configured_the_log_is_left_alone(
+    loggers: tuple[logging.Logger, logging.Logger],
+) -> None:
+    ours, _ = loggers
+    ours.setLevel("ERROR")
+    log_as_vllm()
+    assert not ours.handlers and ours.level == logging.ERROR
 
 
 def test_without_vllm_it_does_nothing() -> None:

@@ -105,6 +105,18 @@ def test_a_save_is_given_up_before_an_engine_that_waits_for_it_is() -> None:
     assert Settings.of(config, cache_config(), side="worker").quiet_s > 100
 
 
+@pytest.mark.parametrize(
+    ("number", "tp", "port"), [(0, 1, 14579), (1, 1, 14580), (2, 2, 14583)]
+)
+def test_each_data_parallel_rank_listens_behind_those_before_it(
+    number: int, tp: int, port: int
+) -> None:
+    config = vllm_config(tp=tp, data_parallel_index=number, data_parallel_size=1)
+    settings = Settings.of(config, cache_config(), side="worker")
+    extra = settings.config.kv_connector_extra_config
+    assert extra["listen"] == f"tcp://127.0.0.1:{port}"
+
+
 def test_every_layer_knows_its_group() -> None:
     groups = cache_config(
         Group(["a", "b"], FullAttentionSpec()), Group(["c"], FullAttentionSpec())
