@@ -90,3 +90,10 @@ async def test_what_takes_a_gpu_its_time_is_ready_once_it_is_opened() -> None:
         assert len(gpu.process.owned) == count
         moves.pool.close()
     await BlockMoves(PagedCaches({"a": torch.zeros(2, 2)}, None), CopyPool()).open()
+
+
+async def test_blocks_of_the_host_are_not_gathered_on_a_gpu() -> None:
+    pool = CopyPool()
+    moves = BlockMoves(PagedCaches({"a": torch.zeros(8, 3)}, None), pool)
+    with pytest.raises(ValueError, match="on no GPU"):
+        await moves.gather_there([], [])

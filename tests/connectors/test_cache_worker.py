@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from asynckv.connectors.cache_worker import CacheWorker
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.connectors.store_worker import StoreWorker
-from asynckv.errors import ConfigError
+from asynckv.errors import ConfigError, WrongLoop
 from asynckv.testing.fake_devices import fake_device, stagings_of
 
 ENGINE = KVEngine(engine_id="E", block_size=16)
@@ -63,3 +65,27 @@ def test_caches_that_are_elsewhere_are_refused(kind: type[CacheWorker]) -> None:
     worker = kind(config_of("cuda:1"), ENGINE)
     with pytest.raises(ConfigError, match="cuda:1, and the caches are on cpu"):
         worker.register_kv_caches({"a": torch.zeros(4, 16, 2)})
+
+
+@KINDS
+def test_a_worker_belongs_to_the_loop_on_which_it_was_used(
+    kind: type[CacheWorker],
+) -> None:
+    worker, caches = kind(config_of("cpu"), ENGINE), {"a": torch.zeros(4, 16, 2)}
+
+    async def use() -> None:
+        worker.get_finished()
+
+    async def misuse() -> None:
+        with pytest.raises(WrongLoop):
+            worker.register_kv_caches(caches)
+        with pytest.raises(WrongLoop):
+            worker.register_cross_layers_kv_cache(torch.zeros(1, 4, 16, 2), ["a"])
+        with pytest.raises(WrongLoop):
+            worker.follow(None)
+        with pytest.raises(WrongLoop):
+            await worker.aclose()
+
+    asyncio.run(use())
+    asyncio.run(misuse())
+    worker.abort()

@@ -7,6 +7,7 @@ from asynckv.connectors.caches import PagedCaches
 from asynckv.parallel.layouts import KVLayout
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import toy_shape
+from asynckv.testing.fake_devices import fake_device
 
 MODEL = ToyModel()
 
@@ -57,3 +58,10 @@ def test_what_is_no_such_cache_is_refused(cache: torch.Tensor, words: str) -> No
         PagedCaches({"a": cache}, toy_shape(MODEL))
     with pytest.raises(ValueError, match="no cache"):
         PagedCaches({}, None)
+
+
+def test_caches_of_one_rank_are_on_one_device() -> None:
+    with fake_device() as gpu:
+        there = gpu.tensor(torch.zeros(8, 3))
+        with pytest.raises(ValueError, match="several devices: cpu, cuda:0"):
+            PagedCaches({"a": torch.zeros(8, 3), "b": there}, None)

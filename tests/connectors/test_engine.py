@@ -5,6 +5,7 @@ import pytest
 
 from asynckv.connectors.engine import KVEngine
 from asynckv.errors import IncompatiblePeer
+from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import Rank
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import toy_shape
@@ -80,3 +81,19 @@ def test_ranks_that_do_not_make_stages_are_refused() -> None:
         stages_of(2, 2).shape_over(3)
     with pytest.raises(ValueError, match="5 stages"):
         stages_of(2, 2).shape_over(pp_size=5)
+
+
+def test_a_block_may_be_of_one_token() -> None:
+    assert KVEngine(engine_id="e", block_size=1).blocks_of(3) == 3
+
+
+def test_layers_of_a_read_are_those_of_its_stage_or_all_that_lie_together() -> None:
+    second = stages_of(2, 2, rank=1)
+    (read,) = second.reads_from(second.shape).values()
+    assert second.layers_of(read, ("c", "d")) == ("c", "d")
+    (whole,) = second.reads_from(stages_of(4).shape).values()
+    assert second.layers_of(whole, ("c", "d")) == ("c", "d")
+    shape = toy_shape(MODEL, layout=KVLayout.named("BLHNC"))
+    together = KVEngine(engine_id="e", block_size=16, shape=shape)
+    (read,) = together.reads_from(shape).values()
+    assert together.layers_of(read, ("layers",)) == ("layers",)

@@ -60,3 +60,13 @@ def test_no_salt_is_told_by_no_digest() -> None:
 def test_any_salt_is_one() -> None:
     keys = {prefix_block_keys((1, 2), 2, None, salt) for salt in ("", "\ud800", "a")}
     assert len(keys) == 3
+
+
+def test_each_token_counts_and_each_block_is_of_its_own_tokens() -> None:
+    tokens = list(range(12))
+    keys = prefix_block_keys(tokens, 4)
+    for place in range(12):
+        other = prefix_block_keys([*tokens[:place], 99, *tokens[place + 1 :]], 4)
+        same = [a == b for a, b in zip(keys, other, strict=True)]
+        assert same == [block < place // 4 for block in range(3)]
+    assert len(set(prefix_block_keys([7] * 12, 4))) == 3

@@ -101,3 +101,12 @@ def test_whatever_is_said_each_life_is_told_exactly_once(
     assert told + len(ledger.take_untold()) == begun
     assert ledger.counters.done + ledger.counters.failed == begun
     assert open_ones <= 4 and len(ledger) == 0
+
+
+def test_each_cancelled_transfer_is_counted_once() -> None:
+    ledger = TransferLedger()
+    for name in "ab":
+        ledger.begin(name, "recv")
+        for _ in range(2):
+            ledger.cancel(name, "recv")
+    assert ledger.counters.cancelled == 2

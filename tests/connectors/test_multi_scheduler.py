@@ -151,3 +151,25 @@ async def test_questions_go_to_who_asked_them() -> None:
     scheduler.shutdown()
     await scheduler.aclose()
     scheduler.abort()
+
+
+def test_what_two_loads_of_one_id_hold_is_let_go_by_both() -> None:
+    scheduler = make()
+    plain = begin_store_load(scheduler)
+    assert scheduler.request_finished(plain, ((1, 2, 3),)) == (True, None)
+    scheduler.on_new_request(plain)
+    assert scheduler.get_num_new_matched_tokens(plain, 0) == (None, False)
+    assert scheduler.update_connector_output(said_by(1, "s")).finished_recving == {"s"}
+    assert not scheduler.update_connector_output(said_by(1, "s"))
+
+
+def test_a_connector_that_had_something_before_is_not_asked_to_load_it_now() -> None:
+    scheduler = make()
+    assert scheduler.get_num_new_matched_tokens(remote(), 0) == (10, True)
+    asked = remote()
+    assert scheduler.get_num_new_matched_tokens(asked, 10) == (None, False)
+    scheduler.take_questions()
+    scheduler.take_answer(KVAnswer("r", 0, asker=1))
+    assert scheduler.get_num_new_matched_tokens(asked, 10) == (0, False)
+    scheduler.update_state_after_alloc(asked, ((1, 2, 3),), 4)
+    assert not scheduler.update_connector_output(said_by(0, "r")).finished_recving

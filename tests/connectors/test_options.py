@@ -3,7 +3,11 @@ from __future__ import annotations
 import pytest
 
 from asynckv.config import KVTransferConfig
-from asynckv.connectors.options import ConnectorOptions, url_of_rank
+from asynckv.connectors.options import (
+    ConnectorOptions,
+    config_for_vllm,
+    url_of_rank,
+)
 from asynckv.errors import ConfigError
 
 
@@ -69,3 +73,36 @@ def test_each_rank_is_a_port_or_a_name_further(url: str, second: str) -> None:
     assert url_of_rank(url, 1) == second
     with pytest.raises(ConfigError, match="no port"):
         url_of_rank("tcp://h:65535", 1)
+
+
+def for_vllm(**extra: object) -> KVTransferConfig:
+    return config_for_vllm(
+        KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
+    )
+
+
+def test_inside_vllm_kv_is_pulled_when_a_prompt_is_computed() -> None:
+    options = ConnectorOptions.of(for_vllm())
+    assert (options.direction, options.layerwise) == ("pull", False)
+    options = ConnectorOptions.of(for_vllm(direction="push", layerwise=True))
+    assert (options.direction, options.layerwise) == ("push", True)
+
+
+def test_inside_vllm_an_option_says_which_connector_it_is() -> None:
+    assert for_vllm().kv_connector == "P2PConnector"
+    assert for_vllm(mode="store").kv_connector == "StoreConnector"
+    assert "mode" not in for_vllm(mode="p2p").kv_connector_extra_config
+    for mode in ("pipe", 7):
+        with pytest.raises(ConfigError, match="mode is"):
+            for_vllm(mode=mode)
+
+
+def test_inside_vllm_where_and_how_much_is_kept_are_options() -> None:
+    config = for_vllm(max_bytes="1MiB", buffer_device="cuda")
+    assert (config.max_bytes, config.kv_buffer_device) == (2**20, "cuda")
+    assert (for_vllm().max_bytes, for_vllm().kv_buffer_device) == (2**31, "cpu")
+
+
+@pytest.mark.parametrize("name", ["consumer_tp_size", "consumer_pp_size"])
+def test_the_engine_that_decodes_may_have_one_rank(name: str) -> None:
+    assert getattr(options_of(**{name: 1}), name) == 1

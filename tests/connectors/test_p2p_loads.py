@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from asynckv.abc import SelectStream
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.connectors.assembling import Assembly
 from asynckv.connectors.block_moves import BlockMoves
@@ -193,3 +197,35 @@ async def test_a_load_may_take_any_time_while_something_comes(
                 await writer.put(f"{layer}.key", torch.ones(2, 5))
                 await load.wait_for(layer)
         await loading
+
+
+async def test_an_entry_that_was_acknowledged_is_not_released_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answer does not come: it was taken all the same."""
+    loop, late_s = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + late_s)
+    left = asyncio.Event()
+
+    class Unanswered(LookupBuffer):
+        @contextlib.asynccontextmanager
+        async def open_drop_select(
+            self, *args: Any, **kwargs: Any
+        ) -> AsyncIterator[SelectStream]:
+            async with super().open_drop_select(*args, **kwargs) as stream:
+                yield stream
+            left.set()
+            await asyncio.Event().wait()
+
+    load, _ = load_of(timeout_s=100)
+    async with Unanswered("16MiB", drain_s=0) as buffer:
+        kv = {layer: torch.ones(2, 5) for layer in "ab"}
+        extras = {"asynckv": header_of()}
+        await buffer.insert(TOKENS, None, kv, None, None, extras=extras, entry_id="t")
+        loading = asyncio.create_task(run(load, buffer))
+        await left.wait()
+        late_s = 200.0
+        with pytest.raises(TimeoutError):
+            await loading
+        assert load.untaken_sources == ()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.abc import KVRequest
@@ -9,6 +10,8 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_params import P2PParams, P2PRequest
+from asynckv.testing.engines.toy_model import ToyModel
+from asynckv.testing.engines.toy_pairs import toy_shape
 
 PREFILLED = {"do_remote_prefill": True, "transfer_id": "t"}
 
@@ -53,3 +56,39 @@ def test_a_request_whose_transfer_is_none_is_neither_loaded_nor_saved() -> None:
     with pytest.raises(UnicodeEncodeError):  # a ValueError
         params.read(known)
     assert not known.is_to_load and not known.is_to_save
+
+
+def test_what_is_pushed_goes_to_one_of_the_configuration() -> None:
+    saved = {"do_remote_decode": True}
+    assert read(saved, direction="push").peer == "P"
+    assert read(saved, direction="pull").peer == ""
+    with pytest.raises(ValueError, match="none of the 1 configured peers"):
+        read({**saved, "peer": "Q"}, direction="push")
+
+
+def test_the_shape_that_a_request_says_is_taken_before_ours() -> None:
+    shape = toy_shape(ToyModel(), tp_size=2)
+    said = {**PREFILLED, "shape": msgspec.to_builtins(shape)}
+    assert read(said).shape == shape
+
+
+def test_without_a_shape_a_peer_is_cut_as_this_engine_over_its_ranks() -> None:
+    ours, urls = toy_shape(ToyModel()), ["mem://a", "mem://b"]
+    options = ConnectorOptions.of(
+        KVTransferConfig(
+            kv_role="kv_both",
+            kv_connector_extra_config={"direction": "pull", "peers": {"P": urls}},
+        )
+    )
+    known = P2PRequest(KVRequest("r", tuple(range(10)), dict(PREFILLED)))
+    P2PParams(KVEngine(engine_id="E", block_size=16, shape=ours), options).read(known)
+    assert known.shape == toy_shape(ToyModel(), tp_size=2)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "x" * 10_000])
+@pytest.mark.parametrize("field", ["transfer_id", "peer"])
+def test_names_that_could_not_be_sent_or_logged_are_refused(
+    name: str, field: str
+) -> None:
+    with pytest.raises(ValueError, match="characters"):
+        read({**PREFILLED, field: name}, direction="push")

@@ -126,3 +126,23 @@ def test_ranks_whose_urls_are_configured_may_be_more_than_there_are_here() -> No
     routes = P2PRoutes(config, engine)
     reads, _ = routes.sources(asked(toy_shape(MODEL, tp_size=4)))
     assert list(reads) == [0, 1, 2, 3]
+
+
+def test_only_what_is_pushed_may_lead_to_a_gpu_of_a_peer() -> None:
+    with fake_device() as gpu:
+        for direction, may_lead in (("push", True), ("pull", False)):
+            routes = routes_of(direction, 0)
+            routes.peers.device = gpu.device
+            assert routes.may_lead_to_gpu(SAVE, gpu.device.name) == may_lead
+            assert not routes.may_lead_to_gpu(SAVE, "cuda:7")
+
+
+def test_the_engine_that_decodes_has_as_many_ranks_as_urls() -> None:
+    assert len(staged("push", 2, (2,)).targets(SAVE)) == 2
+
+
+async def test_closed_routes_reach_nobody() -> None:
+    routes = routes_of("push", 0)
+    await routes.aclose()
+    with pytest.raises(PeerLost, match="closed"):
+        await routes.peers.find("D", 0)

@@ -146,3 +146,46 @@ async def test_it_is_said_why_nobody_serves_at_a_port_that_is_silent(
         await peers.aclose()
     assert str(caught.value).startswith(f"nobody serves at {url}: no answer within 0.0")
     assert "so none of the 1 configured peers is P/0" in str(caught.value)
+
+
+async def test_who_is_closed_while_it_is_dialled_reaches_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def enter(peer: Peer) -> Peer:
+        await asyncio.Event().wait()
+        return peer
+
+    monkeypatch.setattr(Peer, "__aenter__", enter)
+    line = peers_of({"P": "mem://peers"}).line("P", 0)
+    dialling = asyncio.create_task(line.peer())
+    await until_blocked(dialling)
+    await line.aclose()
+    with pytest.raises(PeerLost, match="was closed"):
+        await dialling
+    with pytest.raises(PeerLost, match="closed"):
+        await line.peer()
+
+
+async def test_who_is_connected_is_known_by_the_name_it_has_said() -> None:
+    peers = peers_of({"P": "mem://peers"})
+    async with LookupBuffer() as buffer, server_of(buffer):
+        peer, line = await peers.find("P", 0), peers.line("P", 0)
+        assert line.is_of("P/0") and not line.is_of("P/1")
+        peers.hang_up("Q", 0)
+        peers.hang_up("P", 1)
+        assert peer.is_connected
+        peers.hang_up("P", 0)
+        assert not peer.is_connected and not line.is_of("P/0")
+        await peers.aclose()
+
+
+async def test_only_a_way_from_a_gpu_may_do_without_it() -> None:
+    with fake_device() as gpu:
+        for max_bytes in (None, 2**16):
+            peers = peers_of({"P": "mem://peers"})
+            peers.device = gpu.device
+            if max_bytes is not None:
+                peers.push_from(gpu.device, max_bytes)
+            line = peers.line("P", 0)
+            assert line.does_without_gpu == (max_bytes is not None)
+            assert line.max_bytes == (max_bytes or 2**20)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 
 from asynckv.abc import (
@@ -13,6 +16,7 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.store_orders import StoreMetadata
 from asynckv.connectors.store_scheduler import StoreScheduler
+from asynckv.errors import WrongLoop
 
 REQUEST = KVRequest("r", tuple(range(10)))
 ENGINE = KVEngine(engine_id="E", block_size=4, tp_size=2)
@@ -153,3 +157,57 @@ def test_a_block_is_stored_once_all_of_it_is_computed() -> None:
         for part in [KVScheduled("r", ((7, 8, 9),), before, count)]
     ]
     assert saved == [[], [((7,),)], [], [((8,),)], []]
+
+
+def test_an_answer_counts_once_and_each_question_is_another() -> None:
+    scheduler = make()
+    for name in "ab":
+        scheduler.on_new_request(KVRequest(name, tuple(range(10))))
+    questions = scheduler.take_questions()
+    assert len({one.number for one in questions}) == 2
+    for one in questions:
+        scheduler.take_answer(one.answered(1))
+        scheduler.take_answer(one.answered(2))
+    statistics = scheduler.statistics()
+    assert (statistics.asked, statistics.hit_blocks, statistics.requests) == (2, 2, 2)
+
+
+def test_what_is_shut_down_has_nothing_under_way() -> None:
+    scheduler = make()
+    scheduler.on_new_request(REQUEST)
+    scheduler.take_answer(KVAnswer("r", 2))
+    scheduler.update_state_after_alloc(REQUEST, ((7, 8, 9),), 8)
+    scheduler.on_new_request(KVRequest("s", tuple(range(10))))
+    scheduler.request_finished(REQUEST, ((7, 8, 9),))
+    scheduler.shutdown()
+    assert scheduler.statistics().requests == 0
+    assert not scheduler.take_questions()
+    metadata = orders(scheduler)
+    assert (metadata.loads, metadata.aborts) == ((), ())
+
+
+def test_a_scheduler_is_one_threads() -> None:
+    scheduler, refused = make(), list[str]()
+    scheduler.on_new_request(REQUEST)
+
+    def use(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except WrongLoop as exc:
+            refused.append(str(exc))
+
+    calls: list[Callable[[], object]] = [
+        lambda: scheduler.on_new_request(REQUEST),
+        lambda: scheduler.get_num_new_matched_tokens(REQUEST, 0),
+        scheduler.take_questions,
+        lambda: scheduler.take_answer(KVAnswer("r", 1)),
+        lambda: scheduler.update_state_after_alloc(REQUEST, ((1, 2, 3),), 0),
+        lambda: scheduler.build_connector_meta(KVConnectorStep()),
+        lambda: scheduler.update_connector_output(KVTransferResults()),
+        lambda: scheduler.request_finished(REQUEST, ()),
+    ]
+    for call in calls:
+        thread = threading.Thread(target=use, args=(call,))
+        thread.start()
+        thread.join()
+    assert len(refused) == len(calls)
