@@ -26,3 +26,8 @@ def test_no_two_tensors_overlap_and_each_is_inside_its_block(sizes: list[int]) -
         ends[block] = offset + nbytes
     assert [max(pages_of(end), 0) for end in ends] == blocks
     assert all(pages * PAGE_NBYTES <= 256 * 1024 for pages in blocks)
+
+
+def test_a_block_is_as_long_as_what_is_in_it() -> None:
+    assert pack([60_000] * 5)[0] == [59, 15]
+    assert pack([4096, 4096, 4096]) == ([3], [(0, 0), (0, 4096), (0, 8192)])

@@ -170,3 +170,13 @@ async def test_kv_of_another_adapter_is_given_back(
             pass
     async with load(adapted(), prompt, lookup) as handoff:
         await handoff.landed()
+
+
+def test_the_dtype_that_is_given_comes_before_that_of_a_model_or_its_config(
+    model_of: Callable[..., PreTrainedModel],
+) -> None:
+    model: Any = copy.copy(model_of("gqa", torch.bfloat16))
+    model.config = copy.copy(model.config)
+    model.config.dtype = "float64"
+    assert fingerprint_of(model).dtype == "bfloat16"
+    assert fingerprint_of(model, dtype=torch.float16).dtype == "float16"

@@ -10,7 +10,14 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from asynckv.abc import KVLookupBuffer
-from asynckv.integrations.transformers import Handoff, entry_of, handoff_of, prefill
+from asynckv.errors import EntryAborted
+from asynckv.integrations.transformers import (
+    Handoff,
+    continue_from,
+    entry_of,
+    handoff_of,
+    prefill,
+)
 
 Model = Callable[..., PreTrainedModel]
 Tokens = Callable[..., torch.Tensor]
@@ -190,3 +197,23 @@ async def test_all_that_was_carried_is_there(
     assert torch.equal(logits.argmax(-1), first)
     bare = handoff_of(model, entry_of(model, filled(model, prompt), prompt))
     assert await bare.first_token() is None
+
+
+@pytest.mark.parametrize("kind", ["gqa", "shared"])
+async def test_it_is_told_when_a_forward_has_taken_up_every_layer(
+    model_of: Model, lookup: KVLookupBuffer, prompt: torch.Tensor, kind: str
+) -> None:
+    handoff = await handed(model_of(kind), prompt, lookup)
+    await handoff.landed()
+    assert not handoff.taken_up.done()
+    await continue_from(handoff, use_carried=False, max_new_tokens=1)
+    assert handoff.taken_up.done()
+
+
+async def test_who_waits_for_all_of_it_hears_what_kept_it_from_coming(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    handoff = await handed(model, prompt, lookup)
+    handoff.landing.fail(EntryAborted("it is gone", reason="producer"))
+    with pytest.raises(EntryAborted, match="gone"):
+        await handoff.landed()

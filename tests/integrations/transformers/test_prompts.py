@@ -84,3 +84,9 @@ def test_what_is_no_prompt_is_refused(
 def test_tokens_of_no_prompt_are_refused(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match=r"prompt|batch|row"):
         Prompt.of_tokens(torch.tensor(tokens, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("tokens", [[-2, -1, -1], [-2, -1, -1, 5]])
+def test_a_batch_without_tokens_for_each_row_is_refused(tokens: list[int]) -> None:
+    with pytest.raises(ValueError, match="no batch of 2 rows"):
+        Prompt.of_tokens(torch.tensor(tokens))

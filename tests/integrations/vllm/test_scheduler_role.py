@@ -501,3 +501,34 @@ def test_failures_of_what_never_ends_are_not_kept_for_ever(
     ended = KVTransferResults(finished_recving=frozenset({names[0], names[-1]}))
     role.believe(ended, ended)
     assert connector.heard[-1].failed_recving == {names[-1]}
+
+
+def test_blocks_are_told_with_the_request_and_how_many_tokens_come(
+    role: Any, connector: Connector
+) -> None:
+    request = Request("a", [1, 2, 3], MOVES)
+    role.on_new_request(request)
+    role.allocated(request, [[4, 5]], 2)
+    told, blocks, count = connector.allocated
+    assert (told, blocks, count) == ("a", ((4, 5),), 2)
+
+
+def test_a_connector_is_shut_down_with_its_role(
+    role: Any, connector: Connector
+) -> None:
+    role.shutdown()
+    assert connector.is_down
+
+
+def test_an_end_of_a_save_that_only_its_blocks_tell_of_is_ours(
+    role: Any, connector: Connector
+) -> None:
+    request = saved(role, connector)
+    role.believe(SENT, KVTransferResults())
+    assert connector.heard[-1].finished_sending == {"a"}
+    assert role.finished(request, [[1]])[0] is False
+    again = Request("a", [1, 2], MOVES)
+    role.on_new_request(again)
+    role.orders(Output({"a": 2}, [New("a")]), blocks_of)
+    assert role.finished(again, [[1]])[0] is True
+    assert role.believe(SENT, KVTransferResults())[0] == {"a"}
