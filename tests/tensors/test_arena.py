@@ -110,3 +110,16 @@ def test_a_region_that_is_held_is_given_back_when_the_last_hold_ends() -> None:
     assert arena.used_bytes == 10
     holds[1].release()
     assert arena.used_bytes == 0
+
+
+def test_a_hold_that_ends_before_the_release_keeps_nothing() -> None:
+    arena = HeapArena(10)
+    (region,) = arena.allocate([10]) or []
+    region.hold().release()
+    assert arena.used_bytes == 10
+    region.release()
+    assert arena.used_bytes == 0
+
+
+def test_an_arena_of_the_heap_has_all_its_room_from_the_start() -> None:
+    assert not HeapArena(10).is_growing

@@ -50,3 +50,24 @@ def test_tokens_count_and_need_no_pages(arena: PagedArena) -> None:
     assert regions is not None and arena.used_bytes == 16
     arena.free(regions)
     assert not arena.used_bytes
+
+
+def test_a_block_of_pages_is_free_when_its_last_region_is(arena: PagedArena) -> None:
+    arena.add_slab(arena.pages.make_slab())
+    regions = arena.allocate([100, 200, MIB]) or []
+    assert regions[0].pages is regions[1].pages is not None
+    regions[0].view()[:] = b"x" * 100
+    regions[1].release()
+    assert bytes(regions[0].view()) == b"x" * 100
+    for region in regions:
+        region.release()
+    assert arena.used_bytes == 0
+    (all_of_it,) = arena.allocate([8 * MIB]) or []
+    assert all_of_it.pages is not None
+    all_of_it.release()
+
+
+def test_what_could_never_fit_is_known_with_its_charges(arena: PagedArena) -> None:
+    assert arena.could_ever_fit([8 * MIB]) and arena.could_ever_fit([64], [64])
+    assert not arena.could_ever_fit([8 * MIB], [1])
+    assert not arena.could_ever_fit([], [8 * MIB + 1])

@@ -97,3 +97,26 @@ def test_memory_stays_pinned_until_the_last_peer_has_let_it_go(
     assert arena.pinned_bytes == 10 * _MIB
     holds.pop().release()
     assert arena.pinned_bytes == 0
+
+
+def test_a_region_is_all_of_its_bytes_and_none_of_the_next(arena: SlabArena) -> None:
+    regions = arena.allocate([100, 200, _MIB]) or []
+    assert [len(region.view()) for region in regions] == [100, 200, _MIB]
+    for number, region in enumerate(regions):
+        region.view()[:] = bytes([number]) * region.nbytes
+    for number, region in enumerate(regions):
+        assert bytes(region.view()) == bytes([number]) * region.nbytes
+        region.release()
+
+
+def test_what_was_pinned_once_is_kept_for_no_child_later(arena: SlabArena) -> None:
+    region = _take(arena, _MIB)
+    hold = region.hold()
+    region.release()
+    hold.release()
+    (again,) = arena.allocate([_MIB]) or []
+    view = again.view()
+    arena.pins.keep_for_child()
+    del view
+    again.release()
+    assert arena.used_bytes == arena.handed_out_bytes == 0

@@ -122,3 +122,28 @@ def test_a_region_is_charged_to_no_other_arena(arena: CountingArena) -> None:
     with pytest.raises(RuntimeError):
         region.charge_to(arena)
     region.release()
+
+
+def test_a_peers_hold_ends_once(arena: CountingArena) -> None:
+    region = _take(arena, _MIB)
+    first, second = region.hold(), region.hold()
+    region.release()
+    for _ in range(2):
+        first.release()
+    assert arena.pinned_bytes == _MIB
+    second.release()
+    assert arena.pinned_bytes == arena.used_bytes == 0
+
+
+def test_a_release_that_is_not_over_can_be_undone_once(arena: CountingArena) -> None:
+    region = _take(arena, _MIB)
+    assert not region.own()
+    hold = region.hold()
+    region.release()
+    assert arena.pinned_bytes == _MIB
+    assert region.own() and not region.own()
+    assert (arena.pinned_bytes, arena.used_bytes) == (0, _MIB)
+    hold.release()
+    assert arena.used_bytes == _MIB
+    region.release()
+    assert arena.used_bytes == 0 and not region.own()

@@ -224,3 +224,13 @@ def test_idle_pages_are_given_back_while_views_of_others_live() -> None:
     assert bool((view == 7).all())
     del view
     os.close(copy)
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_run_of_pages_is_all_of_its_bytes(writable: bool) -> None:
+    slabs = Slabs(MIN_SLAB_NBYTES)
+    slabs.grow()
+    for runs, pages in (((), 0), (((1, 2),), 2), (((3, 1), (1, 1)), 2)):
+        memory = slabs.of_runs(runs, writable=writable)
+        assert len(memory) == pages * PAGE_NBYTES
+    slabs.close()

@@ -152,3 +152,17 @@ def test_a_tensor_from_a_few_bytes_has_its_own_memory(name: str) -> None:
     assert tensor_from(b"", TensorSpec((0,), name)).numel() == 0
     with pytest.raises(ValueError, match="bytes are not"):
         tensor_from(source[1:], spec)
+
+
+def test_into_that_is_negated_or_conjugated_later_is_refused() -> None:
+    complex_one = torch.zeros(4, dtype=torch.complex64)
+    spec = TensorSpec((4,), "float32")
+    negated = complex_one.conj().imag
+    assert negated.is_neg()
+    with pytest.raises(ValueError, match="contiguous"):
+        check_into(negated, spec, "n")
+    with pytest.raises(ValueError, match="contiguous"):
+        check_into(complex_one.conj(), TensorSpec((4,), "complex64"), "c")
+    plain = torch._neg_view(torch.zeros(4))
+    with pytest.raises(ValueError, match="contiguous"):
+        check_into(plain, spec, "p")
