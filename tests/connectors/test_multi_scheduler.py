@@ -173,3 +173,12 @@ def test_a_connector_that_had_something_before_is_not_asked_to_load_it_now() -> 
     assert scheduler.get_num_new_matched_tokens(asked, 10) == (0, False)
     scheduler.update_state_after_alloc(asked, ((1, 2, 3),), 4)
     assert not scheduler.update_connector_output(said_by(0, "r")).finished_recving
+
+
+def test_an_id_whose_blocks_one_connector_holds_is_loaded_by_no_other() -> None:
+    scheduler = make()
+    plain = begin_store_load(scheduler)
+    scheduler.request_finished(plain, ((1, 2, 3),))
+    assert scheduler.get_num_new_matched_tokens(remote("s"), 0) == (None, False)
+    scheduler.update_connector_output(said_by(1, "s"))
+    assert scheduler.get_num_new_matched_tokens(remote("s"), 0) == (10, True)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve import serve
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
@@ -146,3 +148,13 @@ async def test_closed_routes_reach_nobody() -> None:
     await routes.aclose()
     with pytest.raises(PeerLost, match="closed"):
         await routes.peers.find("D", 0)
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+async def test_only_who_reads_what_was_pushed_is_hung_up_on(direction: str) -> None:
+    routes = routes_of(direction, 0)
+    async with LookupBuffer() as buffer, serve("mem://rD", lookup=buffer):
+        peer = await routes.peers.find("D", 0)
+        routes.hang_up(SAVE)
+        assert peer.is_connected == (direction == "pull")
+        await routes.aclose()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -20,7 +21,8 @@ from asynckv.errors import EntryConflict
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
-from asynckv.testing.blocked import until_blocked
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.fake_devices import fake_device, stagings_of
 from asynckv.types import TensorSpec
 
 ORDER = SaveOrder("r", "t", "", (1, 2, 3), ((2, 0),))
@@ -218,3 +220,45 @@ async def test_a_save_that_has_ended_reads_nothing_and_keeps_no_copy() -> None:
         await asyncio.wait([saving])
         save.end()
     assert save.quiet.is_set() and staging.used_bytes == 0
+
+
+async def test_blocks_that_nobody_reads_yet_are_left_once_there_is_a_copy() -> None:
+    save, _ = save_of()
+
+    async def never() -> LookupBuffer:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    saving = asyncio.create_task(save.run([(never, "t", 1)]))
+    save.offer_rest()
+    await until_blocked(saving)
+    assert not save.quiet.is_set()
+    assert await save.stage(Staging(2**20))
+    assert save.quiet.is_set()
+    saving.cancel()
+    await asyncio.wait([saving])
+    save.end()
+
+
+async def test_blocks_of_a_gpu_come_to_the_host_once_and_are_put_from_there() -> None:
+    with fake_device() as gpu:
+        pool = CopyPool(stagings=stagings_of(gpu))
+        layers = {one: gpu.tensor(torch.arange(8.0).view(4, 2)) for one in "ab"}
+        moves, staging = BlockMoves(PagedCaches(layers, None), pool), Staging(2**20)
+        save = P2PSave(moves, ORDER, HEADER, 60, staging=staging)
+        async with LookupBuffer("16MiB", drain_s=0) as buffer:
+            saving = asyncio.create_task(save.run([to(buffer)]))
+            for layer in layers:
+                save.offer(layer, moves.mark())
+            await asyncio.wait_for(saving, 10)
+            assert save.quiet.is_set() and save.nbytes == 32
+            entry = await buffer.drop_select(entry_id="t")
+            assert isinstance(entry.key, Mapping)
+            assert entry.key.keys() == {"a", "b"}
+            assert entry.key["b"].tolist() == [[4, 5], [0, 1]]
+        save.end()
+        assert staging.used_bytes == 0
+        pool.close()
+        await until(
+            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
+        )

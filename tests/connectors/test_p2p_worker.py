@@ -23,6 +23,7 @@ from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_scheduler import P2PScheduler
 from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.errors import WrongLoop
 from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.blocked import until, until_blocked
@@ -583,3 +584,28 @@ async def test_a_start_gets_a_gpu_ready_that_is_pushed_from_before_all_else(
         await asyncio.wait([starting])
         assert starting.cancelled() is is_awaited
         assert (worker.routes.server is None) is is_awaited
+
+
+def test_a_worker_is_one_loops() -> None:
+    config = pair_configs(["mem://one-loop"], ["mem://no"], {"direction": "pull"})[0]
+    worker = P2PWorker(config, KVEngine(engine_id="P", block_size=16))
+
+    async def use() -> None:
+        worker.get_finished()
+
+    async def misuse() -> None:
+        for call in (worker.start, worker.wait_for_save, worker.start_load_kv):
+            with pytest.raises(WrongLoop):
+                await call()
+        with pytest.raises(WrongLoop):
+            await worker.wait_for_layer_load("a")
+        with pytest.raises(WrongLoop):
+            worker.bind_connector_metadata(P2PMetadata())
+        with pytest.raises(WrongLoop):
+            worker.clear_connector_metadata()
+        with pytest.raises(WrongLoop):
+            worker.save_kv_layer("a")
+
+    asyncio.run(use())
+    asyncio.run(misuse())
+    worker.abort()
