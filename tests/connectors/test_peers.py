@@ -11,7 +11,7 @@ from asynckv.buffers.serve import Server, serve
 from asynckv.config import KVTransferConfig
 from asynckv.connectors import peers as module
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.peers import Peers, identity_of
+from asynckv.connectors.peers import PeerLine, Peers, identity_of
 from asynckv.errors import PeerLost, PeerRestarted
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.fake_devices import fake_device
@@ -189,3 +189,15 @@ async def test_only_a_way_from_a_gpu_may_do_without_it() -> None:
             line = peers.line("P", 0)
             assert line.does_without_gpu == (max_bytes is not None)
             assert line.max_bytes == (max_bytes or 2**20)
+
+
+async def test_a_way_may_lead_to_a_gpu_from_its_own_until_the_peer_says_no() -> None:
+    with fake_device() as gpu:
+        peers = peers_of({"P": "mem://peers"})
+        assert not peers.line("P", 0).may_lead_to_gpu("cuda:0")
+        line = PeerLine("mem://peers", peers._config, "D/0", gpu.device)
+        assert line.may_lead_to_gpu("cuda:0") and not line.may_lead_to_gpu("cuda:1")
+        async with LookupBuffer() as buffer, server_of(buffer):
+            await line.peer()
+            assert not line.may_lead_to_gpu("cuda:0")
+            await line.aclose()

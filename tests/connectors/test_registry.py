@@ -9,6 +9,7 @@ from asynckv.abc import KVConnectorScheduler
 from asynckv.config import KVTransferConfig
 from asynckv.connectors import registry
 from asynckv.connectors.engine import KVEngine
+from asynckv.connectors.multi_worker import MultiWorker
 from asynckv.connectors.p2p_scheduler import P2PScheduler
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.connectors.registry import (
@@ -130,3 +131,18 @@ def test_two_connectors_from_peer_to_peer_are_refused(
     with pytest.raises(ConfigError, match="can have one P2PConnector") as caught:
         make(config, ENGINE)
     assert "peers" in caught.value.hint
+
+
+def test_of_several_connectors_none_keeps_a_step_waiting_for_its_blocks() -> None:
+    extra = {"connectors": [{"kv_connector": "P2PConnector"}]}
+    config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
+    engine = KVEngine(engine_id="E", block_size=4, holds_saved_blocks=True)
+    worker = make_worker(config, engine)
+    assert isinstance(worker, MultiWorker)
+    (child,) = worker.children
+    assert isinstance(child, P2PWorker) and not child.engine.holds_saved_blocks
+    worker.abort()

@@ -211,3 +211,18 @@ def test_a_scheduler_is_one_threads() -> None:
         thread.start()
         thread.join()
     assert len(refused) == len(calls)
+
+
+def test_what_was_found_long_ago_and_is_there_no_more_is_saved_from_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler, now_s = make(), 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    scheduler.on_new_request(REQUEST)
+    for there in (2, 0):
+        (question,) = scheduler.take_questions()
+        scheduler.take_answer(question.answered(there))
+        now_s += 60
+        scheduler.get_num_new_matched_tokens(REQUEST, 0)
+    (save,) = orders(scheduler, KVScheduled("r", ((7, 8, 9),), 0, 10)).saves
+    assert (save.first_block, save.block_ids) == (0, ((7, 8),))

@@ -11,12 +11,14 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.store_shapes import namespace_of
-from asynckv.connectors.store_worker import StoreWorker
+from asynckv.connectors.store_worker import StoreWorker, StoreWorkerStatistics
 from asynckv.testing.engines.toy_engine import ToyEngine
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import make_engine, toy_shape
 
 MODEL = ToyModel()
+MODEL_BLOCK_NBYTES = 4 * 2 * 16 * 4 * 8 * 4
+"""Layers, keys and values, tokens, heads, and four bytes of each dimension."""
 NAMES = itertools.count()
 
 
@@ -101,3 +103,15 @@ async def test_a_store_that_goes_away_stops_no_engine() -> None:
         again = await two.generate(tokens, 2, request_id="b")
         assert again.tokens == MODEL.generate(tokens, 2)
         assert again.external_tokens == 0
+
+
+async def test_what_was_loaded_and_saved_is_counted_in_bytes_of_whole_blocks() -> None:
+    async with engines_of() as (one, two, _):
+        await one.generate(prompt(), request_id="a")
+        await flush(one)
+        await two.generate(prompt(), request_id="b")
+        saved, loaded = (each.workers[0].statistics() for each in (one, two))
+    assert isinstance(saved, StoreWorkerStatistics)
+    assert isinstance(loaded, StoreWorkerStatistics)
+    assert saved.saved_blocks == loaded.loaded_blocks == 4
+    assert saved.saved_bytes == loaded.loaded_bytes == 4 * MODEL_BLOCK_NBYTES
