@@ -134,7 +134,7 @@ def test_two_connectors_from_peer_to_peer_are_refused(
 
 
 def test_of_several_connectors_none_keeps_a_step_waiting_for_its_blocks() -> None:
-    extra = {"connectors": [{"kv_connector": "P2PConnector"}]}
+    extra: dict[str, object] = {"connectors": [{"kv_connector": "P2PConnector"}]}
     config = KVTransferConfig(
         kv_connector="MultiConnector",
         kv_role="kv_both",
