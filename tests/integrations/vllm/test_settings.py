@@ -204,3 +204,10 @@ def test_an_option_that_is_none_is_refused_when_the_engine_starts() -> None:
     )
     with pytest.raises(ConfigError, match="lisen"):
         settings.make_scheduler()
+
+
+def test_a_store_sees_all_requests_and_tells_of_no_saves() -> None:
+    for mode, is_store in (("p2p", False), ("store", True)):
+        config = vllm_config(extra={"mode": mode, "store": "mem://s"})
+        settings = Settings.of(config, cache_config(), side="scheduler")
+        assert (settings.sees_all, settings.tells_of_saves) == (is_store, not is_store)
