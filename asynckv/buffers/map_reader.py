@@ -119,9 +119,11 @@ class MapReader:
         parts = delivery.mapped
         if self.is_in_host:
             targets = on_host(targets)
-        nbytes = delivery.own_nbytes(targets)
+        nbytes = 0
+        if targets or self.is_charged:
+            nbytes = delivery.own_nbytes(targets)
         if not self.is_charged:
-            nbytes = 0 if parts is None else _small_nbytes(parts)
+            nbytes = _small_nbytes(delivery.manifest, parts, targets) if parts else 0
         if nbytes:
             await budget.reserve(nbytes, in_host=self.is_in_host and self.is_charged)
             delivery.charged_bytes = nbytes
@@ -169,10 +171,18 @@ class MapReader:
         return file
 
 
-def _small_nbytes(parts: MappedParts) -> int:
+def _small_nbytes(
+    manifest: Manifest, parts: MappedParts, targets: Mapping[str, KVMemory]
+) -> int:
     """Return how many bytes are copied for views: of tensors that share pages."""
-    every = zip(parts.places, parts.sizes, strict=True)
-    return sum(n for place, n in every if place is not None and n < SHARED_PAGES_BELOW)
+    every = zip(manifest.records, parts.places, parts.sizes, strict=True)
+    return sum(
+        nbytes
+        for record, place, nbytes in every
+        if place is not None
+        and nbytes < SHARED_PAGES_BELOW
+        and record.name not in targets
+    )
 
 
 def _verify_edges(file: MappedFile, parts: MappedParts) -> None:

@@ -49,7 +49,7 @@ class PrivatePages:
     """Who has which page of one private mapping of ``fd``, at ``address``.
 
     The last page is claimed by nobody: it tells whether somebody has made copies of
-    all of them (``mlockall`` does).
+    all of them (``mlockall`` does, from the first to the last), or is about to.
     """
 
     def __init__(self, fd: int, address: int, nbytes: int) -> None:
@@ -97,7 +97,8 @@ class PrivatePages:
         except OSError:
             return not drop(last, _PAGE)
         entry = int.from_bytes(data, sys.byteorder)
-        return bool(entry & _IS_HERE and not entry & _IS_OF_FILE)
+        is_copy = bool(entry & _IS_HERE and not entry & _IS_OF_FILE)
+        return is_copy or not drop(last, _PAGE)  # which the kernel refuses if locked
 
     def _restore(self, offset: int, nbytes: int) -> bool:
         """Show the owner's bytes there again; false if that cannot be done."""

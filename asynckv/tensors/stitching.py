@@ -19,7 +19,9 @@ import numpy.typing
 __all__ = ("drop", "map_again", "stitch")
 
 _MAP_FIXED: Final = 0x10
-_NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0)
+_NORESERVE: Final[int] = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Without it a private mapping counts as memory in use: all of it, from the start.
+Older versions of Python do not name it."""
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]

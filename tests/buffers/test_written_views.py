@@ -190,6 +190,52 @@ async def test_views_of_a_link_that_was_cut_are_not_seen_by_the_next_one() -> No
         await churn(buffer, peer, 1)
 
 
+async def test_much_that_was_written_is_dropped_before_the_owner_uses_it_again() -> (
+    None
+):
+    async with mapped(max_bytes=20 * MIB) as (buffer, peer):
+        for _ in range(3):
+            key = some_bytes(20 * MIB - 4096)
+            await buffer.insert([1], None, key, None, None)
+            async with peer.lookup.drop_select() as entry:
+                assert entry.key_tensor.equal(key)
+                entry.key_tensor.fill_(0)
+            del entry
+
+
+async def test_small_tensors_that_land_in_into_need_no_room_in_the_bound() -> None:
+    layers = {f"{n}": some_bytes(1024) for n in range(100)}
+    into = {f"{n}.key": torch.empty(1024, dtype=torch.uint8) for n in range(100)}
+    async with mapped() as (buffer, peer):
+        async with asynckv.connect(peer.url, max_bytes="64KiB") as other:
+            await buffer.insert([1], None, layers, None, None)
+            async with other.lookup.drop_select(into=into):
+                assert all(into[f"{n}.key"].equal(layers[f"{n}"]) for n in range(100))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_process_that_ends_with_a_written_view_says_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", _KEPT], capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"6\n", b"")
+
+
+_KEPT = """
+import asyncio, torch, asynckv
+kept = []
+async def main():
+    async with (
+        asynckv.LookupBuffer("8MiB") as buffer,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+        asynckv.connect(server.url) as peer,
+    ):
+        key = torch.full((2**20,), 3, dtype=torch.uint8)
+        await buffer.insert([1], None, key, None, None)
+        async with peer.lookup.drop_select() as entry:
+            kept.append(entry.key.mul_(2))
+asyncio.run(main())
+print(kept[0].min().item())
+"""
 _LOCKED = """
 import asyncio, ctypes, torch, asynckv
 async def main():

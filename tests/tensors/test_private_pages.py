@@ -19,6 +19,7 @@ NBYTES = 16 * PAGE_NBYTES
 FIRST = (0, 2 * PAGE_NBYTES)
 SECOND = (4 * PAGE_NBYTES, 3 * PAGE_NBYTES)
 _PAGEOUT = 21
+_ONFAULT = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -123,6 +124,13 @@ def test_whoever_has_copied_every_page_gets_none() -> None:
     mapped = Mapped()
     # As mlockall() does with what is private and may be written.
     mapped.memory[:] = mapped.memory.copy()
+    assert mapped.pages.claim([FIRST]) is None
+
+
+def test_whoever_is_about_to_copy_every_page_gets_none() -> None:
+    mapped = Mapped()
+    last = ctypes.c_void_p(mapped.address + NBYTES - PAGE_NBYTES)
+    assert not _libc.mlock2(last, PAGE_NBYTES, _ONFAULT)  # locked, and no copy yet
     assert mapped.pages.claim([FIRST]) is None
 
 

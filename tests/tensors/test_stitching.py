@@ -73,3 +73,12 @@ def test_a_closed_file_is_an_os_error_and_nothing_stays_mapped(fd: int) -> None:
     assert caught.value.errno == errno.EBADF
     del caught
     assert _mappings() == 0
+
+
+def test_a_private_array_may_be_larger_than_all_memory() -> None:
+    fd = os.memfd_create("large")
+    os.ftruncate(fd, 2**42)
+    array = stitch(fd, [(0, 2**42)], writable=True, is_private=True)
+    array[-1] = 7
+    assert array.nbytes == 2**42
+    os.close(fd)
