@@ -61,6 +61,12 @@ class P2PRoutes:
         """Whether what is computed here is put into the buffers of others."""
         return self._options.direction == "push" and self._config.is_kv_producer
 
+    @property
+    def links(self) -> int:
+        """How many links to ranks of other engines are up, whoever has dialled."""
+        served = 0 if self.server is None else len(self.server.peers)
+        return self.peers.connected + served
+
     async def open(self, device: Device | None = None) -> None:
         """Serve the own buffer, where there is one. Cancelled, nothing is open.
 

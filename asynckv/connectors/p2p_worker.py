@@ -39,7 +39,8 @@ class P2PWorkerStatistics:
 
     ``staged_saves`` were copied since no step could wait for them, ``staged_bytes`` of
     them are left; ``late_saves`` were given up, as there was no room for that. From a
-    GPU each layer that comes to the host is counted.
+    GPU each layer that comes to the host is counted. ``links`` are up, whoever has
+    dialled; ``connected_peers`` those that this side has.
     """
 
     loading: int
@@ -52,6 +53,7 @@ class P2PWorkerStatistics:
     late_saves: int
     connected_peers: int
     lost_peers: int
+    links: int
     lives: LifeCounters
     buffer: object
 
@@ -171,6 +173,7 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
             late_saves=self._saving.late,
             connected_peers=routes.peers.connected,
             lost_peers=routes.peers.lost,
+            links=routes.links,
             lives=dataclasses.replace(transfers.counters),
             buffer=None if routes.buffer is None else routes.buffer.statistics(),
         )

@@ -106,6 +106,11 @@ class StoreLine:
         self._leaving_bytes = 0
 
     @property
+    def is_connected(self) -> bool:
+        """Whether a link is up; to a store that was given there is none."""
+        return self._line.is_connected
+
+    @property
     def is_reachable(self) -> bool:
         """Whether a question could leave now, and the last one was answered."""
         return not self.is_lost and (self._store is not None or self._line.is_connected)

@@ -68,7 +68,8 @@ class StoreSchedulerStatistics:
     """Requests, questions to the store, and what was said of loads in vain.
 
     ``refused`` says why what another engine has saved there is of no use here.
-    ``is_reachable``: the store is connected, and its last answer came in time.
+    ``is_reachable``: the store is connected, and its last answer came in time; ``None``
+    where nothing is looked up.
     """
 
     requests: int
@@ -78,7 +79,7 @@ class StoreSchedulerStatistics:
     unanswered: int
     lives: LifeCounters
     refused: str = ""
-    is_reachable: bool = False
+    is_reachable: bool | None = None
 
 
 class StoreScheduler(
@@ -223,7 +224,7 @@ class StoreScheduler(
             unanswered=self._unanswered,
             lives=dataclasses.replace(self._loads.counters),
             refused=self.finder.refused,
-            is_reachable=self.finder.line.is_reachable,
+            is_reachable=self.finder.line.is_reachable if self._is_consumer else None,
         )
 
     def shutdown(self) -> None:

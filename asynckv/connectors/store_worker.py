@@ -45,6 +45,7 @@ class StoreWorkerStatistics:
     unsaved_blocks: int
     loaded_bytes: int
     saved_bytes: int
+    links: int
     lives: LifeCounters
 
 
@@ -147,6 +148,7 @@ class StoreWorker(CacheWorker):
             unsaved_blocks=saving.skipped + saving.failed,
             loaded_bytes=self._loading.blocks * block_nbytes,
             saved_bytes=saving.stored * block_nbytes,
+            links=int(self._line.is_connected),
             lives=dataclasses.replace(transfers.counters),
         )
 

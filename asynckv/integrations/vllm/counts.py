@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ("COUNTERS", "added", "summary")
+__all__ = ("COUNTERS", "GAUGES", "added", "gauges_of", "summary")
 
 COUNTERS: Final = {
     "loads": "Requests whose KV was loaded, on all ranks.",
@@ -23,14 +23,39 @@ COUNTERS: Final = {
 }
 """What only grows, and what it is."""
 
+GAUGES: Final = {
+    "waiting_bytes": "Bytes of KV that wait here for another engine, of all ranks.",
+    "waiting_entries": "Prompts' parts that wait here, one a rank and prompt.",
+    "links": "Links to other engines, or to the store, that are up, of all ranks.",
+    "store_reachable": "1 while the store answers lookups, 0 while it does not.",
+}
+"""What goes up and down, and what it is."""
+
 
 def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both together; ``load_seconds`` has one number a load."""
+    """Return both together; ``load_seconds`` has one number a load.
+
+    ``gauges`` has what each rank, or the scheduler, said last: ``other`` is the later.
+    """
     total: dict[str, Any] = {
         name: one.get(name, 0) + other.get(name, 0) for name in COUNTERS
     }
     seconds = [*one.get("load_seconds", ()), *other.get("load_seconds", ())]
-    return total | {"load_seconds": seconds}
+    gauges = {**one.get("gauges", {}), **other.get("gauges", {})}
+    return total | {"load_seconds": seconds, "gauges": gauges}
+
+
+def gauges_of(statistics: object) -> dict[str, int]:
+    """Return what one side of a connector has now, of that what its kind has."""
+    found: dict[str, int] = {}
+    if (links := getattr(statistics, "links", None)) is not None:
+        found["links"] = int(links)
+    if (buffer := getattr(statistics, "buffer", None)) is not None:
+        found["waiting_bytes"] = int(buffer.used_bytes)
+        found["waiting_entries"] = int(buffer.entries)
+    if (is_reachable := getattr(statistics, "is_reachable", None)) is not None:
+        found["store_reachable"] = int(is_reachable)
+    return found
 
 
 def summary(counts: Mapping[str, Any]) -> dict[str, int | float]:

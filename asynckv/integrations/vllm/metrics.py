@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from asynckv.integrations.vllm.counts import COUNTERS, added, summary
+from asynckv.integrations.vllm.counts import COUNTERS, GAUGES, added, summary
 
 __all__ = ("AsyncKVPromMetrics", "AsyncKVStats")
 
@@ -41,7 +41,7 @@ class AsyncKVStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class AsyncKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Counters, and a histogram of how long loads take."""
+    """Counters, gauges, and a histogram of how long loads take."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,6 +55,16 @@ class AsyncKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, what in COUNTERS.items()
         }
+        self._gauges = {
+            name: self._gauge_cls(
+                name=f"vllm:asynckv_{name}",
+                documentation=what,
+                labelnames=self._labelnames,
+                multiprocess_mode="mostrecent",
+            )
+            for name, what in GAUGES.items()
+        }
+        self._said: dict[int, dict[str, dict[str, int]]] = {}
         self._load_seconds = self._of_each_engine(
             self._histogram_cls(
                 name="vllm:asynckv_load_seconds",
@@ -71,6 +81,17 @@ class AsyncKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 counter[engine_idx].inc(count)
         for seconds in transfer_stats_data.get("load_seconds", ()):
             self._load_seconds[engine_idx].observe(seconds)
+        if gauges := transfer_stats_data.get("gauges"):
+            self._set(gauges, engine_idx)
+
+    def _set(self, gauges: dict[str, dict[str, int]], engine_idx: int) -> None:
+        said = self._said.setdefault(engine_idx, {})
+        said.update(gauges)
+        for name, gauge in self._gauges.items():
+            values = [part[name] for part in said.values() if name in part]
+            if values:  # what its kind of connector has not is not shown as 0
+                labels = self.per_engine_labelvalues[engine_idx]
+                gauge.labels(*labels).set(sum(values))
 
     def _of_each_engine(self, metric: Any) -> Any:
         return create_metric_per_engine(metric, self.per_engine_labelvalues)

@@ -26,7 +26,7 @@ from asynckv.abc import (
     TakesHandshakes,
 )
 from asynckv.integrations.bridge import Bridge
-from asynckv.integrations.vllm.counts import added
+from asynckv.integrations.vllm.counts import added, gauges_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -71,6 +71,7 @@ class SchedulerRole:
         self._failures: dict[tuple[str, str], str] = {}
         self._began: dict[str, float] = {}
         self._counts: dict[str, Any] | None = None
+        self._gauges: dict[str, int] = {}
         self.dropped = 0
         self._asking: Bridge[KVAnswer] | None = None
         if isinstance(connector, AsksElsewhere):
@@ -202,6 +203,11 @@ class SchedulerRole:
     def take_counts(self) -> dict[str, Any] | None:
         """Return what was counted since the last call, if anything was."""
         counts, self._counts = self._counts, None
+        if self._asking is not None:
+            gauges = gauges_of(self._connector.statistics())
+            if gauges != self._gauges:
+                self._gauges = gauges
+                counts = added(counts or {}, {"gauges": {"scheduler": gauges}})
         return counts
 
     def take_handshakes(self, metadata: Mapping[int, KVConnectorHandshake]) -> None:

@@ -27,13 +27,14 @@ from asynckv.abc import (
 from asynckv.connectors.transfers import reason_of
 from asynckv.errors import GPUFailed
 from asynckv.integrations.bridge import Bridge
-from asynckv.integrations.vllm.counts import added
+from asynckv.integrations.vllm.counts import added, gauges_of
 
 __all__ = ("WorkerRole",)
 
 logger = logging.getLogger("vllm.asynckv")  # vLLM shows only what is below "vllm"
 
 _START_S: Final = 30.0
+_LOOK_EVERY_S: Final = 1.0
 _NOTHING: Final = KVTransferResults()
 
 _MOVED: Final = ("loaded_bytes", "saved_bytes", "saved_blocks", "unsaved_blocks")
@@ -69,6 +70,10 @@ class WorkerRole:
         self._orders: KVConnectorMetadata | None = None
         self._counts: dict[str, Any] | None = None
         self._moved = dict.fromkeys(_MOVED, 0)
+        self._name = name
+        # What there is now, as the loop saw it last, and what was told of that.
+        self._gauges: dict[str, int] = {}
+        self._said: dict[str, int] = {}
 
     def register(
         self,
@@ -132,6 +137,9 @@ class WorkerRole:
     def take_counts(self) -> dict[str, Any] | None:
         """Return what was counted since the last call, if anything was."""
         counts, self._counts = self._counts, None
+        if (gauges := self._gauges) != self._said:
+            self._said = gauges
+            counts = added(counts or {}, {"gauges": {self._name: gauges}})
         return counts
 
     def wait_quiet(self, request_ids: Set[str] | None) -> None:
@@ -167,12 +175,20 @@ class WorkerRole:
         )
         worker.call_when_finished(lambda: self._tell(worker, driver))
         self._bridge.start(driver.run)
+        self._bridge.start(self._look, worker)
         return driver
+
+    async def _look(self, worker: KVConnectorWorker) -> None:
+        """Look at what there is, now and then: peers fetch it while nothing ends."""
+        while True:
+            self._gauges = gauges_of(worker.statistics())
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def _tell(self, worker: KVConnectorWorker, driver: _Driver) -> None:
         results = worker.get_finished()
         driver.note_ends(results.finished_sending)
         statistics, before = worker.statistics(), self._moved
+        self._gauges = gauges_of(statistics)
         self._moved = {name: int(getattr(statistics, name, 0)) for name in _MOVED}
         moved = tuple(self._moved[name] - before[name] for name in _MOVED)
         if results or any(moved):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from asynckv.integrations.vllm.counts import COUNTERS, added, summary
+import types
+
+from asynckv.integrations.vllm.counts import COUNTERS, added, gauges_of, summary
 
 
 def test_two_reports_add_up() -> None:
@@ -24,3 +26,19 @@ def test_every_counter_is_in_the_line_of_the_log() -> None:
 
 def test_a_line_of_no_loads_can_be_written() -> None:
     assert set(summary({}).values()) == {0}
+
+
+def test_of_two_reports_the_later_one_says_what_there_is() -> None:
+    one = {"gauges": {"0": {"links": 1}, "1": {"links": 2}}}
+    other = {"gauges": {"0": {"links": 0}}}
+    total = added(one, other)["gauges"]
+    assert total == {"0": {"links": 0}, "1": {"links": 2}}
+
+
+def test_what_a_kind_of_connector_has_not_is_not_told() -> None:
+    buffer = types.SimpleNamespace(used_bytes=7, entries=2)
+    p2p = types.SimpleNamespace(links=3, buffer=buffer)
+    assert gauges_of(p2p) == {"links": 3, "waiting_bytes": 7, "waiting_entries": 2}
+    store = types.SimpleNamespace(is_reachable=False)
+    assert gauges_of(store) == {"store_reachable": 0}
+    assert gauges_of(object()) == {}

@@ -30,6 +30,12 @@ def value(name):
 assert value("vllm:asynckv_loads_total") == 3
 assert value("vllm:asynckv_failed_loads_total") == 1
 assert value("vllm:asynckv_load_seconds_count") == 1
+gauges = {"0": {"links": 1, "waiting_bytes": 5}, "1": {"links": 2}}
+metrics.observe({"gauges": gauges})
+metrics.observe({"gauges": {"0": {"links": 0, "waiting_bytes": 0}}})
+assert value("vllm:asynckv_links") == 2
+assert value("vllm:asynckv_waiting_bytes") == 0
+assert value("vllm:asynckv_store_reachable") is None
 both.reset()
 assert both.is_empty()
 """

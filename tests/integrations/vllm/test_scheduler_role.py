@@ -412,6 +412,10 @@ class Asking(Connector, AsksElsewhere):
     """Asks on its loop how much there is of a prompt."""
 
     is_failing = False
+    is_reachable: bool | None = None
+
+    def statistics(self) -> object:
+        return self
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,6 +467,17 @@ def test_what_has_to_be_asked_elsewhere_is_asked_again_until_it_is_known() -> No
     role.shutdown()
     role.shutdown()
     assert connector.log == ["started", "asked", "closed"]
+
+
+def test_whether_the_store_answers_is_told_when_it_changes() -> None:
+    connector = Asking()
+    role: Any = SchedulerRole(connector, sees_all=True)
+    for is_reachable in (True, False):
+        connector.is_reachable = is_reachable
+        gauges = {"scheduler": {"store_reachable": int(is_reachable)}}
+        assert role.take_counts()["gauges"] == gauges
+        assert role.take_counts() is None
+    role.shutdown()
 
 
 def test_a_question_that_fails_is_answered_by_nothing() -> None:

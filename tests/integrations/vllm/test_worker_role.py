@@ -38,6 +38,7 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
     """Notes what it is told; ends a load at once, a save when it is let."""
 
     loaded_bytes = saved_bytes = 0
+    links: int | None = None
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -229,6 +230,19 @@ def test_what_ended_is_reported_once_and_counted(role: WorkerRole) -> None:
     assert counts["loaded_bytes"] == 100
     assert counts["loads"] == 0  # every rank has it: the scheduler counts it once
     assert role.take_counts() is None
+
+
+def test_how_many_links_are_up_is_told_when_it_changes(
+    role: WorkerRole, worker: Worker
+) -> None:
+    for links in (2, 0):
+        worker.links = links
+        step(role, Orders(loads=(Order("a", ((1,),)),)))
+        assert wait_for(role).finished_recving == {"a"}
+        counts = role.take_counts()
+        assert counts is not None
+        assert counts["gauges"] == {"test": {"links": links}}
+        assert role.take_counts() is None
 
 
 def test_a_save_that_lasts_keeps_no_later_step_waiting(
