@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from asynckv.config import KVTransferConfig
@@ -106,3 +108,13 @@ def test_inside_vllm_where_and_how_much_is_kept_are_options() -> None:
 @pytest.mark.parametrize("name", ["consumer_tp_size", "consumer_pp_size"])
 def test_the_engine_that_decodes_may_have_one_rank(name: str) -> None:
     assert getattr(options_of(**{name: 1}), name) == 1
+
+
+def test_every_option_is_in_the_page_on_vllm() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    config = KVTransferConfig(kv_connector_extra_config={"no-such-option": 1})
+    with pytest.raises(ConfigError) as caught:
+        ConnectorOptions.of(config)
+    assert caught.value.hint is not None
+    known = caught.value.hint.removeprefix("options: ").split(", ")
+    assert [name for name in known if f"`{name}`" not in page] == []

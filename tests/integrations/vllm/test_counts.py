@@ -1,8 +1,15 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 
-from asynckv.integrations.vllm.counts import COUNTERS, added, gauges_of, summary
+from asynckv.integrations.vllm.counts import (
+    COUNTERS,
+    GAUGES,
+    added,
+    gauges_of,
+    summary,
+)
 
 
 def test_two_reports_add_up() -> None:
@@ -42,3 +49,9 @@ def test_what_a_kind_of_connector_has_not_is_not_told() -> None:
     store = types.SimpleNamespace(is_reachable=False)
     assert gauges_of(store) == {"store_reachable": 0}
     assert gauges_of(object()) == {}
+
+
+def test_every_metric_is_in_the_page_on_vllm() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    names = [*(f"{name}_total" for name in COUNTERS), *GAUGES, "load_seconds"]
+    assert [one for one in names if f"`vllm:asynckv_{one}`" not in page] == []
