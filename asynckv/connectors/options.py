@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -19,6 +20,7 @@ __all__ = (
     "ConnectorOptions",
     "Direction",
     "config_for_vllm",
+    "layout_for_vllm",
     "unknown_options",
     "url_of_rank",
 )
@@ -38,6 +40,10 @@ _OF_THE_NODE: Final = frozenset(
         "tls",
     }
 )
+
+
+_VLLM_LAYOUTS: Final = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "NHD", "HND")
+"""Those in which a block of a layer is one run of bytes, as vLLM names them."""
 
 
 class _Extra(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,7 +172,8 @@ def config_for_vllm(given: KVTransferConfig) -> KVTransferConfig:
     """Return the connector's configuration that ``given`` means inside vLLM.
 
     vLLM fills in defaults of its own, so where KV is kept and how much of it are
-    options there: ``buffer_device`` and ``max_bytes``.
+    options there: ``buffer_device`` and ``max_bytes``. ``kv_cache_layout`` and
+    ``layout_version`` are for vLLM's adapter alone.
 
     :raises ConfigError: an option that cannot work
     """
@@ -177,6 +184,9 @@ def config_for_vllm(given: KVTransferConfig) -> KVTransferConfig:
             f"kv_connector_extra_config.mode is {mode!r}",
             hint=f"it is one of {', '.join(VLLM_MODES)}",
         )
+    layout_for_vllm(extra)
+    _check_layout_version(extra.pop("layout_version", None))
+    extra.pop("kv_cache_layout", None)
     # The peers are those that an engine may fetch from.
     extra.setdefault("direction", "pull")
     extra.setdefault("layerwise", False)
@@ -188,6 +198,20 @@ def config_for_vllm(given: KVTransferConfig) -> KVTransferConfig:
         "kv_connector_extra_config": extra,
     }
     return msgspec.structs.replace(given, **changed)
+
+
+def layout_for_vllm(extra: Mapping[str, object]) -> str | None:
+    """Return which layout of its caches vLLM is asked for: ``kv_cache_layout``.
+
+    :raises ConfigError: there is none of that name, or its blocks cannot be moved
+    """
+    layout = extra.get("kv_cache_layout")
+    if layout is not None and layout not in _VLLM_LAYOUTS:
+        raise ConfigError(
+            f"kv_connector_extra_config.kv_cache_layout is {layout!r}",
+            hint=f"it is one of {', '.join(_VLLM_LAYOUTS)}; left out, vLLM chooses",
+        )
+    return layout
 
 
 def url_of_rank(url: str, rank: int) -> str:
@@ -206,6 +230,15 @@ def url_of_rank(url: str, rank: int) -> str:
         host = address.name or address.host
         return str(Address(address.scheme, host=host, port=port)) + query
     return str(Address(address.scheme, place=f"{address.place}.{rank}")) + query
+
+
+def _check_layout_version(given: object) -> None:
+    if given is None or (isinstance(given, str) and given.strip()):
+        return
+    raise ConfigError(
+        f"kv_connector_extra_config.layout_version is {given!r}",
+        hint='a text, like "1", that engines have in common whose blocks mean the same',
+    )
 
 
 def _check_seconds(found: _Extra) -> None:

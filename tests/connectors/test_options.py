@@ -8,6 +8,7 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.options import (
     ConnectorOptions,
     config_for_vllm,
+    layout_for_vllm,
     url_of_rank,
 )
 from asynckv.errors import ConfigError
@@ -118,3 +119,34 @@ def test_every_option_is_in_the_page_on_vllm() -> None:
     assert caught.value.hint is not None
     known = caught.value.hint.removeprefix("options: ").split(", ")
     assert [name for name in known if f"`{name}`" not in page] == []
+
+
+def test_vllm_is_asked_for_a_layout_only_where_the_option_says_one() -> None:
+    assert layout_for_vllm({}) is None
+    assert layout_for_vllm({"kv_cache_layout": "BLHNC"}) == "BLHNC"
+
+
+def test_options_of_vllms_adapter_alone_are_not_passed_on() -> None:
+    extra: dict[str, object] = {"kv_cache_layout": "HND", "layout_version": "1"}
+    given = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
+    inside = config_for_vllm(given)
+    assert not extra.keys() & inside.kv_connector_extra_config.keys()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"kv_cache_layout": "LHBNC"},
+        {"kv_cache_layout": 1},
+        {"kv_cache_layout": ["LBNHC"]},
+        {"layout_version": ""},
+        {"layout_version": 7},
+    ],
+)
+def test_no_layout_and_no_version_of_one_is_refused_by_name(
+    extra: dict[str, object],
+) -> None:
+    (name,) = extra
+    given = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=extra)
+    with pytest.raises(ConfigError, match=f"{name} is "):
+        config_for_vllm(given)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,12 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from asynckv.abc import KVTransferResults
+from asynckv.connectors.options import layout_for_vllm
 from asynckv.integrations.vllm.messages import (
     AsyncKVHandshake,
     AsyncKVMetadata,
     AsyncKVWorkerMetadata,
 )
 from asynckv.integrations.vllm.metrics import AsyncKVPromMetrics, AsyncKVStats
+from asynckv.integrations.vllm.pages import attention_of, pages_of
 from asynckv.integrations.vllm.plugin import log_as_vllm
 from asynckv.integrations.vllm.scheduler_role import SchedulerRole
 from asynckv.integrations.vllm.settings import Settings
@@ -37,6 +40,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 __all__ = ("AsyncKVConnector",)
+
+logger = logging.getLogger("vllm.asynckv")  # vLLM shows only what is below "vllm"
+
+_NOT_TOLD: Final = (
+    "nothing will be found in the store: the workers' handshake did not come. In a "
+    "MultiConnector, put AsyncKVConnector before those that have one of their own"
+)
 
 
 class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -58,20 +68,13 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            settings = Settings.of(vllm_config, kv_cache_config, side="scheduler")
-            self._scheduler = SchedulerRole(
-                settings.make_scheduler(),
-                sees_all=settings.sees_all,
-                tells_of_saves=settings.tells_of_saves,
-            )
-        else:
-            settings = Settings.of(vllm_config, kv_cache_config, side="worker")
-            name = f"vllm worker {settings.engine.rank}"
-            self._groups = settings.groups
+        self._attention = ""  # not known before the caches are registered
+        settings = self._settings()
+        self._groups = settings.groups
+        if role is KVConnectorRole.WORKER:
             self._worker = WorkerRole(
-                name,
-                settings.make_worker,
+                f"vllm worker {settings.engine.rank}",
+                lambda: self._settings().make_worker(),
                 tells_of_saves=settings.tells_of_saves,
                 quiet_s=settings.quiet_s,
             )
@@ -150,11 +153,17 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
+        ours = {
+            rank: told
+            for rank, told in metadata.items()
+            if isinstance(told, AsyncKVHandshake)
+        }
+        self._attention = " and ".join(sorted({one.attention for one in ours.values()}))
         self._scheduling.take_handshakes(
             {
                 rank: told.handshake
-                for rank, told in metadata.items()
-                if isinstance(told, AsyncKVHandshake)
+                for rank, told in ours.items()
+                if told.handshake is not None
             }
         )
 
@@ -162,11 +171,13 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduling.reset_cache()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        self._working.register(kv_caches, self._groups)
+        pages = pages_of(self._kv_cache_config, kv_caches)
+        known = self._vllm_config, self._kv_cache_config
+        self._attention = attention_of(*known, kv_caches)
+        self._working.register(pages, self._groups)
 
-    def get_handshake_metadata(self) -> AsyncKVHandshake | None:
-        handshake = self._working.handshake
-        return None if handshake is None else AsyncKVHandshake(handshake)
+    def get_handshake_metadata(self) -> AsyncKVHandshake:
+        return AsyncKVHandshake(self._working.handshake, self._attention)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Wait, if blocks that are still read are about to be overwritten.
@@ -197,7 +208,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         attn_metadata: object,
         **kwargs: Any,
     ) -> None:
-        self._working.save_layer(layer_name)
+        if layer_name in self._groups:  # others only read the KV of one of these
+            self._working.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """Hand the step's saves over; their blocks stay until ``finished_sending``."""
@@ -233,6 +245,11 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if counts is None else AsyncKVStats(counts)
 
     @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return layout_for_vllm(extra)
+
+    @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return bool(extra_config.get("layerwise", False))
 
@@ -250,10 +267,29 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _has_groups(self) -> bool:
         return len(self._kv_cache_config.kv_cache_groups) > 1
 
+    def _settings(self) -> Settings:
+        is_worker = self.role is KVConnectorRole.WORKER
+        return Settings.of(
+            self._vllm_config,
+            self._kv_cache_config,
+            side="worker" if is_worker else "scheduler",
+            attention=self._attention,
+        )
+
     @property
     def _scheduling(self) -> SchedulerRole:
+        """Made when it is first needed: then the workers have told of theirs."""
         if self._scheduler is None:
-            raise RuntimeError("this is a worker's connector, not the scheduler's")
+            if self.role is KVConnectorRole.WORKER:
+                raise RuntimeError("this is a worker's connector, not the scheduler's")
+            settings = self._settings()
+            self._scheduler = SchedulerRole(
+                settings.make_scheduler(),
+                sees_all=settings.sees_all,
+                tells_of_saves=settings.tells_of_saves,
+            )
+            if settings.sees_all and not self._attention:
+                logger.warning(_NOT_TOLD)
         return self._scheduler
 
     @property

@@ -33,9 +33,13 @@ class AsyncKVMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class AsyncKVHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What one worker tells once its caches are registered."""
+    """What one worker tells once its caches are registered.
 
-    handshake: KVConnectorHandshake
+    ``attention`` belongs to the fingerprint, which both roles must know.
+    """
+
+    handshake: KVConnectorHandshake | None
+    attention: str
 
 
 @dataclasses.dataclass

@@ -58,8 +58,11 @@ class Settings:
         kv_cache_config: KVCacheConfig,
         *,
         side: Literal["scheduler", "worker"],
+        attention: str = "",
     ) -> Settings:
         """Read what vLLM was told.
+
+        ``attention`` is what workers say once their caches are registered.
 
         :raises ConfigError: an option that is none, or what cannot be moved yet
         """
@@ -82,7 +85,8 @@ class Settings:
             for number, group in enumerate(kv_cache_config.kv_cache_groups)
             for layer in group.layer_names
         }
-        return cls(_config_of(vllm_config, kv_cache_config), engine, groups)
+        config = _config_of(vllm_config, kv_cache_config, attention)
+        return cls(config, engine, groups)
 
     @property
     def sees_all(self) -> bool:
@@ -109,13 +113,15 @@ class Settings:
 
 
 def _config_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, attention: str
 ) -> KVTransferConfig:
     given = vllm_config.kv_transfer_config
     extra: dict[str, object] = dict(given.kv_connector_extra_config)
-    extra["fingerprint"] = _fingerprint(
-        vllm_config, kv_cache_config, extra.get("fingerprint")
-    )
+    version = extra.get("layout_version")
+    extra["fingerprint"] = {
+        **_fingerprint(vllm_config, kv_cache_config, extra.get("fingerprint")),
+        "details": _details(vllm_config, version, attention),
+    }
     config = config_for_vllm(
         KVTransferConfig(
             engine_id=given.engine_id,
@@ -168,7 +174,6 @@ def _fingerprint(
         "model": name if isinstance(name, str) else _named(model),
         "dtype": f"{model.dtype}, kv {cache.cache_dtype}",
         "layout": f"ranks: {ranks}, blocks of {size}, {digest}",
-        "details": _details(vllm_config),
     }
 
 
@@ -176,16 +181,20 @@ def _named(model: Any) -> str:
     return f"{model.model}@{model.revision}" if model.revision else str(model.model)
 
 
-def _details(vllm_config: VllmConfig) -> str:
-    """Return what decides on the bytes of a block beside the model and its shape."""
-    model, attention = vllm_config.model_config, vllm_config.attention_config
-    version = getattr(sys.modules.get("vllm"), "__version__", "unknown")
-    backend = getattr(attention.backend, "name", None) or "chosen by vLLM"
-    kinds = sorted((str(k), str(v)) for k, v in attention.backend_per_kind.items())
+def _details(vllm_config: VllmConfig, layout_version: object, attention: str) -> str:
+    """Return what decides on the bytes of a block beside the model and its shape.
+
+    They are opaque, and another vLLM may mean others, unless a ``layout_version`` says
+    that it does not.
+    """
+    model = vllm_config.model_config
+    version = f"vllm {getattr(sys.modules.get('vllm'), '__version__', 'unknown')}"
+    if layout_version is not None:
+        version = f"layout_version {layout_version}"
     told = _plain(model.hf_config.to_dict())
     digest = hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
     return (
-        f"vllm {version}, attention: {backend}{kinds or ''}, "
+        f"{version}, attention: {attention or 'not known yet'}, "
         f"quantization: {model.quantization}, config: {digest}"
     )
 
@@ -231,6 +240,12 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
     for group in kv_cache_config.kv_cache_groups:
+        if group.host_resident or not group.enable_kv_transfer:
+            raise ConfigError(
+                f"layers like {group.layer_names[0]} have blocks that vLLM keeps in "
+                "host memory, or makes anew: they cannot be moved yet",
+                hint="leave hisparse_config out",
+            )
         kind = type(group.kv_cache_spec).__name__
         if kind not in _WHOLE_PROMPT:
             raise ConfigError(

@@ -20,7 +20,7 @@ from asynckv.integrations.vllm.messages import (
 orders = P2PMetadata(loads=(LoadOrder("a", "t", "p", ((1, 2),), digest=b"x"),))
 for told in (
     AsyncKVMetadata(orders, must_be_quiet=frozenset({"a"})),
-    AsyncKVHandshake(KVConnectorHandshake(1, "incarnation")),
+    AsyncKVHandshake(KVConnectorHandshake(1, "incarnation"), "backend"),
     AsyncKVWorkerMetadata(KVTransferResults(reasons={"a": "b"})),
 ):
     copied = copy.deepcopy(told)  # by the same protocol as pickle

@@ -60,6 +60,35 @@ def test_without_vllm_it_does_nothing() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
+_OLD = """
+import sys, types
+for name in ("", ".distributed", ".distributed.kv_transfer",
+             ".distributed.kv_transfer.kv_connector",
+             ".distributed.kv_transfer.kv_connector.v1",
+             ".distributed.kv_transfer.kv_connector.v1.base"):
+    sys.modules["vllm" + name] = types.ModuleType("vllm" + name)
+sys.modules["vllm"].__version__ = "0.20.1"
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (_OLD, "needs vLLM 0.32, and here is 0.20.1: cannot import name"),
+        (
+            "import sys; sys.modules['vllm'] = None",
+            "needs vLLM 0.32, and none can be imported here",
+        ),
+    ],
+)
+def test_with_another_vllm_it_says_which_it_needs(code: str, words: str) -> None:
+    code += "\nfrom asynckv.integrations.vllm import AsyncKVConnector"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: AsyncKVConnector") and words in last
+
+
 @pytest.mark.vllm
 def test_the_name_alone_finds_the_connector_and_again_is_nothing() -> None:
     code = (

@@ -25,6 +25,8 @@ class SlidingWindowSpec(FullAttentionSpec):
 class Group:
     layer_names: list[str]
     kv_cache_spec: Any
+    host_resident: bool = False
+    enable_kv_transfer: bool = True
 
 
 def cache_config(*groups: Group) -> Any:
@@ -47,7 +49,6 @@ def vllm_config(
     tp: int = 1,
     model: dict[str, Any] | None = None,
     hf: dict[str, Any] | None = None,
-    backend: Any = None,
     **given: Any,
 ) -> Any:
     extra = {"listen": LISTEN, **given.pop("extra", {})}
@@ -67,13 +68,14 @@ def vllm_config(
             | {"quantization": None, "hf_config": HfConfig({**HF, **(hf or {})})}
             | (model or {})
         ),
-        attention_config=namespace(backend=backend, backend_per_kind={}),
         parallel_config=namespace(**parallel),
     )
 
 
-def fingerprint(config: Any, cache: Any = None) -> Any:
-    settings = Settings.of(config, cache or cache_config(), side="worker")
+def fingerprint(config: Any, cache: Any = None, attention: str = "A") -> Any:
+    settings = Settings.of(
+        config, cache or cache_config(), side="worker", attention=attention
+    )
     return settings.config.fingerprint
 
 
@@ -143,7 +145,6 @@ def test_it_is_known_how_much_a_block_takes_in_all_layers() -> None:
         ("details", vllm_config(model={"quantization": "fp8"})),
         ("details", vllm_config(hf={"rope_theta": 5e5})),
         ("details", vllm_config(hf={"rope_scaling": {"factor": 8}})),
-        ("details", vllm_config(backend=types.SimpleNamespace(name="TRITON_ATTN"))),
     ],
 )
 def test_what_must_be_equal_is_named_where_it_differs(field: str, other: Any) -> None:
@@ -158,6 +159,39 @@ def test_another_vllm_may_lay_out_blocks_otherwise(
     newer = types.SimpleNamespace(__version__="0.99")
     monkeypatch.setitem(sys.modules, "vllm", newer)
     assert ours.difference(fingerprint(vllm_config())) == "details"
+
+
+def test_another_backend_or_kernel_block_may_lay_out_blocks_otherwise() -> None:
+    ours = fingerprint(vllm_config(), attention="A, kernel blocks of 32")
+    for other in ("B, kernel blocks of 32", "A, kernel blocks of 16"):
+        theirs = fingerprint(vllm_config(), attention=other)
+        assert ours.difference(theirs) == "details"
+    assert "attention: A, kernel blocks of 32" in ours.details
+
+
+def test_both_roles_have_one_fingerprint_of_what_workers_say() -> None:
+    config, cache = vllm_config(), cache_config()
+    worker = Settings.of(config, cache, side="worker", attention="A")
+    scheduler = Settings.of(config, cache, side="scheduler", attention="A")
+    assert worker.config.fingerprint == scheduler.config.fingerprint
+
+
+def test_a_layout_version_replaces_that_of_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = vllm_config(extra={"layout_version": "7"})
+    ours, plain = fingerprint(config), fingerprint(vllm_config())
+    newer = types.SimpleNamespace(__version__="0.99")
+    monkeypatch.setitem(sys.modules, "vllm", newer)
+    assert ours.difference(fingerprint(config)) is None
+    assert ours.difference(plain) == "details"
+    other = vllm_config(extra={"layout_version": "8"})
+    assert ours.difference(fingerprint(other)) == "details"
+
+
+def test_a_layout_that_is_asked_for_is_no_option_of_the_connector_itself() -> None:
+    said = vllm_config(extra={"kv_cache_layout": "BLHNC"})
+    assert Settings.of(said, cache_config(), side="worker").quiet_s > 0
 
 
 def test_where_a_model_was_read_does_not_matter_if_it_is_called_the_same() -> None:
@@ -188,6 +222,16 @@ def test_other_layers_are_another_layout() -> None:
             vllm_config(),
             cache_config(Group(["a"], SlidingWindowSpec())),
             "does not keep a whole prompt",
+        ),
+        (
+            vllm_config(),
+            cache_config(Group(["a"], FullAttentionSpec(), host_resident=True)),
+            "cannot be moved yet",
+        ),
+        (
+            vllm_config(),
+            cache_config(Group(["a"], FullAttentionSpec(), enable_kv_transfer=False)),
+            "cannot be moved yet",
         ),
     ],
 )
