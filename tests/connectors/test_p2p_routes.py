@@ -43,6 +43,19 @@ async def test_who_keeps_prompts_serves() -> None:
         await routes.aclose()
 
 
+async def test_a_link_is_up_for_both_sides_whoever_has_dialled() -> None:
+    keeps, reads = routes_of("pull", 0), routes_of("pull", 1)
+    await keeps.open()
+    await reads.open()
+    assert keeps.links == reads.links == 0
+    (name,) = reads._options.peers
+    await reads.peers.find(name, 0)
+    assert keeps.links == reads.links == 1
+    await reads.aclose()
+    await until(lambda: not keeps.links)
+    await keeps.aclose()
+
+
 async def test_a_gpu_has_its_memory_back_from_who_cannot_serve() -> None:
     first, second = routes_of("pull", 0), routes_of("pull", 0)
     await first.open()
