@@ -38,7 +38,8 @@ class LoadOrder(msgspec.Struct, frozen=True):
 class SaveOrder(msgspec.Struct, frozen=True):
     """This step completes the prompt: save its KV, layer by layer, for ``peer``.
 
-    With a ``refusal`` nothing is saved or reported: who waits for it learns why.
+    With a ``refusal`` nothing is saved or reported: who waits for it learns why, where
+    it ``is_named`` by the request, so that somebody may.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class SaveOrder(msgspec.Struct, frozen=True):
     block_ids: BlockIds
     salt: bytes = b""
     refusal: str = ""
+    is_named: bool = True
 
 
 class P2PMetadata(KVConnectorMetadata, frozen=True):

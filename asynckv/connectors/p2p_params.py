@@ -44,6 +44,8 @@ class P2PRequest:
     shape: EngineShape | None = None
     is_to_load: bool = False
     is_to_save: bool = False
+    is_named: bool = False
+    """Whether it names its transfer itself, so that others may know of it already."""
     is_saved: bool = False
     load: Life | None = None
     """Its own load, once it is ordered."""
@@ -121,6 +123,7 @@ class P2PParams:
         elif params.do_remote_decode:
             known.peer = self._peer_named(params.peer) if self._is_push else ""
             known.is_to_save = True
+        known.is_named = bool(params.transfer_id)
         known.transfer_id = params.transfer_id or secrets.token_hex(16)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
@@ -29,6 +30,9 @@ from asynckv.tensors.devices import Device
 __all__ = ("P2PRoutes",)
 
 _DRAIN_S: Final = 1.0
+
+_FULL_AFTER_S: Final = 0.5
+"""Whoever wants an entry that waits for room gets it: one that waits is unwanted."""
 
 
 class P2PRoutes:
@@ -66,6 +70,14 @@ class P2PRoutes:
         """How many links to ranks of other engines are up, whoever has dialled."""
         served = 0 if self.server is None else len(self.server.peers)
         return self.peers.connected + served
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something computed here has waited for room for some time."""
+        if self.buffer is None or self._options.direction == "push":
+            return False
+        now = asyncio.get_running_loop().time()
+        return self.buffer.room.oldest_wait_s(now) > _FULL_AFTER_S
 
     async def open(self, device: Device | None = None) -> None:
         """Serve the own buffer, where there is one. Cancelled, nothing is open.

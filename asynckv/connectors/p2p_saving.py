@@ -17,7 +17,7 @@ from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saves import P2PSave
 from asynckv.connectors.staging import Staging
 from asynckv.connectors.transfers import Transfers, reason_of
-from asynckv.errors import GPUFailed
+from asynckv.errors import EntryConflict, GPUFailed
 from asynckv.tensors.cuda import Event
 
 __all__ = ("P2PSaving",)
@@ -58,7 +58,13 @@ class P2PSaving:
     def begin(self, order: SaveOrder) -> None:
         """Begin to listen for layers, or tell who waits why not. Never waits."""
         if order.refusal:
-            self._notices.tell_failure(order, self._header_of(order), order.refusal)
+            if order.is_named:
+                self._notices.tell_failure(order, self._header_of(order), order.refusal)
+            return
+        if self._routes.is_full:
+            reason = "there is no room here (kv_buffer_size, or max_bytes)"
+            self._transfers.refuse(order.request_id, "send", (), reason)
+            self._notices.tell_failure(order, self._header_of(order), reason)
             return
         save = self.new_save(order)
         life: Life | None = self._transfers.begin(
@@ -164,5 +170,9 @@ class P2PSaving:
                 # The caches may have come after start(): before a peer is dialled.
                 await self._moves().open_if_possible()
             await save.run(self._routes.targets(save.order))
+        except EntryConflict:
+            if self.options.direction == "push":
+                raise
+            # Another request of that transfer saves it, or has: it is there once.
         finally:
             self.nbytes += save.nbytes

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -34,6 +36,9 @@ from asynckv.observability.lines import as_line
 __all__ = ("P2PScheduler", "P2PSchedulerStatistics")
 
 logger = logging.getLogger(__name__)
+
+_FULL_S: Final = 1.0
+"""So long nothing is promised after a save that failed where it is kept: here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +70,9 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
     has ended: by then the engine has its blocks in its own prefix cache, and at most
     the last two are computed. Where it has not, and after a load that failed, they
     fail at once, and ``kv_load_failure_policy`` says what that means.
+
+    With ``pull``, where a prompt could not be kept, nothing is promised for a second:
+    requests are answered without ``kv_transfer_params``, and decoded as any others.
     """
 
     def __init__(self, config: KVTransferConfig, engine: KVEngine) -> None:
@@ -79,6 +87,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         # Which request loads a transfer now.
         self._loading: dict[tuple[str, str], P2PRequest] = {}
         self._left_to_others: list[str] = []
+        self._full_until = 0.0
         self._incarnations: tuple[str, ...] = ()
         self._refused_params = 0
 
@@ -160,6 +169,8 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
         self._check_thread()
+        if results.failed_sending and self.options.direction == "pull":
+            self._full_until = time.monotonic() + _FULL_S
         for request_id in results.failed_sending:
             if (known := self._requests.get(request_id)) is not None:
                 known.is_saved = False
@@ -240,10 +251,13 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             block_ids=tuple(group[:end] for group in scheduled.block_ids),
             salt=salt_digest(known.request.salt),
             refusal=refusal,
+            is_named=known.is_named,
         )
 
     def _refusal_of(self, request: KVRequest, num_blocks: int) -> str:
-        """Say why a prompt can never be kept here, if it cannot."""
+        """Say why a prompt can never be kept here, or not now, if it cannot."""
+        if time.monotonic() < self._full_until:
+            return "the engine that computed it is full (kv_buffer_size, or max_bytes)"
         nbytes = num_blocks * (self.engine.block_nbytes or 0)
         if self.options.direction == "push" or nbytes <= self._max_bytes:
             return ""

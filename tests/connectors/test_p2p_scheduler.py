@@ -284,6 +284,24 @@ def test_parameters_that_are_no_object_load_nothing(params: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(("direction", "is_kept"), [("pull", False), ("push", True)])
+def test_an_engine_that_is_full_promises_nothing_more_for_now(
+    direction: str, is_kept: bool
+) -> None:
+    scheduler = make(direction=direction)
+    scheduler.on_new_request(save())
+    orders(scheduler, KVScheduled("r", ((1, 2, 3),), 0, 10))
+    lost = frozenset({"r"})
+    scheduler.update_connector_output(
+        KVTransferResults(finished_sending=lost, failed_sending=lost)
+    )
+    scheduler.on_new_request(save("s"))
+    (order,) = orders(scheduler, KVScheduled("s", ((4, 5, 6),), 0, 10)).saves
+    assert ("is full" in order.refusal, order.is_named) == (not is_kept, False)
+    promised = scheduler.request_finished(save("s"), ((4, 5, 6),))[1]
+    assert (promised is not None) is is_kept
+
+
 def test_of_several_peers_one_must_be_named() -> None:
     two = {"P": "tcp://127.0.0.1:1", "Q": "tcp://127.0.0.1:2"}
     scheduler = make(peers=two)

@@ -394,6 +394,43 @@ async def test_prefill_without_room_goes_on_and_says_that_it_did_not_keep_it() -
         await pair[0].quiet()
 
 
+async def test_a_full_engine_neither_waits_for_room_again_nor_promises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asynckv.connectors.p2p_routes._FULL_AFTER_S", 0.0)
+    async with pair_of(save_timeout_s=60) as pair:
+        buffer = buffer_of(worker_of(pair[0]))
+        full = torch.zeros(buffer.statistics().max_bytes - 65536, dtype=torch.uint8)
+        await buffer.insert([1], None, full, None, None)
+        for number in range(3):
+            named = {"transfer_id": "t"} if number == 1 else {}
+            output = await pair[0].generate(
+                prompt(),
+                request_id=f"p{number}",
+                kv_transfer_params={**PREFILL, **named},
+            )
+            assert (output.kv_transfer_params is None) is bool(number)
+        # The one that waits, and what says to who may ask why it has no other.
+        assert buffer.statistics().waiting_inserts == 2
+        asked = {"do_remote_prefill": True, "transfer_id": "t"}
+        last = await pair[1].generate(
+            prompt(), request_id="d", kv_transfer_params=asked
+        )
+        assert last.tokens == MODEL.generate(prompt(), 1)
+        assert "there is no room here" in pair[1].failures["d"]
+
+
+async def test_requests_that_save_one_transfer_leave_one_entry() -> None:
+    async with pair_of() as pair:
+        named = {**PREFILL, "transfer_id": "t"}
+        for name in ("p", "q"):
+            output = await pair[0].generate(
+                prompt(), request_id=name, kv_transfer_params=named
+            )
+            assert output.kv_transfer_params is not None
+        assert buffer_of(worker_of(pair[0])).statistics().entries == 1
+
+
 @pytest.mark.parametrize("direction", ["pull", "push"])
 async def test_who_decodes_learns_at_once_that_prefill_had_no_room(
     direction: str,
