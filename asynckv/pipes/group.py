@@ -96,6 +96,7 @@ class Group(LoopBound):
         self._joining.abort()
 
     async def __aenter__(self) -> Self:
+        self._check_loop()
         return self
 
     async def __aexit__(

@@ -63,6 +63,7 @@ class Pipe(KVPipe, LoopBound):
     def __init__(
         self, sends: PipeEnd, receives: PipeEnd, device: OpenDevice | None = None
     ) -> None:
+        self._check_loop()  # it is the link's, whoever calls first
         self._ends = (sends,) if sends is receives else (sends, receives)
         self._link = sends.link
         self._outbound = sends.outbound

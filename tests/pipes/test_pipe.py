@@ -43,6 +43,19 @@ async def fill(near: Pipe, far: Pipe) -> None:
     await until(lambda: far.statistics().held_bytes == BOUND)
 
 
+async def test_a_pipe_belongs_to_the_loop_on_which_it_was_opened() -> None:
+    async with open_pipe_pair("mem") as (near, far):
+
+        def send_from_another_loop(pipe: Pipe) -> None:
+            asyncio.run(pipe.send_tensor(torch.ones(3)))
+
+        for pipe in (near, far):
+            with pytest.raises(WrongLoop):
+                await asyncio.to_thread(send_from_another_loop, pipe)
+        await near.send_tensor(torch.ones(3))
+        assert await far.recv_tensor() is not None
+
+
 async def test_statistics_tell_what_is_where() -> None:
     async with open_pipe_pair("mem") as (near, far):
         assert near.statistics() == far.statistics() == IDLE
