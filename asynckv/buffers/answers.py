@@ -31,6 +31,11 @@ class Answer(Generic[T]):
         """Whether it came, or is not awaited any more."""
         return self._future.done()
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether who awaited it was cancelled: it may still come."""
+        return self._future.cancelled()
+
     def give(self, value: T) -> None:
         """That is the answer. Never waits."""
         if not self._future.done():

@@ -204,7 +204,7 @@ class _Asking:
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
         match frame:
-            case Mappable() if not self.mappable.is_in:
+            case Mappable() if not self.mappable.is_in or self.mappable.is_given_up:
                 self.mappable.give(frame)
             case Accepted():
                 self.accepted.give(None)

@@ -61,7 +61,10 @@ def parse_url(url: str) -> Address:
     """Return what ``url`` says. An empty host is this host's loopback.
 
     :raises ConfigError: it is no URL that a link can use
+    :raises TypeError: it is no str
     """
+    if not isinstance(url, str):
+        raise TypeError(f"a URL is a str, not {url!r:.40}")
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port
@@ -116,7 +119,10 @@ def _unquoted(text: str) -> str:
 
 
 def _payload_of(url: str, query: str) -> str:
-    options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
+    options = dict(pairs)
+    if len(pairs) > len(options):
+        raise ConfigError(f"{url!r} has an option twice", hint="write each once")
     payload = options.pop("payload", "")
     if options:
         raise ConfigError(

@@ -7,7 +7,7 @@ import contextlib
 import os
 from typing import Final
 
-from asynckv.errors import AuthError, ConfigError, PeerLost
+from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
 from asynckv.links.address import Address, parse_url
 from asynckv.links.door import dial_memory
 from asynckv.links.exposure import check_exposure
@@ -124,6 +124,13 @@ async def dial(
         raise PeerLost(
             f"{address} did not answer within {timeout_s:g} s",
             hint="something listens, but it is busy, frozen or no asynckv",
+        ) from exc
+    except AsyncKVError:
+        raise
+    except OSError as exc:
+        raise PeerLost(
+            f"no connection to {address} could be made: {exc}",
+            hint="has this process file descriptors left? See ulimit -n",
         ) from exc
     link.start(service)
     return link

@@ -147,7 +147,11 @@ def _foreign(magic: bytes, version: int) -> RemoteProtocolError:
         if magic[:1] in _TLS_RECORDS:
             hint = "it speaks TLS: both sides need a tls:// address"
         if magic[:3] == _MAGIC[:3]:
-            hint = "run the same release of asynckv on both sides"
+            return RemoteProtocolError(
+                f"it speaks protocol {magic[3:].decode('ascii', 'replace')}, not "
+                f"{_MAGIC[3:].decode()}",
+                hint="run the same release of asynckv on both sides",
+            )
         return RemoteProtocolError(f"not a frame: it begins with {magic!r}", hint=hint)
     return RemoteProtocolError(
         f"wire version {version}, not {WIRE_VERSION}",

@@ -14,18 +14,23 @@ import pytest
 import torch
 
 from asynckv.buffers import mapped as mapped_module
+from asynckv.buffers.answers import Answer
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.mapped import MappedMemory
+from asynckv.buffers.mapped import MappedMemory, _Asking
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.showing import _Proof
 from asynckv.errors import IncompatiblePeer, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.requests import LinkStream
 from asynckv.links.sharing import MapHolder
+from asynckv.protocol.frames import OpeningFrame, Peek, Result
+from asynckv.protocol.map_frames import Mappable, OpenMap
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.testing.blocked import until
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_stores import open_gpu_stores
+from asynckv.testing.link_pairs import Hearer, linked
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
 
@@ -455,3 +460,23 @@ async def test_a_lost_peer_is_told_while_a_view_lives(
     with pytest.raises(PeerLost):
         await peer.lookup.drop_select()
     assert isinstance(view, torch.Tensor) and view.eq(8.0).all()
+
+
+async def test_memory_that_comes_after_a_cancel_breaks_no_link() -> None:
+    def answer(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
+        if isinstance(frame, Peek):
+            stream.send(Result(1))
+
+    async def wait(answer: Answer[Mappable]) -> Mappable:
+        return await answer
+
+    async with linked(answer=answer) as pair:
+        opening = asyncio.create_task(wait(_Asking(pair.near, OpenMap()).mappable))
+        await until(lambda: bool(pair.service.asked))
+        opening.cancel()
+        await asyncio.wait({opening})
+        stream, _, _ = pair.service.asked[0]
+        stream.send(Mappable(f"asynckv-{0:032}", b"t" * 16, 2**20))
+        hearer = Hearer()
+        pair.near.open_stream(hearer, Peek(False))
+        await hearer.next()

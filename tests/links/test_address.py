@@ -96,3 +96,13 @@ def test_an_address_is_written_as_it_was_read(url: str) -> None:
 )
 def test_what_a_socket_says_of_an_end_has_a_host(name: object, host: str) -> None:
     assert host_in(name) == host
+
+
+def test_an_option_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        parse_url("tcp://127.0.0.1:1?payload=inline&payload=map")
+
+
+def test_what_is_no_text_is_no_url() -> None:
+    with pytest.raises(TypeError, match="a URL is a str, not None"):
+        parse_url(None)  # type: ignore[arg-type]

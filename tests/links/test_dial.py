@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import AsyncIterator
 
@@ -243,3 +244,15 @@ async def test_a_reset_connection_is_a_lost_peer() -> None:
         pair.near.open_stream(hearer, Peek(has_key=True))
         pair.far._stream.abort()
         assert isinstance(await hearer.loss(), PeerLost)
+
+
+async def test_a_process_without_file_descriptors_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(PeerLost, match="Too many open files") as caught:
+        await dial("tcp://127.0.0.1:1", identity=name_of("consumer"))
+    assert "ulimit -n" in caught.value.hint

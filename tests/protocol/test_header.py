@@ -105,7 +105,7 @@ def test_who_speaks_another_version_is_told_what_to_do() -> None:
 
 
 def test_who_begins_frames_as_another_release_does_is_told_what_to_do() -> None:
-    with pytest.raises(RemoteProtocolError, match="begins with b'AKV2'") as caught:
+    with pytest.raises(RemoteProtocolError, match="speaks protocol 2, not 1") as caught:
         check_magic(bytearray(b"AKV2"))
     assert "the same release" in caught.value.hint
 
