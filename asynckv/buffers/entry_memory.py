@@ -14,10 +14,14 @@ from asynckv.errors import EntryTooLarge
 from asynckv.tensors.arena import Arena, Region
 from asynckv.tensors.lending import allocate_but
 
-__all__ = ("LEAST_ACCOUNT_BYTES", "EntryMemory")
+__all__ = ("LEAST_ACCOUNT_BYTES", "LEAST_ENTRIES", "EntryMemory")
 
 LEAST_ACCOUNT_BYTES: Final = 64 * 2**20
 """What may be kept of entries beside their bytes, if a buffer is smaller."""
+
+LEAST_ENTRIES: Final = 1024
+NBYTES_AN_ENTRY: Final = 2048
+"""An entry costs 1.5 KB of Python: a buffer has one for each 2 KiB, or 1024."""
 
 
 class EntryMemory:
@@ -36,6 +40,7 @@ class EntryMemory:
         self._has_more_outside = has_more_outside
         self._was_short_outside = False
         self._account_bytes = 0
+        self._entries = 0
 
     def check_size(self, entry: StoredEntry) -> None:
         """Refuse what could not be in the arena if it were empty.
@@ -60,7 +65,7 @@ class EntryMemory:
         regions = self._allocate(entry)
         if regions is None:
             return False
-        self._account_bytes += entry.account_nbytes
+        self._book(entry)
         entry.place_regions(regions)
         entry.in_arena = True
         streaming = entry.draft.streaming
@@ -92,7 +97,7 @@ class EntryMemory:
             return False
         if not self._arena.adopt(entry.regions, len(entry.charges)):
             return False
-        self._account_bytes += entry.account_nbytes
+        self._book(entry)
         entry.in_arena = True
         self.free_outside(entry)
         return True
@@ -102,6 +107,7 @@ class EntryMemory:
         if entry.in_arena:
             self._arena.free(entry.regions)
             self._account_bytes -= entry.account_nbytes
+            self._entries -= 1
         elif entry.regions:
             self.free_outside(entry)
         entry.drop_regions()
@@ -117,7 +123,14 @@ class EntryMemory:
         """Entries without a byte cost memory too: there is no end of them else."""
         bound = max(self._arena.max_bytes, LEAST_ACCOUNT_BYTES)
         account_bytes = self._account_bytes
+        max_bytes = self._arena.max_bytes
+        if self._entries >= max(LEAST_ENTRIES, max_bytes // NBYTES_AN_ENTRY):
+            return False
         return not account_bytes or account_bytes + entry.account_nbytes <= bound
+
+    def _book(self, entry: StoredEntry) -> None:
+        self._account_bytes += entry.account_nbytes
+        self._entries += 1
 
     def _allocate(self, entry: StoredEntry) -> list[Region] | None:
         lent = entry.draft.lent

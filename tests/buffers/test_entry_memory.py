@@ -8,8 +8,10 @@ import pytest
 
 from asynckv.buffers import entry_memory
 from asynckv.buffers.entries import EntryState
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryTooLarge
+from asynckv.testing.blocked import until
 from asynckv.testing.holders import RecordingHolder
 from asynckv.testing.ledgers import SteppedLedger
 
@@ -29,6 +31,28 @@ async def test_entries_without_a_byte_wait_when_too_much_is_kept_of_them(
     assert [entry.state for entry in entries] == [filling, filling, waiting]
     bench.ledger.forsake(entries[0])
     assert entries[2].state is filling
+
+
+async def test_entries_are_bounded_in_number_whatever_they_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(entry_memory, "LEAST_ENTRIES", 2)
+    bench = SteppedLedger()
+    entries = [bench.begin(f"{n}", (), nbytes=0) for n in range(3)]
+    filling, waiting = EntryState.FILLING, EntryState.WAITING
+    assert [entry.state for entry in entries] == [filling, filling, waiting]
+    bench.ledger.forsake(entries[1])
+    assert entries[2].state is filling
+
+
+async def test_a_small_buffer_has_1024_entries_and_one_more_waits() -> None:
+    async with LookupBuffer("1MiB", drain_s=0) as buffer:
+        for _ in range(1024):
+            await buffer.insert([1], None, None, None, None)
+        more = asyncio.create_task(buffer.insert([2], None, None, None, None))
+        await until(lambda: buffer.statistics().waiting_inserts == 1)
+        await buffer.drop_select([1])
+        await more
 
 
 async def test_one_entry_of_very_many_tensors_has_room_alone(
