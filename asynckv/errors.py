@@ -193,7 +193,11 @@ class EntryAborted(AsyncKVError):
 
 
 class EntryConflict(AsyncKVError):
-    """The entry id is known already, with other contents."""
+    """The entry id is known already, with other contents.
+
+    An ``insert`` that finds another one under its id under way waits for that one's
+    end, and is then compared; ``open_insert`` raises this at once.
+    """
 
 
 class LeaseLost(AsyncKVError):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Final, SupportsIndex
 
 import msgspec
 
@@ -87,23 +88,39 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     :raises ValueError: if the dtype is unknown, a dimension is negative or
         there are more than 14 dimensions
+    :raises TypeError: if the shape is no sequence of whole numbers
     """
 
     shape: tuple[int, ...]
     dtype: str
 
     def __post_init__(self) -> None:
-        if type(self.shape) is not tuple or self.dtype not in DTYPE_NBYTES:
+        if type(self.dtype) is not str or self.dtype not in DTYPE_NBYTES:
             name = str(self.dtype).removeprefix("torch.")
             msgspec.structs.force_setattr(self, "dtype", name)
-            shape = tuple(int(dimension) for dimension in self.shape)
-            msgspec.structs.force_setattr(self, "shape", shape)
+        if type(self.shape) is not tuple or not _INT.issuperset(map(type, self.shape)):
+            msgspec.structs.force_setattr(self, "shape", _whole(self.shape))
         _checked_nbytes(self.shape, self.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor's elements, densely packed."""
         return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+_INT: Final = frozenset({int})
+
+
+def _whole(shape: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    try:
+        found = tuple(shape)
+        if bool in map(type, found):
+            raise TypeError("a bool is no dimension")
+        return tuple(operator.index(dimension) for dimension in found)
+    except TypeError as exc:
+        raise TypeError(
+            f"a shape is a sequence of whole numbers, not {shape!r:.60}"
+        ) from exc
 
 
 @functools.lru_cache(maxsize=4096)

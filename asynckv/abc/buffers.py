@@ -143,12 +143,16 @@ class KVLookupBuffer(KVCacheBuffer):
         entry leaves after ``deliveries`` acknowledgements of as many consumers.
 
         Inserting the same ``entry_id`` with the same contents again succeeds, and
-        changes nothing. A cancelled local call equals a call never made. A cancelled
-        remote call is withdrawn if the cancel arrives before the commit; else the entry
-        is in, once. Either way the tensors are no longer read.
+        changes nothing. While an insert under that id is under way, or ending after a
+        cancel, another one waits for its end and is then compared.
+
+        A cancelled local call equals a call never made. A cancelled remote call is
+        withdrawn if the cancel arrives before the commit; else the entry is in, once.
+        Either way the tensors are no longer read.
 
         :raises EntryTooLarge: it could never fit
         :raises EntryConflict: ``entry_id`` is known, with other contents
+        :raises TypeError: an argument of another type than it is to be
         :raises BufferClosed: the buffer is closed, or was closed meanwhile
         :raises PeerLost: the peer is gone and did not come back in time
         :raises PeerRestarted: the peer came back without its memory, in which
@@ -174,8 +178,9 @@ class KVLookupBuffer(KVCacheBuffer):
         is seen by nobody else. (On a GPU it is the owner's memory: do not write there.)
         ``await`` it and the entry is yours: it was acknowledged on verified receipt (at
         most once). Enter it with ``async with`` and it is acknowledged on clean exit,
-        and given back on an error or a cancellation (at least once; ``attempt`` and
-        ``entry_id`` tell).
+        and given back on an error or a cancellation of its body (at least once;
+        ``attempt`` and ``entry_id`` tell). A cancel that comes while a clean body is
+        being left is raised, and the entry is often acknowledged all the same.
 
         Without tokens and without ``entry_id`` any entry is selected. Among entries the
         longest match wins, then the first in. Tensors named in ``into`` land there
@@ -244,7 +249,11 @@ class KVLookupBuffer(KVCacheBuffer):
         Names are ``key``, ``value``, ``hidden``, ``LAYER.key``, ``LAYER.value``
         and ``extras.NAME``. Entering waits for room for all of them; leaving
         commits. Left by an error, by cancellation or with a tensor missing
-        (``ValueError``), the entry is aborted and every consumer of it learns.
+        (``ValueError``), the entry is aborted and every consumer of it learns. A
+        cancelled entering leaves no entry behind.
+
+        :raises EntryConflict: ``entry_id`` is known, or an insert under it is under way
+        :raises TypeError: ``specs`` is no mapping of names to ``TensorSpec``
         """
 
     @abc.abstractmethod
@@ -260,7 +269,8 @@ class KVLookupBuffer(KVCacheBuffer):
     ) -> AbstractAsyncContextManager[SelectStream]:
         """Select as :meth:`drop_select` does, and read tensors as they land.
 
-        Entering waits for a match. Leaving cleanly acknowledges, also early;
+        Entering waits for a match; a cancelled entering has taken nothing, and gives
+        back what was selected for it. Leaving cleanly acknowledges, also early;
         leaving by an error or cancellation gives the entry back.
 
         From entering on the application has the entry. So what ends the stream then

@@ -12,7 +12,8 @@ from asynckv.buffers.drafts import Draft
 from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.room import Room, check_not_aborted
-from asynckv.errors import BufferClosed
+from asynckv.errors import BufferClosed, EntryTooLarge
+from asynckv.observability.waits import LoggedWait
 
 __all__ = ("Admission", "Landed", "Source")
 
@@ -46,14 +47,11 @@ class Admission:
 
         Returns when it is committed, or acknowledged by a consumer that took it
         while there was no room, or at once if the same entry (``digest``) was
-        inserted before. Cancelled, it leaves as :meth:`Ledger.forsake` says.
+        inserted before. What is under way under its id it waits for. Cancelled, it
+        leaves as :meth:`Ledger.forsake` says.
         """
         self.check_open()
-        if self._book.is_undecided(draft.entry_id):
-            await self._room.until(
-                lambda: self._room.closed or not self._book.is_undecided(draft.entry_id)
-            )
-            self.check_open()
+        await self._until_decided(draft.entry_id)
         if digest is not None and digest == self._book.known_digest(draft.entry_id):
             return
         entry = self._book.admit(draft)
@@ -62,8 +60,10 @@ class Admission:
         try:
             while not await self._attempt(entry, source):
                 pass
-        except BaseException:
+        except BaseException as exc:
             self._ledger.forsake(entry)
+            if isinstance(exc, MemoryError):
+                raise _no_memory(entry) from exc
             raise
         finally:
             self._room.quit(entry)
@@ -150,6 +150,17 @@ class Admission:
         if self._room.closed:
             raise BufferClosed("the buffer takes no more entries")
 
+    async def _until_decided(self, entry_id: str) -> None:
+        """Wait while another insert under that id is under way, or ending."""
+        if not self._book.is_undecided(entry_id):
+            return
+        what = "the end of another insert under that id"
+        with LoggedWait(f"insert of {entry_id}", what, "its commit or its cancel"):
+            await self._room.until(
+                lambda: self._room.closed or not self._book.is_undecided(entry_id)
+            )
+        self.check_open()
+
     def _check_owned(self, entry: StoredEntry) -> None:
         check_not_aborted(entry)
         if entry.owner_gone:
@@ -157,3 +168,11 @@ class Admission:
                 "the buffer was closed before the consumer that holds the entry "
                 "acknowledged it"
             )
+
+
+def _no_memory(entry: StoredEntry) -> EntryTooLarge:
+    return EntryTooLarge(
+        f"this process can have no memory for {entry.nbytes} bytes more",
+        nbytes=entry.nbytes,
+        hint="see ulimit -v, and what else it holds",
+    )

@@ -99,12 +99,13 @@ class EntryBook:
         return stone is not None and not stone.reason
 
     def is_undecided(self, entry_id: str) -> bool:
-        """Has that entry all its bytes, but only in a consumer's hands?
+        """Is an insert under that id under way, or ending?
 
-        Acknowledged it was inserted; given back it was not, or not yet.
+        Also if all its bytes are in, but only in a consumer's hands: acknowledged it
+        was inserted; given back it was not, or not yet.
         """
         entry = self.entries.get(entry_id)
-        return entry is not None and entry.complete and not entry.in_arena
+        return entry is not None and not (entry.complete and entry.in_arena)
 
     def was_acknowledged(self, entry_id: str, token: bytes) -> bool:
         """Did that delivery count? Asked by a consumer whose link was cut."""

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from asynckv.abc import KVSource, KVTensors
+from asynckv.buffers.arguments import as_text
 from asynckv.tensors.blocks import KVMemory
-from asynckv.types import TensorSpec
 
-__all__ = ("check_names", "check_specs", "flatten", "unflatten")
+__all__ = ("check_names", "flatten", "unflatten")
 
 _WHOLE = ("key", "value", "hidden")
 _EXTRAS = "extras."
@@ -38,7 +38,13 @@ def flatten(
             named[field] = tensors
     if hidden is not None:
         named["hidden"] = hidden
-    named.update({_EXTRAS + name: t for name, t in (extras or {}).items()})
+    if extras is not None:
+        if not isinstance(extras, Mapping):
+            raise TypeError(
+                f"extras maps names to tensors; it is a {type(extras).__name__}"
+            )
+        for name, tensor in extras.items():
+            named[_EXTRAS + as_text(name, "an extra's name")] = tensor
     for name, tensor in named.items():
         if not isinstance(tensor, KVMemory):
             raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
@@ -46,29 +52,15 @@ def flatten(
     return named
 
 
-def check_specs(specs: Mapping[str, TensorSpec]) -> None:
-    """Refuse what no entry could be declared as.
-
-    :raises TypeError: a value is no ``TensorSpec``
-    :raises ValueError: see :func:`check_names`
-    """
-    check_names(specs)
-    for name, spec in specs.items():
-        if not isinstance(spec, TensorSpec):
-            raise TypeError(
-                f"specs[{name!r}] is a {type(spec).__name__}: "
-                "write asynckv.TensorSpec(shape, dtype)"
-            )
-
-
 def check_names(names: Iterable[str]) -> None:
     """Refuse names that no entry can have.
 
-    :raises ValueError: if a name is none of ``key``, ``value``, ``hidden``,
-        ``LAYER.key``, ``LAYER.value``, ``extras.NAME``, or both a whole tensor
-        and a layer's are named
+    :raises TypeError: one is no str
+    :raises ValueError: UTF-8 has no bytes for one, or it is none of ``key``,
+        ``value``, ``hidden``, ``LAYER.key``, ``LAYER.value``, ``extras.NAME``, or
+        both a whole tensor and a layer's are named
     """
-    names = tuple(names)
+    names = tuple(as_text(name, "a tensor's name") for name in names)
     if len(names) > _MAX_TENSORS:
         raise ValueError(f"{len(names)} tensors; an entry has at most {_MAX_TENSORS}")
     for name in names:

@@ -25,6 +25,7 @@ class Declared:
         """Note a put. One that fails has put nothing, and may be made again.
 
         :raises ValueError: unknown name, put before, other shape or dtype
+        :raises TypeError: no tensor
         """
         self._check(name, tensor)
         self._begun.add(name)
@@ -53,6 +54,8 @@ class Declared:
             raise ValueError(f"{name!r} was not declared; declared: {declared}")
         if name in self._begun:
             raise ValueError(f"{name!r} was put before")
+        if not isinstance(tensor, KVMemory | StagedTensor):
+            raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
         found = tensor.spec if isinstance(tensor, StagedTensor) else spec_in(tensor)
         spec = self._specs[name]
         if found != spec:

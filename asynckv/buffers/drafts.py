@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 import uuid
 from collections.abc import Mapping
 from typing import Final
 
 from asynckv.abc import TokenIds
-from asynckv.buffers.queries import MAX_ID_LENGTH, Tokens, as_mask, as_tokens
+from asynckv.buffers.arguments import as_count, as_entry_id, as_seconds
+from asynckv.buffers.queries import Tokens, as_mask, as_tokens
 from asynckv.tensors.blocks import KVMemory, spec_in
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.slab_regions import SlabRegion
@@ -82,16 +82,14 @@ def make_draft(
 
     :raises ValueError: tokens and roi do not fit each other, or a number is out
         of range
+    :raises TypeError: ``entry_id`` is no str, or a number none
     """
-    if not 1 <= deliveries <= 2**31:
-        raise ValueError("deliveries is at least 1, and at most 2**31")
-    if entry_id is not None and len(entry_id) > MAX_ID_LENGTH:
-        raise ValueError(f"an entry_id has at most {MAX_ID_LENGTH} characters")
-    if ttl_s is not None and not 0 <= ttl_s < math.inf:
-        raise ValueError("ttl_s is finite and not negative; None means no end")
+    deliveries = as_count(deliveries, "deliveries")
+    ttl_s = as_seconds(ttl_s, "ttl_s")
+    entry_id = uuid.uuid4().hex if entry_id is None else as_entry_id(entry_id)
     tokens = as_tokens(input_tokens)
     return Draft(
-        entry_id=uuid.uuid4().hex if entry_id is None else entry_id,
+        entry_id=entry_id,
         input_tokens=tokens,
         roi=as_mask(roi, tokens),
         specs=dict(specs),

@@ -16,7 +16,13 @@ from asynckv.buffers.queries import tensor_of
 from asynckv.errors import LeaseLost
 from asynckv.observability.lines import as_line
 from asynckv.tensors.arena import Region
-from asynckv.tensors.blocks import KVMemory, check_landing, landing_of, tensor_at
+from asynckv.tensors.blocks import (
+    KVMemory,
+    check_apart,
+    check_landing,
+    landing_of,
+    tensor_at,
+)
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Runs
@@ -44,17 +50,30 @@ def check_targets(
     """Refuse memory that nothing can land in, before anything is waited for.
 
     :raises ValueError: a name that no entry has, or memory that is not plain CPU
-        memory (with ``may_be_on_gpu``: or a GPU's), contiguous or in contiguous rows
+        memory (with ``may_be_on_gpu``: or a GPU's), contiguous or in contiguous rows;
+        or two of them share memory
+    :raises TypeError: no mapping of names to memory
     """
+    if into is None:
+        return {}
+    if not isinstance(into, Mapping):
+        raise TypeError(
+            f"into maps a tensor's name to its memory; it is a {type(into).__name__}"
+        )
     if not into:
         return {}
     check_names(into)
     found: dict[str, KVMemory] = {}
     for name, memory in into.items():
+        if not isinstance(memory, KVMemory):
+            raise TypeError(
+                f"into[{name!r}] is a {type(memory).__name__}, not a tensor or KVBlocks"
+            )
         try:
             found[name] = landing_of(memory, may_be_on_gpu=may_be_on_gpu)
         except ValueError as exc:
             raise ValueError(f"into[{name!r}]: {exc}") from None
+    check_apart(found)
     return found
 
 

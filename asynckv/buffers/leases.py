@@ -184,6 +184,7 @@ class Leases:
         self.is_closed = True
         for waiter in self._matchmaker.everyone():
             waiter.holder.closed()
+        left = [e for e in self._book.entries.values() if e.state is EntryState.READY]
         for entry in list(self._book.entries.values()):
             leases = list(entry.leases.values())
             held = [x for x in leases if x.reached and not x.holder.streams]
@@ -195,6 +196,10 @@ class Leases:
                 if lease not in held:
                     self._end(lease)
                     self._take_back(lease, "closed")
+        dropped = sum(entry.left_by == "closed" for entry in left)
+        if dropped:
+            self._counters.dropped += dropped
+            logger.info("%d entries that nobody took leave with the buffer", dropped)
 
     def _lease(self, entry: StoredEntry, waiter: Waiter, matched_tokens: int) -> None:
         entry.attempts += 1

@@ -95,6 +95,7 @@ class Ledger:
         for lease in list(entry.leases.values()):
             lease.holder.completed(lease)
         self.leases.offer(entry)
+        self._changed()  # another insert under its id may wait for that
 
     def forsake(self, entry: StoredEntry) -> None:
         """The insert was cancelled or failed.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
+from typing import Final
 
 import anyio
 import torch
@@ -18,7 +20,8 @@ from asynckv.abc import (
     TokenIds,
 )
 from asynckv.buffers.admission import Admission
-from asynckv.buffers.contents import check_specs, flatten
+from asynckv.buffers.arguments import as_specs, as_text
+from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drafts import make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.handover import check_targets
@@ -35,12 +38,16 @@ from asynckv.buffers.queries import (
 from asynckv.buffers.room import Room
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
+from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.devices import DeviceName
 from asynckv.tensors.views import spec_like
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = ("LookupBuffer",)
+
+_CANCELLED_S: Final = 1.0
+"""A close that is cancelled waits no longer for threads and peers."""
 
 
 class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
@@ -59,7 +66,9 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
 
     Closing it refuses inserts, lets consumers take what is left for at most
     ``drain_s`` (not at all when left by an error), then ends every wait with
-    ``BufferClosed``.
+    ``BufferClosed``. A cancel ends that drain: the rest of closing is done within 1 s,
+    however often it is cancelled. Entries that nobody took are logged, and counted as
+    ``dropped``.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             changed=self.room.change,
             waiting=self.room.entries,
         )
+        self._ending: asyncio.Task[None] | None = None
         self.admission = Admission(self.ledger, self.room)
         self._consumer = LocalConsumer(
             self.ledger.leases, self.pool, self.fingerprint, self._check_loop
@@ -176,11 +186,11 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
 
     async def taken(self, entry_id: str) -> None:
         self._check_loop()
-        await self.ledger.book.when_gone(entry_id)
+        await self.ledger.book.when_gone(as_text(entry_id, "an entry_id"))
 
     async def withdraw(self, entry_id: str) -> bool:
         self._check_loop()
-        return self.ledger.withdraw(entry_id)
+        return self.ledger.withdraw(as_text(entry_id, "an entry_id"))
 
     @asynccontextmanager
     async def open_insert(
@@ -194,7 +204,8 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         deliveries: int = 1,
     ) -> AsyncIterator[InsertWriter]:
         self._check_loop()
-        check_specs(specs)
+        specs = as_specs(specs)
+        check_names(specs)
         await self.open()
         draft = make_draft(
             input_tokens,
@@ -301,14 +312,33 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
 
     async def _close(self, drain_s: float) -> None:
         self._check_loop()
-        with anyio.CancelScope(shield=True):
-            try:
-                await self.room.aclose()
-                with anyio.move_on_after(drain_s):
-                    await self.room.until(
-                        lambda: not self.ledger.book.entries or self.is_closed
-                    )
-            finally:  # also if the task is cancelled: nobody is left waiting
-                self.abort()
+        try:
             await self.room.aclose()
-            await self._wait_closed()
+            with anyio.move_on_after(drain_s):
+                await self.room.until(
+                    lambda: not self.ledger.book.entries or self.is_closed
+                )
+        except BaseException:
+            self.abort()
+            await wait_shielded(self._end(), timeout_s=_CANCELLED_S)
+            raise
+        self.abort()
+        ending = self._end()
+        try:
+            await asyncio.wait({ending})
+        except asyncio.CancelledError:
+            await wait_shielded(ending, timeout_s=_CANCELLED_S)
+            raise
+        ending.result()
+
+    def _end(self) -> asyncio.Task[None]:
+        """Wait, in a task of its own, for all that closing leaves to wait for."""
+        if self._ending is None or self._ending.done():
+            self._ending = asyncio.create_task(
+                self._wait_ended(), name="asynckv: a buffer is closed"
+            )
+        return self._ending
+
+    async def _wait_ended(self) -> None:
+        await self.room.aclose()
+        await self._wait_closed()

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import array
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import msgspec
 import numpy
 import torch
 
 from asynckv.abc import Match, TokenIds
+from asynckv.buffers.arguments import as_count, as_entry_id
 from asynckv.tensors.views import bytes_of, check_sendable, spec_of, tensor_from
 from asynckv.types import TensorSpec
 
 __all__ = (
-    "MAX_ID_LENGTH",
     "TOKEN_NBYTES",
     "Query",
     "Tokens",
@@ -34,9 +35,6 @@ __all__ = (
 TOKEN_NBYTES = 8
 
 _ID_DTYPES = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"})
-
-MAX_ID_LENGTH = 256
-"""An entry_id of more characters could not be told to a peer."""
 
 
 class Tokens(msgspec.Struct, frozen=True, gc=False):
@@ -69,7 +67,7 @@ def as_tokens(input_tokens: TokenIds | None) -> Tokens | None:
     """
     if input_tokens is None:
         return None
-    if type(input_tokens) is list and input_tokens and type(input_tokens[0]) is int:
+    if _are_plain_ids(input_tokens):
         return Tokens(
             _key_of_ids(input_tokens), TensorSpec((len(input_tokens),), "int64")
         )
@@ -151,15 +149,15 @@ def make_query(
     :raises ValueError: see :func:`as_tokens` and :func:`as_mask`; also if
         ``match`` is unknown, ``min_matched_tokens`` is below 1, or no token is
         selected (nothing could ever match)
+    :raises TypeError: ``entry_id`` is no str, or ``min_matched_tokens`` no whole number
     """
-    if match not in ("prefix", "exact"):
+    if not isinstance(match, str) or match not in ("prefix", "exact"):
         raise ValueError(f"match is 'prefix' or 'exact', not {match!r}")
-    if not 1 <= min_matched_tokens <= 2**31:
-        raise ValueError("min_matched_tokens is at least 1, and at most 2**31")
-    if entry_id is not None and len(entry_id) > MAX_ID_LENGTH:
-        raise ValueError(f"an entry_id has at most {MAX_ID_LENGTH} characters")
+    min_matched_tokens = as_count(min_matched_tokens, "min_matched_tokens")
+    if entry_id is not None:
+        entry_id = as_entry_id(entry_id)
     key: bytes | None
-    if roi is None and type(input_tokens) is list:
+    if roi is None and _are_plain_ids(input_tokens):
         key = _key_of_ids(input_tokens)
     else:
         tokens = as_tokens(input_tokens)
@@ -172,19 +170,27 @@ def make_query(
     return Query(key, entry_id, match, min_matched_tokens)
 
 
+def _are_plain_ids(values: object) -> TypeGuard[list[int]]:
+    """Can the short way take them? What begins with a bool is torch's to judge."""
+    return type(values) is list and bool(values) and type(values[0]) is int
+
+
 def _key_of_ids(ids: list[int]) -> bytes:
     """As :func:`key_of` for plain ids, without a tensor in between."""
     try:
         return array.array("q", ids).tobytes()
     except (TypeError, OverflowError) as exc:
-        raise ValueError(f"input_tokens is no list of token ids: {exc}") from exc
+        raise ValueError(
+            f"input_tokens is no list of whole numbers below 2**63: {exc}"
+        ) from exc
 
 
 def _copied(values: TokenIds, name: str) -> Tokens:
     tensor = (
         values if isinstance(values, torch.Tensor) else _number_tensor(values, name)
     )
-    tensor = tensor.detach().cpu()
+    if tensor.device.type != "meta":
+        tensor = tensor.detach().cpu()
     check_sendable(tensor)
     dense = tensor.resolve_conj().resolve_neg().contiguous()
     return Tokens(bytes(bytes_of(dense)), spec_of(dense))
@@ -194,7 +200,10 @@ def _number_tensor(values: Sequence[int], name: str) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
-        raise ValueError(f"{name} is no list of numbers: {exc}") from exc
+        raise ValueError(
+            f"{name} is a list, tuple, array or tensor of whole numbers, not "
+            f"{values!r:.40}"
+        ) from exc
     return tensor.to(torch.int64) if tensor.numel() == 0 else tensor
 
 

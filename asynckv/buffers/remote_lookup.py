@@ -18,9 +18,10 @@ from asynckv.abc import (
     SelectStream,
     TokenIds,
 )
+from asynckv.buffers.arguments import MAX_ID_LENGTH, as_specs, as_text
 from asynckv.buffers.asking import ask
 from asynckv.buffers.consuming import RemoteConsumer
-from asynckv.buffers.contents import check_specs, flatten
+from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drafts import Draft, make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.gpu_sources import until_made
@@ -29,7 +30,6 @@ from asynckv.buffers.handover import check_targets
 from asynckv.buffers.inserting import begin_insert
 from asynckv.buffers.pushing import RemoteWriter, source_of
 from asynckv.buffers.queries import (
-    MAX_ID_LENGTH,
     as_mask,
     as_tokens,
     key_of,
@@ -146,6 +146,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
 
     async def taken(self, entry_id: str) -> None:
         self._peer.check()
+        entry_id = as_text(entry_id, "an entry_id")
         if len(entry_id) > MAX_ID_LENGTH:
             raise KeyError(f"no entry has an id of {len(entry_id)} characters")
         known_to = (await self._peer.link()).peer.incarnation
@@ -155,6 +156,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
 
     async def withdraw(self, entry_id: str) -> bool:
         self._peer.check()
+        entry_id = as_text(entry_id, "an entry_id")
         if len(entry_id) > MAX_ID_LENGTH:
             return False
         return bool((await ask(self._peer, Withdraw(entry_id))).value)
@@ -171,11 +173,12 @@ class RemoteLookupBuffer(KVLookupBuffer):
         deliveries: int = 1,
     ) -> AsyncIterator[InsertWriter]:
         self._peer.check()
-        check_specs(specs)
+        specs = as_specs(specs)
+        check_names(specs)
         draft = make_draft(
             input_tokens,
             roi,
-            dict(specs),
+            specs,
             entry_id=entry_id,
             fingerprint=None,
             ttl_s=ttl_s,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from asynckv.abc import KVStoreStatistics
+from asynckv.buffers.arguments import as_key, as_keys
 from asynckv.buffers.asking import ANSWER_S, ask
 from asynckv.buffers.getting import Getting
 from asynckv.buffers.gpu_room import StagingStore
@@ -19,13 +20,12 @@ from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.buffers.pinning import Pinning
 from asynckv.buffers.pushing import dense
 from asynckv.buffers.putting import begin_put
-from asynckv.buffers.store import check_key, check_value
+from asynckv.buffers.store import check_place, check_value
 from asynckv.errors import PeerLost
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Contains, Delete
 from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.tensors.views import check_landing_place
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class RemoteStoreBuffer(StagingStore):
 
     async def put(self, key: str, value: torch.Tensor | None) -> None:
         self._peer.check()
-        check_key(key)
+        key = as_key(key)
         if value is None:
             await self.delete(key)
             return
@@ -93,7 +93,7 @@ class RemoteStoreBuffer(StagingStore):
 
     async def put_staged(self, key: str, staged: StagedTensor) -> None:
         self._peer.check()
-        check_key(key)
+        key = as_key(key)
         self._putting += 1
         try:
             await self._put(key, staged)
@@ -104,10 +104,9 @@ class RemoteStoreBuffer(StagingStore):
         self, key: str, into: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         self._peer.check()
-        check_key(key)
+        key = as_key(key)
         if into is not None:
-            # Refuses what nothing can land in, also on a miss.
-            check_landing_place(into, may_be_on_gpu=True)
+            check_place(into)
         self._getting += 1
         try:
             value = await self._get(key, into)
@@ -119,13 +118,12 @@ class RemoteStoreBuffer(StagingStore):
 
     async def delete(self, key: str) -> bool:
         self._peer.check()
-        check_key(key)
+        key = as_key(key)
         return bool((await ask(self._peer, Delete(key))).value)
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
         self._peer.check()
-        for key in _checked(keys):
-            check_key(key)
+        keys = as_keys(keys)
         flags: list[bool] = []
         for some in _batches(keys):
             flags.extend((await ask(self._peer, Contains(some))).flags)
@@ -134,8 +132,7 @@ class RemoteStoreBuffer(StagingStore):
     @asynccontextmanager
     async def pin(self, keys: Sequence[str]) -> AsyncIterator[tuple[bool, ...]]:
         self._peer.check()
-        for key in _checked(keys):
-            check_key(key)
+        keys = as_keys(keys)
         link = await self._peer.link()
         held = [Pinning(link, some) for some in _batches(keys)]
         try:
@@ -202,12 +199,6 @@ class RemoteStoreBuffer(StagingStore):
                 raise
             finally:
                 getting.release()
-
-
-def _checked(keys: Sequence[str]) -> Sequence[str]:
-    if isinstance(keys, str):
-        raise TypeError("this takes a sequence of keys, not one key")
-    return keys
 
 
 def _batches(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -23,6 +23,7 @@ class Counters:
     expired: int = 0
     withdrawn: int = 0
     undeliverable: int = 0
+    dropped: int = 0
     aborted: int = 0
     direct: int = 0
     room_waits: int = 0
@@ -49,7 +50,8 @@ class LookupStatistics(KVLookupStatistics):
     straight to consumers and are charged to them. The counters count since the
     buffer was made; ``inserted`` are in, or were acknowledged before they had
     room; ``room_waits`` found the buffer full; ``expired``, ``withdrawn`` and
-    ``undeliverable`` are the three named exceptions to "never lose".
+    ``undeliverable`` are the three named exceptions to "never lose", ``dropped``
+    were left when the buffer was closed.
     """
 
     peak_bytes: int
@@ -71,6 +73,7 @@ class LookupStatistics(KVLookupStatistics):
     expired: int
     withdrawn: int
     undeliverable: int
+    dropped: int
     aborted: int
     direct: int
     room_waits: int

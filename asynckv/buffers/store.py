@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
 
 import anyio
 import torch
 
 from asynckv.abc import KVStoreBuffer
+from asynckv.buffers.arguments import as_key, as_keys
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.store_ledger import PendingPut, PinnedValue, StoreLedger
@@ -20,9 +20,7 @@ from asynckv.tensors.devices import DeviceName
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
 from asynckv.types import KVFingerprint, TensorSpec
 
-__all__ = ("StoreBuffer", "check_key", "check_value")
-
-_MAX_KEY_LENGTH: Final = 512
+__all__ = ("StoreBuffer", "check_place", "check_value")
 
 
 class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
@@ -82,8 +80,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
     ) -> torch.Tensor | None:
         self._check_usable(key)
         if into is not None:
-            # Refuses what nothing can land in, also on a miss.
-            check_landing_place(into, may_be_on_gpu=True)
+            check_place(into)
         pinned = self.lookup(key, self.fingerprint)
         if pinned is None:
             return None
@@ -103,19 +100,11 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         return self.remove(key, self.fingerprint)
 
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
-        if isinstance(keys, str):
-            raise TypeError("contains takes a sequence of keys, not one key")
-        for key in keys:
-            check_key(key)
-        return self.has(keys, self.fingerprint)
+        return self.has(as_keys(keys), self.fingerprint)
 
     @asynccontextmanager
     async def pin(self, keys: Sequence[str]) -> AsyncIterator[tuple[bool, ...]]:
-        if isinstance(keys, str):
-            raise TypeError("pin takes a sequence of keys, not one key")
-        for key in keys:
-            check_key(key)
-        pinned = self.hold(keys, self.fingerprint)
+        pinned = self.hold(as_keys(keys), self.fingerprint)
         try:
             yield tuple(one is not None for one in pinned)
         finally:
@@ -217,7 +206,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         return tuple((key, fingerprint) in self._ledger for key in keys)
 
     def _check_usable(self, key: str) -> None:
-        check_key(key)
+        as_key(key)
         self._check_open()
 
     def _check_open(self) -> None:
@@ -230,18 +219,22 @@ def check_value(value: torch.Tensor) -> None:
     """Refuse what cannot be stored.
 
     :raises TypeError: it is no tensor
+    :raises ValueError: it has no plain bytes
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"a value is a tensor, not {type(value).__name__}")
+    spec_of(value)
 
 
-def check_key(key: str) -> None:
-    """Refuse what cannot be a key.
+def check_place(into: torch.Tensor) -> None:
+    """Refuse what no value can land in, also where there is none.
 
-    :raises TypeError: it is no string
-    :raises ValueError: it is longer than 512 characters
+    :raises TypeError: it is no tensor
+    :raises ValueError: it is not plain memory, or not contiguous
     """
-    if not isinstance(key, str):
-        raise TypeError(f"a key is a str, not {type(key).__name__}")
-    if len(key) > _MAX_KEY_LENGTH:
-        raise ValueError(f"the key {key[:40]!r}... is longer than 512 characters")
+    if not isinstance(into, torch.Tensor):
+        raise TypeError(f"into is a tensor, not {type(into).__name__}")
+    try:
+        check_landing_place(into, may_be_on_gpu=True)
+    except ValueError as exc:
+        raise ValueError(f"into: {exc}") from None

@@ -5,7 +5,7 @@ Nothing here copies a block: whoever moves them reads and writes them where they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy
@@ -26,6 +26,7 @@ from asynckv.types import TensorSpec
 __all__ = (
     "KVBlocks",
     "KVMemory",
+    "check_apart",
     "check_landing",
     "landing_of",
     "memory_of",
@@ -153,6 +154,30 @@ def landing_of(memory: KVMemory, *, may_be_on_gpu: bool = False) -> KVMemory:
     return found
 
 
+def check_apart(memories: Mapping[str, KVMemory]) -> None:
+    """Refuse memory in which one tensor would land over another.
+
+    :raises ValueError: two of them share a byte
+    """
+    extents = sorted(
+        (first, end, name)
+        for name, memory in memories.items()
+        for first, end in [_bounds(memory)]
+        if first < end
+    )
+    # Only what lies within the same bounds is looked at block by block.
+    near: list[str] = []
+    reach = 0
+    for first, end, name in [*extents, (0, 0, "")]:
+        if name and first < reach:
+            near.append(name)
+            reach = max(reach, end)
+            continue
+        if len(near) > 1:
+            _check_pieces([(one, memories[one]) for one in near])
+        near, reach = [name], end
+
+
 def check_landing(memory: KVMemory, spec: TensorSpec, name: str) -> None:
     """Refuse memory that cannot take the tensor ``name``.
 
@@ -197,6 +222,33 @@ def _extent(pool: torch.Tensor) -> memoryview:
     row = pool.shape[1:].numel()
     count = (len(pool) - 1) * pool.stride(0) + row if len(pool) and row else 0
     return bytes_of(pool.detach().as_strided((count,), (1,)))
+
+
+def _starts(memory: KVMemory) -> tuple[numpy.typing.NDArray[numpy.int64], int]:
+    """Return where each piece of it begins, and the length of one."""
+    if not isinstance(memory, KVBlocks):
+        return numpy.array([memory.data_ptr()], numpy.int64), memory.nbytes
+    step = memory.pool.stride(0) * memory.pool.element_size()
+    return memory.pool.data_ptr() + memory.block_ids * step, memory.block_nbytes
+
+
+def _bounds(memory: KVMemory) -> tuple[int, int]:
+    starts, nbytes = _starts(memory)
+    if not len(starts) or not nbytes:
+        return 0, 0
+    return int(starts.min()), int(starts.max()) + nbytes
+
+
+def _check_pieces(named: Sequence[tuple[str, KVMemory]]) -> None:
+    pieces = [_starts(memory) for _, memory in named]
+    starts = numpy.concatenate([some for some, _ in pieces])
+    owners = numpy.repeat(range(len(named)), [len(some) for some, _ in pieces])
+    order = numpy.argsort(starts, kind="stable")
+    starts, owners = starts[order], owners[order]
+    ends = starts + numpy.array([nbytes for _, nbytes in pieces])[owners]
+    for index in numpy.flatnonzero(starts[1:] < ends[:-1])[:1]:
+        one, other = (named[owner][0] for owner in owners[index : index + 2])
+        raise ValueError(f"into[{one!r}] and into[{other!r}] share memory")
 
 
 def _has_contiguous_rows(pool: torch.Tensor) -> bool:

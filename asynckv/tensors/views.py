@@ -106,6 +106,9 @@ def check_sendable(tensor: torch.Tensor) -> None:
 def _check_plain(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ValueError(f"a {tensor.layout} tensor cannot be sent: make it dense")
+    is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not is_plain or torch._is_functional_tensor(tensor):
+        raise ValueError(f"a {type(tensor).__name__} has no bytes of its own to send")
     if tensor.is_quantized:
         raise ValueError("a quantised tensor cannot be sent: send its int_repr()")
 

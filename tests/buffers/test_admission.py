@@ -260,3 +260,15 @@ async def test_a_stream_that_can_have_no_room_any_more_says_so() -> None:
 async def test_what_could_never_fit_does_not_wait() -> None:
     with pytest.raises(EntryTooLarge):
         await Bench().insert("a", nbytes=93)
+
+
+async def test_an_insert_that_finds_no_memory_leaves_no_trace() -> None:
+    bench = Bench()
+
+    async def fill(entry: StoredEntry, landed: Landed) -> None:
+        raise MemoryError
+
+    bench.fill = fill  # type: ignore[method-assign]
+    with pytest.raises(EntryTooLarge, match="no memory for 8"):
+        await bench.insert("a")
+    assert bench.arena.used_bytes == 0 and not bench.ledger.book.entries

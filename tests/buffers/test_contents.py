@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from asynckv.buffers.contents import check_names, check_specs, flatten, unflatten
+from asynckv.buffers.contents import check_names, flatten, unflatten
 from asynckv.tensors.blocks import KVMemory
-from asynckv.types import TensorSpec
 
 ONE = torch.ones(1)
 
@@ -68,14 +67,6 @@ def test_names_that_no_entry_has_are_refused(name: str) -> None:
 def test_an_entry_has_only_so_many_tensors() -> None:
     with pytest.raises(ValueError, match="at most 16384"):
         check_names(f"{layer}.key" for layer in range(16385))
-
-
-def test_a_tensor_is_declared_by_a_spec() -> None:
-    check_specs({"key": TensorSpec((1,), "int8")})
-    with pytest.raises(
-        TypeError, match=r"specs\['key'\] is a tuple: write .*TensorSpec"
-    ):
-        check_specs({"key": ((1,), "int8")})  # type: ignore[dict-item]
 
 
 def test_a_field_is_whole_or_one_a_layer() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -62,6 +63,28 @@ async def test_a_link_cut_in_mid_transfer_is_no_conflict(
     key = torch.rand(LARGE // 4)
     await peers.producer.lookup.insert([1], None, key, None, None, entry_id="it")
     assert torch.equal((await local.drop_select([1])).key, key)  # type: ignore[arg-type]
+
+
+async def test_a_retry_waits_for_the_end_of_what_was_cancelled(peers: Peers) -> None:
+    insert, key = peers.producer.lookup.insert, torch.ones(2**18)
+    for n in range(20):
+        first = asyncio.create_task(insert([n], None, key, None, None, entry_id=f"{n}"))
+        for _ in range(n):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await insert([n], None, key, None, None, entry_id=f"{n}")
+        assert await peers.consumer.lookup.withdraw(f"{n}")
+
+
+async def test_equal_inserts_at_once_succeed_and_leave_one_entry(
+    peers: Peers, local: LookupBuffer
+) -> None:
+    insert, key = peers.producer.lookup.insert, torch.ones(LARGE)
+    calls = [insert([1], None, key, None, None, entry_id="it") for _ in range(3)]
+    async with asyncio.timeout(20):
+        assert await asyncio.gather(*calls) == ["it"] * 3
+    assert local.statistics().inserted == 1
 
 
 async def test_other_contents_under_one_id_conflict(peers: Peers) -> None:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import anyio
 import pytest
 
 from asynckv.abc import KVEntry
@@ -169,6 +170,52 @@ async def test_a_cancelled_close_leaves_nobody_waiting() -> None:
     assert buffer.statistics().used_bytes == 0
 
 
+async def test_a_cancel_ends_the_drain_and_what_is_left_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "asynckv")
+    buffer = LookupBuffer(1000, drain_s=30)
+    await insert(buffer, 1)
+    closing = await started(buffer.aclose())
+    with anyio.fail_after(5):
+        while not closing.done():
+            closing.cancel()
+            await asyncio.sleep(0)
+    assert closing.cancelled() and buffer.statistics().dropped == 1
+    assert "1 entries that nobody took leave with the buffer" in caplog.text
+
+
+async def test_an_expired_scope_ends_the_drain() -> None:
+    buffer = LookupBuffer(1000, drain_s=30)
+    await insert(buffer, 1)
+    with anyio.move_on_after(0):
+        await buffer.aclose()
+    assert buffer.is_closed and buffer.statistics().dropped == 1
+
+
+async def test_equal_inserts_under_one_id_at_once_all_succeed() -> None:
+    async with full_buffer() as buffer:
+        await insert(buffer, 9, 80)
+        inserts = [await started(insert(buffer, 1, entry_id="a")) for _ in range(3)]
+        other = await started(insert(buffer, 2, entry_id="a"))
+        await buffer.drop_select([9])
+        assert await asyncio.gather(*inserts) == ["a"] * 3
+        with pytest.raises(EntryConflict):
+            await other
+        assert buffer.statistics().inserted == 2
+
+
+async def test_an_insert_goes_on_when_the_other_one_under_its_id_is_cancelled() -> None:
+    async with full_buffer() as buffer:
+        await insert(buffer, 9, 80)
+        first = await started(insert(buffer, 1, entry_id="a"))
+        second = await started(insert(buffer, 2, entry_id="a"))
+        await cancelled(first)
+        await buffer.drop_select([9])
+        await second
+        assert (await buffer.drop_select([2])).entry_id == "a"
+
+
 async def test_closing_is_bounded_and_may_be_repeated() -> None:
     buffer = LookupBuffer(1000, drain_s=0.01)
     await insert(buffer, 1)
@@ -246,12 +293,13 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
         LookupBuffer(**options)
 
 
-async def test_a_second_insert_under_way_is_a_conflict() -> None:
+async def test_a_streaming_insert_under_an_id_under_way_is_a_conflict() -> None:
     async with full_buffer() as buffer:
         await insert(buffer, 9, 80)
         first = await started(insert(buffer, 1, entry_id="it"))
-        with pytest.raises(EntryConflict):
-            await insert(buffer, 1, entry_id="it")
+        with pytest.raises(EntryConflict, match="under way"):
+            async with buffer.open_insert([1], None, {}, entry_id="it"):
+                pass
         await cancelled(first)
 
 
