@@ -270,6 +270,7 @@ def test_a_process_may_lock_all_of_its_memory() -> None:
 
 @pytest.mark.parametrize("digest", ["auto", "off"])
 @pytest.mark.trust
+@pytest.mark.timeout(300)
 async def test_ten_thousand_writes_into_views_change_nothing_of_anybody_else(
     digest: Digest,
 ) -> None:
