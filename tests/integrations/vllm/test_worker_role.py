@@ -348,6 +348,7 @@ def test_a_step_that_is_refused_fails_its_loads_and_not_the_next_step(
     assert ended.failed_sending == ended.finished_sending == {"b"}
     assert ended.reasons == dict.fromkeys("ab", "RuntimeError: not now")
     settle(role)
+    assert "load" not in worker.log
     worker.is_refusing = False
     step(role, Orders(loads=(Order("c", ((1,),)),)))
     assert wait_for(role).finished_recving == {"c"}
