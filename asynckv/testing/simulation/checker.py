@@ -64,7 +64,8 @@ def _may_fail(scenario: Scenario, call: Call) -> bool:
         case "KeyError":
             return call.verb == "taken"
         case "EntryAborted":
-            return call.verb in ("insert", "write", "read", "taken")
+            may_abort = call.verb in ("insert", "write", "read", "taken")
+            return may_abort or _was_taken(scenario, call)
         case "EntryConflict":
             return call.verb in _INSERTS and _is_repeated(scenario, call)
         case "EntryTooLarge":
@@ -86,6 +87,16 @@ def _may_fail(scenario: Scenario, call: Call) -> bool:
         case "BufferClosed":
             return closing
     return False
+
+
+def _was_taken(scenario: Scenario, call: Call) -> bool:
+    """Whether it asked for an entry by its id that had been acknowledged by then."""
+    entry_id = call.wanted.entry_id if call.wanted is not None else None
+    if entry_id is None:
+        return False
+    ended = call.ended or scenario.world.now
+    stays = [s for life in scenario.watch.lives for s in life.stays.of(entry_id)]
+    return any(not stay.reason and stay.left <= ended for stay in stays)
 
 
 def _was_given_up(scenario: Scenario, call: Call) -> bool:
