@@ -20,7 +20,7 @@ LEAST_ACCOUNT_BYTES: Final = 64 * 2**20
 """What may be kept of entries beside their bytes, if a buffer is smaller."""
 
 LEAST_ENTRIES: Final = 1024
-NBYTES_AN_ENTRY: Final = 2048
+_NBYTES_AN_ENTRY: Final = 2048
 """An entry costs 1.5 KB of Python: a buffer has one for each 2 KiB, or 1024."""
 
 
@@ -124,7 +124,7 @@ class EntryMemory:
         bound = max(self._arena.max_bytes, LEAST_ACCOUNT_BYTES)
         account_bytes = self._account_bytes
         max_bytes = self._arena.max_bytes
-        if self._entries >= max(LEAST_ENTRIES, max_bytes // NBYTES_AN_ENTRY):
+        if self._entries >= max(LEAST_ENTRIES, max_bytes // _NBYTES_AN_ENTRY):
             return False
         return not account_bytes or account_bytes + entry.account_nbytes <= bound
 
