@@ -23,7 +23,7 @@ from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.connectors.p2p_saves import tell_failure
 from asynckv.errors import IncompatiblePeer
 from asynckv.tensors.copying import CopyPool
-from asynckv.testing.blocked import until
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellations.connectors.grounds import open_p2p
 from asynckv.types import TensorSpec
 
@@ -189,6 +189,7 @@ async def test_a_load_may_take_any_time_while_something_comes(
         loading = asyncio.create_task(run(load, buffer))
         specs = {HEADER: TensorSpec(tuple(header_of().shape), "uint8"), **SPECS}
         async with buffer.open_insert(TOKENS, None, specs, entry_id="t") as writer:
+            await until_blocked(loading)
             await writer.put(HEADER, header_of())
             for layer in "ab":
                 late_s += 60

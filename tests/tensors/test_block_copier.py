@@ -12,11 +12,6 @@ import torch
 from asynckv.tensors.block_copier import BlockCopier
 from asynckv.tensors.block_copies import CopyDirection, copy_kv_blocks
 from asynckv.tensors.copying import CopyPool
-from asynckv.testing.blocked import until
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import toy_shape
-from asynckv.testing.engines.toy_rank import ToyRank
-from asynckv.testing.fake_devices import fake_device, stagings_of
 
 _Cancel: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 _Begin: TypeAlias = Callable[
@@ -177,25 +172,3 @@ async def test_keys_may_come_before_values(pool: CopyPool) -> None:
     src, dst = ({"a": torch.full((2, 4, 3), fill)} for fill in (1, 0))
     await BlockCopier(pool, block_dim=1).copy(src, dst, [3], [0])
     assert dst["a"].sum((0, 2)).tolist() == [6, 0, 0, 0]
-
-
-async def test_blocks_are_copied_once_the_callers_stream_has_computed_them() -> None:
-    model = ToyModel(layers=2)
-    shape = toy_shape(model, block_size=4)
-    with fake_device() as gpu:
-        rank = ToyRank(model, shape, 0, 8, gpu)
-        pool = CopyPool(stagings=stagings_of(gpu))
-        there = {
-            name: torch.zeros(2, 8, 4, 4, 8, dtype=torch.int32) for name in rank.caches
-        }
-        for layer in model.layer_names:
-            rank.write(layer, [5, 2], range(8), 0)
-        copier = BlockCopier(pool, block_dim=1)
-        await copier.copy(rank.caches, there, [5, 2], [0, 1], "d2h")
-        for layer, cache in there.items():
-            rows = cache[:, :2].flatten(1, 2).transpose(0, 1)
-            assert torch.equal(rows, rank.read(layer, [5, 2], 8))
-        pool.close()
-        await until(
-            lambda: not any("asynckv-" in t.name for t in threading.enumerate())
-        )
