@@ -118,7 +118,7 @@ class KVConnectorScheduler(abc.ABC):
     def request_finished(
         self, request: KVRequest, block_ids: BlockIds
     ) -> tuple[bool, dict[str, object] | None]:
-        """The engine is done with a request, or it was aborted.
+        """The engine is done with a request, which may say that it ``is_aborted``.
 
         ``True``: its blocks must stay as they are until ``finished_sending`` or, of a
         load under way, ``finished_recving`` names it. The mapping, if any, is what the

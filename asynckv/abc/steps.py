@@ -32,13 +32,15 @@ class KVRequest(msgspec.Struct, frozen=True):
     """One request, as the engine's scheduler knows it.
 
     ``kv_transfer_params`` come from outside, perhaps from a client: they may name a
-    transfer and a peer of the configuration, never an address.
+    transfer and a peer of the configuration, never an address. With ``is_aborted`` it
+    ends without an answer: what it would carry to another engine reaches nobody.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     kv_transfer_params: Mapping[str, object] | None = None
     salt: str = ""
+    is_aborted: bool = False
 
     @property
     def num_tokens(self) -> int:

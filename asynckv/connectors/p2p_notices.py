@@ -11,7 +11,7 @@ from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_loads import Source, release
 from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
-from asynckv.connectors.p2p_saves import tell_failure
+from asynckv.connectors.p2p_saves import tell_failure, withdraw
 from asynckv.connectors.transfers import Transfers
 from asynckv.errors import IncompatiblePeer
 
@@ -45,6 +45,20 @@ class P2PNotices:
             self._transfers.begin_untold(
                 functools.partial(release, source, order, timeout_s),
                 f"release of {order.transfer_id}",
+                at_most=_AT_ONCE,
+            )
+
+    def withdraw(self, order: SaveOrder) -> None:
+        """Nobody will ask for what was saved: have the memory back. Never waits."""
+        try:
+            targets = self._routes.targets(order)
+        except IncompatiblePeer:
+            return  # then there is none
+        timeout_s = self._options.load_timeout_s
+        for target in targets:
+            self._transfers.begin_untold(
+                functools.partial(withdraw, target, timeout_s),
+                f"withdrawal of {order.transfer_id}",
                 at_most=_AT_ONCE,
             )
 

@@ -56,10 +56,12 @@ class P2PMetadata(KVConnectorMetadata, frozen=True):
     """One step's orders. ``aborts`` are requests whose loads end as soon as can be.
 
     Transfers of those that are also ``left_to_others`` are not released: another
-    request of this engine is going to load them.
+    request of this engine is going to load them. ``withdrawals`` name saves, without
+    tokens and blocks: nobody will ask for their entries.
     """
 
     loads: tuple[LoadOrder, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
     aborts: tuple[str, ...] = ()
     left_to_others: tuple[str, ...] = ()
+    withdrawals: tuple[SaveOrder, ...] = ()

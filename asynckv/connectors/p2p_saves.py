@@ -19,7 +19,7 @@ from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.cuda import Event
 from asynckv.types import TensorSpec
 
-__all__ = ("P2PSave", "Target", "tell_failure")
+__all__ = ("P2PSave", "Target", "tell_failure", "withdraw")
 
 _REASON_LENGTH: Final = 300
 
@@ -53,6 +53,7 @@ class P2PSave:
         self._nbytes = 0
         self.quiet = asyncio.Event()
         self.must_leave = False
+        self.is_wanted = True
         self._moves = moves
         self._caches = caches = moves.caches
         self._header = header
@@ -283,3 +284,16 @@ async def tell_failure(
             ttl_s=ttl_s,
             deliveries=deliveries,
         )
+
+
+async def withdraw(target: Target, timeout_s: float) -> None:
+    """Remove an entry that nobody will ask for, if it is there.
+
+    A cancelled call has done so or not.
+
+    :raises TimeoutError: who holds it did not answer
+    """
+    find, entry_id, _ = target
+    async with asyncio.timeout(timeout_s):
+        buffer = await find()
+        await buffer.withdraw(entry_id)

@@ -49,6 +49,7 @@ class P2PSaving:
         self._leaving = P2PLeaving(transfers, staging)
         self._saves: dict[Life, P2PSave] = {}
         self._held: dict[Life, P2PSave] = {}
+        self._under_way: dict[tuple[str, str], P2PSave] = {}
 
     @property
     def late(self) -> int:
@@ -78,6 +79,15 @@ class P2PSaving:
             self._notices.tell_failure(order, self._header_of(order), reason)
         else:
             self._saves[life] = save
+            self._under_way[_name_of(order)] = save
+
+    def withdraw(self, order: SaveOrder) -> None:
+        """Nobody will ask for what that saves, or has saved. Never waits."""
+        save = self._under_way.get(_name_of(order))
+        if save is None:
+            self._notices.withdraw(order)
+        else:
+            save.is_wanted = False
 
     def new_save(self, order: SaveOrder) -> P2PSave:
         """Return one that nobody runs yet."""
@@ -160,7 +170,11 @@ class P2PSaving:
 
     def _save_ended(self, save: P2PSave, life: Life | None) -> None:
         save.end()
-        if life is not None and life.reason:
+        if life is not None:
+            self._under_way.pop(_name_of(save.order), None)
+        if not save.is_wanted:
+            self._notices.withdraw(save.order)
+        elif life is not None and life.reason:
             header = self._header_of(save.order)
             self._notices.tell_failure(save.order, header, life.reason)
 
@@ -176,3 +190,7 @@ class P2PSaving:
             # Another request of that transfer saves it, or has: it is there once.
         finally:
             self.nbytes += save.nbytes
+
+
+def _name_of(order: SaveOrder) -> tuple[str, str]:
+    return order.request_id, order.transfer_id

@@ -71,6 +71,9 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
     the last two are computed. Where it has not, and after a load that failed, they
     fail at once, and ``kv_load_failure_policy`` says what that means.
 
+    What was saved for a request that is aborted before it is answered is withdrawn,
+    unless it names its transfer: then another engine may know of it.
+
     With ``pull``, where a prompt could not be kept, nothing is promised for a second:
     requests are answered without ``kv_transfer_params``, and decoded as any others.
     """
@@ -87,6 +90,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         # Which request loads a transfer now.
         self._loading: dict[tuple[str, str], P2PRequest] = {}
         self._left_to_others: list[str] = []
+        self._withdrawals: list[SaveOrder] = []
         self._full_until = 0.0
         self._incarnations: tuple[str, ...] = ()
         self._refused_params = 0
@@ -160,11 +164,13 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         saves = [order for each in step.scheduled if (order := self._save_of(each))]
         loads, self._orders = self._orders, []
         left, self._left_to_others = self._left_to_others, []
+        withdrawals, self._withdrawals = self._withdrawals, []
         return P2PMetadata(
             loads=tuple(loads),
             saves=tuple(saves),
             aborts=self._loads.take_aborts(),
             left_to_others=tuple(left),
+            withdrawals=tuple(withdrawals),
         )
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
@@ -196,7 +202,11 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             if self._is_wanted(known):
                 self._left_to_others.append(request.request_id)
             return True, None
-        return False, self._params_of(known) if known.is_saved else None
+        if known.is_saved and not request.is_aborted:
+            return False, self._params_of(known)
+        if known.save is not None and not known.is_named:
+            self._withdrawals.append(known.save)  # nobody has heard of it
+        return False, None
 
     def request_finished_all_groups(
         self, request: KVRequest, block_ids: BlockIds
@@ -204,7 +214,8 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         return self.request_finished(request, block_ids)
 
     def has_pending_work(self) -> bool:
-        return bool(self._orders or self._loads.has_aborts or len(self._loads))
+        ordered = self._orders or self._withdrawals
+        return bool(ordered or self._loads.has_aborts or len(self._loads))
 
     def statistics(self) -> P2PSchedulerStatistics:
         return P2PSchedulerStatistics(
@@ -217,6 +228,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
     def shutdown(self) -> None:
         self._requests.clear()
         self._orders.clear()
+        self._withdrawals.clear()
         self._loads.clear()
         self._loading.clear()
 
@@ -243,7 +255,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         end = self.engine.blocks_of(known.request.num_tokens)
         refusal = self._refusal_of(known.request, end)
         known.is_to_save, known.is_saved = False, not refusal
-        return SaveOrder(
+        order = SaveOrder(
             request_id=known.name,
             transfer_id=known.transfer_id,
             peer=known.peer,
@@ -253,6 +265,9 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             refusal=refusal,
             is_named=known.is_named,
         )
+        if not refusal:
+            known.save = msgspec.structs.replace(order, token_ids=(), block_ids=())
+        return order
 
     def _refusal_of(self, request: KVRequest, num_blocks: int) -> str:
         """Say why a prompt can never be kept here, or not now, if it cannot."""

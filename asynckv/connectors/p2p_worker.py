@@ -132,6 +132,8 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         orders, self._orders = self._orders or P2PMetadata(), None
         for order in orders.loads:
             self._loading.begin(order)
+        for withdrawal in orders.withdrawals:
+            self._saving.withdraw(withdrawal)
         for request_id in orders.aborts:
             is_wanted = request_id in orders.left_to_others
             self._loading.abort(request_id, is_wanted=is_wanted)

@@ -49,6 +49,18 @@ async def test_of_a_failure_there_is_an_entry_where_it_would_have_been() -> None
     await routes.aclose()
 
 
+async def test_what_was_saved_for_nobody_is_withdrawn() -> None:
+    notices, transfers, routes = notices_of(KVEngine(engine_id="P", block_size=4))
+    await routes.open()
+    assert routes.buffer is not None
+    await routes.buffer.insert([1], None, None, None, None, entry_id="t")
+    for transfer_id in ("t", "unknown"):
+        notices.withdraw(SaveOrder("r", transfer_id, "", (), ()))
+    await transfers.wait_others()
+    assert routes.buffer.statistics().entries == 0
+    await routes.aclose()
+
+
 async def test_those_that_no_plan_leads_to_are_told_nothing() -> None:
     shape = toy_shape(ToyModel())
     notices, transfers, _ = notices_of(KVEngine(engine_id="P", block_size=4))

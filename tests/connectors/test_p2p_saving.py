@@ -84,6 +84,33 @@ async def test_blocks_that_are_held_are_left_when_the_engine_wants_them(
     parts.routes.abort()
 
 
+async def test_a_save_that_nobody_wants_leaves_when_it_ends(parts: ToyParts) -> None:
+    saving = P2PSaving(*parts.all, moves=parts.moves, staging=Staging(2**20))
+    await parts.routes.open()
+    assert parts.routes.buffer is not None
+    saving.begin(ORDER)
+    saving.withdraw(ORDER)
+    await saving.begin_to_wait()
+    await until(lambda: not parts.transfers.count("send"))
+    await parts.transfers.wait_others()
+    assert parts.routes.buffer.statistics().withdrawn == 1
+    parts.routes.abort()
+
+
+async def test_of_a_failed_save_that_nobody_wants_nobody_is_told(
+    parts: ToyParts,
+) -> None:
+    saving = P2PSaving(*parts.all, moves=parts.moves, staging=Staging(2**20))
+    saving.options = msgspec.structs.replace(parts.options, save_timeout_s=0.1)
+    await fill(parts)
+    saving.begin(ORDER)
+    saving.withdraw(ORDER)
+    await saving.begin_to_wait()
+    await until(lambda: not parts.transfers.count("send"))
+    await parts.transfers.wait_others()  # a notice would wait for room
+    parts.routes.abort()
+
+
 async def test_a_save_without_room_is_given_up_in_its_time(parts: ToyParts) -> None:
     saving = P2PSaving(*parts.all, moves=parts.moves, staging=Staging(2**20))
     saving.options = msgspec.structs.replace(parts.options, save_timeout_s=0.1)

@@ -335,3 +335,26 @@ def test_a_prompt_without_its_last_token_is_not_saved() -> None:
     assert orders(scheduler, KVScheduled("r", ((1, 2, 3),), 0, 9)).saves == ()
     assert scheduler.request_finished(save("x"), ((),)) == (False, None)
     assert len(orders(scheduler, KVScheduled("r", ((1, 2, 3),), 9, 1)).saves) == 1
+
+
+@pytest.mark.parametrize("named", [dict[str, str](), {"transfer_id": "t"}])
+def test_what_an_aborted_request_saved_is_withdrawn_unless_it_may_be_known(
+    named: dict[str, str],
+) -> None:
+    scheduler, request = make(), save("r", **named)
+    scheduler.on_new_request(request)
+    (order,) = orders(scheduler, KVScheduled("r", ((1, 2, 3),), 0, 10)).saves
+    aborted = msgspec.structs.replace(request, is_aborted=True)
+    assert scheduler.request_finished(aborted, ((1, 2, 3),)) == (False, None)
+    assert scheduler.has_pending_work() is not bool(named)
+    withdrawn = [one.transfer_id for one in orders(scheduler).withdrawals]
+    assert withdrawn == ([] if named else [order.transfer_id])
+    assert not orders(scheduler).withdrawals
+
+
+def test_an_aborted_request_that_saved_nothing_withdraws_nothing() -> None:
+    scheduler = make()
+    scheduler.on_new_request(save())
+    aborted = msgspec.structs.replace(save(), is_aborted=True)
+    assert scheduler.request_finished(aborted, ((1, 2, 3),)) == (False, None)
+    assert not scheduler.has_pending_work()

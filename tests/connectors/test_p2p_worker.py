@@ -382,6 +382,20 @@ async def test_an_aborted_load_gives_its_blocks_back_when_it_is_quiet() -> None:
         await all_quiet(pair)
 
 
+@pytest.mark.parametrize("direction", ["pull", "push"])
+async def test_what_an_aborted_prefill_saved_leaves_at_once(direction: str) -> None:
+    async with pair_of(direction=direction) as pair:
+        buffer = buffer_of(worker_of(pair[direction == "push"]))
+        prefilling = asyncio.create_task(
+            pair[0].generate(prompt(), 150, request_id="p", kv_transfer_params=PREFILL)
+        )
+        await until(lambda: buffer.statistics().inserted == 1)
+        prefilling.cancel()
+        await asyncio.wait([prefilling])
+        await until(lambda: buffer.statistics().withdrawn == 1)
+        await all_quiet(pair)
+
+
 async def test_prefill_without_room_goes_on_and_says_that_it_did_not_keep_it() -> None:
     async with pair_of(save_timeout_s=0.01) as pair:
         buffer = buffer_of(worker_of(pair[0]))

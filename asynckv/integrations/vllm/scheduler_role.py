@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import msgspec
+
 from asynckv.abc import (
     AsksElsewhere,
     BlockIds,
@@ -42,6 +44,7 @@ BlockIdsOf: TypeAlias = Callable[[str], _Blocks]
 _START_S: Final = 30.0
 _REMEMBERED: Final = 4096
 _NO_STEP: Final = KVConnectorStep()
+_WITHOUT_ANSWER: Final = ("FINISHED_ABORTED", "FINISHED_ERROR")
 
 
 class SchedulerRole:
@@ -192,6 +195,8 @@ class SchedulerRole:
         if ours is None:
             return False, None
         self._computing.discard(ours.request_id)
+        if request.status.name in _WITHOUT_ANSWER:
+            ours = msgspec.structs.replace(ours, is_aborted=True)
         is_saving = ours.request_id in self._saving
         self._saving.discard(ours.request_id)
         is_held, params = self._connector.request_finished(ours, _as_ours(block_ids))

@@ -357,7 +357,10 @@ class ToyEngine:
         is_held, params = False, None
         if self.scheduler is not None:
             blocks = (tuple(running.block_ids),)
-            is_held, params = self.scheduler.request_finished(running.request, blocks)
+            request = msgspec.structs.replace(
+                running.request, is_aborted=running.done.done()
+            )
+            is_held, params = self.scheduler.request_finished(request, blocks)
         if is_held:
             self._held[request_id] = running
         else:

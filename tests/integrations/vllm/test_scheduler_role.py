@@ -36,6 +36,9 @@ class Request:
     lora_request: Any = None
     mm_features: Sequence[Any] = ()
     prompt_embeds: Any = None
+    status: Any = dataclasses.field(
+        default_factory=lambda: SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+    )
 
 
 @dataclasses.dataclass
@@ -85,6 +88,7 @@ class Connector(KVConnectorScheduler):
         self.saves: tuple[Save, ...] = ()
         self.loads: tuple[Load, ...] = ()
         self.heard: list[KVTransferResults] = []
+        self.finished: list[KVRequest] = []
 
     def on_new_request(self, request: KVRequest) -> None:
         self.requests.append(request)
@@ -111,6 +115,7 @@ class Connector(KVConnectorScheduler):
     def request_finished(
         self, request: KVRequest, block_ids: BlockIds
     ) -> tuple[bool, dict[str, object] | None]:
+        self.finished.append(request)
         return False, self.params
 
     def shutdown(self) -> None:
@@ -516,6 +521,19 @@ def test_failures_of_what_never_ends_are_not_kept_for_ever(
     ended = KVTransferResults(finished_recving=frozenset({names[0], names[-1]}))
     role.believe(ended, ended)
     assert connector.heard[-1].failed_recving == {names[-1]}
+
+
+@pytest.mark.parametrize(
+    ("status", "is_aborted"),
+    [("FINISHED_STOPPED", False), ("FINISHED_ABORTED", True), ("FINISHED_ERROR", True)],
+)
+def test_a_request_that_ends_without_an_answer_is_aborted(
+    role: Any, connector: Connector, status: str, is_aborted: bool
+) -> None:
+    request = saved(role, connector)
+    request.status = SimpleNamespace(name=status)
+    role.finished(request, [[1]])
+    assert [one.is_aborted for one in connector.finished] == [is_aborted]
 
 
 def test_blocks_are_told_with_the_request_and_how_many_tokens_come(
