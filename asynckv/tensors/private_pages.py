@@ -15,18 +15,24 @@ from collections.abc import Iterable
 from typing import Final, TypeAlias
 
 import numpy
+import numpy.typing
 
-from asynckv.tensors.stitching import drop, map_again
+from asynckv.tensors.stitching import drop, map_again, stitch
 
 __all__ = ("Claim", "PrivatePages")
 
 _PAGE: Final = mmap.PAGESIZE
 _ENTRY_NBYTES: Final = 8
-_IS_HERE: Final = 3 << 62
+_HIGHEST: Final = _ENTRY_NBYTES - 1 if sys.byteorder == "little" else 0
+_IS_HERE: Final = 0xC0
 """Present, or swapped out."""
-_IS_OF_FILE: Final = 1 << 61
-_KIND: Final = numpy.uint64(_IS_HERE | _IS_OF_FILE)
+_IS_OF_FILE: Final = 0x20
+_ARE_COPIES: Final = bytes(
+    bool(byte & _IS_HERE) and not byte & _IS_OF_FILE for byte in range(256)
+)
+"""For each highest byte of an entry of the page map: is the page a copy?"""
 
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
 _Run: TypeAlias = tuple[int, int]
 """Offset and bytes of whole pages."""
 
@@ -46,17 +52,19 @@ class Claim:
 
 
 class PrivatePages:
-    """Who has which page of one private mapping of ``fd``, at ``address``.
+    """Who has which page of one private mapping of ``fd``, which is ``memory``.
 
-    The last page is claimed by nobody: it tells whether somebody has made copies of
-    all of them (``mlockall`` does, from the first to the last), or is about to.
+    :raises OSError: it cannot be mapped
     """
 
-    def __init__(self, fd: int, address: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int) -> None:
         self._fd = fd
-        self._address = address
-        self._nbytes = nbytes
-        self._is_claimed = numpy.zeros(nbytes // _PAGE, numpy.bool_)
+        runs = [(0, _PAGE), (0, nbytes)]
+        mapping = stitch(fd, runs, writable=True, is_private=True)
+        self._probe = _Probe(mapping[:_PAGE])
+        self.memory: _Bytes = mapping[_PAGE:]
+        self._address: int = self.memory.ctypes.data
+        self._is_claimed = bytearray(nbytes // _PAGE)
         self._pagemap = -1
         with contextlib.suppress(OSError):
             self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -70,13 +78,17 @@ class PrivatePages:
 
     def claim(self, runs: Iterable[_Run]) -> Claim | None:
         """Return the pages for one delivery; ``None`` if they are to be mapped anew."""
-        runs = list(runs)
-        pages = [_slice_of(run) for run in runs]
-        if any(self._is_claimed[each].any() for each in pages) or self._has_copies():
+        claim = Claim([*runs])
+        pages = [(start // _PAGE, nbytes // _PAGE) for start, nbytes in claim.runs]
+        is_claimed = self._is_claimed
+        for first, count in pages:
+            if is_claimed.find(1, first, first + count) >= 0:
+                return None
+        if self._probe.is_copied():
             return None
-        for each in pages:
-            self._is_claimed[each] = True
-        return Claim(runs)
+        for first, count in pages:
+            is_claimed[first : first + count] = b"\1" * count
+        return claim
 
     def release(self, claim: Claim) -> None:
         """Drop what was written, and let others claim the pages. In any thread.
@@ -88,17 +100,8 @@ class PrivatePages:
         kept = [run for run in claim.shown if not self._restore(*run)]
         for run in claim.runs:
             if run not in kept:
-                self._is_claimed[_slice_of(run)] = False
-
-    def _has_copies(self) -> bool:
-        last = self._address + self._nbytes - _PAGE
-        try:
-            data = os.pread(self._pagemap, _ENTRY_NBYTES, last // _PAGE * _ENTRY_NBYTES)
-        except OSError:
-            return not drop(last, _PAGE)
-        entry = int.from_bytes(data, sys.byteorder)
-        is_copy = bool(entry & _IS_HERE and not entry & _IS_OF_FILE)
-        return is_copy or not drop(last, _PAGE)  # which the kernel refuses if locked
+                first, count = run[0] // _PAGE, run[1] // _PAGE
+                self._is_claimed[first : first + count] = bytes(count)
 
     def _restore(self, offset: int, nbytes: int) -> bool:
         """Show the owner's bytes there again; false if that cannot be done."""
@@ -125,15 +128,35 @@ class PrivatePages:
         data = os.pread(self._pagemap, size, first * _ENTRY_NBYTES)
         if len(data) != size:
             raise OSError("the page map ends")
-        entries = numpy.frombuffer(data, numpy.uint64)
-        kinds = entries & _KIND
-        copies = numpy.flatnonzero((kinds != 0) & (kinds & _IS_OF_FILE == 0))
-        if not len(copies):
+        are_copies = data[_HIGHEST::_ENTRY_NBYTES].translate(_ARE_COPIES)
+        start, end = are_copies.find(1), are_copies.rfind(1) + 1
+        if not end:
             return None
-        start, end = int(copies[0]), int(copies[-1]) + 1
         return offset + start * _PAGE, (end - start) * _PAGE
 
 
-def _slice_of(run: _Run) -> slice:
-    offset, nbytes = run
-    return slice(offset // _PAGE, (offset + nbytes) // _PAGE)
+class _Probe:
+    """Tells whether somebody has made copies of a mapping, or is about to.
+
+    ``mlockall`` does, of all that is private and may be written, from the first
+    address to the last. So ``page``, which lies before the mapping, is copied first:
+    then it shows no more what is written to its file, which is ours.
+    """
+
+    def __init__(self, page: _Bytes) -> None:
+        fd = os.memfd_create("asynckv-probe", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, _PAGE)
+            self._file = stitch(fd, [(0, _PAGE)], writable=True).data
+            map_again(fd, 0, page.ctypes.data, _PAGE)
+        finally:
+            os.close(fd)
+        self._page = page.data
+        self._has_been = False
+
+    def is_copied(self) -> bool:
+        """Is it, or was it once? It says so no later than the first page is copied."""
+        if not self._has_been:
+            self._file[0] ^= 1
+            self._has_been = self._page[0] != self._file[0]
+        return self._has_been

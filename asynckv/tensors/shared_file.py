@@ -103,9 +103,9 @@ class MappedFile:
         self.memory = _NOTHING
         _check_file(fd, nbytes)
         self.nbytes = nbytes
-        self.memory = stitch(fd, [(0, nbytes)], writable=True, is_private=True)
+        self._pages: PrivatePages | None = PrivatePages(fd, nbytes)
+        self.memory = self._pages.memory
         self._address: int = self.memory.ctypes.data
-        self._pages: PrivatePages | None = PrivatePages(fd, self._address, nbytes)
 
     def __del__(self) -> None:
         self.close()

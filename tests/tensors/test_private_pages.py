@@ -32,10 +32,9 @@ class Mapped:
         self.owner = stitch(fd, [(0, NBYTES)], writable=True)
         self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         os.close(fd)
-        runs = [(0, NBYTES)]
-        self.memory = stitch(self.fd, runs, writable=True, is_private=True)
+        self.pages = PrivatePages(self.fd, NBYTES)
+        self.memory = self.pages.memory
         self.address: int = self.memory.ctypes.data
-        self.pages = PrivatePages(self.fd, self.address, NBYTES)
         self.owner[:] = 1
 
     def __del__(self) -> None:
@@ -120,18 +119,22 @@ def test_what_can_be_neither_dropped_nor_mapped_is_shown_to_nobody(
     assert mapped.write((3 * PAGE_NBYTES, PAGE_NBYTES))
 
 
-def test_whoever_has_copied_every_page_gets_none() -> None:
+def test_whoever_copies_every_page_gets_none_from_before_the_first_one_on() -> None:
     mapped = Mapped()
-    # As mlockall() does with what is private and may be written.
-    mapped.memory[:] = mapped.memory.copy()
+    # As mlockall() does, from the first address on, with what may be written.
+    before = ctypes.c_void_p(mapped.address - PAGE_NBYTES)
+    assert not _libc.mlock(before, PAGE_NBYTES)
+    assert all(mapped.pages.claim([FIRST]) is None for _ in range(3))
+    assert not _libc.munlock(before, PAGE_NBYTES)  # which makes no copy undone
     assert mapped.pages.claim([FIRST]) is None
 
 
-def test_whoever_is_about_to_copy_every_page_gets_none() -> None:
+def test_pages_that_are_locked_as_they_are_used_are_dropped_all_the_same() -> None:
     mapped = Mapped()
-    last = ctypes.c_void_p(mapped.address + NBYTES - PAGE_NBYTES)
-    assert not _libc.mlock2(last, PAGE_NBYTES, _ONFAULT)  # locked, and no copy yet
-    assert mapped.pages.claim([FIRST]) is None
+    everything = ctypes.c_void_p(mapped.address - PAGE_NBYTES)
+    assert not _libc.mlock2(everything, PAGE_NBYTES + NBYTES, _ONFAULT)
+    assert mapped.write(FIRST) and mapped.write(FIRST, SECOND)
+    assert mapped.shows_what_the_owner_writes()
 
 
 @pytest.mark.skipif(
