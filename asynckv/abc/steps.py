@@ -34,6 +34,8 @@ class KVRequest(msgspec.Struct, frozen=True):
     ``kv_transfer_params`` come from outside, perhaps from a client: they may name a
     transfer and a peer of the configuration, never an address. With ``is_aborted`` it
     ends without an answer: what it would carry to another engine reaches nobody.
+    Requests of one ``parent_id`` are samples of one prompt; they are answered together,
+    and one of them is what carries something to another engine.
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class KVRequest(msgspec.Struct, frozen=True):
     kv_transfer_params: Mapping[str, object] | None = None
     salt: str = ""
     is_aborted: bool = False
+    parent_id: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,7 @@ from asynckv.abc import KVRequest
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.lifecycle import Life
 from asynckv.connectors.options import ConnectorOptions
-from asynckv.connectors.p2p_orders import SaveOrder
+from asynckv.connectors.p2p_samples import SavedPrompt
 from asynckv.parallel.shapes import EngineShape
 
 __all__ = ("P2PParams", "P2PRequest")
@@ -47,9 +47,8 @@ class P2PRequest:
     is_to_save: bool = False
     is_named: bool = False
     """Whether it names its transfer itself, so that others may know of it already."""
-    is_saved: bool = False
-    save: SaveOrder | None = None
-    """Which entry its save leaves, once it is ordered: without tokens and blocks."""
+    saved: SavedPrompt | None = None
+    """What is saved of its prompt, if it is, perhaps by a sibling."""
     load: Life | None = None
     """Its own load, once it is ordered."""
     awaited: P2PRequest | None = None

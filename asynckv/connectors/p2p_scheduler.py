@@ -30,6 +30,7 @@ from asynckv.connectors.lifecycle import LifeCounters
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_params import P2PParams, P2PRequest
+from asynckv.connectors.p2p_samples import SampledPrompts, SavedPrompt
 from asynckv.loops import ThreadBound
 from asynckv.observability.lines import as_line
 
@@ -74,6 +75,8 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
     What was saved for a request that is aborted before it is answered is withdrawn,
     unless it names its transfer: then another engine may know of it.
 
+    Samples of one prompt (``KVRequest.parent_id``) are saved once, as one transfer.
+
     With ``pull``, where a prompt could not be kept, nothing is promised for a second:
     requests are answered without ``kv_transfer_params``, and decoded as any others.
     """
@@ -86,6 +89,9 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         self._max_bytes = config.max_bytes
         self._requests: dict[str, P2PRequest] = {}
         self._orders: list[LoadOrder] = []
+        self._samples = SampledPrompts()
+        # Saves that have not ended, by the request that saves.
+        self._saves: dict[str, SavedPrompt] = {}
         self._loads = ExpectedLoads()
         # Which request loads a transfer now.
         self._loading: dict[tuple[str, str], P2PRequest] = {}
@@ -177,9 +183,10 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         self._check_thread()
         if results.failed_sending and self.options.direction == "pull":
             self._full_until = time.monotonic() + _FULL_S
-        for request_id in results.failed_sending:
-            if (known := self._requests.get(request_id)) is not None:
-                known.is_saved = False
+        for request_id in results.finished_sending:
+            saved = self._saves.pop(request_id, None)
+            if saved is not None and request_id in results.failed_sending:
+                saved.is_saved = False
         ended = self._loads.hear(results)
         if ended:
             self._loading = {
@@ -202,10 +209,14 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             if self._is_wanted(known):
                 self._left_to_others.append(request.request_id)
             return True, None
-        if known.is_saved and not request.is_aborted:
+        if (saved := known.saved) is None:
+            return False, None
+        saved.unfinished -= 1
+        if saved.is_saved and not known.is_to_save and not request.is_aborted:
+            saved.is_promised = True
             return False, self._params_of(known)
-        if known.save is not None and not known.is_named:
-            self._withdrawals.append(known.save)  # nobody has heard of it
+        if not known.is_named and (order := saved.withdraw()) is not None:
+            self._withdrawals.append(order)  # nobody has heard of it
         return False, None
 
     def request_finished_all_groups(
@@ -229,6 +240,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
         self._requests.clear()
         self._orders.clear()
         self._withdrawals.clear()
+        self._saves.clear()
         self._loads.clear()
         self._loading.clear()
 
@@ -239,22 +251,33 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             known = self._requests[request.request_id] = P2PRequest(request)
             try:
                 self._params.read(known)
+                self._share(known)
             except (ValueError, TypeError) as exc:  # msgspec's are ValueErrors
                 self._refused_params += 1
                 why = as_line(str(exc))
                 logger.warning("%s has no transfer: %s", as_line(known.name), why)
         return known
 
+    def _share(self, known: P2PRequest) -> None:
+        """Find what is saved of its prompt, perhaps by a sibling."""
+        if known.is_to_save:
+            request, transfer_id = known.request, known.transfer_id
+            known.saved = self._samples.join(request, transfer_id, known.peer)
+            known.transfer_id = known.saved.transfer_id
+
     def _save_of(self, scheduled: KVScheduled) -> SaveOrder | None:
         known = self._requests.get(scheduled.request_id)
-        if known is None or not known.is_to_save:
+        if known is None or (saved := known.saved) is None or not known.is_to_save:
             return None
         computed = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
         if computed < known.request.num_tokens:
             return None
+        known.is_to_save = False
+        if saved.is_decided:
+            return None  # a sibling has saved it, or could not
         end = self.engine.blocks_of(known.request.num_tokens)
         refusal = self._refusal_of(known.request, end)
-        known.is_to_save, known.is_saved = False, not refusal
+        saved.is_decided, saved.is_saved = True, not refusal
         order = SaveOrder(
             request_id=known.name,
             transfer_id=known.transfer_id,
@@ -266,7 +289,8 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             is_named=known.is_named,
         )
         if not refusal:
-            known.save = msgspec.structs.replace(order, token_ids=(), block_ids=())
+            saved.order = msgspec.structs.replace(order, token_ids=(), block_ids=())
+            self._saves[known.name] = saved
         return order
 
     def _refusal_of(self, request: KVRequest, num_blocks: int) -> str:

@@ -16,7 +16,7 @@ from asynckv.abc import (
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.keys import prompt_digest
-from asynckv.connectors.p2p_orders import P2PMetadata
+from asynckv.connectors.p2p_orders import P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_scheduler import P2PScheduler
 
 
@@ -358,3 +358,48 @@ def test_an_aborted_request_that_saved_nothing_withdraws_nothing() -> None:
     aborted = msgspec.structs.replace(save(), is_aborted=True)
     assert scheduler.request_finished(aborted, ((1, 2, 3),)) == (False, None)
     assert not scheduler.has_pending_work()
+
+
+def sampled(scheduler: P2PScheduler) -> tuple[KVRequest, KVRequest, SaveOrder]:
+    """Return two samples whose prompt the first has saved, and how."""
+    first, second = (
+        msgspec.structs.replace(save(f"{number}_a"), parent_id="a") for number in (0, 1)
+    )
+    for request in (first, second):
+        scheduler.on_new_request(request)
+    steps = [KVScheduled(f"{number}_a", ((1, 2, 3),), 0, 10) for number in (0, 1)]
+    (order,) = orders(scheduler, *steps).saves
+    return first, second, order
+
+
+def test_samples_of_a_prompt_are_saved_once_and_all_promise_that() -> None:
+    scheduler = make()
+    first, second, order = sampled(scheduler)
+    for request in (first, second):
+        _, params = scheduler.request_finished(request, ((1, 2, 3),))
+        assert params is not None and params["transfer_id"] == order.transfer_id
+    assert order.request_id == "0_a" and not scheduler.has_pending_work()
+
+
+def test_no_sample_promises_what_another_could_not_save() -> None:
+    scheduler = make()
+    first, second, _ = sampled(scheduler)
+    assert scheduler.request_finished(first, ((1, 2, 3),))[1] is not None
+    lost = frozenset({"0_a"})
+    scheduler.update_connector_output(
+        KVTransferResults(finished_sending=lost, failed_sending=lost)
+    )
+    assert scheduler.request_finished(second, ((1, 2, 3),)) == (False, None)
+
+
+@pytest.mark.parametrize("aborted", [(True, True), (True, False), (False, True)])
+def test_what_samples_share_is_withdrawn_when_all_are_aborted(
+    aborted: tuple[bool, bool],
+) -> None:
+    scheduler = make()
+    first, second, order = sampled(scheduler)
+    for request, is_aborted in zip((first, second), aborted, strict=True):
+        ended = msgspec.structs.replace(request, is_aborted=is_aborted)
+        scheduler.request_finished(ended, ((1, 2, 3),))
+    withdrawn = [one.transfer_id for one in orders(scheduler).withdrawals]
+    assert withdrawn == ([order.transfer_id] if all(aborted) else [])

@@ -446,6 +446,31 @@ async def test_requests_that_save_one_transfer_leave_one_entry() -> None:
 
 
 @pytest.mark.parametrize("direction", ["pull", "push"])
+async def test_samples_of_a_prompt_leave_one_entry_that_any_of_them_names(
+    direction: str,
+) -> None:
+    async with pair_of(direction=direction) as pair:
+        tokens, decode = prompt(), pair[1].generate
+        buffer = buffer_of(worker_of(pair[direction == "push"]))
+        first, *_, last = [
+            await pair[0].generate(
+                *(tokens, 1),
+                request_id=f"{number}_p",
+                parent_id="p",
+                kv_transfer_params=PREFILL,
+            )
+            for number in range(3)
+        ]
+        params = last.kv_transfer_params
+        assert params is not None and first.kv_transfer_params == params
+        assert buffer.statistics().entries == 1
+        decoded = await decode(tokens, 2, request_id="d", kv_transfer_params=params)
+        assert decoded.external_tokens == 70
+        assert decoded.tokens == MODEL.generate(tokens, 2)
+        await all_quiet(pair)
+
+
+@pytest.mark.parametrize("direction", ["pull", "push"])
 async def test_who_decodes_learns_at_once_that_prefill_had_no_room(
     direction: str,
 ) -> None:

@@ -329,7 +329,14 @@ def _request_of(request: Request) -> KVRequest:
         tuple(request.prompt_token_ids or ()),
         request.kv_transfer_params,
         _salt_of(request),
+        parent_id=_parent_of(request.request_id),
     )
+
+
+def _parent_of(request_id: str) -> str:
+    """Return the id of the request of which this is a sample, if it is: "2_parent"."""
+    index, _, parent = request_id.partition("_")
+    return parent if index.isdecimal() else ""
 
 
 def _salt_of(request: Request) -> str:

@@ -160,6 +160,7 @@ class ToyEngine:
         request_id: str,
         kv_transfer_params: Mapping[str, object] | None = None,
         cached_tokens: int = 0,
+        parent_id: str = "",
         look: Callable[[list[int]], None] | None = None,
     ) -> ToyOutput:
         """Return the tokens that follow; ``cached_tokens`` are computed here anyway.
@@ -169,7 +170,9 @@ class ToyEngine:
         :raises ToyLoadFailed: its KV could not be loaded, if the policy is ``fail``
         """
         done: asyncio.Future[ToyOutput] = asyncio.get_running_loop().create_future()
-        request = KVRequest(request_id, tuple(token_ids), kv_transfer_params)
+        request = KVRequest(
+            request_id, tuple(token_ids), kv_transfer_params, parent_id=parent_id
+        )
         running = _Running(request, max_tokens, cached_tokens, done, look)
         self._requests[request_id] = running
         if self.scheduler is not None:

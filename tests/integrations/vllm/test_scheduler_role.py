@@ -536,6 +536,17 @@ def test_a_request_that_ends_without_an_answer_is_aborted(
     assert [one.is_aborted for one in connector.finished] == [is_aborted]
 
 
+@pytest.mark.parametrize(
+    ("request_id", "parent_id"),
+    [("2_cmpl-a_b", "cmpl-a_b"), ("cmpl-2_b", ""), ("_a", ""), ("7", "")],
+)
+def test_a_sample_says_of_which_request_it_is_one(
+    role: Any, connector: Connector, request_id: str, parent_id: str
+) -> None:
+    role.on_new_request(Request(request_id, [1, 2], MOVES))
+    assert [one.parent_id for one in connector.requests] == [parent_id]
+
+
 def test_blocks_are_told_with_the_request_and_how_many_tokens_come(
     role: Any, connector: Connector
 ) -> None:
