@@ -16,7 +16,7 @@ from asynckv.buffers.lifting import on_host
 from asynckv.buffers.manifest import Manifest, unpack_mapped, verify
 from asynckv.buffers.mapped import MappedMemory, MappedPin
 from asynckv.buffers.receive_budget import ReceiveBudget
-from asynckv.errors import ChecksumError, RemoteProtocolError
+from asynckv.errors import AsyncKVError, ChecksumError, RemoteProtocolError
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.values import MappedOffer, Place, TensorRecord
@@ -114,6 +114,8 @@ class MapReader:
         memory is kept by views alone.
 
         :raises ChecksumError: some bytes are not those that were inserted
+        :raises AsyncKVError: others here have views of it, and this process can map
+            nothing more
         :raises ValueError: ``targets`` do not fit the entry
         """
         parts = delivery.mapped
@@ -163,12 +165,22 @@ class MapReader:
             parts.let_go()
 
     def _file_for(self, parts: MappedParts) -> MappedFile:
-        """Return a mapping that shows what the owner has there, to nobody else here."""
-        file, pin = self.memory.file, parts.pin
-        if pin is None or (claim := file.claim(parts.places)) is None:
+        """Return a mapping that shows what the owner has there, to nobody else here.
+
+        :raises AsyncKVError: this process can map nothing more
+        """
+        file = self.memory.file
+        if parts.pin is not None:  # by no name of its own, that an error would keep
+            parts.pin.claim = file.claim(parts.places)
+            if parts.pin.claim is not None:
+                return file
+        try:
             return file.again()
-        pin.claim = claim
-        return file
+        except OSError as exc:
+            raise AsyncKVError(
+                f"memory of which there are views here cannot be mapped again: {exc}",
+                hint="let go of views of the same entry or value, and ask again",
+            ) from exc
 
 
 def _small_nbytes(

@@ -122,21 +122,23 @@ class MappedMemory(ProcessBound):
         """
         if self._is_copy:
             return
+        # Now: no child that is forked while that takes its time has a view.
+        work = number, claim, number in self._kept
         if claim is None or claim.shown_nbytes <= _DROPPED_AT_ONCE_NBYTES:
-            self._release(number, claim)
+            self._release(*work)
             return
-        work = threading.Thread(
-            target=self._release, args=(number, claim), name="asynckv-release"
+        thread = threading.Thread(
+            target=self._release, args=work, name="asynckv-release"
         )
         try:
-            work.start()
+            thread.start()
         except RuntimeError:  # there are no more, or the interpreter ends
-            self._release(number, claim)
+            self._release(*work)
 
-    def _release(self, number: int, claim: Claim | None) -> None:
+    def _release(self, number: int, claim: Claim | None, is_kept: bool) -> None:
         if claim is not None:
             self.file.release(claim)
-        if number not in self._kept:
+        if not is_kept:
             self._tell(number)
         self._live.discard(number)
         self._close_if_over()

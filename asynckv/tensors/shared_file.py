@@ -110,6 +110,10 @@ class MappedFile:
     def __del__(self) -> None:
         self.close()
 
+    def fileno(self) -> int:
+        """Return its descriptor, -1 if it is closed."""
+        return self._fd
+
     def close(self) -> None:
         """Show no more of it. What there are views of stays mapped."""
         self.memory = _NOTHING
@@ -149,11 +153,11 @@ class MappedFile:
             pages.release(claim)
 
     def again(self) -> MappedFile:
-        """Map the same file once more, for one delivery.
+        """Map the same file once more, for one delivery. Needs no more descriptors.
 
         :raises OSError: it cannot be mapped, or is closed
         """
-        return MappedFile(os.dup(self._fd), self.nbytes)
+        return _MappedAgain(self)
 
     def lend(self, keeper: object) -> _Bytes:
         """Return the memory for :meth:`view`: views of it keep ``keeper`` alive."""
@@ -177,7 +181,7 @@ class MappedFile:
         if len(place.runs) == 1:
             start += place.runs[0][0]
         else:
-            memory = stitch(self._fd, place.runs, writable=True, is_private=True)
+            memory = stitch(self.fileno(), place.runs, writable=True, is_private=True)
             window = _Window(memory, memory.ctypes.data, memory.nbytes, lent)
             lent = numpy.asarray(window)
         if spec.dtype in _BY_BYTES:
@@ -190,6 +194,22 @@ class MappedFile:
     def pieces(self, place: Place, nbytes: int) -> list[_Bytes]:
         """Return the memory of one tensor as it lies. ``place`` was checked."""
         return _pieces(self.memory, place, 0, nbytes)
+
+
+class _MappedAgain(MappedFile):
+    """A file that is mapped already, for one delivery alone: it has no claims."""
+
+    def __init__(self, first: MappedFile) -> None:
+        self._fd = -1
+        self._first = first
+        self._pages = None
+        self.nbytes = first.nbytes
+        runs = [(0, self.nbytes)]
+        self.memory = stitch(self.fileno(), runs, writable=True, is_private=True)
+        self._address = self.memory.ctypes.data
+
+    def fileno(self) -> int:
+        return self._first.fileno()
 
 
 class _Window:

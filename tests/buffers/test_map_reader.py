@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from asynckv.buffers import map_reader, serve_mapped
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server
-from asynckv.errors import ChecksumError, PeerLost
+from asynckv.errors import AsyncKVError, ChecksumError, PeerLost
 from asynckv.links.options import Digest
 from asynckv.protocol.values import Place
 from asynckv.tensors import shared_file
@@ -258,6 +259,41 @@ async def test_an_offer_that_ends_before_there_was_room_lands_nowhere_and_costs_
         await taking
     await until(lambda: not local.statistics().mapped_by)
     assert local.statistics().entries == 1
+
+
+async def test_what_cannot_be_mapped_again_is_told_and_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, local: LookupBuffer, peer: Peer
+) -> None:
+    await insert(local)
+    with pytest.raises(KeyError):
+        async with peer.lookup.drop_select() as entry:
+            raise KeyError
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_file, "stitch", _refuse)
+        with pytest.raises(AsyncKVError, match="cannot be mapped again") as failed:
+            await peer.lookup.drop_select()
+    del entry
+    assert (await peer.lookup.drop_select()).key_tensor.eq(1).all()
+    await until(lambda: not local.statistics().mapped_by)
+    assert "too many mappings" in str(failed.value)
+
+
+async def test_a_second_view_needs_no_descriptors(
+    local: LookupBuffer, peer: Peer
+) -> None:
+    await insert(local)
+    with pytest.raises(KeyError):
+        async with peer.lookup.drop_select() as entry:
+            view = entry.key_tensor.fill_(2)
+            raise KeyError
+    _, most = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+    try:
+        async with peer.lookup.drop_select() as entry:
+            assert entry.key_tensor.eq(1).all()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert view.eq(2).all()
 
 
 def _refuse(*args: object, **kwargs: object) -> None:

@@ -17,6 +17,8 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.mapped import MappedMemory
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server
+from asynckv.tensors.private_pages import Claim
+from asynckv.tensors.shared_file import MappedFile
 from asynckv.testing.blocked import until
 
 MIB = 2**20
@@ -84,6 +86,23 @@ async def test_what_a_full_connection_was_not_told_is_told_by_its_end(
     views.clear()
     assert memory._sock.fileno() == fd
     await hung_up(memory, fd, local)
+
+
+async def test_a_fork_while_what_was_written_is_dropped_keeps_nothing(
+    local: LookupBuffer, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, release = memory_of(peer), MappedFile.release
+
+    def release_while_forking(file: MappedFile, claim: Claim) -> None:
+        memory.keep_for_child()
+        release(file, claim)
+
+    monkeypatch.setattr(MappedFile, "release", release_while_forking)
+    await insert(local)
+    async with peer.lookup.drop_select() as entry:
+        pass
+    del entry
+    await until(lambda: pinned(local) == 0)
 
 
 async def test_two_threads_that_let_the_last_two_go_at_once_hang_up_once(

@@ -20,6 +20,7 @@ import asynckv
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.testing.blocked import until
+from asynckv.testing.children import line_of, running
 from asynckv.types import TensorSpec
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
@@ -100,6 +101,30 @@ async def test_two_deliveries_of_one_entry_do_not_see_each_other() -> None:
                 second.key_tensor.fill_(2)
                 assert first.key_tensor.eq(1).all()
         del first, second
+
+
+async def test_what_concurrent_calls_return_is_each_one_s_own() -> None:
+    values = {f"{n}": some_bytes() for n in range(3)}
+    async with (
+        mapped() as (buffer, peer),
+        asynckv.StoreBuffer(8 * MIB) as store,
+        asynckv.serve("tcp://127.0.0.1:0", store=store) as server,
+        asynckv.connect(server.url) as other,
+    ):
+        for name, value in values.items():
+            await insert(buffer, values["0"])
+            await store.put(name, value)
+        names = [*values] * 4
+        got = await asyncio.gather(*(other.store.get(name) for name in names))
+        taken = await asyncio.gather(*(selected(peer) for _ in values))
+        for view, name in zip([*got, *taken], [*names, *"000"], strict=True):
+            assert isinstance(view, torch.Tensor) and view.equal(values[name])
+            view.fill_(0)
+
+
+async def selected(peer: asynckv.Peer) -> torch.Tensor:
+    async with peer.lookup.drop_select() as entry:
+        return entry.key_tensor
 
 
 async def test_a_copy_is_of_what_the_owner_has_not_of_what_a_view_was_made() -> None:
@@ -211,6 +236,45 @@ async def test_small_tensors_that_land_in_into_need_no_room_in_the_bound() -> No
             await buffer.insert([1], None, layers, None, None)
             async with other.lookup.drop_select(into=into):
                 assert all(into[f"{n}.key"].equal(layers[f"{n}"]) for n in range(100))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+async def test_a_process_that_writes_at_random_finds_every_entry_as_it_was() -> None:
+    async with (
+        asynckv.LookupBuffer(2 * MIB, drain_s=0, max_deliver=1000) as buffer,
+        asynckv.serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+        running(_WRITING, server.url, "40") as process,
+        asyncio.timeout(30),
+    ):
+        for number in range(40):  # which fill it more than ten times over
+            shape = (65_536 + number % 9 * 131_072,)
+            key = torch.full(shape, number + 1, dtype=torch.uint8)
+            await buffer.insert([number], None, key, None, None)
+        assert await line_of(process) == "map right"
+
+
+_WRITING = """
+import asyncio, asynckv, contextlib, random, sys
+async def main():
+    choose, kept = random.Random(5), []
+    async with asynckv.connect(sys.argv[1]) as peer:
+        for number in range(int(sys.argv[2])):
+            for is_last in (False, True):
+                with contextlib.suppress(KeyError):
+                    async with peer.lookup.drop_select([number]) as entry:
+                        assert (entry.key == number + 1).all(), number
+                        entry.key[:: choose.randrange(1, 9_999)] = 99
+                        kept.append((entry.key, entry.key.clone()))
+                        if not is_last:
+                            raise KeyError
+                del entry
+            choose.shuffle(kept)
+            assert all(view.equal(copy) for view, copy in kept)
+            del kept[choose.randrange(3):]
+        print(peer.transport, "right", flush=True)
+asyncio.run(main())
+"""
 
 
 @pytest.mark.slow
