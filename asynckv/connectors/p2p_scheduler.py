@@ -126,7 +126,8 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             return None, False
         count = known.num_tokens - num_computed_tokens
         rest = self.engine.block_size * (1 if known.awaited is None else 2)
-        if count <= 0 or (num_computed_tokens and count <= rest):
+        has_begun = num_computed_tokens or known.awaited is not None
+        if count <= 0 or (has_begun and count <= rest):
             return 0, False  # the step that it needs anyway computes so few
         if known.awaited is not None:
             known.refusal = _refusal_after(known.awaited, known)

@@ -56,12 +56,12 @@ class StoreSaving:
     Nothing of a prompt is sent behind a gap: behind what had no room, or has failed.
     """
 
-    def __init__(self, rank: StoreRank, *, tells_of_losses: bool = False) -> None:
-        """``tells_of_losses``: nobody else of this engine logs that."""
+    def __init__(self, rank: StoreRank, *, logs_losses: bool = False) -> None:
+        """``logs_losses``: nobody else of this engine logs that."""
         self.stored = self.skipped = self.failed = 0
         """How many blocks came to what."""
         self._rank = rank
-        self._tells_of_losses = tells_of_losses
+        self._logs_losses = logs_losses
         self._leaving = StoreLeaving(rank.line)
         self._saves: collections.deque[_Save] = collections.deque()
         self._ends: dict[str, int] = {}  # of prompts that are not stored further
@@ -189,10 +189,10 @@ class StoreSaving:
                     await _put_into(store, save.key, value)
             is_stored = True
             self._is_stalled = False
-            if self._tells_of_losses:
+            if self._logs_losses:
                 self._rank.line.note_answer()
         except BaseException as exc:
-            if self._tells_of_losses and isinstance(exc, (PeerLost, TimeoutError)):
+            if self._logs_losses and isinstance(exc, (PeerLost, TimeoutError)):
                 why = str(exc) or "it has not stored a block within save_timeout_s"
                 self._rank.line.note_lost(why)
             if isinstance(value, LeavingBlock):

@@ -84,7 +84,7 @@ class StoreWorker(CacheWorker):
         )
         self._loading = StoreLoading(rank)
         tells = not config.is_kv_consumer and engine.rank == 0
-        self._saving = StoreSaving(rank, tells_of_losses=tells)
+        self._saving = StoreSaving(rank, logs_losses=tells)
 
     async def start(self) -> None:
         """Nothing to open: the store is dialled when it is needed."""

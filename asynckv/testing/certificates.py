@@ -1,6 +1,6 @@
 """Certificates for tests of ``tls://``, by an authority of their own.
 
-It needs ``trustme``, which ``asynckv[test]`` installs.
+It needs ``trustme``, which the extra ``test`` installs.
 """
 
 from __future__ import annotations

@@ -177,6 +177,17 @@ def test_a_rest_of_at_most_one_block_is_computed() -> None:
     assert scheduler.get_num_new_matched_tokens(short, 0) == (2, True)
 
 
+def test_a_sibling_of_a_short_prompt_computes_it() -> None:
+    scheduler = make()
+    first, second = (KVRequest(n, (1, 2), load().kv_transfer_params) for n in "ab")
+    assert scheduler.get_num_new_matched_tokens(first, 0) == (2, True)
+    scheduler.update_state_after_alloc(first, ((7,),), 2)
+    assert scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    said = KVTransferResults(finished_recving=frozenset({"a"}))
+    scheduler.update_connector_output(said)
+    assert scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
+
+
 def test_a_request_that_loads_nothing_does_not_take_an_id_that_is_held() -> None:
     scheduler = make()
     scheduler.update_state_after_alloc(load(), ((7, 8, 9),), 10)

@@ -35,13 +35,17 @@ async def stream_response(
     that, or ``chunks_of`` fails, it is given back.
     """
     selected = await selecting.__aenter__()
-    return _StreamedSelection(
-        selecting,
-        chunks_of(selected),
-        status_code=status_code,
-        headers=headers,
-        media_type=media_type,
-    )
+    try:
+        return _StreamedSelection(
+            selecting,
+            chunks_of(selected),
+            status_code=status_code,
+            headers=headers,
+            media_type=media_type,
+        )
+    except BaseException as exc:
+        await selecting.__aexit__(type(exc), exc, exc.__traceback__)
+        raise
 
 
 class _StreamedSelection(StreamingResponse):

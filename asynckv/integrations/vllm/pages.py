@@ -108,7 +108,7 @@ def _check_view(
             f"vLLM's view of {layer}, {tuple(view.shape)}, does not lie where its "
             f"configuration says: {count} blocks of {nbytes} bytes"
         )
-    if _extent_of(view[0]) * ratio > nbytes:
+    if (ratio - 1) * step + _extent_of(view[0]) > nbytes:
         raise ConfigError(
             f"in the layout {config.kv_cache_layout} a block of {layer} is not one run "
             "of bytes: it cannot be moved",

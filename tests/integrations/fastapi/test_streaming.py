@@ -125,6 +125,18 @@ async def test_what_fails_while_it_streams_gives_the_entry_back(
     assert await local.peek(TOKENS) == 3
 
 
+async def test_what_fails_before_the_first_byte_gives_the_entry_back(
+    local: asynckv.LookupBuffer,
+) -> None:
+    def broken(stream: asynckv.SelectStream) -> AsyncIterator[bytes]:
+        raise LookupError(stream.entry_id)
+
+    await local.insert(TOKENS, None, KEY, None, None)
+    with pytest.raises(LookupError):
+        await stream_response(local.open_drop_select(TOKENS), broken)
+    assert local.statistics().given_back == 1
+
+
 async def test_a_deadline_before_the_first_byte_is_still_a_status(
     local: asynckv.LookupBuffer, port: int
 ) -> None:

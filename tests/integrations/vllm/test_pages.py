@@ -162,10 +162,17 @@ HEADS_FIRST = Toy(
     block_stride=PAGE // HEADS,
 )
 
+INTERLEAVED_KERNEL_BLOCKS = Toy(
+    lambda raw: raw.view(BLOCKS * 2, 2, HEADS, TOKENS // 2, CONTENT).transpose(0, 1),
+    layer_stride=PAGE,
+    block_stride=2 * PAGE,
+)
+
 
 @pytest.mark.parametrize(
     ("toy", "words"),
     [
+        (INTERLEAVED_KERNEL_BLOCKS, "a block of a is not one run of bytes"),
         (HEADS_FIRST, "in the layout of a toy a block of a is not one run of bytes"),
         (TOYS["permuted"]._replace(offset=PAGE), "does not lie where its config"),
         (TOYS["permuted"]._replace(layer_stride=PAGE), "view of b, .* does not lie"),
