@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from asynckv.abc import KVLookupBuffer
@@ -235,6 +235,17 @@ async def test_rows_end_where_plain_generate_ends_them(
         assert torch.equal(done.sequences, expected)
 
 
+@pytest.mark.parametrize("samples", [False, True])
+async def test_a_generation_config_says_as_much_as_options_do(
+    samples: bool, model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    await prefill(model, prompt, lookup)
+    config = GenerationConfig(max_new_tokens=8, do_sample=samples)
+    done = await generate_from(model, prompt, lookup, generation_config=config)
+    assert done.sequences.shape == (1, 48)
+    assert done.prompt_positions_computed == (1 if samples else 0)
+
+
 async def test_all_that_generate_returns_is_there(
     model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
 ) -> None:
@@ -314,6 +325,33 @@ async def test_a_producer_that_fails_ends_the_forward(
     )
     with pytest.raises(InterruptedError):
         await abort_after(lookup, model, prompt, last)
+    with pytest.raises(EntryAborted):
+        await running
+
+
+async def test_a_producer_that_fails_after_the_last_layer_fails_the_generation(
+    model: PreTrainedModel, lookup: LookupBuffer, prompt: torch.Tensor
+) -> None:
+    entry = entry_of(model, filled(model, prompt), prompt)
+    tensors, used = tensors_of(entry), asyncio.Event()
+    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+    specs["extras.late"] = spec_of(torch.ones(1))
+
+    def observe(event: LayerEvent) -> None:
+        if (event.layer, event.what) == (2, "used"):
+            used.set()
+
+    running = asyncio.create_task(
+        generate_from(
+            model, prompt, lookup, use_carried=False, observe=observe, **GREEDY
+        )
+    )
+    with pytest.raises(InterruptedError):
+        async with lookup.open_insert(entry.input_tokens, None, specs) as writer:
+            for name, tensor in tensors.items():
+                await writer.put(name, tensor)
+            await used.wait()
+            raise InterruptedError
     with pytest.raises(EntryAborted):
         await running
 

@@ -127,6 +127,18 @@ async def test_keys_are_keys_and_values_are_values(
         assert layer.values.eq(2).all() and layer.keys.eq(1).all()
 
 
+async def test_the_positions_that_a_forward_computes_are_counted_once(
+    model_of: Callable[..., PreTrainedModel],
+) -> None:
+    landing = Landing()
+    cache: Any = cache_of(model_of("mixed"), landing, lambda _: None)
+    for layer, rows in ((0, 40), (1, 16)):
+        for part in ("key", "value"):
+            landing.land(f"layers.{layer}.{part}", torch.ones(1, 2, rows, 8))
+        cache.update(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8), layer)
+    assert cache.positions_computed == 5
+
+
 async def test_what_landed_at_once_is_there_and_complete() -> None:
     landing = Landing()
     landing.land_all({"a": TENSOR, "b": TENSOR + 1})

@@ -90,6 +90,28 @@ async def test_the_entry_is_what_the_forward_computed(
     assert entry.hidden.shape == (1, 1, 32)
 
 
+async def test_a_model_that_shows_its_hidden_states_carries_what_was_asked_for(
+    model: PreTrainedModel,
+    lookup: KVLookupBuffer,
+    prompt: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model.config, "output_hidden_states", True)
+    assert (await prefill(model, prompt, lookup)).carried.hidden is None
+
+
+async def test_a_prefill_computes_the_logits_of_no_position_but_the_last(
+    model: PreTrainedModel, lookup: KVLookupBuffer, prompt: torch.Tensor
+) -> None:
+    shapes: list[torch.Size] = []
+    hook = model.register_forward_hook(
+        lambda module, args, output: shapes.append(output.logits.shape)
+    )
+    await prefill(model, prompt, lookup)
+    hook.remove()
+    assert shapes == [(1, 1, 128)]
+
+
 async def test_the_producer_may_go_on_with_its_own_cache(
     model: PreTrainedModel,
     lookup: KVLookupBuffer,

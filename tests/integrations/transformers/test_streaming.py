@@ -25,21 +25,28 @@ def test_a_layer_is_handed_over_once(model: Any, prompt: torch.Tensor) -> None:
     assert [plan.index for plan in plans] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("options", [{}, {"stays_on_gpu": True}])
 def test_what_travels_is_in_host_memory_unless_it_is_to_stay(
-    model: Any, stays: bool
+    model: Any, options: dict[str, Any]
 ) -> None:
     came: list[torch.Tensor] = []
     cache: Any = StreamingCache(
-        model, lambda plan, keys, values: came.append(keys), stays_on_gpu=stays
+        model, lambda plan, keys, values: came.append(keys), **options
     )
     there = torch.ones(1, 2, 3, 8, device="meta")
-    if stays:
+    if options:
         cache.update(there, there, 0)
         assert came[0].device.type == "meta"
     else:
         with pytest.raises(NotImplementedError):  # there are no bytes to be copied
             cache.update(there, there, 0)
+
+
+def test_keys_are_handed_over_as_keys(model: Any) -> None:
+    came: list[torch.Tensor] = []
+    cache = StreamingCache(model, lambda plan, *states: came.extend(states))
+    cache.update(torch.ones(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), 0)
+    assert came[0].eq(1).all() and came[1].eq(0).all()
 
 
 def test_what_a_layer_computes_is_compared_with_its_config(model: Any) -> None:

@@ -267,6 +267,32 @@ def test_blocks_are_quiet_when_the_saves_of_steps_before_are_over(
     assert wait_for(role).finished_sending == {"a"}
 
 
+class SlowWorker(Worker):
+    """Begins no load before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_load = asyncio.Event()
+
+    async def start_load_kv(self, context: object = None, **kwargs: object) -> None:
+        await self.may_load.wait()
+
+
+def test_blocks_are_not_quiet_before_the_saves_of_a_step_have_begun() -> None:
+    worker = SlowWorker()
+    role = WorkerRole("test", lambda: worker)
+    role.register({}, {})
+    step(role, Orders(saves=(Order("a"),)))
+    role._bridge.call(worker.may_save.set)
+    timer = threading.Timer(0.05, lambda: role._bridge.call(worker.may_load.set))
+    timer.start()
+    role.wait_quiet({"a"})
+    assert worker.may_load.is_set()
+    timer.join()
+    assert wait_for(role).finished_sending == {"a"}
+    role.shutdown()
+
+
 def test_where_their_wait_fails_blocks_are_quiet_when_each_save_has_ended(
     role: WorkerRole, worker: Worker
 ) -> None:
@@ -363,6 +389,7 @@ def test_loads_that_cannot_be_issued_fail_with_their_reason(
     assert ended.failed_recving == ended.finished_recving == {"a"}
     assert ended.invalid_block_ids == {1, 2}
     assert ended.reasons == {"a": "ValueError: nobody thought of this"}
+    assert role.take_counts() is None  # nothing was moved
     settle(role)
     worker.is_failing = False
     step(role, Orders(loads=(Order("b", ((1,),)),)))
