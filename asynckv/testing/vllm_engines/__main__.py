@@ -81,7 +81,12 @@ class _Process:
         )
 
     def _do_add(
-        self, id: str, tokens: list[int], max_tokens: int, params: dict[str, Any] | None
+        self,
+        id: str,
+        tokens: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None,
+        samples: int,
     ) -> None:
         from vllm import SamplingParams, TokensPrompt
 
@@ -89,7 +94,10 @@ class _Process:
             id,
             TokensPrompt(prompt_token_ids=tokens),
             SamplingParams(
-                temperature=0.0,
+                n=samples,
+                # vLLM refuses several that are greedy by name.
+                temperature=0.0 if samples == 1 else 1.0,
+                top_k=1,
                 max_tokens=max_tokens,
                 ignore_eos=True,
                 detokenize=False,

@@ -111,8 +111,9 @@ class Engine:
         *,
         max_tokens: int = 8,
         params: Mapping[str, Any] | None = None,
+        samples: int = 1,
     ) -> str:
-        """Start a request and return its id."""
+        """Start a request and return its id; of several samples all are the best."""
         request_id = f"r{next(self._numbers)}"
         self._answers[request_id] = queue.SimpleQueue()
         self._order(
@@ -121,6 +122,7 @@ class Engine:
             tokens=list(tokens),
             max_tokens=max_tokens,
             params=None if params is None else dict(params),
+            samples=samples,
         )
         return request_id
 

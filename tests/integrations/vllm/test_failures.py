@@ -123,6 +123,24 @@ def test_samples_of_one_prompt_share_its_load_also_where_failures_fail(
         assert pair.consumer.answer(again, 1).tokens == right
 
 
+def test_what_nobody_will_fetch_does_not_stay_where_it_was_computed(
+    start_engine: StartEngine, alone: Engine
+) -> None:
+    prompt = random_prompt(200, seed=16)
+    with started_pair(start_engine, "fail") as pair:
+        aborted = pair.producer.add(prompt, max_tokens=700, params=PREFILL)
+        _wait_for_metric(pair.producer, "asynckv_saves", 1)
+        pair.producer.abort(aborted)
+        _wait_for_metric(pair.producer, "asynckv_waiting_entries", 0)
+        answer = pair.producer.ask(prompt, max_tokens=1, params=PREFILL, samples=3)
+        _wait_for_metric(pair.producer, "asynckv_waiting_entries", 1)
+        _wait_for_metric(pair.producer, "asynckv_saves", 2)
+        decoded = pair.consumer.ask(prompt, params=answer.kv_transfer_params)
+        assert decoded.tokens == alone.ask(prompt).tokens
+        assert pair.consumer.external_hits() == len(prompt)
+        _wait_for_metric(pair.producer, "asynckv_waiting_entries", 0)
+
+
 def test_either_engine_may_come_back_with_an_empty_memory(
     start_engine: StartEngine, alone: Engine
 ) -> None:
@@ -228,3 +246,10 @@ def _wait_for_used_blocks(engine: Engine, count: int) -> None:
     deadline = time.monotonic() + 10
     while (used := ALL_BLOCKS - int(engine.state()["free_blocks"])) != count:
         assert time.monotonic() < deadline, f"{used} blocks are used, not {count}"
+
+
+def _wait_for_metric(engine: Engine, name: str, value: int) -> None:
+    deadline = time.monotonic() + 10
+    while (found := engine.state()["metrics"].get(f"vllm:{name}", 0)) != value:
+        assert time.monotonic() < deadline, f"{name} is {found}, not {value}"
+        engine.ask([1, 2, 3], max_tokens=2)  # metrics are told by steps
