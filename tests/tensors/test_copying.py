@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from asynckv.protocol.digests import digest_of
+from asynckv.tensors import copying
 from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.runs import Runs, joined, runs_at
 from asynckv.tensors.views import bytes_of, empty_tensor
+from asynckv.testing.blocked import until
 from asynckv.types import TensorSpec
 
 _LARGE = 48 * 2**20
@@ -286,3 +289,43 @@ async def test_copies_are_less_urgent_than_the_loop() -> None:
     pool.close()
     assert job.found == min(before + 3, 19)
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+async def test_many_bytes_are_freed_in_a_thread(pool: CopyPool) -> None:
+    tensors = [torch.zeros(2**20)]
+    pool.free(tensors)
+    await until(lambda: not tensors)
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+async def test_memory_of_a_gpu_is_not_copied_as_if_it_were_the_hosts(
+    pool: CopyPool, way: str
+) -> None:
+    there, here = DeviceMemory(4096, 2**20, 0), torch.zeros(2**20, dtype=torch.uint8)
+    source, target = (here, there) if way == "in" else (there, here)
+    with pytest.raises(TypeError, match="DeviceCopyPool"):
+        await pool.copy([source], [target])
+
+
+class _Threads(CopyJob):
+    """Notes how many threads of pools there are."""
+
+    found = 0
+    nbytes = 2**20
+
+    def steps(self) -> Iterator[None]:
+        names = [thread.name for thread in threading.enumerate()]
+        self.found = sum(name.startswith("asynckv-copy") for name in names)
+        yield
+
+
+async def test_threads_that_ended_for_want_of_work_come_again_and_no_more_of_them(
+    pool: CopyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again = _Threads(), _Threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(copying, "_IDLE_S", 0.01)
+        await pool.run([first])
+        await _until_no_thread_is_left()
+    await pool.run([again])
+    assert 1 <= again.found <= first.found

@@ -113,6 +113,15 @@ async def test_what_was_caught_is_waited_for_again_after_a_cancelled_copy(
     assert first.cancelled() and is_same(found, noise(64))
 
 
+async def test_memory_of_the_host_is_copied_beside_that_of_the_gpu(
+    gpu: FakeDevice, pool: DeviceCopyPool
+) -> None:
+    source, found = noise(NBYTES), [noise(NBYTES) * 0 for _ in range(2)]
+    digests = await pool.copy([gpu.tensor(source), source], found)
+    assert all(is_same(one, source) for one in found)
+    assert digests == [digest_of(bytes_of(source))] * 2
+
+
 async def test_other_sizes_are_refused(gpu: FakeDevice, pool: DeviceCopyPool) -> None:
     with pytest.raises(ValueError, match="8 bytes are not 16"):
         await pool.copy([gpu.tensor(noise(8))], [noise(16)])

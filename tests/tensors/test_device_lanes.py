@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from asynckv.tensors.device_lanes import DeviceLane, DeviceLanes
 from asynckv.testing.fake_devices import FakeDevice, fake_device
+from asynckv.testing.fake_gpus.gates import Gate
+from asynckv.testing.fake_gpus.streams import FakeStream
 
 
 @pytest.fixture
@@ -60,6 +63,24 @@ def test_a_slot_is_given_again_when_its_copy_has_ended(
         for _ in range(3):
             queue(lane, memory.address)
         assert len({lane.slot()[0].address for _ in range(4)}) == 2
+
+
+def test_a_slot_whose_copy_is_under_way_is_waited_for(
+    gpu: FakeDevice, lanes: DeviceLanes
+) -> None:
+    memory, gate = gpu.process.cuda.malloc(8), Gate()
+    with lanes.lane(0) as lane:
+        assert isinstance(lane.stream, FakeStream)
+        lane.stream.add(gate)
+        for _ in range(2):
+            queue(lane, memory.address)
+        thread = threading.Thread(target=lane.slot)
+        thread.start()
+        thread.join(0.02)
+        waits = thread.is_alive()
+        gate.open()
+        thread.join(5)
+    assert waits and not thread.is_alive()
 
 
 def test_a_lane_in_use_goes_with_its_end(gpu: FakeDevice, lanes: DeviceLanes) -> None:

@@ -101,3 +101,18 @@ def test_dropped_memory_goes_with_its_last_view(gpu: FakeDevice) -> None:
     assert gpu.process.owned
     del view
     assert not gpu.process.owned
+
+
+def test_there_is_memory_once_it_is_allocated_and_no_more_than_that(
+    gpu: FakeDevice,
+) -> None:
+    pages = pages_on(gpu.device)
+    assert pages.is_growing
+    with pytest.raises(RuntimeError, match="yet"):
+        _ = pages.allocation
+    pages.add_slab(pages.make_slab())
+    assert not pages.is_growing
+    assert pages.take([4 * MIB + 1]) is None
+    (place,) = pages.take([4 * MIB]) or []
+    pages.free(place[0])
+    assert pages.free_bytes == 4 * MIB

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from asynckv.errors import GPUUnavailable
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.tensors.device_tensors import TorchTensors, gpu_of, open_gpus
+from asynckv.tensors.device_tensors import TorchEvent, TorchTensors, gpu_of, open_gpus
 from asynckv.testing.cupy_double import CupyDouble
 from asynckv.types import TensorSpec
 
@@ -39,3 +40,12 @@ def test_without_cupy_no_gpus_are_opened(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_gpus_are_cupys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", CupyDouble())
     assert isinstance(open_gpus().tensors, TorchTensors)
+
+
+def test_an_event_of_torchs_is_not_recorded_elsewhere_as_if_it_were() -> None:
+    nothing: Any = object()
+    event = TorchEvent(nothing, nothing)
+    with pytest.raises(TypeError, match="by torch"):
+        event.record(nothing)
+    with pytest.raises(TypeError, match="in its process"):
+        event.export()

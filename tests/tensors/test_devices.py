@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from asynckv.errors import ConfigError
+from asynckv.errors import ConfigError, GPUUnavailable
 from asynckv.tensors import devices
 from asynckv.tensors.cuda import CudaApi
 from asynckv.tensors.device_tensors import Gpus
@@ -80,6 +80,12 @@ def test_those_who_open_a_gpu_together_open_the_same(
     with ThreadPoolExecutor(4) as threads:
         opened = list(threads.map(lambda _: Device(0).opened().cuda, range(4)))
     assert len(set(opened)) == len(openings) == 1
+
+
+@pytest.mark.usefixtures("openings")
+def test_a_number_above_what_the_process_sees_is_named() -> None:
+    with pytest.raises(GPUUnavailable, match="no cuda:9"):
+        Device(9).opened()
 
 
 @pytest.mark.usefixtures("openings")

@@ -125,6 +125,23 @@ async def test_without_memory_files_everything_is_on_the_heap(
     await growth.aclose()
 
 
+async def test_memory_of_the_host_is_open_without_any_slab(growth: Growth) -> None:
+    await growth.open()
+    assert _nbytes(growth) == 0
+
+
+async def test_what_the_application_let_go_of_is_found_free(
+    growth: Growth, changes: Changes
+) -> None:
+    spec = TensorSpec((4 * _MIB,), "uint8")
+    await growth.reach(spec.nbytes)
+    kept, before = growth.lending.spare(spec), changes.times
+    assert growth.arena.handed_out_bytes == spec.nbytes
+    del kept
+    await until(lambda: changes.times > before)
+    assert growth.arena.handed_out_bytes == 0
+
+
 async def test_closed_it_wants_no_more_slabs(growth: Growth) -> None:
     await growth.aclose()
     assert not growth.awaits(_MIB)

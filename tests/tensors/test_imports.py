@@ -4,7 +4,7 @@ import pytest
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.device_pages import MARK_NBYTES, DeviceAllocation
-from asynckv.tensors.imports import import_allocation
+from asynckv.tensors.imports import import_allocation, open_allocation
 from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 
@@ -62,3 +62,25 @@ def test_what_has_no_room_is_not_opened(
     with pytest.raises(GPUFailed, match="no room"):
         import_allocation(theirs.process.cuda, 0, shown.handle, nbytes)
     assert not theirs.process.cuda._opened
+
+
+async def test_it_is_opened_off_the_loop_and_has_not_ended(
+    gpus: FakeGpus, theirs: FakeDevice
+) -> None:
+    shown, ends = show(gpus), list[None]()
+    cuda = theirs.process.cuda
+    found, nonce = await open_allocation(
+        cuda, 0, shown.handle, NBYTES, lambda: ends.append(None)
+    )
+    assert nonce == shown.nonce and not ends
+    found.release()
+
+
+async def test_what_cannot_be_opened_has_ended(
+    gpus: FakeGpus, theirs: FakeDevice
+) -> None:
+    shown, ends = show(gpus), list[None]()
+    cuda = theirs.process.cuda
+    with pytest.raises(GPUFailed, match="no room"):
+        await open_allocation(cuda, 0, shown.handle, 0, lambda: ends.append(None))
+    assert len(ends) == 1

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from asynckv.tensors.paged_arena import PagedArena
+from asynckv.tensors.paged_arena import IdlePages, PagedArena
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slabs import has_slabs
 
@@ -71,3 +73,40 @@ def test_what_could_never_fit_is_known_with_its_charges(arena: PagedArena) -> No
     assert arena.could_ever_fit([8 * MIB]) and arena.could_ever_fit([64], [64])
     assert not arena.could_ever_fit([8 * MIB], [1])
     assert not arena.could_ever_fit([], [8 * MIB + 1])
+
+
+def test_idle_memory_is_handed_over_once_when_the_arena_is_closed() -> None:
+    idle: list[IdlePages] = []
+    for slabs in (0, 1):
+        arena = SlabArena(
+            8 * MIB, wanted=lambda: None, freed=lambda: None, unmapped=idle.append
+        )
+        if slabs:
+            arena.add_slab(arena.pages.make_slab())
+        arena.close()
+        arena.close()
+        assert len(idle) == slabs
+
+
+def test_what_is_pinned_is_unmapped_with_its_last_view_once_it_is_closed() -> None:
+    before, idle = _mappings(), list[IdlePages]()
+    arena = SlabArena(
+        8 * MIB, wanted=lambda: None, freed=lambda: None, unmapped=idle.append
+    )
+    arena.add_slab(arena.pages.make_slab())
+    regions = arena.allocate([MIB] * 8) or []
+    regions.sort(key=lambda region: region.pages.runs[0] if region.pages else (0, 0))
+    arena.free(regions[::2])
+    (apart,) = arena.allocate([2 * MIB]) or []
+    view = apart.view()
+    arena.free([*regions[1::2], apart])
+    arena.close()
+    idle.pop().drop()
+    assert _mappings() > before
+    del view
+    gc.collect()
+    assert _mappings() == before
+
+
+def _mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:asynckv")

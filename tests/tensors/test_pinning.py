@@ -120,3 +120,16 @@ def test_what_was_pinned_once_is_kept_for_no_child_later(arena: SlabArena) -> No
     del view
     again.release()
     assert arena.used_bytes == arena.handed_out_bytes == 0
+
+
+def test_what_has_an_owner_again_is_not_pinned_and_counts_once(
+    arena: SlabArena,
+) -> None:
+    region = _take(arena, _MIB)
+    view = region.view()
+    region.release()
+    assert region.own()
+    assert (arena.used_bytes, arena.pinned_bytes) == (_MIB, 0)
+    del view
+    region.release()
+    assert (arena.used_bytes, arena.pinned_bytes) == (0, 0)

@@ -197,6 +197,15 @@ def test_edges_see_the_first_and_the_last_bytes(changed: int) -> None:
     assert edges_of(slabs.constant, places, sizes) != before
 
 
+@pytest.mark.parametrize("changed", [7 * PAGE_NBYTES, 4 * PAGE_NBYTES - 1])
+def test_edges_are_those_of_pages_that_lie_apart(changed: int) -> None:
+    slabs = grown()
+    places, sizes = [Place((page(7), page(3)), 0, 1)], [2 * PAGE_NBYTES]
+    before = edges_of(slabs.constant, places, sizes)
+    slabs.memory[changed] ^= 1
+    assert edges_of(slabs.constant, places, sizes) != before
+
+
 def test_edges_see_another_generation_and_nothing_in_the_middle() -> None:
     slabs = grown()
     one, other = (Place((page(0, 5),), 0, generation) for generation in (1, 2))

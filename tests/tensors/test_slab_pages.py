@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import weakref
 from collections.abc import Iterator
 
 import numpy
@@ -144,3 +145,14 @@ def test_bytes_that_lie_apart_are_found_where_they_are(pages: SlabPages) -> None
     found = numpy.concatenate([memory[start:stop] for start, stop in spans])
     assert numpy.array_equal(found, whole[_MIB - 3 : 2 * _MIB + 5])
     assert pages.spans_of(place[0], 3 * _MIB, 0)[1] == []
+
+
+def test_pages_that_lay_apart_are_mapped_no_longer_than_they_are_taken(
+    pages: SlabPages,
+) -> None:
+    _with_gaps(pages)
+    (place,) = pages.take([2 * _MIB]) or []
+    mapped = weakref.ref(pages.memory_of(place[0], writable=True))
+    assert mapped() is not None
+    pages.free(place[0])
+    assert mapped() is None

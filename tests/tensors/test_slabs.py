@@ -115,6 +115,7 @@ def test_a_mapping_outlives_what_it_was_made_by() -> None:
     view = slabs.memory[:8].data
     slabs.close()
     slabs.close()
+    assert slabs.fileno() < 0
     del slabs
     gc.collect()
     view[:] = b"12345678"

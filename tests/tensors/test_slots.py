@@ -35,7 +35,7 @@ def test_what_is_behind_is_free_again() -> None:
         slot = table.take(one, start, start + 8)
         assert slot is not None
         slot.state = SlotState.FULL
-    table.leave(one, 8)
+    assert table.leave(one, 8) == 1
     assert table.in_use == 1 and table.holding(one, 8) is not None
 
 

@@ -226,6 +226,43 @@ def test_more_windows_than_slots_take_turns(
     _until_no_thread_is_left(staging)
 
 
+def test_who_rests_keeps_no_slot_from_the_others(
+    process: FakeProcess, tensors: FakeTensors
+) -> None:
+    staging = Staging(lambda: process.cuda, 0, chunk_nbytes=_CHUNK, slots=1, limit_s=5)
+    memory = [_memory(tensors, _random(10)) for _ in range(2)]
+    resting, other = (staging.writer(one) for one in memory)
+    resting.pieces(0, 5)[0][:] = b"12345"
+    resting.rest()
+    thread = threading.Thread(target=other.pieces, args=(0, 10))
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    other.leave()
+    resting.pieces(5, 10)[0][:] = b"67890"
+    resting.finish()
+    assert process.cuda.view(memory[0]).tobytes() == b"1234567890"
+    _until_no_thread_is_left(staging)
+
+
+def test_without_pinned_memory_windows_say_so_and_no_stream_is_left(
+    process: FakeProcess,
+    staging: Staging,
+    tensors: FakeTensors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(nbytes: int) -> None:
+        raise GPUFailed("out of memory", code=2)
+
+    window = staging.reader(_memory(tensors, _random(10)))
+    before = set(process.streams)
+    monkeypatch.setattr(process.cuda, "host_alloc", refuse)
+    with pytest.raises(GPUFailed, match="out of memory"):
+        window.pieces(0, 10)
+    _until_no_thread_is_left(staging)
+    assert set(process.streams) == before
+
+
 def test_pinned_memory_is_given_back_when_it_is_closed(
     process: FakeProcess, staging: Staging, tensors: FakeTensors
 ) -> None:

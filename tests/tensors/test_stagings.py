@@ -51,6 +51,15 @@ async def test_a_tensor_of_a_gpu_comes_to_the_host_with_its_digest(
     assert digest == digest_of(content.numpy().reshape(-1).data)
 
 
+async def test_a_digest_alone_is_that_of_all_bytes_on_the_gpu(
+    pool: CopyPool, tensors: FakeTensors
+) -> None:
+    content = _random(5000)
+    assert await pool.digest([tensors.on_gpu(content)]) == [
+        digest_of(content.numpy().data)
+    ]
+
+
 async def test_a_tensor_of_the_host_goes_to_a_gpu(
     pool: CopyPool, tensors: FakeTensors
 ) -> None:
