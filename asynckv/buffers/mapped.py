@@ -12,6 +12,7 @@ import collections
 import contextlib
 import logging
 import os
+import queue
 import socket
 import struct
 import threading
@@ -53,8 +54,8 @@ MAP_S: Final = 2.0
 """What two processes of one host need at most to agree; else lanes do."""
 
 _PROOF_S: Final = 10.0
-_DROPPED_AT_ONCE_NBYTES: Final = 16 * 2**20
-"""What takes a fifth of a millisecond to look through; more has a thread."""
+_LOOKED_AT_ONCE_NBYTES: Final = 4 * 2**20
+"""What takes a tenth of a millisecond to look through; a thread does with more."""
 _NO_ANSWER: Final = "no answer"
 
 _NUMBER: Final = struct.Struct("!Q")
@@ -93,6 +94,10 @@ class MappedMemory(ProcessBound):
         self._live: set[int] = set()
         self._kept: set[int] = set()
         self._unsent: collections.deque[int] = collections.deque()
+        self._ended: queue.SimpleQueue[tuple[int, Claim | None, bool]] = (
+            queue.SimpleQueue()
+        )
+        self._is_releasing = False
         self._is_link_over = False
         watch_forks(self)
 
@@ -124,16 +129,28 @@ class MappedMemory(ProcessBound):
             return
         # Now: no child that is forked while that takes its time has a view.
         work = number, claim, number in self._kept
-        if claim is None or claim.shown_nbytes <= _DROPPED_AT_ONCE_NBYTES:
+        if claim is None or claim.shown_nbytes <= _LOOKED_AT_ONCE_NBYTES:
             self._release(*work)
             return
-        thread = threading.Thread(
-            target=self._release, args=work, name="asynckv-release"
-        )
+        self._ended.put(work)
+        if self._is_releasing:
+            return
+        self._is_releasing = True
         try:
-            thread.start()
+            threading.Thread(target=self._release_all, name="asynckv-release").start()
         except RuntimeError:  # there are no more, or the interpreter ends
-            self._release(*work)
+            self._release_all()
+
+    def _release_all(self) -> None:
+        """End what has much to look through. The thread ends when nothing is left."""
+        while not self._ended.empty():
+            try:
+                while True:
+                    self._release(*self._ended.get_nowait())
+            except queue.Empty:
+                pass
+            finally:
+                self._is_releasing = False  # what comes now starts another thread
 
     def _release(self, number: int, claim: Claim | None, is_kept: bool) -> None:
         if claim is not None:

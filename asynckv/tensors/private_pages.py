@@ -78,7 +78,7 @@ class PrivatePages:
 
     def claim(self, runs: Iterable[_Run]) -> Claim | None:
         """Return the pages for one delivery; ``None`` if they are to be mapped anew."""
-        claim = Claim([*runs])
+        claim = Claim([*dict.fromkeys(runs)])  # small tensors share theirs
         pages = [(start // _PAGE, nbytes // _PAGE) for start, nbytes in claim.runs]
         is_claimed = self._is_claimed
         for first, count in pages:
@@ -97,11 +97,11 @@ class PrivatePages:
         """
         if self._fd < 0:
             return
-        kept = [run for run in claim.shown if not self._restore(*run)]
-        for run in claim.runs:
-            if run not in kept:
-                first, count = run[0] // _PAGE, run[1] // _PAGE
-                self._is_claimed[first : first + count] = bytes(count)
+        over = [run for run in _joined(claim.shown) if self._restore(*run)]
+        over += {*claim.runs}.difference(claim.shown)
+        for start, nbytes in over:
+            first, count = start // _PAGE, nbytes // _PAGE
+            self._is_claimed[first : first + count] = bytes(count)
 
     def _restore(self, offset: int, nbytes: int) -> bool:
         """Show the owner's bytes there again; false if that cannot be done."""
@@ -133,6 +133,16 @@ class PrivatePages:
         if not end:
             return None
         return offset + start * _PAGE, (end - start) * _PAGE
+
+
+def _joined(runs: Iterable[_Run]) -> list[_Run]:
+    """Return them in order, neighbours as one."""
+    joined: list[_Run] = []
+    for start, nbytes in sorted(runs):
+        if joined and sum(joined[-1]) == start:
+            start, nbytes = joined[-1][0], joined.pop()[1] + nbytes
+        joined.append((start, nbytes))
+    return joined
 
 
 class _Probe:

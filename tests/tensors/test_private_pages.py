@@ -64,6 +64,19 @@ def test_what_was_written_is_nobody_else_s_and_is_gone_after_the_release() -> No
     assert mapped.shows_what_the_owner_writes()
 
 
+def test_a_mapping_lives_until_what_looks_through_it_has_ended() -> None:
+    mapped = Mapped()
+    claim = mapped.pages.claim([FIRST])
+    assert claim is not None
+    claim.shown.append(FIRST)
+    pages, address = mapped.pages, f"{mapped.address:x}-"
+    pages.close()
+    del mapped.memory
+    gc.collect()
+    assert address in Path("/proc/self/maps").read_text()
+    pages.release(claim)
+
+
 def test_pages_are_one_delivery_s_at_a_time() -> None:
     mapped = Mapped()
     claim = mapped.pages.claim([FIRST, SECOND])
