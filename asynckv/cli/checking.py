@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.explaining import explain
@@ -12,7 +15,9 @@ from asynckv.errors import ConfigError
 __all__ = ("check_config",)
 
 
-def check_config(config: str | None = None, /) -> int:
+def check_config(
+    config: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None, /
+) -> int:
     """Explain a KVTransferConfig. The exit status is 1 if something is wrong with it.
 
     Nothing is opened and nobody is asked.

@@ -164,6 +164,8 @@ def unknown_options(config: KVTransferConfig) -> list[str]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             meant = f": did you mean {near[0]!r}?" if near else ""
+            if name in KVTransferConfig.__struct_fields__:
+                meant = ", but a field beside kv_connector_extra_config"
             found.append(f"kv_connector_extra_config.{name} is no option{meant}")
     return found
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from asynckv.cli.checking import check_config
+from asynckv.cli.main import main
 
 GOOD = (
     '{"kv_connector": "StoreConnector", "kv_role": "kv_both", '
@@ -39,6 +40,16 @@ def test_what_is_wrong_is_said_and_is_the_exit_status(
 ) -> None:
     assert check_config(given) == 1
     assert words in capsys.readouterr().out
+
+
+def test_the_command_takes_a_dash_for_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(GOOD))
+    with pytest.raises(SystemExit) as ended:
+        main(["check-config", "-"])
+    assert ended.value.code == 0
+    assert "the store at" in capsys.readouterr().out
 
 
 def test_without_one_the_environment_is_read(

@@ -86,7 +86,8 @@ def test_the_adapter_for_vllm_is_explained_without_vllm(
 
 
 def test_every_option_that_is_none_is_named() -> None:
-    (problem,) = explained(lisen="mem://a", secret="s").problems
+    (problem,) = explained(lisen="mem://a", secret="s", kv_port=1).problems
+    assert "kv_port is no option, but a field beside" in problem
     assert "lisen is no option: did you mean 'listen'?" in problem
     assert "secret is no option: did you mean 'secret_file'?" in problem
 
