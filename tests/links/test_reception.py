@@ -12,7 +12,9 @@ from asynckv.links import reception
 from asynckv.links.address import parse_url
 from asynckv.links.dial import _attach, dial
 from asynckv.links.listen import LinkListener, listen
+from asynckv.links.offloading import in_thread
 from asynckv.links.reception import Reception
+from asynckv.links.securing import secure
 from asynckv.links.sockets import connect, read_first_frame, send_first_frame
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import (
@@ -27,8 +29,11 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.header import TYPE_CONTROL, checksum_of, pack_header
 from asynckv.protocol.values import Limits, PeerIdentity
-from asynckv.security.tls_socket import Connection
+from asynckv.security.keyring import NO_KEYS, Keyring
+from asynckv.security.tls import read_tls
+from asynckv.security.tls_socket import Connection, TlsSocket
 from asynckv.testing.blocked import until
+from asynckv.testing.certificates import Authority
 from asynckv.testing.link_pairs import ScriptedService
 
 pytestmark = pytest.mark.both_loops
@@ -36,9 +41,10 @@ pytestmark = pytest.mark.both_loops
 HELLO = Hello(1, 0, PeerIdentity("stranger", "1"), Limits(), ("inline",), 2)
 
 
-async def door() -> LinkListener:
+async def door(url: str = "tcp://:0", keyring: Keyring = NO_KEYS) -> LinkListener:
     return await listen(
-        "tcp://:0",
+        url,
+        keyring=keyring,
         identity=PeerIdentity("far", "1"),
         service_for=lambda link: ScriptedService(),
         lanes=2,
@@ -50,6 +56,18 @@ async def knock(listener: LinkListener, data: Frame | bytes) -> socket.socket:
     if not isinstance(data, bytes):
         data = encode_frame(0, data)[0]
     await send_first_frame(sock, data)
+    return sock
+
+
+async def knock_over_tls(
+    listener: LinkListener, authority: Authority, frame: Frame
+) -> TlsSocket:
+    """Knock as somebody with a certificate of its own."""
+    keys = await in_thread(lambda: read_tls(authority.issue()))
+    plain = await connect(parse_url(listener.url))
+    sock = TlsSocket.over(plain, keys, dials="localhost")
+    await secure(sock, keys)
+    await send_first_frame(sock, encode_frame(0, frame)[0])
     return sock
 
 
@@ -113,6 +131,29 @@ async def test_a_lane_that_is_taken_or_does_not_exist_is_refused(lane: int) -> N
         await knock(listener, Attach(welcome.link_token, lane)) as sock,
     ):
         assert isinstance(await read_first_frame(sock), Refuse)
+    await listener.aclose()
+
+
+async def test_a_lane_whose_proof_is_not_its_links_is_refused() -> None:
+    listener = await door()
+    control, welcome = await welcomed(listener)
+    attach = Attach(welcome.link_token, 0, b"of another link")
+    with control, await knock(listener, attach) as lane:
+        assert isinstance(await read_first_frame(lane), Refuse)
+    await listener.aclose()
+
+
+async def test_a_lane_with_other_certificates_than_its_link_is_refused(
+    authority: Authority,
+) -> None:
+    keyring = Keyring(tls=authority.issue())
+    listener = await door("tls://127.0.0.1:0", keyring)
+    control = await knock_over_tls(listener, authority, HELLO)
+    welcome = await read_first_frame(control)
+    assert isinstance(welcome, Welcome)
+    attach = Attach(welcome.link_token, 0)
+    with control, await knock_over_tls(listener, authority, attach) as lane:
+        assert isinstance(await read_first_frame(lane), Refuse)
     await listener.aclose()
 
 

@@ -79,3 +79,18 @@ async def test_a_region_stays_until_its_pin_ends_or_the_peer_is_gone(
     assert not (growth.arena.pinned_bytes or holder.is_connected)
     shown.close()
     os.close(fd)
+
+
+async def test_memory_is_used_by_who_has_read_in_it_what_is_there_alone(
+    gpu: FakeDevice, growth: Growth, pair: LinkPair
+) -> None:
+    shown = Sharing(growth.arena, lambda: None, growth.drop_soon)
+    found = shown.export(pair.far, gpu.process.cuda.uuid(0), "edges")
+    assert found is not None
+    holder, exported = found
+    sock, fd = await fetch_file(exported.address, exported.ticket)
+    assert not holder.is_connected
+    assert not holder.verify(bytes(16)) and not holder.is_usable
+    sock.close()
+    shown.close()
+    os.close(fd)
