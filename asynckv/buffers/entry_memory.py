@@ -48,7 +48,12 @@ class EntryMemory:
         :raises EntryTooLarge: it could never fit, or since memory was refused
         """
         if not self._arena.could_ever_fit(entry.sizes, entry.charges):
-            raise EntryTooLarge(nbytes=entry.nbytes, max_bytes=self._arena.max_bytes)
+            is_short = self._arena.refused_slabs
+            raise EntryTooLarge(
+                nbytes=entry.nbytes,
+                max_bytes=self._arena.max_bytes,
+                hint="the system refused this buffer more memory" if is_short else None,
+            )
 
     def is_growing_for(self, entry: StoredEntry) -> bool:
         """Whether it waits for nobody, but for memory that the system is asked for."""

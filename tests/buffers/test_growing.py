@@ -88,7 +88,7 @@ async def test_inserts_that_wait_for_memory_that_is_refused_are_too_large(
     with pytest.raises(EntryTooLarge) as raised:
         await lookup.insert([2], None, _tensor(20), None, None)
     assert raised.value.max_bytes == 16 * _MIB
-    with pytest.raises(EntryTooLarge):
+    with pytest.raises(EntryTooLarge, match="the system refused"):
         await lookup.insert([3], None, _tensor(20), None, None)
     await lookup.insert([4], None, _tensor(7), None, None)
     assert lookup.statistics().refused_slabs == 1
