@@ -59,6 +59,7 @@ class _Request(types.SimpleNamespace):
     """vLLM's request, as far as it is looked at."""
 
     cache_salt = lora_request = prompt_embeds = None
+    status = types.SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
     mm_features = ()
 
 

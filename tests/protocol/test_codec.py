@@ -259,11 +259,16 @@ def test_frames_before_an_error_are_still_given() -> None:
         next(events)
 
 
-@pytest.mark.parametrize("pieces", [[b"GET"], [b"A", b"KV", b"9"]])
-def test_what_is_no_frame_is_refused_at_its_first_bytes(pieces: list[bytes]) -> None:
-    with pytest.raises(RemoteProtocolError, match="not a frame"):
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [([b"GET"], "not a frame"), ([b"A", b"KV", b"9"], "it speaks protocol 9")],
+)
+def test_what_is_no_frame_is_refused_at_its_first_bytes(
+    pieces: list[bytes], words: str
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
         decode(*pieces)
-    with pytest.raises(RemoteProtocolError, match="not a frame"):
+    with pytest.raises(RemoteProtocolError, match=words):
         decode(encode_frame(1, Get("a"))[0], *pieces)
 
 

@@ -8,7 +8,7 @@ from typing import Final
 from asynckv.connectors.headers import EntryHeader
 from asynckv.connectors.p2p_loads import P2PLoad, Source, release
 from asynckv.connectors.p2p_orders import LoadOrder
-from asynckv.connectors.p2p_saves import P2PSave, Target, tell_failure
+from asynckv.connectors.p2p_saves import P2PSave, Target, tell_failure, withdraw
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.connectors.grounds import P2PGround
 from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
@@ -166,6 +166,28 @@ async def a_failure(ground: P2PGround, sweeper: Sweeper) -> None:
     )
 
 
+async def a_withdrawal(ground: P2PGround, sweeper: Sweeper) -> None:
+    """Cancelled, the entry is there or not; else it is gone."""
+    worker = ground.prefill.workers[0]
+    header = EntryHeader(engine_id="P", rank=0, block_size=1, layers=())
+    targets: list[Target] = []
+
+    async def before() -> None:
+        targets[:] = worker.routes.targets(ground.save_order(ground.new_name()))
+        await tell_failure(targets[0], [1, 2, 3], header, "no room", _TIMEOUT_S)
+        await sweeper.pause()
+
+    async def check(outcome: Outcome[None]) -> None:
+        find, entry_id, _ = targets[0]
+        is_there = await (await find()).withdraw(entry_id)
+        expect(outcome.cancelled or not is_there, "it is still there")
+        await ground.check_quiet()
+
+    await sweeper.sweep(
+        "a withdrawal", lambda: withdraw(targets[0], _TIMEOUT_S), check, before
+    )
+
+
 async def _clear_others(ground: P2PGround) -> None:
     """What was pushed to other ranks lies in their buffers."""
     for buffer in ground.buffers().values():
@@ -196,4 +218,5 @@ MOVING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
     ),
     ConnectorScenario(a_release, ("release",)),
     ConnectorScenario(a_failure, ("tell_failure",)),
+    ConnectorScenario(a_withdrawal, ("withdraw",)),
 )
