@@ -55,7 +55,6 @@ async def pair(two_gpus: FakeGpus, open_pipes: Open) -> AsyncIterator[GpuPipes]:
         yield pair
 
 
-@pytest.mark.both_loops
 @WAYS
 @pytest.mark.parametrize("check", PIPE_CHECKS, ids=lambda check: check.__name__)
 async def test_such_a_pipe_keeps(

@@ -29,8 +29,6 @@ from asynckv.testing.pipe_conformance import PIPE_CHECKS, check_pipe
 from asynckv.testing.pipe_pairs import open_group, open_pipe_pair
 from asynckv.types import TensorSpec
 
-pytestmark = pytest.mark.both_loops
-
 
 @pytest.fixture
 def gpu() -> Iterator[FakeDevice]:

@@ -20,7 +20,6 @@ async def hand_over(pair: KVPair) -> None:
     assert (await pair.store.contains(["name"])) == (True,)
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_a_pair_is_served_and_connected(scheme: Scheme) -> None:
     async with open_kv_pair(scheme, fingerprint=None) as pair:
@@ -28,7 +27,6 @@ async def test_a_pair_is_served_and_connected(scheme: Scheme) -> None:
         await hand_over(pair)
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", ["tcp", "unix"])
 async def test_a_pair_with_faults_is_one(scheme: Scheme) -> None:
     async with open_kv_faults(scheme) as pair:

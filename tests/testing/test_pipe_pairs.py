@@ -9,8 +9,6 @@ from asynckv.testing.pairs import SCHEMES, Scheme
 from asynckv.testing.pipe_checks.values import PIPE_BYTES
 from asynckv.testing.pipe_pairs import free_port, open_group, open_pipe_pair
 
-pytestmark = pytest.mark.both_loops
-
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_the_sides_of_a_pair_are_connected(scheme: Scheme) -> None:

@@ -14,7 +14,6 @@ from asynckv.testing.transport_pairs import (
 )
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("kind", TRANSPORT_KINDS)
 async def test_the_side_that_is_left_hears_of_it(kind: TransportKind) -> None:
     lost: list[list[Exception]] = [[], []]

@@ -9,7 +9,6 @@ from asynckv.testing.cancellations.grounds import GROUNDS, Kind, open_ground
 from asynckv.testing.certificates import Authority
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("kind", GROUNDS)
 async def test_both_sides_reach_the_same_buffers(
     kind: Kind, authority: Authority

@@ -15,7 +15,6 @@ Join = Callable[..., Awaitable[tuple[RawConnection, RawConnection]]]
 Carry = Callable[[RawConnection, RawConnection, bytes], Awaitable[bytes]]
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, 200_000])
 async def test_exactly_so_many_bytes_pass_before_a_cut(
     join: Join, carry: Carry, proxy: Proxy, nbytes: int
@@ -71,7 +70,6 @@ async def test_a_cut_counts_from_the_begin_of_the_fault(
         assert await carry(near, far, bytes(100)) == bytes(10)
 
 
-@pytest.mark.both_loops
 async def test_a_reset_ends_what_is_open_and_what_is_opened(
     join: Join, carry: Carry, proxy: Proxy
 ) -> None:
@@ -107,7 +105,6 @@ async def test_a_reset_of_the_lanes_leaves_the_control_connection(
         assert await carry(*of_control, b"passes") == b"passes"
 
 
-@pytest.mark.both_loops
 async def test_a_half_close_ends_one_direction(
     join: Join, carry: Carry, proxy: Proxy
 ) -> None:

@@ -14,7 +14,6 @@ Join = Callable[..., Awaitable[tuple[RawConnection, RawConnection]]]
 Carry = Callable[[RawConnection, RawConnection, bytes], Awaitable[bytes]]
 
 
-@pytest.mark.both_loops
 async def test_a_black_hole_takes_everything_and_gives_nothing(
     join: Join, proxy: Proxy
 ) -> None:
@@ -28,7 +27,6 @@ async def test_a_black_hole_takes_everything_and_gives_nothing(
         await far.receive(1)  # not a clean end of half a stream
 
 
-@pytest.mark.both_loops
 async def test_a_connection_that_lost_nothing_survives_a_black_hole(
     join: Join, carry: Carry, proxy: Proxy
 ) -> None:

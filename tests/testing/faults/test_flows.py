@@ -15,7 +15,6 @@ Join = Callable[..., Awaitable[tuple[RawConnection, RawConnection]]]
 Carry = Callable[[RawConnection, RawConnection, bytes], Awaitable[bytes]]
 
 
-@pytest.mark.both_loops
 async def test_bytes_pass_both_ways_as_they_are(
     join: Join, carry: Carry, proxy: Proxy
 ) -> None:
@@ -27,7 +26,6 @@ async def test_bytes_pass_both_ways_as_they_are(
     assert (counts.bytes_to_listener, counts.bytes_to_dialler) == (len(data), 1000)
 
 
-@pytest.mark.both_loops
 async def test_who_does_not_read_makes_the_sender_wait(
     join: Join, carry: Carry, proxy: Proxy
 ) -> None:
@@ -44,7 +42,6 @@ async def test_who_does_not_read_makes_the_sender_wait(
     assert proxy.counts.max_held_bytes < MAX_LINE_BYTES + 2**16
 
 
-@pytest.mark.both_loops
 async def test_the_end_of_one_direction_leaves_the_other(
     join: Join, carry: Carry, proxy: Proxy
 ) -> None:

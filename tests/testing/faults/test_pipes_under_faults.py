@@ -100,7 +100,6 @@ async def use(make: Make) -> tuple[Account, Fault]:
     return account, fault
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("name", HARMLESS)
 async def test_everything_arrives_under(name: str) -> None:
     account, fault = await use(HARMLESS[name])
@@ -151,7 +150,6 @@ async def test_a_flip_in_the_payload_is_found_before_it_is_handed_over(at: int) 
     )
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("name", DEADLY)
 async def test_both_sides_are_told_of(name: str) -> None:
     async with (

@@ -24,7 +24,6 @@ def test_a_url_says_where_to_dial() -> None:
     assert place_of("unix:///run/a%20b").target == "/run/a b"
 
 
-@pytest.mark.both_loops
 async def test_the_place_beside_a_tcp_listener_is_a_loopback_port() -> None:
     place, sock = await place_of("tls://10.1.2.3:70").listen_beside()
     with sock, await place_of(place.url).connect() as dialled:
@@ -33,7 +32,6 @@ async def test_the_place_beside_a_tcp_listener_is_a_loopback_port() -> None:
     await place.remove()
 
 
-@pytest.mark.both_loops
 async def test_the_place_beside_a_unix_socket_is_this_users_alone() -> None:
     place, sock = await place_of("unix:///run/asynckv.sock").listen_beside()
     with sock, await place_of(place.url).connect():

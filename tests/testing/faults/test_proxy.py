@@ -19,7 +19,6 @@ from asynckv.testing.pairs import Scheme, new_url
 Join = Callable[..., Awaitable[tuple[RawConnection, RawConnection]]]
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", ["tcp", "unix"])
 async def test_a_link_works_through_a_proxy(scheme: Scheme) -> None:
     tensor = torch.arange(2**20, dtype=torch.uint8)
@@ -56,7 +55,6 @@ async def test_its_target_can_be_changed(proxy: Proxy, join: Join) -> None:
     assert proxy.target == other.url
 
 
-@pytest.mark.both_loops
 async def test_leaving_it_resets_what_is_open(listener: RawListener) -> None:
     async with Proxy(listener.url) as proxy:
         near = await RawConnection.dial(proxy.url)
@@ -71,7 +69,6 @@ async def test_leaving_it_resets_what_is_open(listener: RawListener) -> None:
     await proxy.aclose()
 
 
-@pytest.mark.both_loops
 async def test_leaving_it_at_once_leaves_nothing(listener: RawListener) -> None:
     for turns in range(4):
         async with Proxy(listener.url) as proxy:

@@ -5,7 +5,6 @@ import pytest
 from asynckv.testing.faults.raw import RawConnection, RawListener
 
 
-@pytest.mark.both_loops
 async def test_bytes_pass_and_the_end_is_an_end() -> None:
     with RawListener() as listener, await RawConnection.dial(listener.url) as near:
         far = await listener.accept()

@@ -15,7 +15,6 @@ Join = Callable[..., Awaitable[tuple[RawConnection, RawConnection]]]
 Carry = Callable[[RawConnection, RawConnection, bytes], Awaitable[bytes]]
 
 
-@pytest.mark.both_loops
 async def test_latency_delays_each_byte_and_keeps_what_follows_flowing(
     join: Join, proxy: Proxy
 ) -> None:
@@ -31,7 +30,6 @@ async def test_latency_delays_each_byte_and_keeps_what_follows_flowing(
     assert fault.counts.nbytes == 5
 
 
-@pytest.mark.both_loops
 async def test_the_end_of_a_latency_sends_on_what_it_holds(
     join: Join, proxy: Proxy
 ) -> None:
@@ -46,7 +44,6 @@ async def test_the_end_of_a_latency_sends_on_what_it_holds(
     assert await receiving == b"held"
 
 
-@pytest.mark.both_loops
 async def test_a_rate_is_shared_by_all_connections(
     join: Join, carry: Carry, proxy: Proxy
 ) -> None:
@@ -72,7 +69,6 @@ async def test_a_rate_below_a_byte_a_turn_trickles(join: Join, proxy: Proxy) -> 
     assert fault.counts.acts == 2
 
 
-@pytest.mark.both_loops
 async def test_tiny_slices_go_on_one_by_one(
     join: Join, carry: Carry, proxy: Proxy
 ) -> None:
@@ -84,7 +80,6 @@ async def test_tiny_slices_go_on_one_by_one(
     assert fault.counts.acts == 3
 
 
-@pytest.mark.both_loops
 async def test_a_stall_loses_nothing(join: Join, carry: Carry, proxy: Proxy) -> None:
     near, far = await join()
     data = os.urandom(8 * 2**20)

@@ -78,7 +78,6 @@ def judge(lookup: LookupBuffer, traffic: Traffic, count: int) -> None:
     assert (found.acknowledged, found.entries, found.used_bytes) == (count, 0, 0)
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("fault", LASTING)
 async def test_nothing_is_wrong_or_lost_under(fault: str) -> None:
     async with served() as (lookup, proxy), contextlib.AsyncExitStack() as stack:
