@@ -332,22 +332,27 @@ def test_a_process_may_lock_all_of_its_memory() -> None:
     assert done.stdout == b"right\n"
 
 
-@pytest.mark.parametrize("digest", ["auto", "off"])
-@pytest.mark.trust
+@pytest.mark.parametrize(
+    "digest",
+    [
+        pytest.param("off", marks=pytest.mark.trust),
+        pytest.param("auto", marks=pytest.mark.chaos),
+    ],
+)
 @pytest.mark.timeout(300)
 async def test_ten_thousand_writes_into_views_change_nothing_of_anybody_else(
     digest: Digest,
 ) -> None:
     chance, kept = random.Random(5), list[tuple[torch.Tensor, torch.Tensor]]()
     async with mapped(digest, max_bytes=8 * MIB) as (buffer, peer):
-        for _ in range(500):
+        for _ in range(200):
             key = some_bytes(chance.choice([70_000, 300_000, 999_999]))
             await insert(buffer, key)
             is_failing = chance.random() < 0.2
             with contextlib.suppress(KeyError):
                 async with peer.lookup.drop_select() as entry:
                     assert entry.key_tensor.equal(key)
-                    for _ in range(20):
+                    for _ in range(50):
                         start = chance.randrange(key.nbytes)
                         entry.key_tensor[start : start + 99] = chance.randrange(256)
                     kept.append((entry.key_tensor, entry.key_tensor.clone()))
