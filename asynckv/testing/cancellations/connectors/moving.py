@@ -15,7 +15,7 @@ from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect
 
-__all__ = ("MOVING", "a_failure", "a_load", "a_release", "a_save")
+__all__ = ("MOVING", "a_failure", "a_load", "a_release", "a_save", "a_withdrawal")
 
 _TIMEOUT_S: Final = 20.0
 _LATE: Final = 5
