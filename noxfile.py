@@ -26,7 +26,7 @@ COVERING = (
     *("tests/links/test_gpu_link.py", "tests/links/test_gpu_arrivals.py"),
 )
 FUZZED = ("wire", "greeting", "chunks", "manifest", "urls", "peer")
-TYPED = ("asynckv", "tests", "examples", "benchmarks", "noxfile.py")
+TYPED = ("asynckv", "tests", "examples", "benchmarks", ".ci", "noxfile.py")
 # What each peer of benchmarks/peers needs beside asynckv, which brings anyio, and gloo
 # with torch; and what to install without its dependencies: CUDA, of no use there.
 PEERS = {

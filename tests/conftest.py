@@ -33,6 +33,7 @@ from asynckv.testing.certificates import Authority
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_processes import GPU_KINDS, GpuKind, usable
+from asynckv.testing.suspended import trail
 from asynckv.transports.nccl import workers
 from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.workers import WorkerUse
@@ -44,6 +45,7 @@ SLOW_S: Final = 0.02
 """A search for garbage that took as long had to look at too much."""
 
 _has_failed = pytest.StashKey[bool]()
+_loop = pytest.StashKey[asyncio.AbstractEventLoop]()
 
 
 def pytest_asyncio_loop_factories(
@@ -117,7 +119,17 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     item.stash[_has_failed] = item.stash.get(_has_failed, False) or report.failed
+    loop = item.stash.get(_loop, None)
+    # Its own traceback ends in the selector: what hangs are the tasks.
+    if report.failed and "Timeout (>" in report.longreprtext and loop is not None:
+        tasks = sorted(asyncio.all_tasks(loop), key=asyncio.Task.get_name)
+        hanging = "\n\n".join(map(_waits, tasks))
+        report.sections.append(("where the tasks of the loop wait", hanging))
     return report
+
+
+def _waits(task: asyncio.Task[Any]) -> str:
+    return f"{task.get_name()}\n" + "\n".join(trail(task.get_coro()))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -217,7 +229,8 @@ def no_task_left_behind(
 
 
 @pytest.fixture
-async def _quiet_loop() -> AsyncIterator[None]:
+async def _quiet_loop(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    request.node.stash[_loop] = asyncio.get_running_loop()
     unseen: list[str] = []
 
     def note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -225,10 +238,12 @@ async def _quiet_loop() -> AsyncIterator[None]:
 
     asyncio.get_running_loop().set_exception_handler(note)
     yield
+    if request.node.stash.get(_has_failed, False):
+        return  # one fault, one report
     left = asyncio.all_tasks() - {asyncio.current_task()}
     if left:
         _, left = await asyncio.wait(left, timeout=GRACE_S)
-    lines = [*(f"  {task!r}" for task in left), *unseen]
+    lines = [*(f"  {task!r}\n{_waits(task)}" for task in left), *unseen]
     if lines:
         pytest.fail("left behind on the loop:\n" + "\n".join(lines), pytrace=False)
 

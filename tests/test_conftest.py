@@ -61,6 +61,17 @@ def test_process():
 """
 
 
+HANGING = """
+import asyncio, pytest
+
+async def deeper():
+    await asyncio.Event().wait()
+
+@pytest.mark.timeout(0.5)
+async def test_hangs():
+    await deeper()
+"""
+
 BLOCKING = """
 import time, asynckv
 
@@ -93,3 +104,9 @@ def test_a_blocking_call_of_the_package_fails_the_test(house: pytest.Pytester) -
     result = run(house, BLOCKING)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*BlockingError*time.sleep*"])
+
+
+def test_a_hang_is_one_failure_that_says_where(house: pytest.Pytester) -> None:
+    result = run(house, HANGING)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*test_it.py:* in deeper"])

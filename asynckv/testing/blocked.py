@@ -23,7 +23,9 @@ async def until(
     deadline = loop.time() + timeout_s
     while not predicate():
         if loop.time() > deadline:
-            raise TimeoutError(f"still not so after {timeout_s:g} s")
+            raise TimeoutError(
+                f"still not so after {timeout_s:g} s: {_place(predicate)}"
+            )
         await asyncio.sleep(0)
 
 
@@ -58,6 +60,11 @@ async def cancel_before_each(
     await asyncio.wait({waiting})
     if ended_early:
         raise AssertionError("it has not waited for all")
+
+
+def _place(predicate: Callable[[], bool]) -> str:
+    code = getattr(predicate, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(predicate)
 
 
 def _is_blocked(task: asyncio.Task[Any]) -> bool:

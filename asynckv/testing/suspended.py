@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal
 
-__all__ = ("frames_of", "where")
+__all__ = ("frames_of", "trail", "where")
 
 
 def frames_of(coroutine: object) -> Iterator[FrameType]:
@@ -29,6 +29,14 @@ def where(coroutine: object) -> str:
     if not frames:
         return "?"
     return f"{frames[-1].f_code.co_qualname} (line {frames[-1].f_lineno})"
+
+
+def trail(coroutine: object) -> list[str]:
+    """Name each place where it is suspended, from the outermost call inwards."""
+    return [
+        f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        for frame in frames_of(coroutine)
+    ]
 
 
 def _unwrapped(awaited: object) -> object:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.testing.blocked import until_blocked
-from asynckv.testing.suspended import frames_of, where
+from asynckv.testing.suspended import frames_of, trail, where
 
 
 async def wait_for_ever() -> None:
@@ -64,6 +64,9 @@ async def test_it_names_the_innermost_place() -> None:
     task = asyncio.create_task(coroutine)
     await until_blocked(task)
     assert where(coroutine).startswith("wait_for_ever (line ")
+    assert [line.rpartition(" in ")[2] for line in trail(coroutine)] == [
+        "wait_for_ever"
+    ]
     task.cancel()
     await asyncio.wait({task})
     assert where(coroutine) == where(object()) == "?"
