@@ -71,7 +71,8 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types: package, tests, examples, benchmarks and this file, strictly."""
     install(session, ".[test]", "mypy", "nox")
-    session.run("mypy", "--strict", *(path for path in TYPED if _has_python(path)))
+    typed = [path for path in TYPED if _has_python(path)]
+    session.run("mypy", "--strict", "--num-workers", "auto", *typed)
 
 
 @nox.session
