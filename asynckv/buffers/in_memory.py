@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Self
 
 from asynckv.abc import KVCacheBuffer
-from asynckv.buffers.stage import STAGE_NBYTES, Stage
 from asynckv.links.sharing import Sharing
 from asynckv.loops import LoopBound
 from asynckv.tensors.device_pages import DeviceAllocation
@@ -40,10 +39,6 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         self._arena = self._growth.arena
         self.pool = self._growth.make_pool()
         self.sharing = Sharing(self._arena, changed, self._growth.drop_soon)
-        self.stage: Stage | None = None
-        """Where peers of this host read what is on a GPU."""
-        if self._device is not None:
-            self.stage = Stage(min(self._arena.max_bytes, STAGE_NBYTES))
 
     @property
     def is_on_gpu(self) -> bool:
@@ -58,17 +53,12 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
     @property
     def mapped_by(self) -> dict[str, int]:
         """Of how many tensors each peer may have views, if it may of any."""
-        found = self.sharing.mapped_by
-        if self.stage is not None:
-            for peer_id, count in self.stage.sharing.mapped_by.items():
-                found[peer_id] = found.get(peer_id, 0) + count
-        return found
+        return self.sharing.mapped_by
 
     @property
     def late_views(self) -> int:
         """How many views have kept memory for 10 s after their entry's end."""
-        staged = 0 if self.stage is None else self.stage.late_views
-        return self._growth.late_views + staged
+        return self._growth.late_views
 
     @property
     def open_device(self) -> Device | None:
@@ -108,12 +98,8 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         self.pool.close()
         self.sharing.close()
         self._growth.close()
-        if self.stage is not None:
-            self.stage.close()
 
     async def _wait_closed(self) -> None:
         """Wait until no thread is at it, and for peers that have to close it first."""
         await self.sharing.aclose()
         await self._growth.aclose()
-        if self.stage is not None:
-            await self.stage.aclose()

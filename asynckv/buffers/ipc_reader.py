@@ -32,7 +32,7 @@ class IpcReader(MapReader):
     As its contract says; a call that is cancelled ends when the GPU is done too.
     """
 
-    is_in_host: ClassVar[bool] = False
+    reads_host: ClassVar[bool] = False
 
     def __init__(
         self, memory: ImportedMemory, pool: DeviceCopyPool, *, views: bool

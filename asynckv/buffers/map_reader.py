@@ -56,16 +56,26 @@ class MappedParts(msgspec.Struct, eq=False):
 class MapReader:
     """Reads what ``memory`` shows, for any number of calls.
 
-    With ``views`` nothing is copied but what lands in memory of the caller.
+    With ``views`` nothing is copied but what lands in memory of the caller. What
+    ``is_for_gpu`` is shown until :func:`~asynckv.buffers.lifting.lift_all` has copied
+    it to the GPU, and counts as received.
     """
 
-    is_in_host: ClassVar[bool] = True
-    """Is what is copied copied to memory of the host?"""
+    reads_host: ClassVar[bool] = True
+    """Is it memory of the host that is read?"""
 
-    def __init__(self, memory: MappedMemory, pool: CopyPool, *, views: bool) -> None:
-        self.views = views
-        self.is_charged = not views
+    def __init__(
+        self,
+        memory: MappedMemory,
+        pool: CopyPool,
+        *,
+        views: bool,
+        is_for_gpu: bool = False,
+    ) -> None:
+        self.views = views or is_for_gpu
+        self.is_charged = is_for_gpu or not views
         """Does what it returns count as received?"""
+        self._is_in_host = self.reads_host and not is_for_gpu
         self.memory = memory
         self._pool = pool
 
@@ -119,7 +129,7 @@ class MapReader:
         :raises ValueError: ``targets`` do not fit the entry
         """
         parts = delivery.mapped
-        if self.is_in_host:
+        if self.reads_host:
             targets = on_host(targets)
         nbytes = 0
         if targets or self.is_charged:
@@ -127,7 +137,7 @@ class MapReader:
         if not self.is_charged:
             nbytes = _small_nbytes(delivery.manifest, parts, targets) if parts else 0
         if nbytes:
-            await budget.reserve(nbytes, in_host=self.is_in_host and self.is_charged)
+            await budget.reserve(nbytes, in_host=self._is_in_host and self.is_charged)
             delivery.charged_bytes = nbytes
         tensors = None
         if parts is not None and stands(delivery):

@@ -10,7 +10,6 @@ from asynckv.buffers.gpu_staging import GpuStaging
 from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.ipc_reader import IpcReader
-from asynckv.buffers.lifted_reader import LiftedReader
 from asynckv.buffers.manifest import INLINE_NBYTES
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.mapped import MappedMemory, Mappings
@@ -139,6 +138,5 @@ class PeerWays:
     def _new_reader(self, memory: MappedMemory, *, views: bool) -> MapReader:
         if isinstance(memory, ImportedMemory) and isinstance(self.pool, DeviceCopyPool):
             return IpcReader(memory, self.pool, views=views)
-        if self._on_gpu is not None:
-            return LiftedReader(memory, self.pool)
-        return MapReader(memory, self.pool, views=views)
+        is_on_gpu = self._on_gpu is not None
+        return MapReader(memory, self.pool, views=views, is_for_gpu=is_on_gpu)

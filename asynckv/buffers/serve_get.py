@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from asynckv.buffers.gpu_sending import GpuSending
 from asynckv.buffers.hoisting import HostCopy
 from asynckv.buffers.manifest import INLINE_NBYTES, pack
-from asynckv.buffers.serve_mapped import map_value, needs_copies
-from asynckv.buffers.serve_offer import release
-from asynckv.buffers.staging import Original
+from asynckv.buffers.serve_mapped import map_value
 from asynckv.buffers.store_ledger import PinnedValue
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
 from asynckv.links.riding import RidingParts, rides
-from asynckv.links.sharing import MapHolder
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
@@ -35,7 +32,6 @@ from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.arena import Region
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
-from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -50,8 +46,7 @@ _BUSY_BYTES = 4 * 2**20
 class ServedGet:
     """One remote get: read from the store's memory, which stays pinned meanwhile.
 
-    On a GPU the peer reads it there, or it goes from GPU to GPU; or a copy is shown to
-    the peer, or sent.
+    On a GPU the peer reads it there, or it goes from GPU to GPU; or a copy is sent.
     """
 
     def __init__(
@@ -62,7 +57,6 @@ class ServedGet:
         self._pinned = pinned
         self._transfer = service.link.new_transfer()
         self._is_offered = self._is_sending = self._is_shown = False
-        self._copies: Sequence[SlabRegion] = ()
         self._by_gpu: GpuSending | None = None
         self._copying: asyncio.Task[None] | None = None
         self._riding: RidingParts | None = None
@@ -93,31 +87,8 @@ class ServedGet:
         if service.link.outgoing_bytes > _BUSY_BYTES:
             service.link.call_when_drained(self._offer_when_writable)
             return
-        holder = service.showing.holder
-        if self._needs_copy(holder):
-            original = Original(pinned.region, pinned.spec, pinned.digest)
-            copied, failed = partial(self._offer, holder), self._fail
-            copy = service.staging.copy
-            staging = partial(copy, [original], copied, failed)
-            self._copying = service.run(staging, "copy from a GPU to shared memory", 0)
-        else:
-            self._offer(holder)
-
-    def _needs_copy(self, holder: MapHolder | None) -> bool:
-        """Is it to be brought to where the peer reads?"""
-        pinned = self._pinned
-        if holder is None or not holder.is_usable:
-            return False
-        return pinned.spec.nbytes > INLINE_NBYTES and needs_copies(
-            holder, [pinned.region]
-        )
-
-    def _offer(
-        self, holder: MapHolder | None, copies: Sequence[SlabRegion] | None = None
-    ) -> None:
-        pinned = self._pinned
-        self._copies, self._is_offered = copies or (), True
-        region = self._copies[0] if self._copies else pinned.region
+        self._is_offered = True
+        region, holder = pinned.region, service.showing.holder
         record = TensorRecord("value", pinned.spec, pinned.digest)
         inline = pinned.spec.nbytes <= INLINE_NBYTES and not region.is_on_device
         pieces = [joined(region.memory())] if inline else []
@@ -128,8 +99,6 @@ class ServedGet:
             self._is_shown = True
             mapped, places = shown
             body += places
-        else:
-            release(self._copies)  # the peer has left its mapping, or has many pins
         self._stream.send(Offer(self._transfer, inline, mapped=mapped), body)
         if inline:
             self._end(Result(1))
@@ -196,7 +165,6 @@ class ServedGet:
             self._copying.cancel()
         if self._riding is not None:
             self._riding.stop()
-        release(self._copies)
         if last is not None:
             self._stream.send(last)
         self._stream.close()

@@ -15,7 +15,6 @@ from asynckv.buffers.serve_insert import ServedInsert
 from asynckv.buffers.serve_select import ServedSelect, query_of
 from asynckv.buffers.serve_writer import ServedWriter
 from asynckv.buffers.showing import Showing
-from asynckv.buffers.staging import Staging
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
@@ -101,7 +100,7 @@ class LookupService:
         map_digest: MapDigest = "edges",
     ) -> None:
         self.devices = devices
-        self.showing = Showing(link, buffer.sharing, map_digest, buffer.stage)
+        self.showing = Showing(link, buffer.sharing, map_digest)
         self.buffer = buffer
         self.link = link
         self.kept = kept
@@ -113,7 +112,6 @@ class LookupService:
         self.is_leaving = False
         self._charged_bytes = 0
         self.hoisting = Hoisting(buffer.pool, devices.copies, link.payload.feeds)
-        self.staging = Staging(buffer.pool, buffer.stage, map_digest)
         self._inserts: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended_callback: Callable[[], None] | None = None

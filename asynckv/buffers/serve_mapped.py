@@ -23,7 +23,6 @@ __all__ = (
     "can_be_mapped",
     "map_entry",
     "map_value",
-    "needs_copies",
     "place_of",
 )
 
@@ -42,7 +41,7 @@ class Shown(NamedTuple):
 
 
 def can_be_mapped(entry: StoredEntry, holder: MapHolder | None) -> bool:
-    """Will the peer read the entry where it lies, or a copy, once it is whole?
+    """Will the peer read the entry where it lies, once it is whole?
 
     What is on the heap rides along, if it is little.
     """
@@ -53,29 +52,10 @@ def can_be_mapped(entry: StoredEntry, holder: MapHolder | None) -> bool:
     return len(others) < len(regions) and sum(others) <= INLINE_NBYTES
 
 
-def needs_copies(holder: MapHolder | None, regions: Sequence[Region]) -> bool:
-    """Is any of these on a GPU, where the peer reads memory of the host?"""
-    if holder is None or holder.memory_file.must_be_closed_there:
-        return False
-    return any(region.is_on_device for region in regions)
-
-
-def map_entry(
-    entry: StoredEntry, holder: MapHolder, copies: Sequence[SlabRegion] = ()
-) -> tuple[Pin, MappedOffer, bytes] | None:
-    """Pin a whole entry; return how an offer says so, and how its body ends.
-
-    ``copies`` are shown of what is on a GPU; ``None`` if the peer needs some.
-    """
+def map_entry(entry: StoredEntry, holder: MapHolder) -> tuple[Pin, MappedOffer, bytes]:
+    """Pin a whole entry; return how an offer says so, and how its body ends."""
     regions = entry.regions[: len(entry.parts)]
-    if copies:
-        rest = iter(copies)
-        regions = [next(rest) if r.is_on_device else r for r in regions]
-        shown = _show(regions, holder)
-    elif needs_copies(holder, regions):
-        return None
-    else:
-        shown = entry.shown = entry.shown or _show(regions, holder)
+    shown = entry.shown = entry.shown or _show(regions, holder)
     pin = holder.pin(shown.regions)
     mapped = MappedOffer(pin.number, len(shown.places), shown.edges)
     return pin, mapped, b"".join((shown.places, *_heap_bytes(regions)))
@@ -89,8 +69,6 @@ def map_value(
     ``None`` if the peer cannot read it where it lies.
     """
     if holder is None or not holder.is_usable or not isinstance(region, SlabRegion):
-        return None
-    if needs_copies(holder, [region]):
         return None
     shown = _show([region], holder)
     pin = holder.pin(shown.regions)

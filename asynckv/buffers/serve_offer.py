@@ -6,7 +6,7 @@ Plain functions; nothing here waits or knows how a delivery ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
@@ -36,10 +36,9 @@ from asynckv.protocol.values import MappedOffer
 from asynckv.tensors.arena import Region
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
-from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import TensorSpec
 
-__all__ = ("Hoist", "Offering", "make_offer", "may_begin", "release")
+__all__ = ("Hoist", "Offering", "make_offer", "may_begin")
 
 Hoist: TypeAlias = Callable[
     [Region, TensorSpec, Callable[[HostCopy], None]], "asyncio.Task[None]"
@@ -72,20 +71,18 @@ def make_offer(
     holder: MapHolder | None = None,
     *,
     hoist: Hoist | None = None,
-    copies: Sequence[SlabRegion] = (),
     reader: MapHolder | None = None,
 ) -> Offering:
     """Offer what was leased, with its bytes if they are small and all there.
 
-    With a ``holder`` who has mapped them, or ``copies`` of what is on a GPU, it is told
-    where they lie; the ``reader`` of a stream, where parts will lie as they come.
-    ``hoist`` brings what is on a GPU to the host, for lanes. The copies are released
-    when the delivery ends.
+    A ``holder`` who has the memory open is told where they lie; the ``reader`` of a
+    stream, where parts will lie as they come. ``hoist`` brings what is on a GPU to the
+    host, for lanes.
 
     :raises EntryTooLarge: its tokens, roi and names do not fit in a frame
     """
     entry = lease.entry
-    body, inline, shown = _body_of(link, entry, holder, copies, reader)
+    body, inline, shown = _body_of(link, entry, holder, reader)
     pin, mapped = (None, None) if shown is None else shown
     try:
         check_body(link.limits.max_body_bytes, body)
@@ -93,14 +90,12 @@ def make_offer(
         keeper = holder if reader is None else reader
         if keeper is not None and pin is not None:
             keeper.unpin(pin.number)
-        release(copies)
         raise
     offering = Offering(
         *(link, stream, entry, link.new_transfer()),
         pin=pin,
         reader=reader if pin is not None else None,
         hoist=hoist,
-        copies=copies,
     )
     offer = Offer(
         transfer=offering.transfer,
@@ -120,7 +115,6 @@ def _body_of(
     link: Link,
     entry: StoredEntry,
     holder: MapHolder | None,
-    copies: Sequence[SlabRegion],
     reader: MapHolder | None,
 ) -> tuple[bytes, bool, tuple[Pin, MappedOffer] | None]:
     """Return what an offer says, whether the bytes are in it, and what was pinned."""
@@ -131,7 +125,7 @@ def _body_of(
         # What fits in a frame without its places is not kept back by them.
         shown = show_parts(entry, reader, link.limits.max_body_bytes - len(body))
     elif holder is not None and entry.complete and can_be_mapped(entry, holder):
-        shown = map_entry(entry, holder, copies)
+        shown = map_entry(entry, holder)
     if shown is None:
         return body, False, None
     pin, mapped, places = shown
@@ -153,7 +147,6 @@ class Offering(msgspec.Struct, eq=False):
     pin: Pin | None = None
     reader: MapHolder | None = None
     hoist: Hoist | None = None
-    copies: Sequence[SlabRegion] = ()
     _riding: RidingParts | None = None
     _hoisted: list[asyncio.Task[None]] = []
     _by_gpu: GpuSending | ShownSending | None = None
@@ -202,8 +195,6 @@ class Offering(msgspec.Struct, eq=False):
                 self._riding.stop()
         for task in self._hoisted:
             task.cancel()
-        if self.copies:
-            release(self.copies)
 
     def _send(self, index: int) -> None:
         part = self.entry.parts[index]
@@ -254,12 +245,6 @@ class Offering(msgspec.Struct, eq=False):
                 stream.send(Done(transfer, index, digest))
 
         return sent
-
-
-def release(copies: Iterable[SlabRegion]) -> None:
-    """Give back what was copied for one delivery, but for what the peer has of it."""
-    for copy in copies:
-        copy.release()
 
 
 def _pieces(entry: StoredEntry, preamble: bytes) -> list[bytes | memoryview] | None:

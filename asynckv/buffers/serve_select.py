@@ -6,7 +6,7 @@ No task: a waiting query is an entry in the ledger and this object.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,8 @@ from asynckv.buffers.entries import Lease, Waiter
 from asynckv.buffers.hoisting import HostCopy
 from asynckv.buffers.leases import entry_taken
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
-from asynckv.buffers.serve_mapped import can_be_mapped, needs_copies
-from asynckv.buffers.serve_offer import Offering, make_offer, may_begin, release
+from asynckv.buffers.serve_offer import Offering, make_offer, may_begin
 from asynckv.buffers.serve_shown import ShownSending, reads_gpu
-from asynckv.buffers.staging import Original
 from asynckv.buffers.telling import Telling
 from asynckv.errors import (
     BufferClosed,
@@ -48,7 +46,6 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.handshake import strictest
 from asynckv.protocol.payload_frames import Grant
 from asynckv.tensors.arena import Region
-from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -86,7 +83,6 @@ class ServedSelect(msgspec.Struct, eq=False):
     _lease: Lease | None = None
     _offering: Offering | None = None
     _settling: Lease | None = None
-    _staging: asyncio.Task[None] | None = None
 
     def select(self, query: Query) -> None:
         """Ask for an entry; an offer may go out at once."""
@@ -193,7 +189,7 @@ class ServedSelect(msgspec.Struct, eq=False):
 
     def _offer_if_due(self) -> None:
         lease, link = self._lease, self.payer.link
-        if lease is None or self._offering is not None or self._staging is not None:
+        if lease is None or self._offering is not None:
             return  # what was to be offered has ended, or was offered meanwhile
         entry = lease.entry
         holder = None if self.streams else self.payer.showing.holder
@@ -202,45 +198,14 @@ class ServedSelect(msgspec.Struct, eq=False):
         if link.outgoing_bytes > _BUSY_BYTES:
             link.call_when_drained(self._offer_if_due)
             return
-        if entry.complete and self.payer.buffer.stage is not None:
-            self._staging = self._stage(lease, holder)
-        if self._staging is None:
-            self._offer(lease, holder)
+        self._offer(lease, holder)
 
-    def _stage(
-        self, lease: Lease, holder: MapHolder | None
-    ) -> asyncio.Task[None] | None:
-        """Copy what is on a GPU to where the peer reads, if it reads nowhere else."""
-        regions = lease.entry.regions[: len(lease.entry.parts)]
-        if not (can_be_mapped(lease.entry, holder) and needs_copies(holder, regions)):
-            return None
-        originals = [
-            Original(region, part.spec, part.digest)
-            for part, region in zip(lease.entry.parts, regions, strict=True)
-            if region.is_on_device
-        ]
-        copied = partial(self._offer, lease, holder)
-        staging = self.payer.staging.copy(originals, copied, self._fail)
-        return self.payer.run(staging, "copy from a GPU to shared memory")
-
-    def _offer(
-        self,
-        lease: Lease,
-        holder: MapHolder | None,
-        copies: Sequence[SlabRegion] | None = None,
-    ) -> None:
-        self._staging = None
-        if copies and not can_be_mapped(lease.entry, holder):
-            release(copies)  # the peer has left its mapping, or has too many pins
-            copies = None
+    def _offer(self, lease: Lease, holder: MapHolder | None) -> None:
         link, stream, hoist = self.payer.link, self._stream, self._hoist
         reader = self.payer.showing.holder if self.streams else None
         try:
             self._offering = make_offer(
-                *(link, stream, lease, holder),
-                hoist=hoist,
-                copies=copies or (),
-                reader=reader,
+                *(link, stream, lease, holder), hoist=hoist, reader=reader
             )
         except EntryTooLarge as exc:
             # The lease is being made just now: told on the next tick.
@@ -278,9 +243,7 @@ class ServedSelect(msgspec.Struct, eq=False):
     def _end_delivery(self) -> None:
         if self._offering is not None:
             self._offering.stop()
-        if self._staging is not None:
-            self._staging.cancel()
-        self._offering = self._lease = self._staging = None
+        self._offering = self._lease = None
         self.payer.deliveries.discard(self)
         if self.payer.is_leaving:
             self.payer.tell_idle()

@@ -13,7 +13,6 @@ from asynckv.buffers.serve_lookup import Answered
 from asynckv.buffers.serve_pins import ServedPin
 from asynckv.buffers.serve_put import ServedPut
 from asynckv.buffers.showing import Showing
-from asynckv.buffers.staging import Staging
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.store_ledger import PinnedValue
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
@@ -49,9 +48,8 @@ class StoreService:
         self.link = link
         self.kept = kept
         self.devices = devices
-        self.showing = Showing(link, buffer.sharing, map_digest, buffer.stage)
+        self.showing = Showing(link, buffer.sharing, map_digest)
         self.hoisting = Hoisting(buffer.pool, devices.copies, link.payload.feeds)
-        self.staging = Staging(buffer.pool, buffer.stage, map_digest)
         self.loop = asyncio.get_running_loop()
         self.is_leaving = False
         self.under_way: set[object] = set()
@@ -64,9 +62,9 @@ class StoreService:
     ) -> StreamHandler | None:
         """Answer a request; ``None`` if it is none of a store buffer's."""
         fingerprint = self.link.fingerprint
-        if isinstance(frame, OpenStoreMap) and self.buffer.stage is None:
-            raise ConfigError("values in memory of the host are not mapped")
-        if isinstance(frame, OpenStoreIpc | OpenStoreMap):
+        if isinstance(frame, OpenStoreMap):
+            raise ConfigError("stored values are not mapped")
+        if isinstance(frame, OpenStoreIpc):
             return self.showing.open(stream, frame)
         if not isinstance(frame, Put | Get | Delete | Contains | Pin):
             return None

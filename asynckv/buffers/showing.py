@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TypeAlias
 
-from asynckv.buffers.stage import Stage
 from asynckv.errors import ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
@@ -27,20 +26,13 @@ class Showing:
     """What the peer of one link is shown of a buffer's memory, once it asks.
 
     ``holder`` is what it has open, when that is proved; ``digest`` what is compared
-    of what it reads there. What is to be mapped of a buffer on a GPU is its ``stage``.
+    of what it reads there.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        sharing: Sharing,
-        digest: MapDigest,
-        stage: Stage | None = None,
-    ) -> None:
+    def __init__(self, link: Link, sharing: Sharing, digest: MapDigest) -> None:
         self.link = link
         self.holder: MapHolder | None = None
         self._sharing = sharing
-        self._mapped = sharing if stage is None else stage.sharing
         self.digest: MapDigest = digest
         self._asked: frozenset[type[Frame]] = frozenset()
 
@@ -63,7 +55,7 @@ class Showing:
     def _invite(self) -> tuple[MapHolder, Mappable]:
         found = None
         if self.link.may_map:
-            found = self._mapped.invite(self.link, self.digest)
+            found = self._sharing.invite(self.link, self.digest)
         if found is None:
             raise ConfigError("this side has no memory that could be mapped")
         return found

@@ -21,10 +21,7 @@ class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=Tr
 
 
 class OpenMap(_Base, frozen=True, tag="openmap"):
-    """May this peer map the memory that the lookup buffer's entries are in?
-
-    Of entries on a GPU that is memory in which copies of them are shown.
-    """
+    """May this peer map the memory that the lookup buffer's entries are in?"""
 
 
 class OpenStoreMap(_Base, frozen=True, tag="openstoremap"):

@@ -31,12 +31,6 @@ class GpuPair(GpuPeer):
         return self.buffer.statistics().pinned_bytes
 
     @property
-    def staged_bytes(self) -> int:
-        """What copies of entries take of memory that the peer maps."""
-        stage = self.buffer.stage
-        return 0 if stage is None else stage.used_bytes
-
-    @property
     def opened(self) -> int:
         """How many allocations the peer's process has open."""
         return len(self.theirs.process.cuda._opened)

@@ -31,12 +31,6 @@ class GpuStores(GpuPeer):
         """What the peer has of the store's memory, though its value is gone."""
         return self.store.statistics().pinned_bytes
 
-    @property
-    def staged_bytes(self) -> int:
-        """What copies of values take of memory that the peer maps."""
-        stage = self.store.stage
-        return 0 if stage is None else stage.used_bytes
-
     async def opened(self) -> None:
         """Wait until the server knows too that a way between two GPUs is open."""
         await until(lambda: self.is_way_open)

@@ -16,7 +16,8 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serve_lookup import LookupService
-from asynckv.errors import GPUFailed, LeaseLost
+from asynckv.errors import ChecksumError, GPUFailed, LeaseLost
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
@@ -36,9 +37,8 @@ from asynckv.types import TensorSpec
 SMALL = 64 * 1024
 WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "cuda_ipc": {},
-    "map": {"device": None},
-    "map to a GPU": {"theirs": 1, "url": "?payload=map"},
-    "inline": {"device": None, "url": "?payload=inline"},
+    "inline": {"device": None},
+    "inline to a GPU": {"theirs": 1, "url": "?payload=inline"},
 }
 LAYERS = {"key": TensorSpec((MIB,), "uint8"), "hidden": TensorSpec((8,), "uint8")}
 
@@ -77,6 +77,39 @@ async def test_large_and_small_parts_of_a_gpu_come_through_host_memory(
     entry = await pair.peer.lookup.drop_select([1])
     assert isinstance(entry.key, torch.Tensor) and not entry.key.is_cuda
     assert is_same(only(entry.key), noise(MIB)) and is_same(entry.hidden, noise(8))
+
+
+@pytest.mark.parametrize("way", [{"device": None}, {"theirs": 1, "their_nccl": 1}])
+async def test_what_no_way_leads_to_lands_where_the_caller_wants_it(
+    two_gpus: FakeGpus, way: Mapping[str, Any]
+) -> None:
+    async with open_gpu_pair(two_gpus, **way) as pair:
+        assert pair.peer.transport == "inline"
+        into = {"key": torch.zeros(MIB, dtype=torch.uint8)}
+        if "theirs" in way:
+            into["key"] = pair.theirs.tensor(into["key"])
+        for _ in range(2):
+            await fill(pair.buffer)
+            async with pair.peer.lookup.drop_select([1], into=into) as entry:
+                assert entry.key is into["key"]
+            assert is_same(into["key"], noise(MIB))
+            into["key"].zero_()
+        assert not pair.buffer.mapped_by
+
+
+async def test_bytes_that_changed_on_the_gpu_are_refused_by_who_gets_them(
+    pair: GpuPair,
+) -> None:
+    await fill(pair.buffer)
+    (entry,) = pair.buffer.ledger.book.entries.values()
+    part = next(part for part in entry.parts if part.name == "key")
+    assert part.region is not None
+    place = part.region.place(part.spec)
+    assert isinstance(place, DeviceMemory)
+    pair.ours.process.cuda.view(place)[MIB // 2] ^= 1
+    with pytest.raises(ChecksumError):
+        await pair.peer.lookup.drop_select([1])
+    await until(lambda: not pair.buffer.statistics().leased)
 
 
 async def test_large_and_small_parts_get_to_a_gpu_through_host_memory(

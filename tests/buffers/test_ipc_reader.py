@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from asynckv.buffers import serve_mapped, serve_shown
-from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import serve
@@ -81,7 +80,3 @@ async def test_a_part_of_a_stream_that_rides_has_no_place(
         async with peer.lookup.open_drop_select([1]) as stream:
             await anext(stream)
     await until(lambda: not buffer.statistics().mapped_by)
-
-
-def test_nothing_of_it_is_in_memory_of_the_host() -> None:
-    assert not IpcReader.is_in_host

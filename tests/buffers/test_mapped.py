@@ -28,8 +28,6 @@ from asynckv.protocol.frames import OpeningFrame, Peek, Result
 from asynckv.protocol.map_frames import Mappable, OpenMap
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_stores import open_gpu_stores
 from asynckv.testing.link_pairs import Hearer, linked
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
@@ -359,16 +357,6 @@ async def test_without_a_mapping_there_is_one_line_of_the_log(
         await insert(buffer)
         assert (await peer.lookup.drop_select()).nbytes == MIB + 16
     assert caplog.text.count("by lanes") == 1
-
-
-async def test_where_one_of_both_is_mapped_one_line_says_why_entries_are_not(
-    caplog: pytest.LogCaptureFixture, gpus: FakeGpus
-) -> None:
-    caplog.set_level(logging.INFO, mapped_module.__name__)
-    async with open_gpu_stores(gpus, device=None) as pair:
-        assert pair.peer.transport == "map"
-    said = [r for r in caplog.messages if r.startswith("entries at")]
-    assert len(said) == 1 and "not read in its memory" in said[0]
 
 
 async def test_a_server_that_does_not_answer_costs_a_moment(

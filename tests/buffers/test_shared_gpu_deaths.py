@@ -1,4 +1,4 @@
-"""Processes that share memory of one GPU, or have none of their own, and die."""
+"""Processes that share memory of one GPU, and die."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ pytestmark = [
 ]
 
 Consume = Callable[
-    [str, str], contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]
+    [str], contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]
 ]
 
 CONSUMER = """
 async def main():
-    how, on = sys.argv[3:]
-    device = open_device() if on == "gpu" else None
+    how, device = sys.argv[3], open_device()
     async with asynckv.connect(
         sys.argv[2], device=device, max_bytes="64MiB", reconnect_s=0
     ) as peer:
@@ -46,9 +45,6 @@ async def view(peer):
         tell("has it", mean(entry.key))
         await order()
         tell(mean(entry.key))
-async def get_and_view(peer):
-    await get(peer)
-    await view(peer)
 try:
     asyncio.run(main())
 except asynckv.LeaseLost:
@@ -85,8 +81,6 @@ async def main():
                 tell("wrote")
             elif word == "mapped":
                 tell(sum(lookup.statistics().mapped_by.values()))
-            elif word == "staged":
-                tell(lookup.stage.used_bytes + store.stage.used_bytes)
             else:
                 return
 asyncio.run(main())
@@ -101,25 +95,25 @@ async def producer(gpu_kind: GpuKind) -> AsyncIterator[asyncio.subprocess.Proces
 
 @pytest.fixture
 async def consume(gpu_kind: GpuKind, producer: asyncio.subprocess.Process) -> Consume:
-    """Run a consumer that does one thing, with a GPU or on the host alone."""
+    """Run a consumer that does one thing."""
     url = await line_of(producer)
 
     @contextlib.asynccontextmanager
-    async def consume(how: str, on: str) -> AsyncIterator[asyncio.subprocess.Process]:
-        async with running(CONSUMER, gpu_kind, url, how, on) as consumer:
-            assert await line_of(consumer) == {"gpu": "cuda_ipc", "host": "map"}[on]
+    async def consume(how: str) -> AsyncIterator[asyncio.subprocess.Process]:
+        async with running(CONSUMER, gpu_kind, url, how) as consumer:
+            assert await line_of(consumer) == "cuda_ipc"
             yield consumer
 
     return consume
 
 
 async def kill(
-    consumer: asyncio.subprocess.Process, producer: asyncio.subprocess.Process, had: str
+    consumer: asyncio.subprocess.Process, producer: asyncio.subprocess.Process
 ) -> None:
-    """Kill it, and wait until the producer says that nothing it ``had`` is left."""
+    """Kill it, and wait until the producer says that nothing is left to it."""
     consumer.kill()
     await consumer.wait()
-    while await ask(producer, had) != "0":
+    while await ask(producer, "mapped") != "0":
         pass
 
 
@@ -127,7 +121,7 @@ async def kill(
 async def test_two_processes_hand_an_entry_or_a_value_over_on_one_gpu(
     consume: Consume, how: str, value: str
 ) -> None:
-    async with consume(how, "gpu") as consumer:
+    async with consume(how) as consumer:
         assert await line_of(consumer) == value
 
 
@@ -136,7 +130,7 @@ async def test_layers_are_streamed_between_two_processes_on_one_gpu(
     consume: Consume, producer: asyncio.subprocess.Process
 ) -> None:
     assert await ask(producer, "write") == "wrote"
-    async with consume("stream", "gpu") as consumer:
+    async with consume("stream") as consumer:
         assert await line_of(consumer) == "key 4.0"
         assert await ask(producer, "mapped") == "2"
         assert await ask(producer, "go on") == "wrote"
@@ -148,11 +142,11 @@ async def test_a_consumer_that_is_killed_in_mid_stream_leaves_the_layers(
     consume: Consume, producer: asyncio.subprocess.Process
 ) -> None:
     assert await ask(producer, "write") == "wrote"
-    async with consume("stream", "gpu") as consumer:
+    async with consume("stream") as consumer:
         assert await line_of(consumer) == "key 4.0"
-        await kill(consumer, producer, "mapped")
+        await kill(consumer, producer)
     assert await ask(producer, "go on") == "wrote"
-    async with consume("stream", "gpu") as consumer:
+    async with consume("stream") as consumer:
         layers = {await line_of(consumer) for _ in range(2)}
         assert layers == {"key 4.0", "value 5.0"}
 
@@ -161,11 +155,11 @@ async def test_a_consumer_that_is_killed_in_mid_stream_leaves_the_layers(
 async def test_a_consumer_that_is_killed_with_its_views_leaves_them(
     consume: Consume, producer: asyncio.subprocess.Process
 ) -> None:
-    async with consume("view", "gpu") as consumer:
+    async with consume("view") as consumer:
         assert await line_of(consumer) == "has it 1.0"
         assert await ask(producer, "mapped") == "1"
-        await kill(consumer, producer, "mapped")
-    async with consume("copy", "gpu") as consumer:
+        await kill(consumer, producer)
+    async with consume("copy") as consumer:
         assert await line_of(consumer) == "1.0"  # it came back
 
 
@@ -173,36 +167,7 @@ async def test_a_consumer_that_is_killed_with_its_views_leaves_them(
 async def test_views_outlive_an_exporter_that_is_killed(
     consume: Consume, producer: asyncio.subprocess.Process
 ) -> None:
-    async with consume("view", "gpu") as consumer:
-        assert await line_of(consumer) == "has it 1.0"
-        producer.kill()
-        await producer.wait()
-        assert await ask(consumer, "go on") == "1.0"
-        assert await line_of(consumer) == "LeaseLost"
-
-
-# Without a GPU: copies in memory of the host.
-
-
-@pytest.mark.chaos
-async def test_a_consumer_without_a_gpu_that_is_killed_with_its_views_leaves_them(
-    consume: Consume, producer: asyncio.subprocess.Process
-) -> None:
-    for _ in range(2):  # what the first one had came back
-        async with consume("get_and_view", "host") as consumer:
-            assert await line_of(consumer) == "3.0"
-            assert await line_of(consumer) == "has it 1.0"
-            while await ask(producer, "staged") != str(4 * 2**20):
-                pass  # the value's is let go soon
-            await kill(consumer, producer, "staged")
-
-
-@pytest.mark.trust
-async def test_views_without_a_gpu_outlive_a_producer_that_is_killed(
-    consume: Consume, producer: asyncio.subprocess.Process
-) -> None:
-    async with consume("get_and_view", "host") as consumer:
-        assert await line_of(consumer) == "3.0"
+    async with consume("view") as consumer:
         assert await line_of(consumer) == "has it 1.0"
         producer.kill()
         await producer.wait()

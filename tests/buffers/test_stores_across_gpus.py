@@ -34,9 +34,7 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "cuda_ipc": {},
     "nccl": {"theirs": 1},
     "inline": {"url": "?payload=inline"},
-    "map": {"device": None},
-    "map to a GPU": {"theirs": 1, "url": "?payload=map"},
-    "lanes": {"device": None, "url": "?payload=inline"},
+    "lanes": {"device": None},
 }
 SMALL = 64 * 1024
 

@@ -146,7 +146,7 @@ async def _put_staged(pair: GpuStores, sweeper: Sweeper, nbytes: int) -> None:
         if not outcome.cancelled or not is_same(value, old):
             expect_same(value, new)
         del value
-        await until(lambda: not pair.store.mapped_by and not pair.staged_bytes)
+        await until(lambda: not pair.store.mapped_by)
         await until(lambda: not pair.puts.staged_bytes)
         await until(lambda: pair.store.statistics().used_bytes == nbytes)
 

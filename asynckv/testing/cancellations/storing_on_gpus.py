@@ -277,7 +277,6 @@ def _coming(server: Server) -> int:
 async def _until_quiet(pair: GpuStores, nbytes: int) -> None:
     """Only the value is held, and by nobody."""
     await until(lambda: not pair.store.mapped_by)
-    await until(lambda: not pair.staged_bytes)
     await until(lambda: pair.store.statistics().used_bytes == nbytes)
     await until(lambda: not pair.peer.budget.used_bytes)
     expect(not pair.pinned_bytes, "the peer keeps memory of the store")
