@@ -20,7 +20,6 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.gpu_pools import GpuPools, gpu_mark
-from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.on_gpu import at_once
 from asynckv.tensors.stream_marks import StreamMarks
 from asynckv.tensors.views import empty_tensor, spec_of
@@ -163,26 +162,19 @@ class BlockMoves:
         self,
         sources: Sequence[KVBlocks],
         targets: Sequence[DeviceMemory],
-        head: tuple[torch.Tensor, DeviceMemory] | None = None,
     ) -> None:
         """Copy blocks, as they are now, into plain memory of their GPU, that is ready.
 
-        And a few bytes of the host, which are the ``head`` of something. It is there on
-        return. A cancelled call, or one that fails, ends when no block
+        It is there on return. A cancelled call, or one that fails, ends when no block
         is read any more.
 
         :raises ValueError: a target is on another GPU, or not as long as its blocks
         :raises GPUFailed: CUDA failed
         :raises GPUUnavailable: CuPy or a driver is missing
         """
-        gpu = self._gpu
-        if gpu is None:
+        if self._gpu is None:
             raise ValueError("these blocks are on no GPU")
-
-        def make() -> list[CopyJob]:
-            jobs = [] if head is None else gpu.bringing(*head)
-            return [*gpu.gathering(sources, targets), *jobs]
-
+        make = functools.partial(self._gpu.gathering, sources, targets)
         await self.pool.make_and_run(make)
 
     async def scatter(

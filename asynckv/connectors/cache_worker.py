@@ -24,7 +24,6 @@ from asynckv.connectors.transfers import Transfers
 from asynckv.loops import LoopBound
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
-from asynckv.tensors.devices import Device, device_named
 from asynckv.tensors.stagings import Stagings
 
 __all__ = ("CacheWorker",)
@@ -60,13 +59,10 @@ class CacheWorker(
         engine: KVEngine,
         *,
         stagings: Stagings | None = None,
-        device: Device | None = None,
     ) -> None:
-        """``device`` is the GPU of the caches, where it is not told by its name."""
         self.config = config
         self.engine = engine
         self.options = ConnectorOptions.of(config)
-        self._device = device
         self._pool = CopyPool(stagings=stagings)
         self._moves: BlockMoves | None = None
         self._transfers = Transfers()
@@ -135,12 +131,3 @@ class CacheWorker(
         if self._moves is None:
             raise RuntimeError("register_kv_caches() comes first")
         return self._moves
-
-    def _buffer_device(self) -> Device | None:
-        """Return the GPU that what waits, or is fetched, has memory of, if one's."""
-        name = self.config.kv_buffer_device
-        if name == "cpu":
-            return None
-        if self._moves is not None:
-            name = str(self._moves.caches.device)
-        return self._device or device_named(name, local_rank=self.config.local_rank)

@@ -140,7 +140,7 @@ def _explain_connector(config: KVTransferConfig) -> Explained:
         if config.kv_buffer_device.startswith("cuda"):
             facts.append(
                 f"caches must be on {config.kv_buffer_device} (kv_buffer_device); "
-                + _on_the_gpu(config, kind.name, options)
+                + _on_the_gpu(config, kind.name, options.direction)
             )
     except ConfigError as exc:
         problems.append(str(exc))
@@ -228,23 +228,21 @@ def _store(
     return facts, []
 
 
-def _on_the_gpu(config: KVTransferConfig, kind: str, options: ConnectorOptions) -> str:
+def _on_the_gpu(config: KVTransferConfig, kind: str, direction: str) -> str:
     """Say what has memory of the GPU of the caches, beside them."""
-    is_push, stores = options.direction == "push", kind == "StoreConnector"
-    leaves = bool(options.push_buffer_bytes)
+    if kind == "StoreConnector":
+        return "what is saved and loaded goes through host memory"
+    is_push = direction == "push"
     keeps = config.is_kv_consumer if is_push else config.is_kv_producer
     held = [
         what
         for what, is_so in (
-            ("what waits here", keeps and not stores),
-            ("what is fetched", config.is_kv_consumer and (stores or not is_push)),
-            ("what is pushed", config.is_kv_producer and is_push and not stores),
-            ("what is saved", stores and config.is_kv_producer and leaves),
+            ("what waits here", keeps),
+            ("what is fetched", config.is_kv_consumer and not is_push),
+            ("what is pushed", config.is_kv_producer and is_push),
         )
         if is_so
     ]
-    if not held:
-        return "what leaves goes through host memory"
     return f"{' and '.join(held)} has that GPU's memory"
 
 

@@ -84,8 +84,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     many ranks a stage of the engine has that decodes, ``consumer_pp_size`` how many
     stages, if not as many as this one. ``lookup_timeout_s`` is how long a lookup waits
     for each answer of a store. ``push_buffer_bytes``: how much of a GPU a rank
-    that pushes has for each rank that it pushes to, and one that saves for its store,
-    ``kv_buffer_size`` at the most.
+    that pushes has for each rank that it pushes to, ``kv_buffer_size`` at the most.
     """
 
     listen: str | None = None

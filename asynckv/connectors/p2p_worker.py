@@ -27,7 +27,7 @@ from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.p2p_saving import P2PSaving
 from asynckv.connectors.staging import Staging
 from asynckv.errors import ConfigError
-from asynckv.tensors.devices import Device
+from asynckv.tensors.devices import Device, device_named
 from asynckv.tensors.stagings import Stagings
 
 __all__ = ("P2PWorker", "P2PWorkerStatistics")
@@ -80,7 +80,9 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
         stagings: Stagings | None = None,
         device: Device | None = None,
     ) -> None:
-        super().__init__(config, engine, stagings=stagings, device=device)
+        """``device`` is the GPU of the caches, where it is not told by its name."""
+        super().__init__(config, engine, stagings=stagings)
+        self._device = device
         self.routes = P2PRoutes(config, engine)
         self._staging = Staging(config.max_bytes)
         self._orders: P2PMetadata | None = None
@@ -194,3 +196,12 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
             )
         super()._register(caches)
         self.routes.push_from(self._buffer_device())
+
+    def _buffer_device(self) -> Device | None:
+        """Return the GPU that what waits, or is fetched, has memory of, if one's."""
+        name = self.config.kv_buffer_device
+        if name == "cpu":
+            return None
+        if self._moves is not None:
+            name = str(self._moves.caches.device)
+        return self._device or device_named(name, local_rank=self.config.local_rank)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Final
 
 import anyio
@@ -71,12 +70,7 @@ class PeerLine:
         self._old: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._missed: tuple[Device, int] | None = None
-        self._left: Callable[[], None] = lambda: None
         self.lost = 0
-
-    def call_when_left(self, callback: Callable[[], None]) -> None:
-        """Call back when a link was lost, before another is made, or as this closes."""
-        self._left = callback
 
     @property
     def connected(self) -> Peer | None:
@@ -217,7 +211,6 @@ class PeerLine:
     def _drop(self, peer: Peer) -> None:
         """A link that was lost is closed beside whatever comes next."""
         self._peer = None
-        self._left()
         self.lost += 1
         closing = asyncio.create_task(peer.aclose(), name=f"asynckv: leave {self.url}")
         self._old.add(closing)

@@ -12,7 +12,7 @@ import torch
 from asynckv.abc import BlockIds
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.tensors.cuda import DeviceMemory, Event
+from asynckv.tensors.cuda import Event
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.views import bytes_of
 
@@ -63,32 +63,6 @@ class Spool:
             [blocks for blocks, _ in parts], [part for _, part in parts], mark
         )
         return value
-
-    async def reached(self, mark: Event | None) -> None:
-        """Wait until the blocks are as at ``mark``. Cancelled: no trace.
-
-        :raises GPUFailed: the stream of ``mark`` failed, or does not get there
-        """
-        await self._moves.reached(mark)
-
-    async def gather_there(
-        self, place: DeviceMemory, block_ids: BlockIds, index: int
-    ) -> None:
-        """As :meth:`gather`, as they are now, into plain memory of the blocks' GPU.
-
-        It is ready, and as long as a value, which is there on return. A cancelled call,
-        or one that fails, no longer reads the blocks.
-
-        :raises ValueError: the blocks, or that memory, are elsewhere
-        :raises GPUFailed: CUDA failed
-        :raises GPUUnavailable: CuPy or a driver is missing
-        """
-        spans = self._spans(block_ids, index)
-        await self._moves.gather_there(
-            [blocks for blocks, _ in spans],
-            [place.part(start, start + blocks.nbytes) for blocks, start in spans],
-            (self._mark, place.part(0, _MARK_NBYTES)),
-        )
 
     async def scatter(
         self,

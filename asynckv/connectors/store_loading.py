@@ -17,21 +17,12 @@ from asynckv.connectors.store_rank import StoreRank
 from asynckv.connectors.transfers import reason_of
 from asynckv.errors import EntryAborted
 from asynckv.observability.lines import as_line
-from asynckv.shielding import clear_all_frames
 from asynckv.tensors.cuda import Event
-from asynckv.tensors.device_tensors import gpu_of
 
 __all__ = ("BLOCKS_AT_ONCE", "StoreLoading")
 
 BLOCKS_AT_ONCE: Final = 16
 """So many blocks of one rank are asked for, or sent, at the most."""
-
-_LANDED_BLOCKS: Final = 2 * BLOCKS_AT_ONCE
-"""So many land in memory of a GPU: of those that are scattered it is free later.
-
-What finds no room in it has memory of torch's own there: at most as much as comes at
-once, which is half of what there is room for, or one block.
-"""
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +34,6 @@ class StoreLoading:
         self.blocks = 0
         """How many were loaded."""
         self._rank = rank
-        self._landings = asyncio.Semaphore(BLOCKS_AT_ONCE)
-
-    def land_in(self, max_bytes: int) -> int:
-        """Return how much memory of a GPU what is loaded needs.
-
-        Of as many blocks as come at once, or ``max_bytes``: then fewer come.
-        """
-        wanted = _LANDED_BLOCKS * self._rank.spool().block_nbytes
-        nbytes = min(wanted, max_bytes)
-        self._landings = asyncio.Semaphore(BLOCKS_AT_ONCE * nbytes // wanted or 1)
-        return nbytes
 
     def begin(self, order: StoreOrder) -> None:
         """Begin a load. Never waits.
@@ -109,16 +89,9 @@ class StoreLoading:
         key: str,
         scatter: Callable[[torch.Tensor], Awaitable[None]],
     ) -> None:
-        async with self._landings, self._rank.at_once:
+        async with self._rank.at_once:
             value = await store.get(key)
             if value is None:
                 raise EntryAborted("a block is not stored any more", reason="deleted")
-            try:
-                await scatter(value)
-            except BaseException as exc:
-                if gpu_of(value) is not None:
-                    clear_all_frames(exc)  # who keeps it keeps no memory of a GPU
-                raise
-            finally:
-                del value
+            await scatter(value)
             self.blocks += 1

@@ -1,8 +1,4 @@
-"""Which blocks of one rank are on their way to a store, and which had no room.
-
-From the GPU where they are, if something leads from there to the store's, or from host
-memory: where each is gathered says by which way it leaves.
-"""
+"""Which blocks of one rank are on their way to a store, and which had no room."""
 
 from __future__ import annotations
 
@@ -11,18 +7,14 @@ import collections
 import functools
 import logging
 from collections.abc import Coroutine, Iterable
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from asynckv.abc import KVStoreBuffer
-from asynckv.buffers.manifest import INLINE_NBYTES
-from asynckv.connectors.store_leaving import LeavingBlock, StoreLeaving
 from asynckv.connectors.store_orders import StoreOrder
 from asynckv.connectors.store_rank import StoreRank
 from asynckv.connectors.store_shapes import SHAPE_KEY, StoredShape
 from asynckv.errors import PeerLost
-from asynckv.shielding import clear_all_frames
 from asynckv.tensors.cuda import Event
 
 __all__ = ("StoreSaving",)
@@ -31,8 +23,6 @@ _STAGED_BLOCKS: Final = 64
 _STAGED_BYTES: Final = 256 * 2**20
 _WAIT_S: Final = 0.2
 _MOST_CUT: Final = 4096
-
-_Value: TypeAlias = torch.Tensor | LeavingBlock
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +41,8 @@ class _Save(NamedTuple):
 
 
 class StoreSaving:
-    """Copies the blocks of a step, and stores the copies beside the next steps.
+    """Copies the blocks of a step to host memory, and stores the copies beside the
+    next steps.
 
     Nothing of a prompt is sent behind a gap: behind what had no room, or has failed.
     """
@@ -62,28 +53,12 @@ class StoreSaving:
         """How many blocks came to what."""
         self._rank = rank
         self._logs_losses = logs_losses
-        self._leaving = StoreLeaving(rank.line)
         self._saves: collections.deque[_Save] = collections.deque()
         self._ends: dict[str, int] = {}  # of prompts that are not stored further
         self._staged = 0
         self._has_ended = asyncio.Event()
         self._is_stalled = False
         self._is_told = False
-
-    def leave_from(self) -> int:
-        """Return how much memory of a GPU blocks may leave from; none is of no use."""
-        nbytes, most = self._rank.spool().block_nbytes, self._most_staged()
-        room = self._rank.options.push_buffer_bytes
-        if nbytes <= INLINE_NBYTES or not room:
-            return 0
-        if nbytes > room:
-            logger.warning(
-                "blocks of %d bytes leave through host memory: there are %d of the GPU "
-                "to send from (push_buffer_size)",
-                *(nbytes, room),
-            )
-            return 0
-        return min(room, most * nbytes)
 
     def bind(self, orders: Iterable[StoreOrder]) -> None:
         """A step begins: these are its saves."""
@@ -110,34 +85,16 @@ class StoreSaving:
                 self._end(save)
                 self.skipped += 1
             else:
-                self._begin(save, await self._gather(save, mark))
+                block_ids = save.order.block_ids
+                value = await self._rank.spool().gather(block_ids, save.offset, mark)
+                self._begin(save, value)
             saves.popleft()  # not before: a cancelled call has not saved it
 
-    async def _gather(self, save: _Save, mark: Event | None) -> _Value:
-        """Copy a block as it is at ``mark``; cancelled, it is not read any more."""
-        spool, block_ids = self._rank.spool(), save.order.block_ids
-        if self._leaving.is_open:
-            await spool.reached(mark)  # no memory is taken before
-            mark = None
-            block = self._leaving.take(spool.block_nbytes)
-            if block is not None:
-                try:
-                    await spool.gather_there(block.place(), block_ids, save.offset)
-                except BaseException as exc:
-                    clear_all_frames(exc)  # they keep the memory
-                    block.release()
-                    raise
-                if not block.is_released:  # else its link is lost, and it with that
-                    return block
-        return await spool.gather(block_ids, save.offset, mark)
-
-    def _begin(self, save: _Save, value: _Value) -> None:
+    def _begin(self, save: _Save, value: torch.Tensor) -> None:
         """Store a block beside whatever comes next. Never waits."""
         put = functools.partial(self._put, save, value)
-        # What never begins is to be released too.
-        ended = value.release if isinstance(value, LeavingBlock) else None
         self._staged += 1
-        self._rank.transfers.begin_untold(put, f"put {save.key}", ended=ended)
+        self._rank.transfers.begin_untold(put, f"put {save.key}")
 
     async def _has_room(self, until_s: float) -> bool:
         """Whether one more block may be on its way; wait for that, but not for long."""
@@ -172,11 +129,10 @@ class StoreSaving:
         """Whether one before it is not stored, as it turned out meanwhile."""
         return save.number > self._ends.get(save.order.request_id, save.number)
 
-    async def _put(self, save: _Save, value: _Value) -> None:
+    async def _put(self, save: _Save, value: torch.Tensor) -> None:
         is_stored = is_skipped = False
         try:
             async with self._rank.at_once:
-                # Not timed: a GPU takes its time to be opened.
                 store = await self._rank.line.store()
                 if self._is_behind_a_gap(save):
                     is_skipped = True
@@ -186,7 +142,7 @@ class StoreSaving:
                         shape = StoredShape.of(self._rank.engine)
                         await store.put(SHAPE_KEY, shape.tensor())
                         self._is_told = True
-                    await _put_into(store, save.key, value)
+                    await store.put(save.key, value)
             is_stored = True
             self._is_stalled = False
             if self._logs_losses:
@@ -195,12 +151,8 @@ class StoreSaving:
             if self._logs_losses and isinstance(exc, (PeerLost, TimeoutError)):
                 why = str(exc) or "it has not stored a block within save_timeout_s"
                 self._rank.line.note_lost(why)
-            if isinstance(value, LeavingBlock):
-                clear_all_frames(exc)  # who keeps it keeps no memory of a GPU
             raise
         finally:
-            if isinstance(value, LeavingBlock):
-                value.release()  # before others are told that there is room
             self.stored += is_stored
             self.skipped += is_skipped
             self.failed += not is_stored and not is_skipped
@@ -208,10 +160,3 @@ class StoreSaving:
                 self._end(save)
             self._staged -= 1
             self._has_ended.set()
-
-
-async def _put_into(store: KVStoreBuffer, key: str, value: _Value) -> None:
-    if isinstance(value, LeavingBlock):
-        await value.put(key)  # where there is memory for it
-    else:
-        await store.put(key, value)

@@ -21,9 +21,7 @@ from asynckv.connectors.store_loading import BLOCKS_AT_ONCE, StoreLoading
 from asynckv.connectors.store_orders import StoreMetadata
 from asynckv.connectors.store_rank import StoreRank
 from asynckv.connectors.store_saving import StoreSaving
-from asynckv.errors import ConfigError
 from asynckv.tensors.cuda import Event
-from asynckv.tensors.devices import Device
 from asynckv.tensors.stagings import Stagings
 
 __all__ = ("StoreWorker", "StoreWorkerStatistics")
@@ -52,13 +50,11 @@ class StoreWorkerStatistics:
 class StoreWorker(CacheWorker):
     """Loads and saves what :class:`~asynckv.connectors.StoreScheduler` decides.
 
-    ``wait_for_save`` waits until blocks are copied, not until they are stored: that
-    goes on beside the next steps. Copies are on the GPU of the blocks, where something
-    leads from there to the store's and there is room, else in host memory. While 64
-    blocks, and 256 MiB, are on their way it waits for room: 0.2 s a step, and not at
-    all for a store that has stored nothing since it was waited for in vain. What then
-    has no room is skipped, and of the same prompt all that follows: nothing is sent
-    behind a gap that is known.
+    ``wait_for_save`` waits until blocks are copied to host memory, not until they are
+    stored: that goes on beside the next steps. While 64 blocks, and 256 MiB, are on
+    their way it waits for room: 0.2 s a step, and not at all for a store that has
+    stored nothing since it was waited for in vain. What then has no room is skipped,
+    and of the same prompt all that follows: nothing is sent behind a gap that is known.
     """
 
     metadata_type = StoreMetadata
@@ -70,9 +66,8 @@ class StoreWorker(CacheWorker):
         store: KVStoreBuffer | None = None,
         *,
         stagings: Stagings | None = None,
-        device: Device | None = None,
     ) -> None:
-        super().__init__(config, engine, stagings=stagings, device=device)
+        super().__init__(config, engine, stagings=stagings)
         self._line = StoreLine(config, engine, store, str(engine.rank))
         self._spool: Spool | None = None
         self._orders: StoreMetadata | None = None
@@ -157,26 +152,8 @@ class StoreWorker(CacheWorker):
         return self._line
 
     def _register(self, caches: PagedCaches) -> None:
-        before, there = self._line.landing, str(caches.device)
-        if before is not None and before != there:
-            raise ConfigError(
-                f"values have memory on {before}, and the caches are on {there}",
-                hint="caches that are registered again stay on their GPU",
-            )
         super()._register(caches)
         self._spool = Spool(self._registered())
-        device, config = self._buffer_device(), self.config
-        if device is None:
-            return
-        landing = leaving = 0
-        if config.is_kv_consumer:
-            landing = self._loading.land_in(config.max_bytes)
-        if config.is_kv_producer and device.name == there:
-            leaving = self._saving.leave_from()
-        if landing or leaving:
-            self._line.use_gpu(device, landing, leaving)
-        else:
-            self._line.use_no_gpu()
 
     def _now(self) -> Event | None:
         """Return where the engine's stream is."""

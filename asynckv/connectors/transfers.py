@@ -91,16 +91,12 @@ class Transfers:
         name: str,
         *,
         at_most: int | None = None,
-        ended: Callable[[], None] | None = None,
     ) -> None:
         """Run what nobody waits for; that it fails is only logged.
 
         Where ``at_most`` of those that may be given up are under way the oldest is.
-        ``ended`` is called when it has ended, also if it does not begin.
         """
         if self._is_closing:
-            if ended is not None:
-                ended()
             return
         if at_most is not None and len(self._dispensable) >= at_most:
             oldest = next(iter(self._dispensable))
@@ -111,8 +107,6 @@ class Transfers:
         if at_most is not None:
             self._dispensable[task] = None
         task.add_done_callback(self._untold_ended)
-        if ended is not None:
-            task.add_done_callback(lambda _: ended())
 
     def cancel(self, request_id: str, way: Way) -> None:
         """End a request's transfer; it is told once its memory is quiet."""

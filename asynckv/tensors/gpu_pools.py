@@ -95,19 +95,6 @@ class GpuPools:
             jobs += [kind(self._blocks_of(some), some) for some in groups]
         return jobs
 
-    def bringing(self, source: torch.Tensor, target: DeviceMemory) -> list[CopyJob]:
-        """Return what copies a tensor of the host, up to 4 KiB, into plain memory of
-        their GPU, that is ready.
-
-        :raises ValueError: it is not as long
-        """
-        if source.nbytes != target.nbytes:
-            raise ValueError(f"{source.nbytes} bytes for {target.nbytes}")
-        some = _Alike(source.nbytes)
-        start = numpy.array([target.address], numpy.uint64)
-        some.add(start, target, bytes_of(source))
-        return [_Scattering(self._stagings.blocks(target.device), some)]
-
     def _memory(
         self, tensor: torch.Tensor | DeviceMemory, place: DeviceMemory
     ) -> memoryview | DeviceMemory:

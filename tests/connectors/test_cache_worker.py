@@ -11,7 +11,6 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.connectors.store_worker import StoreWorker
 from asynckv.errors import ConfigError, WrongLoop
-from asynckv.testing.fake_devices import fake_device, stagings_of
 
 ENGINE = KVEngine(engine_id="E", block_size=16)
 KINDS = pytest.mark.parametrize("kind", [P2PWorker, StoreWorker])
@@ -42,22 +41,6 @@ async def test_caches_of_all_layers_may_be_one_tensor(kind: type[CacheWorker]) -
     worker.follow(worker.mark_stream())
     assert worker._registered().now() is None
     worker.abort()
-
-
-@KINDS
-def test_buffers_are_where_the_caches_are_or_were_said_to_be(
-    kind: type[CacheWorker],
-) -> None:
-    assert kind(config_of("cpu"), ENGINE)._buffer_device() is None
-    by_rank = kind(config_of("cuda", local_rank=3), ENGINE)._buffer_device()
-    by_name = kind(config_of("cuda:3"), ENGINE)._buffer_device()
-    assert by_rank is not None and by_rank == by_name and by_rank.index == 3
-    with fake_device() as gpu:
-        worker = kind(config_of("cuda"), ENGINE, stagings=stagings_of(gpu))
-        worker.register_kv_caches({"a": gpu.tensor(torch.zeros(4, 16, 2))})
-        by_caches = worker._buffer_device()
-        assert by_caches is not None and by_caches.name == "cuda:0"
-        worker.abort()
 
 
 @KINDS

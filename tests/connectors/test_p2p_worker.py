@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 from asynckv.abc import KVConnectorMetadata
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.config import KVRole
+from asynckv.config import KVRole, KVTransferConfig
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.headers import EntryHeader
@@ -26,11 +27,13 @@ from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.errors import WrongLoop
 from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import EngineShape
+from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.engines.toy_engine import ToyEngine, ToyLoadFailed
 from asynckv.testing.engines.toy_model import ToyModel
 from asynckv.testing.engines.toy_pairs import make_engine, pair_configs, toy_shape
 from asynckv.testing.engines.toy_rank import ToyRank
+from asynckv.testing.fake_devices import fake_device, stagings_of
 from asynckv.testing.gpu_workers import worker_on
 
 MODEL = ToyModel()
@@ -685,3 +688,22 @@ def test_a_worker_is_one_loops() -> None:
     asyncio.run(use())
     asyncio.run(misuse())
     worker.abort()
+
+
+def test_buffers_are_where_the_caches_are_or_were_said_to_be() -> None:
+    def worker_of(device: str, local_rank: int | None = None, **on: Any) -> P2PWorker:
+        config = KVTransferConfig(
+            kv_role="kv_both",
+            kv_buffer_device=device,
+            kv_connector_extra_config={"local_rank": local_rank} if local_rank else {},
+        )
+        return P2PWorker(config, KVEngine(engine_id="E", block_size=16), **on)
+
+    assert worker_of("cpu")._buffer_device() is None
+    by_rank, by_name = worker_of("cuda", 3), worker_of("cuda:3")
+    assert by_rank._buffer_device() == by_name._buffer_device() == Device(3)
+    with fake_device() as gpu:
+        worker = worker_of("cuda", stagings=stagings_of(gpu))
+        worker.register_kv_caches({"a": gpu.tensor(torch.zeros(4, 16, 2))})
+        assert worker._buffer_device() == Device(0)
+        worker.abort()

@@ -59,23 +59,6 @@ async def test_a_lost_peer_is_dialled_again_by_the_next_who_needs_it() -> None:
             await peers.aclose()
 
 
-async def test_who_has_memory_of_a_link_hears_that_it_was_left() -> None:
-    left = list[Peer | None]()
-    peers = peers_of({"P": "mem://peers"})
-    line = peers.line("P", 0)
-    line.call_when_left(lambda: left.append(line.connected))
-    async with LookupBuffer() as buffer, server_of(buffer):
-        assert line.connected is None
-        first = await line.peer()
-        assert line.connected is first
-        first.abort()
-        assert line.connected is None and not left
-        assert await line.peer() is not first
-        assert left == [None]
-        await peers.aclose()
-        assert left == [None, None]
-
-
 async def test_a_gpu_takes_its_time_to_open_beside_the_dialling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,7 +10,6 @@ from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.spool import Spool
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.on_gpu import at_once
 from asynckv.testing.blocked import until
 from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
 
@@ -80,25 +79,6 @@ async def test_a_value_of_other_caches_is_refused_although_it_is_as_large(
     with pytest.raises(ValueError, match="other layers"):
         await spool.scatter(value, ((0,),), 0)
     assert not pools["a"].any()
-
-
-async def test_a_value_is_made_on_the_gpu_of_the_blocks_as_on_the_host(
-    gpu: FakeDevice,
-) -> None:
-    host = {name: torch.randn(6, 256) for name in "ab"}
-    value = await spool_of(host).gather(((4,),), 0)
-    pools = {name: gpu.tensor(one) for name, one in host.items()}
-    moves = BlockMoves(PagedCaches(pools, None), CopyPool(stagings=stagings_of(gpu)))
-    spool, there = Spool(moves), gpu.tensor(torch.zeros_like(value))
-    await spool.reached(moves.now())
-    place = at_once(there, gpu.tensors).memory
-    await spool.gather_there(place, ((3, 4),), 1)
-    assert torch.equal(there.cpu(), value)
-    with pytest.raises(ValueError, match="bytes"):
-        await spool.gather_there(place.part(0, 64), ((4,),), 0)
-    moves.pool.close()
-    moves.close()
-    await until(lambda: not any("asynckv-" in t.name for t in threading.enumerate()))
 
 
 async def test_a_value_on_the_gpu_of_the_blocks_goes_to_them_there(

@@ -3,8 +3,6 @@ from __future__ import annotations
 import asyncio
 import functools
 
-import pytest
-
 from asynckv.abc import KVTransferResults
 from asynckv.connectors.transfers import Transfers
 
@@ -130,24 +128,4 @@ async def test_of_what_may_be_given_up_the_oldest_is() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert (done, transfers.others) == ([0, 1, 2], 3)
-    await transfers.aclose()
-
-
-@pytest.mark.parametrize("ends", ["by itself", "before it begins", "too late to begin"])
-async def test_the_end_of_what_nobody_is_told_of_is_heard_however_it_ends(
-    ends: str,
-) -> None:
-    transfers, heard, begun = Transfers(), list[str](), list[str]()
-
-    async def run() -> None:
-        begun.append(ends)
-
-    if ends == "too late to begin":
-        transfers.abort()
-    transfers.begin_untold(run, "other", ended=lambda: heard.append(ends))
-    if ends == "before it begins":
-        transfers.abort()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert heard == [ends] and bool(begun) is (ends == "by itself")
     await transfers.aclose()

@@ -82,7 +82,7 @@ def _worker(
         return make_worker(config, place)
     stagings = stagings_of(gpu)
     if find_connector(config).name == "StoreConnector":
-        return StoreWorker(config, place, stagings=stagings, device=gpu.device)
+        return StoreWorker(config, place, stagings=stagings)
     return P2PWorker(config, place, stagings=stagings, device=gpu.device)
 
 

@@ -13,7 +13,6 @@ from asynckv.testing.cancellations.connectors.dialling import DIALLING
 from asynckv.testing.cancellations.connectors.grounds import LARGE, SMALL, open_p2p
 from asynckv.testing.cancellations.connectors.moving import MOVING
 from asynckv.testing.cancellations.connectors.pushing import PUSHING
-from asynckv.testing.cancellations.connectors.saving import SAVING
 from asynckv.testing.cancellations.connectors.scenario import ConnectorScenario
 from asynckv.testing.cancellations.connectors.several import SEVERAL, open_several
 from asynckv.testing.cancellations.connectors.steps import STEPS
@@ -31,7 +30,6 @@ SCENARIOS: Final[tuple[ConnectorScenario[Any], ...]] = (
     *_P2P,
     *PUSHING,
     *STORES,
-    *SAVING,
     *SEVERAL,
 )
 
@@ -63,10 +61,6 @@ _OPENING: Final[Mapping[str, Callable[[], Any]]] = {
     "store": lambda: open_store_ground("tcp", SMALL),
     "store large": lambda: open_store_ground("tcp", LARGE),
     "store on GPUs": lambda: open_store_ground("tcp", LARGE, on_gpus=True),
-    "saved to GPUs": lambda: open_store_ground("unix", LARGE, on_gpus=True),
-    "saved between GPUs": lambda: open_store_ground(
-        "unix", LARGE, on_gpus=True, are_apart=True
-    ),
     "several": lambda: open_several("unix"),
 }
 
@@ -79,8 +73,6 @@ COSTLY_GROUNDS: Final[Mapping[str, tuple[str, ...]]] = {
     "pushed to GPUs": ("a_take",),
     "pushed between GPUs": (),
     "store on GPUs": (),
-    "saved to GPUs": ("a_block_that_leaves",),
-    "saved between GPUs": (),
 }
 """They take longer than all others together. With them, what is done nowhere else."""
 
@@ -98,7 +90,6 @@ async def open_ground(name: str) -> AsyncIterator[_Opened]:
         "store": STORES,
         "several": SEVERAL,
         "pushed": (*_P2P, *PUSHING),
-        "saved": (*STORES, *SAVING),
     }
     scenarios = others.get(name.split()[0], _P2P)
     async with one_thread_of_torch(), opening() as ground:

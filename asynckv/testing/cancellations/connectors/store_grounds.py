@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import msgspec
@@ -140,19 +140,15 @@ class StoreGround:
         return worker
 
 
-def config_of(
-    url: str, buffer_device: str = "cpu", **options: object
-) -> KVTransferConfig:
+def config_of(url: str, **options: object) -> KVTransferConfig:
     """Return the configuration of an engine that uses the store at ``url``.
 
     ``options`` are those of connectors.
     """
-    extra = {"store": url, "fingerprint": "toy", "push_buffer_size": "2MiB"}
     return KVTransferConfig(
         kv_connector="StoreConnector",
         kv_role="kv_both",
-        kv_buffer_device=buffer_device,
-        kv_connector_extra_config={**extra, **options},
+        kv_connector_extra_config={"store": url, "fingerprint": "toy", **options},
     )
 
 
@@ -162,34 +158,30 @@ async def open_store_ground(
     model: ToyModel = SMALL,
     *,
     on_gpus: bool = False,
-    are_apart: bool = False,
     **options: object,
 ) -> AsyncIterator[StoreGround]:
     """Open a store and two engines that use it, one of which has loaded once.
 
-    ``on_gpus``: the store, the caches, and what is fetched and stored, are on a GPU
-    that is not there, as of two processes; of two GPUs, if they ``are_apart``.
-    ``options`` are those of connectors.
+    ``on_gpus``: the caches are on a GPU that is not there. ``options`` are those of
+    connectors.
     """
     shape = toy_shape(model)
     async with contextlib.AsyncExitStack() as stack:
-        gpus: tuple[FakeDevice | None, FakeDevice | None] = (None, None)
+        gpu: FakeDevice | None = None
         if on_gpus:
-            gpus = stack.enter_context(_two_processes(1 + are_apart))
+            gpus = stack.enter_context(faultless_gpus(1, seed=1, max_delay=2))
+            gpu = fake_device_of(gpus.process())
         ((url,),) = stack.enter_context(urls_of(scheme, 1))
         lookup = await stack.enter_async_context(LookupBuffer("1MiB"))
-        device = None if gpus[0] is None else gpus[0].device
-        store = await stack.enter_async_context(
-            StoreBuffer("16MiB", fingerprint="toy", device=device)
-        )
+        store = await stack.enter_async_context(StoreBuffer("16MiB", fingerprint="toy"))
         server = await stack.enter_async_context(serve(url, lookup=lookup, store=store))
-        config = config_of(url, "cuda" if on_gpus else "cpu", **options)
+        config = config_of(url, **options)
         workers, caches = [], []
         for place, name in enumerate(("saver", "loader")):
             engine = KVEngine(engine_id=name, block_size=16, shape=shape)
-            worker = _worker(config, engine, gpus[1])
+            worker = _worker(config, engine, gpu)
             workers.append(await stack.enter_async_context(worker))
-            caches.append(ToyCaches(model, shape, 0, place, gpus[1]))
+            caches.append(ToyCaches(model, shape, 0, place, gpu))
             worker.register_kv_caches(caches[-1].layers)
             await worker.start()
         scheduler = StoreScheduler(config, workers[1].engine)
@@ -204,7 +196,7 @@ async def open_store_ground(
             store=store,
             lookup=lookup,
             server=server,
-            gpu=gpus[1],
+            gpu=gpu,
         )
         keys = ground.new_keys()
         await ground.save(keys)
@@ -214,18 +206,9 @@ async def open_store_ground(
         yield ground
 
 
-@contextlib.contextmanager
-def _two_processes(count: int) -> Iterator[tuple[FakeDevice, FakeDevice]]:
-    """Yield the GPU of each, which is the same one if there is one."""
-    with faultless_gpus(count, seed=1, max_delay=2) as there:
-        first = fake_device_of(there.process())
-        yield first, fake_device_of(there.process(), count - 1)
-
-
 def _worker(
     config: KVTransferConfig, engine: KVEngine, gpu: FakeDevice | None
 ) -> StoreWorker:
     if gpu is None:
         return StoreWorker(config, engine)
-    stagings = stagings_of(gpu)
-    return StoreWorker(config, engine, stagings=stagings, device=gpu.device)
+    return StoreWorker(config, engine, stagings=stagings_of(gpu))
