@@ -11,7 +11,7 @@ import collections
 from collections.abc import Callable
 
 from asynckv.abc import PayloadTransport
-from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
+from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.device_frames import DeviceFrame, Devices, OpenDevices
@@ -21,7 +21,6 @@ from asynckv.protocol.frames import Accepted, Failure, Frame
 __all__ = (
     "MAX_UNHEARD",
     "DeviceStream",
-    "accept_devices",
     "ask_devices",
     "open_devices",
 )
@@ -167,19 +166,4 @@ async def open_devices(link: Link, transport: PayloadTransport) -> DeviceStream:
         transport.abort()
         channel.detach()
         raise
-    return channel
-
-
-def accept_devices(
-    stream: LinkStream, frame: OpenDevices, transport: PayloadTransport
-) -> DeviceStream:
-    """Answer a peer; ``transport.open(frame.description, ...)`` takes what is returned.
-
-    :raises LocalProtocolError: ``transport`` has no description
-    """
-    if not (description := transport.describe()):
-        raise LocalProtocolError("a transport without a GPU")
-    channel = DeviceStream(answers=True)
-    channel.use(stream)
-    stream.send(Devices(description))
     return channel

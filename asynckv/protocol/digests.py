@@ -7,15 +7,13 @@ somebody who changes them on purpose.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import xxhash
 
-__all__ = ("DIGEST_NBYTES", "Digester", "digest_of")
+__all__ = ("Digester", "digest_of")
 
 _Buffer: TypeAlias = bytes | bytearray | memoryview
-
-DIGEST_NBYTES: Final = 16
 
 
 def digest_of(buffer: _Buffer) -> bytes:

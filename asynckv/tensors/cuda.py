@@ -22,7 +22,6 @@ __all__ = (
 )
 
 IPC_HANDLE_NBYTES: Final = 64
-"""Of memory and of events."""
 
 
 class Event(Protocol):
@@ -40,19 +39,12 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block this thread until it has fired."""
 
-    def export(self) -> bytes:
-        """Return the handle of an interprocess event, for one other process."""
-
     def close(self) -> None:
         """Give it back. A second call does nothing."""
 
 
 class Stream(Protocol):
     """Work of one GPU that runs in order, beside the default stream."""
-
-    @property
-    def device(self) -> int:
-        """The GPU that it belongs to."""
 
     @property
     def handle(self) -> int:
@@ -143,20 +135,11 @@ class CudaApi(Protocol):
     def host_free(self, memory: PinnedMemory) -> None:
         """Free what :meth:`host_alloc` returned: no view of it may be left."""
 
-    def host_register(self, view: memoryview) -> PinnedMemory:
-        """Pin memory that there is already, whole pages of it. Slow: once each."""
-
-    def host_unregister(self, memory: PinnedMemory) -> None:
-        """Pin what :meth:`host_register` returned no longer."""
-
     def stream(self) -> Stream:
         """Make a stream that never waits for the default one (non-blocking)."""
 
-    def event(self, *, interprocess: bool = False) -> Event:
+    def event(self) -> Event:
         """Make an event, without timing."""
-
-    def open_event(self, handle: bytes) -> Event:
-        """Open an interprocess event of another process: to wait for and to query."""
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy between addresses on any GPU or in pinned memory. Never waits.

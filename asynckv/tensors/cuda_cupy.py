@@ -25,7 +25,6 @@ _SUCCESS: Final = 0
 _NOT_READY: Final = 600
 _STREAM_NON_BLOCKING: Final = 1
 _EVENT_DISABLE_TIMING: Final = 2
-_EVENT_INTERPROCESS: Final = 4
 _HOST_PORTABLE: Final = 1
 _MEMCPY_DEFAULT: Final = 4  # CUDA tells device and pinned addresses apart
 _THREADS: Final = 256
@@ -120,32 +119,19 @@ class CupyEvent:
         with _mapped(self._runtime, "wait for an event"):
             self._runtime.eventSynchronize(self.handle)
 
-    def export(self) -> bytes:
-        with _mapped(self._runtime, "export an event"):
-            return bytes(self._runtime.ipcGetEventHandle(self.handle))
-
     def close(self) -> None:
         handle, self.handle = self.handle, 0
         if handle:
             with _mapped(self._runtime, "destroy an event"):
                 self._runtime.eventDestroy(handle)
 
-    def hold_back(self, stream: int) -> None:
-        """As :meth:`CupyStream.wait` of the stream that CUDA calls so, whosever it is.
-
-        The default stream is that of this thread's device.
-        """
-        with _mapped(self._runtime, "let a stream wait"):
-            self._runtime.streamWaitEvent(stream, self.handle)
-
 
 class CupyStream:
     """A non-blocking stream, closed by hand."""
 
-    def __init__(self, runtime: Any, handle: int, device: int) -> None:
+    def __init__(self, runtime: Any, handle: int) -> None:
         self._runtime = runtime
         self.handle = handle
-        self.device = device
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Name it to other libraries: the protocol's version, and the handle."""
@@ -214,32 +200,16 @@ class CupyCuda:
         with _mapped(self._runtime, "free pinned memory"):
             self._runtime.freeHost(memory.address)
 
-    def host_register(self, view: memoryview) -> PinnedMemory:
-        address = int(numpy.frombuffer(view, numpy.uint8).ctypes.data)
-        with _mapped(self._runtime, f"pin {view.nbytes} bytes"):
-            self._runtime.hostRegister(address, view.nbytes, _HOST_PORTABLE)
-        return PinnedMemory(address, view)
-
-    def host_unregister(self, memory: PinnedMemory) -> None:
-        with _mapped(self._runtime, "unpin memory"):
-            self._runtime.hostUnregister(memory.address)
-
     def stream(self) -> CupyStream:
         runtime = self._runtime
         with _mapped(runtime, "make a stream"):
             handle = int(runtime.streamCreateWithFlags(_STREAM_NON_BLOCKING))
-            return CupyStream(runtime, handle, int(runtime.getDevice()))
+        return CupyStream(runtime, handle)
 
-    def event(self, *, interprocess: bool = False) -> CupyEvent:
-        flags = _EVENT_DISABLE_TIMING | (_EVENT_INTERPROCESS if interprocess else 0)
+    def event(self) -> CupyEvent:
         with _mapped(self._runtime, "make an event"):
-            handle = int(self._runtime.eventCreateWithFlags(flags))
+            handle = int(self._runtime.eventCreateWithFlags(_EVENT_DISABLE_TIMING))
         return CupyEvent(self._runtime, handle, self._driver)
-
-    def open_event(self, handle: bytes) -> CupyEvent:
-        with _mapped(self._runtime, "open another process's event"):
-            opened = int(self._runtime.ipcOpenEventHandle(handle))
-        return CupyEvent(self._runtime, opened, self._driver)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         with _mapped(self._runtime, f"copy {nbytes} bytes"):

@@ -17,7 +17,7 @@ import torch
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import CudaApi, DeviceMemory, Event, Stream
-from asynckv.tensors.cuda_cupy import CupyEvent, open_cuda
+from asynckv.tensors.cuda_cupy import open_cuda
 from asynckv.tensors.cuda_driver import CudaDriver, open_driver
 from asynckv.tensors.views import dtype_of
 from asynckv.types import TensorSpec
@@ -47,12 +47,6 @@ class DeviceTensors(Protocol):
         the first one makes torch start CUDA.
 
         :raises ValueError: there are too few bytes, or this torch lacks the dtype
-        """
-
-    def follow(self, event: Event, device: int) -> None:
-        """Let this thread's current stream wait for ``event`` before what comes next.
-
-        The thread does not wait.
         """
 
     def current_stream(self, device: int) -> AbstractContextManager[object]:
@@ -129,9 +123,6 @@ class TorchEvent:
             except RuntimeError as exc:
                 raise GPUFailed(f"work on the GPU failed: {exc}") from exc
 
-    def export(self) -> bytes:
-        raise TypeError("an event of torch's stays in its process")
-
     def close(self) -> None:
         self._mark = None
 
@@ -161,13 +152,6 @@ class TorchTensors:
             return torch.empty(spec.shape, dtype=dtype, device=device)
         lent = torch.as_tensor(_Lent(memory, spec.nbytes), device=device)
         return lent.view(dtype).view(spec.shape)
-
-    def follow(self, event: Event, device: int) -> None:
-        if not isinstance(event, CupyEvent):
-            raise TypeError(f"not an event of CuPy's: {event!r}")
-        stream = torch.cuda.current_stream(device)
-        with torch.cuda.device(device):  # the default streams of all have one handle
-            event.hold_back(int(stream.cuda_stream))
 
     def current_stream(self, device: int) -> AbstractContextManager[object]:
         stream = torch.cuda.current_stream(device)

@@ -97,16 +97,6 @@ class SlotTable:
             slot.user is user and slot.state is SlotState.MOVING for slot in self.slots
         )
 
-    @property
-    def in_use(self) -> int:
-        """How many are not free."""
-        return sum(slot.state is not SlotState.FREE for slot in self.slots)
-
-    @property
-    def are_lost(self) -> bool:
-        """Whether none will ever be free again."""
-        return all(slot.state is SlotState.LOST for slot in self.slots)
-
     def _free(self) -> Slot | None:
         for slot in self.slots:
             if slot.state is SlotState.FREE:

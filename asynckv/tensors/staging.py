@@ -149,7 +149,6 @@ class _Window(Staged):
         self._awaited: Slot | None = None
         """What a thread waits for: it is its own as soon as it is full."""
         self._is_left = False
-        self._told_quiet: Callable[[], None] | None = None
 
     def reach(self, start: int) -> int:
         chunk_nbytes = self._staging.chunk_nbytes
@@ -162,16 +161,8 @@ class _Window(Staged):
                 if slot.user is self and slot.state in (SlotState.LENT, SlotState.FULL):
                     slot.free()
             if not self._table.moving(self):
-                self._be_quiet()
+                self._memory = None
             self._changed.notify_all()
-
-    def when_quiet(self, told: Callable[[], None]) -> None:
-        """Call ``told``, in any thread, when nothing moves any more. After a leave."""
-        with self._changed:
-            if self._table.moving(self):
-                self._told_quiet = told
-                return
-        told()
 
     def wait_until_quiet(self) -> None:
         """Wait until no copy reads or writes the memory, or none ever ends."""
@@ -217,14 +208,8 @@ class _Window(Staged):
                 slot.free()
             self._error = self._error or error
             if self._is_left and not self._table.moving(self):
-                self._be_quiet()
+                self._memory = None
             self._changed.notify_all()
-
-    def _be_quiet(self) -> None:
-        self._memory = None
-        told, self._told_quiet = self._told_quiet, None
-        if told is not None:
-            told()
 
     def _check(self) -> None:
         if self._is_left:

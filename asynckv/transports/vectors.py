@@ -7,11 +7,9 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
-__all__ = ("Vector", "rest_of", "vectors_of")
-
-Vector: TypeAlias = Sequence[memoryview | bytes]
+__all__ = ("rest_of", "vectors_of")
 
 _FULL_NBYTES: Final = 256 * 1024
 _MOST_PIECES: Final = 512

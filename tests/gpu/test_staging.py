@@ -169,21 +169,6 @@ async def test_memory_of_cuda_is_a_tensor_of_every_dtype() -> None:
     gpus.cuda.free(memory)
 
 
-async def test_the_callers_stream_follows_our_event() -> None:
-    gpus = open_gpus()
-    gpus.cuda.use_device(0)
-    stream, event = gpus.cuda.stream(), gpus.cuda.event()
-    one = torch.full((_LARGE,), 1, dtype=torch.uint8, device="cuda")
-    other = torch.zeros_like(one)
-    torch.cuda.synchronize()
-    gpus.cuda.copy(other.data_ptr(), one.data_ptr(), _LARGE, stream)
-    event.record(stream)
-    gpus.tensors.follow(event, 0)
-    assert int(other.sum(dtype=torch.int64)) == _LARGE
-    event.close()
-    stream.close()
-
-
 @pytest.mark.parametrize("payload", ["map", "inline"])
 async def test_an_entry_goes_from_gpu_to_gpu_over_a_link(
     pool: CopyPool, payload: str

@@ -10,11 +10,15 @@ from asynckv.errors import ConfigError, IncompatiblePeer, PeerLost, RemoteProtoc
 from asynckv.links.device_streams import (
     MAX_UNHEARD,
     DeviceStream,
-    accept_devices,
     open_devices,
 )
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import DeviceBroken, DeviceReady, OpenDevices
+from asynckv.protocol.device_frames import (
+    DeviceBroken,
+    DeviceReady,
+    Devices,
+    OpenDevices,
+)
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Frame, OpeningFrame, Ping
 from asynckv.testing.blocked import until
@@ -34,7 +38,9 @@ class Service(ScriptedService):
 
     def open(self, stream: LinkStream, frame: OpeningFrame, body: bytes) -> object:  # type: ignore[override]
         assert isinstance(frame, OpenDevices)
-        channel = accept_devices(stream, frame, self.pair.far)
+        channel = DeviceStream(answers=True)
+        channel.use(stream)
+        stream.send(Devices(self.pair.far.describe()))
         opening = self.pair.far.open(frame.description, channel)
         self.opening = asyncio.create_task(opening)
         return channel

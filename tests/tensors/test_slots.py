@@ -36,7 +36,7 @@ def test_what_is_behind_is_free_again() -> None:
         assert slot is not None
         slot.state = SlotState.FULL
     assert table.leave(one, 8) == 1
-    assert table.in_use == 1 and table.holding(one, 8) is not None
+    assert table.holding(one, 0) is None and table.holding(one, 8) is not None
 
 
 @settings(deadline=None)

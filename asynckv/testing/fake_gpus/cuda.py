@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ("FakeCuda",)
 
-_EVENT_NBYTES = 16
 _Stream = TypeVar("_Stream", bound=FakeStream)
 
 
@@ -111,12 +110,6 @@ class FakeCuda:
         return self._pin(numpy.zeros(nbytes, numpy.uint8))
 
     def host_free(self, memory: PinnedMemory) -> None:
-        self.host_unregister(memory)
-
-    def host_register(self, view: memoryview) -> PinnedMemory:
-        return self._pin(numpy.frombuffer(view, numpy.uint8))
-
-    def host_unregister(self, memory: PinnedMemory) -> None:
         with self._gpus.lock:
             allocation = self._space.unmap(memory.address)
             if allocation.users:
@@ -137,14 +130,8 @@ class FakeCuda:
             self._process.streams[handle] = stream
             return stream
 
-    def event(self, *, interprocess: bool = False) -> FakeEvent:
-        counts = numpy.zeros(_EVENT_NBYTES, numpy.uint8)
-        return FakeEvent(self._gpus, counts, self._process.key if interprocess else 0)
-
-    def open_event(self, handle: bytes) -> FakeEvent:
-        with self._gpus.lock:
-            found = self._gpus.open_handle(handle, _EVENT_NBYTES, self._process)
-            return FakeEvent(self._gpus, found.array)
+    def event(self) -> FakeEvent:
+        return FakeEvent(self._gpus)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         with self._gpus.lock:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING, Protocol
 
-import numpy
-
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import Event, Stream
-from asynckv.testing.fake_gpus.memory import AddressSpace, Allocation, Bytes
+from asynckv.testing.fake_gpus.memory import AddressSpace, Allocation
 
 if TYPE_CHECKING:
     from asynckv.testing.fake_gpus.fabric import FakeGpus, FakeProcess
@@ -101,26 +99,18 @@ class FakeTorchStream(FakeStream):
 
 
 class FakeEvent:
-    """A mark. ``counts`` are how often it was set and how far it has fired."""
+    """A mark: how often it was set, and how far it has fired."""
 
-    def __init__(self, gpus: FakeGpus, counts: Bytes, key: int = 0) -> None:
+    def __init__(self, gpus: FakeGpus) -> None:
         self._gpus = gpus
-        self._allocation = Allocation(counts, 0)
-        self._key = key
-        self._streams: list[FakeStream] = []
-
-    @property
-    def _counts(self) -> numpy.typing.NDArray[numpy.int64]:
-        return self._allocation.array.view(numpy.int64)
-
-    @property
-    def recorded(self) -> int:
+        self.recorded = 0
         """How often it was set."""
-        return int(self._counts[0])
+        self._fired = 0
+        self._streams: list[FakeStream] = []
 
     def has_fired(self, recorded: int) -> bool:
         """Whether all that was set until then has ended."""
-        return int(self._counts[1]) >= recorded
+        return self._fired >= recorded
 
     def record(self, stream: Stream) -> None:
         if not isinstance(stream, FakeStream) or isinstance(stream, FakeTorchStream):
@@ -132,11 +122,11 @@ class FakeEvent:
         with self._gpus.lock:
             self._streams = [stream]
             stream.add(_Fire(self, self.recorded + 1))
-            self._counts[0] += 1
+            self.recorded += 1
 
     def fire(self, recorded: int) -> None:
         """All before the mark has ended."""
-        self._counts[1] = max(int(self._counts[1]), recorded)
+        self._fired = max(self._fired, recorded)
 
     def query(self) -> bool:
         with self._gpus.lock:
@@ -149,18 +139,12 @@ class FakeEvent:
     def synchronize(self) -> None:
         self._gpus.block(self.query, "an event to fire")
 
-    def export(self) -> bytes:
-        if not self._key:
-            raise GPUFailed("not an interprocess event", code=1)
-        with self._gpus.lock:
-            return self._gpus.handle_of(self._allocation, self._key)
-
     def close(self) -> None:
         self._streams = []
 
 
 class FakeTorchEvent:
-    """A mark of torch's: no stream of CUDA waits for it, and no other process."""
+    """A mark of torch's: no stream of CUDA waits for it."""
 
     def __init__(self, event: FakeEvent) -> None:
         self._event = event
@@ -173,9 +157,6 @@ class FakeTorchEvent:
 
     def synchronize(self) -> None:
         self._event.synchronize()
-
-    def export(self) -> bytes:
-        raise TypeError("an event of torch's stays in its process")
 
     def close(self) -> None:
         self._event.close()

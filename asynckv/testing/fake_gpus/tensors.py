@@ -148,9 +148,6 @@ class FakeTensors:
         made.memory = memory
         return made
 
-    def follow(self, event: Event, device: int) -> None:
-        self.stream(device).wait(event)
-
     def current_stream(self, device: int) -> contextlib.AbstractContextManager[object]:
         return self.use_stream(self.stream(device))
 

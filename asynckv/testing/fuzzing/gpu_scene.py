@@ -9,11 +9,11 @@ import asyncio
 import dataclasses
 from typing import Final
 
-from asynckv.links.device_streams import DeviceStream, accept_devices, open_devices
+from asynckv.links.device_streams import DeviceStream, open_devices
 from asynckv.links.dial import dial
 from asynckv.links.listen import listen
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import OpenDevices
+from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
@@ -61,7 +61,9 @@ class _Accepting:
     ) -> DeviceStream:
         if not isinstance(frame, OpenDevices):
             raise ValueError(f"asked for something else: {frame}")
-        channel = accept_devices(stream, frame, self._transport)
+        channel = DeviceStream(answers=True)
+        channel.use(stream)
+        stream.send(Devices(self._transport.describe()))
         opening = self._transport.open(frame.description, channel)
         self.opening = asyncio.create_task(opening)
         return channel

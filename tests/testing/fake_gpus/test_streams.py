@@ -37,20 +37,6 @@ def test_a_stream_waits_for_an_event_of_another() -> None:
     assert cuda.view(three).tolist() == [9] * 8
 
 
-def test_an_event_of_another_process_is_waited_for(
-    near: FakeProcess, far: FakeProcess
-) -> None:
-    made = near.cuda.event(interprocess=True)
-    opened = far.cuda.open_event(made.export())
-    made.record(near.cuda.stream())
-    assert opened.query()
-
-
-def test_only_interprocess_events_are_exported(near: FakeProcess) -> None:
-    with pytest.raises(GPUFailed, match="not an interprocess"):
-        near.cuda.event().export()
-
-
 def test_work_that_fails_fails_all_behind_it(near: FakeProcess) -> None:
     cuda = near.cuda
     memory, stream, event = cuda.malloc(8), cuda.stream(), cuda.event()

@@ -39,7 +39,7 @@ def test_an_old_cupy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bytes_are_sent_and_received_as_uint8(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, cupy := CupyDouble())
     comm = open_nccl().open_comm(2, b"i" * 128, 1)
-    stream = CupyStream(cupy.runtime, 7, 0)
+    stream = CupyStream(cupy.runtime, 7)
     comm.send(4096, 10, 0, stream)
     comm.receive(8192, 20, 0, stream)
     assert cupy.calls[-2:] == [("send", 4096, 10, 1, 0, 7), ("recv", 8192, 20, 1, 0, 7)]

@@ -101,10 +101,10 @@ from asynckv.tensors.cuda_cupy import CupyCuda, CupyEvent, CupyStream
 from asynckv.tensors.cuda_driver import open_driver
 cuda = CupyCuda(cupy)
 CupyEvent(cupy.cuda.runtime, 0, open_driver).close()
-CupyStream(cupy.cuda.runtime, 0, 0).close()
+CupyStream(cupy.cuda.runtime, 0).close()
 open_nccl()
-for call in (cuda.stream, cuda.event, lambda: cuda.event(interprocess=True),
-             cuda.device_count, lambda: cuda.host_alloc(64)):
+for call in (cuda.stream, cuda.event, cuda.device_count,
+             lambda: cuda.host_alloc(64)):
     try:
         call()
     except GPUFailed as error:
