@@ -44,11 +44,11 @@ async def pair(two_gpus: FakeGpus) -> AsyncIterator[NcclBuffers]:
         yield pair
 
 
-async def check_comes_by_host(pair: NcclBuffers, by: str = "inline") -> None:
+async def check_comes_by_host(pair: NcclBuffers) -> None:
     await pair.buffer.insert([2], None, noise(MIB), None, None)
     entry = await pair.peer.lookup.drop_select([2])
     assert isinstance(entry.key, torch.Tensor) and entry.key.is_cuda
-    assert is_same(entry.key, noise(MIB)) and pair.peer.transport == by
+    assert is_same(entry.key, noise(MIB)) and pair.peer.transport == "inline"
 
 
 async def test_versions_that_differ_are_no_way(
@@ -56,8 +56,8 @@ async def test_versions_that_differ_are_no_way(
 ) -> None:
     caplog.set_level("INFO")
     async with open_nccl_buffers(two_gpus, their_nccl=1) as pair:
-        await check_comes_by_host(pair, "map")
-        await check_comes_by_host(pair, "map")
+        await check_comes_by_host(pair)
+        await check_comes_by_host(pair)
     assert caplog.text.count(BY_HOST) == 1 and "NCCL 1 here" in caplog.text
 
 
@@ -67,7 +67,7 @@ async def test_without_nccl_there_is_no_way(
 ) -> None:
     caplog.set_level("INFO")
     async with open_nccl_buffers(two_gpus) as pair:
-        await check_comes_by_host(pair, "map")
+        await check_comes_by_host(pair)
     assert caplog.text.count(BY_HOST) == 1 and "no NCCL here" in caplog.text
 
 
@@ -185,7 +185,7 @@ async def test_a_peer_that_dies_while_both_meet_holds_nobody_up(
         await pair.buffer.insert([3], None, noise(MIB), None, None)
         entry = await peer.lookup.drop_select([3])
         assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
-        assert peer.transport == "map"
+        assert peer.transport == "inline"
         worker = workers._workers[pair.ours.process.cuda, 0]
         assert worker.is_blocked and worker.error is None
 
@@ -198,7 +198,7 @@ async def test_who_comes_while_a_worker_is_blocked_does_not_wait(
         caplog.clear()
         where = fake_device_of(two_gpus.process(), 1).device
         async with connect(pair.server.url, device=where, max_bytes="1MiB") as late:
-            assert late.transport == "map" and "the other rank" in two_gpus.kept
+            assert late.transport == "inline" and "the other rank" in two_gpus.kept
             assert "waits in NCCL for another peer" in caplog.text
 
 
