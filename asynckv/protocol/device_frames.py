@@ -1,9 +1,8 @@
 """Control frames by which two sides move payload from GPU to GPU.
 
 One stream a link: :class:`OpenDevices`, :class:`Devices`, and then for each of two
-*pipes*, one a direction, what makes both sides post the same operation or none. A
-*generation* is one life of a pipe; numbers count its operations. What is said of
-another generation is void. :class:`GrantDevices` and :class:`SentDevices` belong to the
+*pipes*, one a direction, what makes both sides post the same operation or none. Numbers
+count a pipe's operations. :class:`GrantDevices` and :class:`SentDevices` belong to the
 stream of a delivery, or of a pipe. As in :mod:`asynckv.protocol.frames`, values only.
 """
 
@@ -16,7 +15,6 @@ import msgspec
 from asynckv.protocol.values import Count, Digest
 
 __all__ = (
-    "DeviceBroken",
     "DeviceDone",
     "DeviceFrame",
     "DeviceGrant",
@@ -56,12 +54,7 @@ class Devices(_Base, frozen=True, tag="devices"):
 
 
 class PrepareDevice(_Base, frozen=True, tag="prepare"):
-    """Both pipes are to be opened, and my GPU's worker is free for it. Is yours?
-
-    ``generations`` are those that the pipes will have; None: it stays as it is.
-    """
-
-    generations: tuple[Count | None, Count | None]
+    """Both pipes are to be opened, and my GPU's worker is free for it. Is yours?"""
 
 
 class DeviceReady(_Base, frozen=True, tag="ready"):
@@ -72,24 +65,21 @@ class MeetDevice(_Base, frozen=True, tag="meet"):
     """Open this pipe now. The unique id lets in who knows it: a secret."""
 
     pipe: _Pipe
-    generation: Count
     unique_id: _UniqueId
 
     def __repr__(self) -> str:
-        return f"MeetDevice(pipe={self.pipe}, generation={self.generation}, <hidden>)"
+        return f"MeetDevice(pipe={self.pipe}, <hidden>)"
 
 
 class DeviceMet(_Base, frozen=True, tag="met"):
     """The pipe is open on this side, and its first byte has moved."""
 
     pipe: _Pipe
-    generation: Count
 
 
 class DeviceOffer(_Base, frozen=True, tag="doffer"):
     """One operation's bytes are ready to be sent, by the pipe of whoever says so."""
 
-    generation: Count
     number: Count
     transfer: Count
     part: Count
@@ -100,36 +90,25 @@ class DeviceOffer(_Base, frozen=True, tag="doffer"):
 class DeviceGrant(_Base, frozen=True, tag="dgrant"):
     """There is a place for it: both sides post it from here on, whatever happens."""
 
-    generation: Count
     number: Count
 
 
 class DeviceSkip(_Base, frozen=True, tag="dskip"):
     """Nobody wants it (any more): neither side posts it."""
 
-    generation: Count
     number: Count
 
 
 class DeviceWithdraw(_Base, frozen=True, tag="dwithdraw"):
     """The offer is void, if it was not granted yet: answered by a skip, or late."""
 
-    generation: Count
     number: Count
 
 
 class DeviceDone(_Base, frozen=True, tag="ddone"):
     """The operation's bytes have landed, and its place is free again."""
 
-    generation: Count
     number: Count
-
-
-class DeviceBroken(_Base, frozen=True, tag="broken"):
-    """The pipe was aborted here, and nothing of this generation moves any more."""
-
-    pipe: _Pipe
-    generation: Count
 
 
 class DevicesFinish(_Base, frozen=True, tag="dfinish"):
@@ -169,6 +148,5 @@ DeviceFrame: TypeAlias = (
     | DeviceSkip
     | DeviceWithdraw
     | DeviceDone
-    | DeviceBroken
     | DevicesFinish
 )

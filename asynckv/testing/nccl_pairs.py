@@ -96,8 +96,15 @@ class NcclPair:
             for device, process in enumerate(self.processes)
         ]
         self.channels = loop_channels()
-        self.near = NcclTransport(self.workers[0], digest, loop, near_lost, settings)
-        self.far = NcclTransport(self.workers[1], digest, loop, far_lost, settings)
+        self.lost: tuple[list[Exception], list[Exception]] = ([], [])
+        """Why each end was lost, near and far."""
+        ends = [
+            NcclTransport(worker, digest, loop, _both(lost.append, tell), settings)
+            for worker, lost, tell in zip(
+                self.workers, self.lost, (near_lost, far_lost), strict=True
+            )
+        ]
+        self.near, self.far = ends
 
     async def open(self) -> None:
         """Open both ends, the near one in the calling task."""
@@ -131,6 +138,16 @@ class NcclPair:
 
     def _alive(self) -> bool:
         return any(worker.is_alive for worker in self.workers)
+
+
+def _both(
+    one: Callable[[Exception], None], other: Callable[[Exception], None]
+) -> Callable[[Exception], None]:
+    def call(error: Exception) -> None:
+        one(error)
+        other(error)
+
+    return call
 
 
 @contextlib.asynccontextmanager

@@ -111,7 +111,6 @@ class _Schedule:
             max_bytes=self.rng.choice((64, 128, 1024)),
             open_s=5.0,
             patience_s=0.3,
-            cancel_grace_s=0.05,
         )
         self.pair = NcclPair(
             self.gpus,

@@ -14,7 +14,7 @@ from asynckv.links.device_streams import (
 )
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.device_frames import (
-    DeviceBroken,
+    DeviceMet,
     DeviceReady,
     Devices,
     OpenDevices,
@@ -112,9 +112,9 @@ async def test_what_comes_too_soon_is_heard_later() -> None:
     channel = DeviceStream(answers=True)
     channel.on_frame(DeviceReady(), b"")
     channel.attach(heard.append, lambda error: None)
-    channel.on_frame(DeviceBroken(0, 1), b"")
+    channel.on_frame(DeviceMet(1), b"")
     await until(lambda: len(heard) == 2)
-    assert heard == [DeviceReady(), DeviceBroken(0, 1)]
+    assert heard == [DeviceReady(), DeviceMet(1)]
 
 
 async def test_too_much_that_nobody_hears_is_refused() -> None:

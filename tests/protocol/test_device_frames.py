@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from asynckv.protocol.device_frames import (
-    DeviceBroken,
     DeviceDone,
     DeviceGrant,
     DeviceMet,
@@ -26,15 +25,14 @@ DECODER = msgspec.msgpack.Decoder[Frame](Frame)
 FRAMES: Final[tuple[msgspec.Struct, ...]] = (
     OpenDevices(b""),
     Devices(b""),
-    PrepareDevice((None, None)),
-    MeetDevice(0, 0, b""),
-    DeviceMet(0, 0),
-    DeviceOffer(0, 0, 0, 0, 0, 0),
-    DeviceGrant(0, 0),
-    DeviceSkip(0, 0),
-    DeviceWithdraw(0, 0),
-    DeviceDone(0, 0),
-    DeviceBroken(0, 0),
+    PrepareDevice(),
+    MeetDevice(0, b""),
+    DeviceMet(0),
+    DeviceOffer(0, 0, 0, 0, 0),
+    DeviceGrant(0),
+    DeviceSkip(0),
+    DeviceWithdraw(0),
+    DeviceDone(0),
     GrantDevices(0, "off"),
     SentDevices(0, 0, "off"),
 )
@@ -45,15 +43,7 @@ BOUNDS: dict[str, tuple[tuple[Any, Any], ...]] = {
     "kind": tuple((kind, "none") for kind in ("full", "edges", "off")),
     "digest": ((b"d" * 16, b"d" * 17),),
     "pipe": ((0, -1), (1, 2)),
-    "generations": (
-        *(((value, None), (beyond, None)) for value, beyond in COUNT),
-        *(((None, value), (None, beyond)) for value, beyond in COUNT),
-        ((None, None), (None,)),
-        ((None, None), (None, None, None)),
-    ),
-    **dict.fromkeys(
-        ("generation", "number", "transfer", "part", "offset", "nbytes"), COUNT
-    ),
+    **dict.fromkeys(("number", "transfer", "part", "offset", "nbytes"), COUNT),
 }
 CASES = [
     pytest.param(frame, field, *bound, id=f"{type(frame).__name__}.{field}-{number}")
@@ -75,6 +65,6 @@ def test_a_field_may_reach_its_bound_and_no_further(
 
 
 def test_a_unique_id_is_shown_to_nobody() -> None:
-    frame = MeetDevice(0, 1, b"s3cret")
+    frame = MeetDevice(1, b"s3cret")
     assert "s3cret" not in repr(frame)
-    assert "generation=1" in str(frame)
+    assert "pipe=1" in str(frame)

@@ -91,10 +91,3 @@ class Arrivals:
         return [
             part for transfer in list(self._transfers) for part in self.stop(transfer)
         ]
-
-    def rewind(self) -> None:
-        """What was granted and did not land is offered again."""
-        for parts in self._transfers.values():
-            for part in parts.values():
-                if part is not None:
-                    part.begun_bytes = part.moved_bytes

@@ -1,18 +1,20 @@
-"""Both pipes of a transport are opened, and opened again when they were aborted.
+"""Both pipes of a transport are opened, once, by both sides in turn.
 
-On the loop only. The side whose worker has the lower token leads; see
-:mod:`asynckv.transports.nccl.lives` for what a pipe's life is.
+One side leads: the one whose worker has the lower token. It asks for the other's worker
+when it has its own, so workers that are shared are taken in one order everywhere, and
+nobody waits in a circle. A pipe that ends, for whatever reason, ends the transport. On
+the loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
 from asynckv.protocol.device_frames import (
-    DeviceBroken,
     DeviceFrame,
     DeviceMet,
     DeviceReady,
@@ -21,7 +23,6 @@ from asynckv.protocol.device_frames import (
 )
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.transports.nccl.api import UNIQUE_ID_NBYTES
-from asynckv.transports.nccl.lives import Life
 from asynckv.transports.nccl.operations import call_on
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import PipeEnd, WorkerPipe
@@ -29,26 +30,36 @@ from asynckv.transports.nccl.worker_turns import Turn
 
 __all__ = ("Connector", "PipeUser")
 
-_MAX_FAILURES: Final = 3
-_BACKOFF_S: Final = 0.05
-_PIPES: Final = (0, 1)
-
 
 class PipeUser(Protocol):
     """Whoever sends or receives by a pipe."""
 
     def open(self, pipe: WorkerPipe) -> None:
-        """It is open, as another generation."""
+        """It is open."""
 
     def close(self) -> None:
         """It is not open any more."""
 
 
-class Connector:
-    """The lives of both pipes. ``users`` are who sends and who receives on this side.
+@dataclasses.dataclass(slots=True)
+class _Pipe:
+    """``of_worker`` until nothing of it moves on this side any more."""
 
-    ``lose(error)`` is called when a pipe cannot be opened any more; ``changed()`` when
-    one is open, or over.
+    of_worker: WorkerPipe | None = None
+    is_begun: bool = False
+    has_met: bool = False
+    peer_has_met: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.has_met and self.peer_has_met
+
+
+class Connector:
+    """Opens and ends both pipes. ``users`` are who sends and who receives here.
+
+    ``lose(error)`` is called when a pipe cannot be opened, or has ended by itself;
+    ``changed()`` when one is open, or over.
     """
 
     def __init__(
@@ -73,100 +84,86 @@ class Connector:
         self._say = say
         self._lose = lose
         self._changed = changed
-        self._lives = (Life(), Life())
-        self._pipes: list[WorkerPipe | None] = [None, None]
+        self._pipes = (_Pipe(), _Pipe())
         self._turn: Turn | None = None
-        self._asked: tuple[int | None, int | None] = (None, None)
-        self._timer: asyncio.TimerHandle | None = None
+        self._is_prepared = False
+        """Whether both workers were asked for."""
+        self._is_ready = False
+        """Whether this side's worker and the peer's are there for each other."""
         self._is_over = False
 
     @property
     def is_open(self) -> bool:
         """Whether both pipes are."""
-        return all(life.state == "open" for life in self._lives)
+        return all(pipe.is_open for pipe in self._pipes)
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing moves by either pipe on this side."""
-        return all(pipe is None for pipe in self._pipes)
+        return all(pipe.of_worker is None for pipe in self._pipes)
 
     def start(self) -> None:
-        """Open what can be opened, if this side leads; else the peer will."""
-        self._timer = None
-        may_open = any(life.may_open for life in self._lives)
-        if self._leads and may_open and self._turn is None and not self._is_over:
+        """Open them, if this side leads; else the peer will."""
+        if self._leads:
             self._ask_turn(self._prepare)
 
     def abort(self, error: Exception) -> None:
-        """Abort both pipes, for good."""
+        """Abort both pipes."""
         self._end()
         for pipe in self._pipes:
-            if pipe is not None:
-                self._worker.abort(pipe, error)
+            if pipe.of_worker is not None:
+                self._worker.abort(pipe.of_worker, error)
 
     def close(self) -> None:
-        """End both pipes cleanly, for good: no operation is left."""
+        """End both pipes cleanly: no operation is left."""
         self._end()
-        for pipe, life in zip(self._pipes, self._lives, strict=True):
-            if pipe is not None and life.state == "open":
-                self._worker.close(pipe)
-            elif pipe is not None:
-                self._worker.abort(pipe, PeerLost("the transport was closed"))
+        for pipe in self._pipes:
+            if pipe.of_worker is not None and pipe.is_open:
+                self._worker.close(pipe.of_worker)
+            elif pipe.of_worker is not None:
+                lost = PeerLost("the transport was closed")
+                self._worker.abort(pipe.of_worker, lost)
 
-    def break_off(self, error: Exception, *, sending: bool) -> None:
-        """Abort one pipe; it is opened again when both sides are quiet."""
-        self._fail(self._sends if sending else 1 - self._sends, error)
-
-    def on_prepare(self, frame: PrepareDevice) -> None:
+    def on_prepare(self) -> None:
         """The leader has its worker: take this one's turn too.
 
         :raises RemoteProtocolError: this side leads, or was asked already
         """
-        if self._leads or self._turn is not None:
+        if self._leads or self._is_prepared:
             raise RemoteProtocolError("a PrepareDevice that makes no sense")
-        self._asked = frame.generations
-        for index in _PIPES:
-            if (generation := frame.generations[index]) is not None:
-                self._lives[index].begin(generation)
+        self._is_prepared = True
         self._ask_turn(self._get_ready)
 
     def on_ready(self) -> None:
         """The peer has its worker too: meet.
 
-        :raises RemoteProtocolError: it was not asked
+        :raises RemoteProtocolError: it was not asked, or has answered already
         """
-        if not self._leads or self._turn is None or self._asked == (None, None):
+        if not self._leads or not self._is_prepared or self._is_ready:
             raise RemoteProtocolError("a DeviceReady that makes no sense")
-        for index in _PIPES:
-            if (generation := self._asked[index]) is not None:
-                self._mint(index, generation)
-        self._asked = (None, None)
-        self._end_turn_if_over()
+        self._is_ready = True
+        self._mint(0)
 
     def on_meet(self, frame: MeetDevice) -> None:
         """The leader opens this pipe now: so does this side.
 
         :raises RemoteProtocolError: it is not to be opened
         """
-        life = self._lives[frame.pipe]
-        if self._leads or len(frame.unique_id) != UNIQUE_ID_NBYTES:
+        is_due = self._is_ready and not self._pipes[frame.pipe].is_begun
+        if self._leads or not is_due or len(frame.unique_id) != UNIQUE_ID_NBYTES:
             raise RemoteProtocolError("a MeetDevice that makes no sense")
-        if life.state == "opening" and frame.generation == life.generation:
-            self._meet(frame.pipe, frame.generation, frame.unique_id)
+        self._meet(frame.pipe, frame.unique_id)
 
     def on_met(self, frame: DeviceMet) -> None:
-        """The peer is there."""
-        if self._lives[frame.pipe].meet(frame.generation, is_peer=True):
-            self._use(frame.pipe)
+        """The peer is there.
 
-    def on_broken(self, frame: DeviceBroken) -> None:
-        """Nothing of that generation moves on the peer's side: abort it here too."""
-        index = frame.pipe
-        life = self._lives[index]
-        if frame.generation == life.generation:
-            self._fail(index, PeerLost("the peer has aborted the pipe"))
-            if life.quiet(frame.generation, is_peer=True):
-                self._after(index)
+        :raises RemoteProtocolError: it was not asked to, or has said so before
+        """
+        pipe = self._pipes[frame.pipe]
+        if not pipe.is_begun or pipe.peer_has_met:
+            raise RemoteProtocolError("a DeviceMet that makes no sense")
+        pipe.peer_has_met = True
+        self._use_if_open(frame.pipe)
 
     def _ask_turn(self, begin: Callable[[], None]) -> None:
         def have_turn() -> None:
@@ -180,114 +177,75 @@ class Connector:
         self._turn = self._worker.turns.ask(lambda: call_on(self._loop, have_turn))
 
     def _prepare(self) -> None:
-        lives = self._lives
-        first, second = (one.generation + 1 if one.may_open else None for one in lives)
-        self._asked = first, second
-        for life, generation in zip(lives, self._asked, strict=True):
-            if generation is not None:
-                life.begin(generation)
-        self._say(PrepareDevice(self._asked))
+        self._is_prepared = True
+        self._say(PrepareDevice())
 
     def _get_ready(self) -> None:
-        self._asked = (None, None)
+        self._is_ready = True
         self._say(DeviceReady())
-        self._end_turn_if_over()
 
-    def _mint(self, index: int, generation: int) -> None:
-        """Make a unique id, and let the peer have it: nobody else ever does."""
+    def _mint(self, index: int) -> None:
+        """Make a unique id, and let the peer have it: nobody else ever does.
+
+        One pipe after the other: both sides meet in one order.
+        """
 
         def mint() -> None:
             try:
                 unique_id = self._worker.nccl.unique_id()
             except Exception as exc:  # noqa: BLE001 - told on the loop
-                error = exc
-                call_on(self._loop, lambda: self._fail(index, error))
+                lost = _lost_by(exc)
+                call_on(self._loop, lambda: self._lose(lost))
             else:
                 call_on(self._loop, lambda: minted(unique_id))
 
         def minted(unique_id: bytes) -> None:
-            life = self._lives[index]
-            if life.state == "opening" and life.generation == generation:
-                self._say(MeetDevice(index, generation, unique_id))
-                self._meet(index, generation, unique_id)
+            if not self._is_over:
+                self._say(MeetDevice(index, unique_id))
+                self._meet(index, unique_id)
 
         self._worker.run(mint)
 
-    def _meet(self, index: int, generation: int, unique_id: bytes) -> None:
-        if self._is_over:
-            return
-
+    def _meet(self, index: int, unique_id: bytes) -> None:
         def opened() -> None:
-            call_on(self._loop, lambda: self._met(index, generation))
+            call_on(self._loop, lambda: self._met(index))
 
         def lost(error: Exception) -> None:
-            call_on(self._loop, lambda: self._lost(index, pipe, error))
+            call_on(self._loop, lambda: self._lost(index, error))
 
         end: PipeEnd = "send" if index == self._sends else "receive"
-        pipe = WorkerPipe(end, generation, self._scratch, opened=opened, lost=lost)
-        self._pipes[index] = pipe
+        pipe = WorkerPipe(end, self._scratch, opened=opened, lost=lost)
+        self._pipes[index].is_begun = True
+        self._pipes[index].of_worker = pipe
         self._worker.open(pipe, unique_id)
 
-    def _met(self, index: int, generation: int) -> None:
-        life = self._lives[index]
-        if life.state == "opening" and life.generation == generation:
-            self._say(DeviceMet(index, generation))
-            if life.meet(generation):
-                self._use(index)
+    def _met(self, index: int) -> None:
+        if not self._is_over:
+            self._say(DeviceMet(index))
+            self._pipes[index].has_met = True
+            self._use_if_open(index)
 
-    def _use(self, index: int) -> None:
+    def _use_if_open(self, index: int) -> None:
         pipe = self._pipes[index]
-        if pipe is not None and not self._is_over:
-            self._users[index].open(pipe)
-        self._end_turn_if_over()
+        if self._is_over or not pipe.is_open or pipe.of_worker is None:
+            return
+        self._users[index].open(pipe.of_worker)
+        if self.is_open:
+            self._end_turn()
+        elif self._leads:
+            self._mint(1)  # not before: who fails by then keeps no peer waiting
         self._changed()
 
-    def _fail(self, index: int, error: Exception) -> None:
-        life, pipe = self._lives[index], self._pipes[index]
-        if not life.fail(life.generation):
-            return
-        self._users[index].close()
-        if pipe is not None:
-            self._worker.abort(pipe, error)
-        else:
-            self._be_quiet(index)
-
-    def _lost(self, index: int, pipe: WorkerPipe, error: Exception) -> None:
+    def _lost(self, index: int, error: Exception) -> None:
         """Nothing of it moves any more, or the worker was given up."""
-        self._pipes[index] = None
+        self._pipes[index].of_worker = None
         if self._worker.error is not None:
             self._lose(self._worker.error)
         elif not self._is_over:
-            life = self._lives[index]
-            if life.fail(pipe.generation):
-                self._users[index].close()
-            if life.failures > _MAX_FAILURES:
-                self._lose(_lost_by(error))
-            self._be_quiet(index)
+            self._lose(_lost_by(error))
         if self._is_over and self.is_quiet:
             self._end_turn()
         self._changed()
-
-    def _be_quiet(self, index: int) -> None:
-        life = self._lives[index]
-        self._say(DeviceBroken(index, life.generation))
-        if life.quiet(life.generation):
-            self._after(index)
-
-    def _after(self, index: int) -> None:
-        """Both sides are quiet: open it again, after a while."""
-        self._end_turn_if_over()
-        if self._leads and self._timer is None and not self._is_over:
-            delay_s = _BACKOFF_S * (2 ** self._lives[index].failures - 1)
-            self._timer = self._loop.call_later(delay_s, self.start)
-
-    def _end_turn_if_over(self) -> None:
-        is_asked = self._leads and self._asked != (None, None)
-        if not is_asked and not any(life.state == "opening" for life in self._lives):
-            had_turn = self._turn is not None
-            self._end_turn()
-            if had_turn and self._leads and self._timer is None:
-                self._timer = self._loop.call_later(0, self.start)
 
     def _end_turn(self) -> None:
         turn, self._turn = self._turn, None
@@ -296,8 +254,6 @@ class Connector:
 
     def _end(self) -> None:
         self._is_over = True
-        if self._timer is not None:
-            self._timer.cancel()
         if self.is_quiet:  # else the worker may still be kept by what it opens
             self._end_turn()
         for user in self._users:
@@ -307,6 +263,6 @@ class Connector:
 def _lost_by(error: Exception) -> Exception:
     if isinstance(error, PeerLost):
         return error
-    lost = PeerLost(f"a pipe between GPUs broke again and again: {error}")
+    lost = PeerLost(f"what connects both GPUs has failed: {error}")
     lost.__cause__ = error if isinstance(error, AsyncKVError) else None
     return lost

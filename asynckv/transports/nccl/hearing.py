@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.device_frames import (
-    DeviceBroken,
     DeviceDone,
     DeviceFrame,
     DeviceGrant,
@@ -42,14 +41,12 @@ def hear(
         case DeviceWithdraw():
             receiver.on_withdraw(frame)
         case PrepareDevice():
-            connector.on_prepare(frame)
+            connector.on_prepare()
         case DeviceReady():
             connector.on_ready()
         case MeetDevice():
             connector.on_meet(frame)
         case DeviceMet():
             connector.on_met(frame)
-        case DeviceBroken():
-            connector.on_broken(frame)
         case _:
             raise RemoteProtocolError(f"{type(frame).__name__} makes no sense here")

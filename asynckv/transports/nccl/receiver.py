@@ -22,7 +22,7 @@ __all__ = ("Receiver",)
 
 
 class Receiver:
-    """The receiving end of one direction, through all lives of its pipe.
+    """The receiving end of one direction.
 
     ``say(frame)`` sends it; ``settled()`` is called whenever memory may be quiet.
     """
@@ -103,15 +103,14 @@ class Receiver:
     def take_all(self) -> list[DevicePart]:
         """Forget and return the parts that nobody was told of."""
         self.arrivals.take_all()
-        self._receiving.begin(self._receiving.generation)
+        self._receiving.forget()
         self.close()
         left, self._untold = list(self._untold), set()
         return left
 
     def open(self, pipe: WorkerPipe) -> None:
-        """Its pipe is open, as another generation: what did not land comes again."""
-        self.arrivals.rewind()
-        self._receiving.begin(pipe.generation)
+        """Its pipe is open: the peer may offer."""
+        self._receiving.is_open = True
         self._pipe = pipe
 
     def close(self) -> None:
@@ -124,9 +123,8 @@ class Receiver:
 
         :raises RemoteProtocolError: it makes no sense
         """
-        if self._receiving.is_open and frame.generation == self._receiving.generation:
-            self.arrivals.check(frame)
-            self._do(self._receiving.on_offer(frame))
+        self.arrivals.check(frame)
+        self._do(self._receiving.on_offer(frame))
 
     def on_withdraw(self, frame: DeviceWithdraw) -> None:
         """Forget the offer, if it still waits for room."""

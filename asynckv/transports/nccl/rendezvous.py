@@ -45,7 +45,6 @@ class Sending(Generic[S]):
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.generation = 0
         self._max_bytes = max_bytes
         self._next = 0
         self._last_granted = -1
@@ -77,7 +76,7 @@ class Sending(Generic[S]):
         number, self._next = self._next, self._next + 1
         self._offered[number] = _Sent(operation, nbytes)
         self.nbytes += nbytes
-        return DeviceOffer(self.generation, number, transfer, part, offset, nbytes)
+        return DeviceOffer(number, transfer, part, offset, nbytes)
 
     def withdraw(self, is_void: Callable[[S], bool]) -> list[DeviceWithdraw]:
         """Withdraw operations that were not granted yet: what is to be said.
@@ -85,18 +84,16 @@ class Sending(Generic[S]):
         They are over when they are skipped; or they are granted all the same.
         """
         return [
-            DeviceWithdraw(self.generation, number)
+            DeviceWithdraw(number)
             for number, sent in self._offered.items()
             if is_void(sent.operation)
         ]
 
-    def on_grant(self, frame: DeviceGrant) -> S | None:
-        """Return what is to be posted now; None if it is of another generation.
+    def on_grant(self, frame: DeviceGrant) -> S:
+        """Return what is to be posted now.
 
         :raises RemoteProtocolError: it was not offered, or it comes out of order
         """
-        if frame.generation != self.generation:
-            return None
         sent = self._offered.pop(frame.number, None)
         if sent is None or frame.number <= self._last_granted:
             raise RemoteProtocolError(f"a grant of {frame.number}, out of order")
@@ -104,40 +101,33 @@ class Sending(Generic[S]):
         self._granted[frame.number] = sent
         return sent.operation
 
-    def on_skip(self, frame: DeviceSkip) -> S | None:
-        """Return what nobody wants; None if it is of another generation.
+    def on_skip(self, frame: DeviceSkip) -> S:
+        """Return what nobody wants.
 
         :raises RemoteProtocolError: it was not offered, or was granted
         """
-        if frame.generation != self.generation:
-            return None
         sent = self._offered.pop(frame.number, None)
         if sent is None:
             raise RemoteProtocolError(f"a skip of {frame.number}, which is not offered")
         self.nbytes -= sent.nbytes
         return sent.operation
 
-    def on_done(self, frame: DeviceDone) -> S | None:
-        """Return what has landed; None if it is of another generation.
+    def on_done(self, frame: DeviceDone) -> S:
+        """Return what has landed.
 
         :raises RemoteProtocolError: it is not the oldest that was granted
         """
-        if frame.generation != self.generation:
-            return None
         if next(iter(self._granted), None) != frame.number:
             raise RemoteProtocolError(f"{frame.number} is done, out of order")
         sent = self._granted.pop(frame.number)
         self.nbytes -= sent.nbytes
         return sent.operation
 
-    def begin(self, generation: int) -> list[S]:
-        """Live on as ``generation``: what was neither skipped nor done, in order."""
-        left = [*self._granted.values(), *self._offered.values()]
+    def forget(self) -> None:
+        """The pipe is over: nothing is offered or granted any more."""
         self._granted.clear()
         self._offered.clear()
-        self.generation, self._next, self._last_granted = generation, 0, -1
         self.nbytes = 0
-        return [sent.operation for sent in left]
 
 
 @dataclasses.dataclass(slots=True)
@@ -161,9 +151,8 @@ class Receiving(Generic[T]):
         max_bytes: int,
         place: Callable[[DeviceOffer], T | None],
     ) -> None:
-        self.generation = 0
         self.is_open = False
-        """Nothing is granted while it is not."""
+        """Nothing is offered while it is not."""
         self._max_operations = max_operations
         self._max_bytes = max_bytes
         self._place = place
@@ -188,8 +177,8 @@ class Receiving(Generic[T]):
 
         :raises RemoteProtocolError: its number, its length or its place is wrong
         """
-        if frame.generation != self.generation or not self.is_open:
-            return Step()
+        if not self.is_open:
+            raise RemoteProtocolError("an offer by a pipe that is not open")
         if frame.number != self._next or not 0 < frame.nbytes <= self._max_bytes:
             raise RemoteProtocolError(
                 f"an offer of {frame.nbytes} bytes as {frame.number}, out of order"
@@ -203,15 +192,15 @@ class Receiving(Generic[T]):
     def on_withdraw(self, frame: DeviceWithdraw) -> Step[T]:
         """The offer is void, if it still waits for room."""
         for offer in self._waiting:
-            if (offer.generation, offer.number) == (frame.generation, frame.number):
+            if offer.number == frame.number:
                 self._waiting.remove(offer)
-                return Step([DeviceSkip(self.generation, frame.number)])
+                return Step([DeviceSkip(frame.number)])
         return Step()
 
     def on_landed(self, number: int) -> Step[T]:
         """The oldest operation that was granted has landed."""
         self.nbytes -= self._granted.pop(number)
-        step: Step[T] = Step([DeviceDone(self.generation, number)])
+        step: Step[T] = Step([DeviceDone(number)])
         more = self.grant()
         return Step([*step.frames, *more.frames], more.posts)
 
@@ -222,20 +211,20 @@ class Receiving(Generic[T]):
             offer = self._waiting.popleft()
             place = self._place(offer)
             if place is None:
-                step.frames.append(DeviceSkip(self.generation, offer.number))
+                step.frames.append(DeviceSkip(offer.number))
                 continue
             self._granted[offer.number] = offer.nbytes
             self.nbytes += offer.nbytes
-            step.frames.append(DeviceGrant(self.generation, offer.number))
+            step.frames.append(DeviceGrant(offer.number))
             step.posts.append(place)
         return step
 
-    def begin(self, generation: int) -> None:
-        """Live on as ``generation``: what was offered will be offered again."""
+    def forget(self) -> None:
+        """The pipe is over: nothing is offered or granted any more."""
         self._waiting.clear()
         self._granted.clear()
-        self.generation, self._next, self.nbytes = generation, 0, 0
-        self.is_open = True
+        self.nbytes = 0
+        self.is_open = False
 
     def _has_room(self, nbytes: int) -> bool:
         if not self.is_open or len(self._granted) >= self._max_operations:

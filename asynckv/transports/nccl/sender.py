@@ -27,7 +27,7 @@ __all__ = ("Sender",)
 
 
 class Sender:
-    """The sending end of one direction, through all lives of its pipe.
+    """The sending end of one direction.
 
     ``say(frame)`` sends it; ``settled()`` is called whenever memory may be quiet.
     """
@@ -110,13 +110,11 @@ class Sender:
         self._stopped.clear()
         self._queue.clear()
         self._ready.clear()
-        self._sending.begin(self._sending.generation)
+        self._sending.forget()
         return left
 
     def open(self, pipe: WorkerPipe) -> None:
-        """Its pipe is open, as another generation: offer again what was not done."""
-        again = self._sending.begin(pipe.generation)
-        self._ready.extendleft(reversed(again))
+        """Its pipe is open: offer what waits."""
         self._pipe = pipe
         self._pump()
 
@@ -130,7 +128,7 @@ class Sender:
         :raises RemoteProtocolError: it makes no sense
         """
         operation = self._sending.on_grant(frame)
-        if operation is not None and self._pipe is not None:
+        if self._pipe is not None:
             operation.is_posted = True
             operation.part.posted += 1
             self._at_worker += 1
@@ -144,9 +142,8 @@ class Sender:
         :raises RemoteProtocolError: it makes no sense
         """
         operation = self._sending.on_skip(frame)
-        if operation is not None:
-            operation.part.is_skipped = True
-            self._end(operation)
+        operation.part.is_skipped = True
+        self._end(operation)
 
     def on_done(self, frame: DeviceDone) -> None:
         """It has landed.
@@ -154,10 +151,9 @@ class Sender:
         :raises RemoteProtocolError: it makes no sense
         """
         operation = self._sending.on_done(frame)
-        if operation is not None:
-            operation.is_done = True
-            if not operation.is_posted:
-                self._end(operation)
+        operation.is_done = True
+        if not operation.is_posted:
+            self._end(operation)
 
     def _all_parts(self) -> list[DevicePart]:
         told = [part for parts in self._parts.values() for part in parts]

@@ -22,7 +22,6 @@ class NcclSettings:
     open_s: float = 30.0
     patience_s: float = 10.0
     least_bytes_per_s: float = 50e6
-    cancel_grace_s: float = 0.25
 
     def timeout_s(self, nbytes: int) -> float:
         """How long an operation of ``nbytes`` may take, once it is granted."""

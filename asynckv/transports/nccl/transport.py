@@ -1,8 +1,8 @@
 """Payload from GPU to GPU by NCCL, agreed on operation by operation.
 
 Both directions have a communicator of their own. Nothing is posted before the peer has
-granted it, and what is granted is posted by both: it ends, or its pipe is aborted on
-both sides and opened again, and what was not done is offered again. Memory of the
+granted it, and what is granted is posted by both: it ends, or both sides abort their
+communicators and the transport is over, for as long as its link lives. Memory of the
 host goes through staging; that of a GPU is read and written where it lies, without a
 digest.
 """
@@ -52,8 +52,8 @@ class NcclTransport(PayloadTransport):
     :class:`~asynckv.transports.inline.InlineTransport` calls them; ``on_peer_finished``
     when the peer has closed its side and nothing was under way, which is no loss.
 
-    A transfer that is stopped withdraws what was not granted. What is granted has
-    ``cancel_grace_s`` to end by itself, then its pipe is aborted and opened again;
+    A transfer that is stopped withdraws what was not granted. What is granted cannot
+    be cancelled: it has 1 s to end by itself, then the transport is lost;
     :meth:`quiesce` returns when its events have fired or the worker is given up.
     """
 
@@ -176,14 +176,7 @@ class NcclTransport(PayloadTransport):
 
     async def quiesce(self, transfer: int) -> None:
         self.stop(transfer)
-        if not self._is_touched(transfer):
-            return
-        grace_s = self._settings.cancel_grace_s
-        timer = self._loop.call_later(grace_s, self._break_off, transfer)
-        try:
-            await self._quiet.wait(transfer, lambda: self._give_up(transfer))
-        finally:
-            timer.cancel()
+        await self._quiet.wait(transfer, lambda: self._give_up(transfer))
 
     async def aclose(self) -> None:
         """As the contract says: 1 s for queued parts, 1 s for the peer, 1 s to end."""
@@ -268,7 +261,7 @@ class NcclTransport(PayloadTransport):
         self._peer_has_finished = True
         if self._has_finished:
             self._settle()
-        elif self.sender or self.receiver:
+        elif self.sender or self.receiver or not self._is_open():
             self._ending.lose(PeerLost("the peer closed its side"))
         else:
             self._finish()
@@ -284,18 +277,9 @@ class NcclTransport(PayloadTransport):
     def _lose(self, error: Exception) -> None:
         self._ending.lose(error)
 
-    def _break_off(self, transfer: int) -> None:
-        """Granted operations of a cancelled transfer did not end by themselves."""
-        error = PeerLost("a cancelled transfer did not end by itself")
-        if self._connector is not None:
-            if self.sender.is_touched(transfer):
-                self._connector.break_off(error, sending=True)
-            if self.receiver.is_touched(transfer):
-                self._connector.break_off(error, sending=False)
-
     def _give_up(self, transfer: int) -> None:
         if self._is_touched(transfer):
-            self._lose(PeerLost("a GPU did not let go of memory in time"))
+            self._lose(PeerLost("what a cancelled transfer had begun did not end"))
 
     def _check(self) -> None:
         """Look now and then whether the worker is stuck, until nothing is left."""
@@ -358,6 +342,9 @@ class NcclTransport(PayloadTransport):
             self._connector.close()
         else:
             self._connector.abort(error)
+
+    def _is_open(self) -> bool:
+        return self._connector is not None and self._connector.is_open
 
     def _is_busy(self) -> bool:
         return self.sender.is_busy or self.receiver.is_busy

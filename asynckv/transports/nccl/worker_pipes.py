@@ -1,4 +1,4 @@
-"""One generation of a pipe, as its GPU's worker has it: communicator and stream."""
+"""One pipe, as its GPU's worker has it: communicator and stream."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class WorkerPipe:
     def __init__(
         self,
         end: PipeEnd,
-        generation: int,
         scratch: DeviceMemory,
         *,
         opened: Callable[[], None],
@@ -39,7 +38,6 @@ class WorkerPipe:
         open_s: float = 10.0,
     ) -> None:
         self.end: PipeEnd = end
-        self.generation = generation
         self.error: Exception | None = None
         self.quiet_by: float | None = None
         self.opened = opened
@@ -55,7 +53,7 @@ class WorkerPipe:
         self._own = _SENDER if end == "send" else _RECEIVER
 
     def __repr__(self) -> str:
-        return f"<{self.end} pipe, generation {self.generation}>"
+        return f"<{self.end} pipe>"
 
     @property
     def stream(self) -> Stream:

@@ -13,9 +13,7 @@ from asynckv.testing.nccl_pairs import NcclPair
 from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.worker import DeviceWorker
 
-QUICK = NcclSettings(
-    chunk_bytes=64, slots=2, patience_s=0.2, cancel_grace_s=0.02, open_s=5.0
-)
+QUICK = NcclSettings(chunk_bytes=64, slots=2, patience_s=0.2, open_s=5.0)
 
 
 @pytest.fixture

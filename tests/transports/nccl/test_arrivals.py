@@ -14,7 +14,7 @@ def part(transfer: int, number: int = 0, nbytes: int = 10) -> DevicePart:
 
 
 def offer(transfer: int, offset: int = 0, nbytes: int = 5) -> DeviceOffer:
-    return DeviceOffer(1, 0, transfer, 0, offset, nbytes)
+    return DeviceOffer(0, transfer, 0, offset, nbytes)
 
 
 def test_what_is_offered_of_a_part_is_found() -> None:
@@ -72,14 +72,6 @@ def test_a_part_is_waited_for_once() -> None:
     arrivals.add(part(3))
     with pytest.raises(LocalProtocolError, match="twice"):
         arrivals.add(part(3))
-
-
-def test_what_was_granted_and_did_not_land_comes_again() -> None:
-    arrivals = Arrivals()
-    arrivals.add(one := part(3))
-    one.begun_bytes, one.moved_bytes = 10, 5
-    arrivals.rewind()
-    assert arrivals.find(offer(3, 5)) is one
 
 
 def test_all_that_did_not_land_is_taken() -> None:

@@ -1,4 +1,4 @@
-"""What an NCCL transport does that no other can: abort, reopen, give up."""
+"""What an NCCL transport does that no other can: abort, give up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from asynckv.errors import GPUFailed, IncompatiblePeer, LocalProtocolError, PeerLost
-from asynckv.protocol.device_frames import DeviceGrant, DeviceOffer, DeviceWithdraw
+from asynckv.protocol.device_frames import DeviceOffer, DeviceWithdraw
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.fake_gpus import FakeGpus
@@ -65,41 +65,38 @@ async def test_what_is_not_granted_is_withdrawn(pair: NcclPair) -> None:
     assert not pair.near.sender.nbytes
 
 
-async def test_a_granted_operation_whose_peer_never_posts_is_aborted(
+async def test_a_granted_operation_whose_peer_never_posts_costs_the_transport(
     pair: NcclPair,
 ) -> None:
     part, beside = Part(pair, 1), Part(pair, 3)
     pair.processes[0].nccl.is_silent = True
     part.start()
     await until(lambda: bool(pair.far.receiver.nbytes))
+    beside.start()
     await pair.far.quiesce(1)
     pair.processes[1].cuda.drop(part.ends[1])
-    pair.processes[0].nccl.is_silent = False
-    beside.start()
-    await until(beside.has_landed)
-    assert not pair.gpus.faults
+    await until(lambda: len(beside.told) == 2)
+    assert all(isinstance(error, PeerLost) for _, error in beside.told)
+    assert len(pair.lost[1]) == 1 and not pair.gpus.faults
 
 
-async def test_a_deadline_aborts_on_both_ends_and_the_rest_moves_again(
-    pair: NcclPair,
-) -> None:
+async def test_a_deadline_ends_both_sides(pair: NcclPair) -> None:
     part = Part(pair, 1)
     pair.processes[0].nccl.is_silent = True
     part.start()
-    await until(lambda: pair.near._connector is not None and not _is_open(pair))
-    pair.processes[0].nccl.is_silent = False
-    await until(part.has_landed)
-    assert [side for side, _ in part.told].count("far") == 1
+    await until(lambda: len(part.told) == 2)
+    assert all(isinstance(error, PeerLost) for _, error in part.told)
+    assert [worker.health for worker in pair.workers] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize("error", [GPUFailed("remote", code=6), KeyError(7)])
-async def test_an_async_error_is_survived(pair: NcclPair, error: Exception) -> None:
+async def test_an_async_error_ends_both_sides(pair: NcclPair, error: Exception) -> None:
     part = Part(pair, 1)
     pair.processes[1].nccl.async_error = error
     part.start()
-    await until(lambda: not _is_open(pair))
-    pair.processes[1].nccl.async_error = None
-    await until(part.has_landed)
+    await until(lambda: len(part.told) == 2)
+    assert all(isinstance(error, PeerLost) for _, error in part.told)
+    assert [len(lost) for lost in pair.lost] == [1, 1]
 
 
 async def test_a_worker_that_cannot_be_recovered_says_so_and_keeps_its_memory(
@@ -139,30 +136,12 @@ async def test_what_was_stopped_and_is_never_posted_ends_with_the_peer(
     assert not part.told and not pair.gpus.faults
 
 
-async def test_who_has_no_pipe_hears_all_the_same_that_the_worker_was_given_up(
-    pair: NcclPair,
-) -> None:
-    near, worker, pair.channels[0].holds = pair.near, pair.workers[0], True
-    assert near._connector is not None
-    for sending in (True, False):
-        near._connector.break_off(PeerLost("no more"), sending=sending)
-    await until(lambda: near._connector is not None and near._connector.is_quiet)
-    worker.give_up(GPUFailed("stuck"))
-    await until(lambda: near._ending.error is not None)
-    assert near._ending.error is worker.error
-
-
 async def test_a_stopped_peer_is_told_of_by_its_end(pair: NcclPair) -> None:
     part = Part(pair, 1)
     pair.far.receive(1, 0, part.ends[1], lambda _, error: part._tell("far", error))
     pair.near.abort()
     await until(lambda: bool(part.told))
     assert isinstance(part.told[0][1], PeerLost)
-
-
-async def test_a_late_grant_of_another_life_is_nothing(pair: NcclPair) -> None:
-    pair.near._hear(DeviceGrant(99, 0))
-    assert pair.near._ending.error is None
 
 
 async def test_two_versions_of_nccl_are_refused_before_anything_is_opened() -> None:
@@ -185,8 +164,3 @@ async def test_nothing_moves_before_it_is_open() -> None:
     with pytest.raises(LocalProtocolError, match="not open"):
         pair.near.send(1, 0, memoryview(b"abc"), lambda digest, error: None)
     await pair.aclose()
-
-
-def _is_open(pair: NcclPair) -> bool:
-    ends = [pair.near._connector, pair.far._connector]
-    return all(end is not None and end.is_open for end in ends)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from asynckv.errors import GPUFailed, PeerLost
-from asynckv.protocol.device_frames import DeviceBroken, MeetDevice, PrepareDevice
+from asynckv.protocol.device_frames import MeetDevice, PrepareDevice
 from asynckv.testing.blocked import until
 from asynckv.testing.nccl_pairs import NcclPair
 
@@ -9,11 +9,6 @@ from asynckv.testing.nccl_pairs import NcclPair
 def said(pair: NcclPair, kind: type) -> list[object]:
     both = [*pair.channels[0].said, *pair.channels[1].said]
     return [frame for frame in both if isinstance(frame, kind)]
-
-
-def is_open(pair: NcclPair) -> bool:
-    ends = [pair.near._connector, pair.far._connector]
-    return all(end is not None and end.is_open for end in ends)
 
 
 async def test_each_direction_has_a_communicator_and_a_unique_id_of_its_own(
@@ -33,21 +28,12 @@ async def test_turns_are_over_when_all_is_open(pair: NcclPair) -> None:
     assert [worker.turns.count for worker in pair.workers] == [0, 0]
 
 
-async def test_a_broken_pipe_is_opened_again_by_both(pair: NcclPair) -> None:
-    assert pair.near._connector is not None
-    pair.near._connector.break_off(PeerLost("no more"), sending=True)
-    assert not is_open(pair)
-    await until(lambda: is_open(pair))
-    assert len(said(pair, DeviceBroken)) == 2
-    generations = [frame.generations for frame in said(pair, PrepareDevice)]  # type: ignore[attr-defined]
-    assert generations[0] == (1, 1) and set(generations[1]) == {2, None}
-
-
-async def test_a_pipe_that_breaks_again_and_again_ends_the_transport(
+async def test_a_pipe_that_breaks_ends_the_transport_on_both_sides(
     pair: NcclPair,
 ) -> None:
     pair.processes[0].nccl.async_error = GPUFailed("remote", code=6)
-    assert pair.near._connector is not None
-    pair.near._connector.break_off(PeerLost("no more"), sending=True)
-    await until(lambda: pair.near._ending.error is not None)
-    assert isinstance(pair.near._ending.error, PeerLost | GPUFailed)
+    pair.near.send(1, 0, memoryview(b"abc"), lambda digest, error: None)
+    pair.far.receive(1, 0, memoryview(bytearray(3)), lambda digest, error: None)
+    await until(lambda: bool(pair.lost[0] and pair.lost[1]))
+    assert [type(error) for error in (*pair.lost[0], *pair.lost[1])] == [PeerLost] * 2
+    assert [worker.health for worker in pair.workers] == ["ok", "ok"]

@@ -7,6 +7,7 @@ from asynckv.protocol.device_frames import (
     DeviceDone,
     DeviceFrame,
     DeviceGrant,
+    DeviceMet,
     DeviceOffer,
     DeviceReady,
     Devices,
@@ -29,13 +30,14 @@ def hear_on_near(pair: NcclPair, frame: DeviceFrame) -> None:
     [
         Devices(b""),
         DeviceReady(),
-        PrepareDevice((2, 2)),
-        MeetDevice(0, 2, b"short"),
-        DeviceGrant(1, 7),
-        DeviceSkip(1, 7),
-        DeviceDone(1, 7),
-        DeviceOffer(1, 0, 99, 0, 0, 10),
-        DeviceOffer(1, 5, 0, 0, 0, 10),
+        DeviceMet(0),
+        PrepareDevice(),
+        MeetDevice(0, b"short"),
+        DeviceGrant(7),
+        DeviceSkip(7),
+        DeviceDone(7),
+        DeviceOffer(0, 99, 0, 0, 10),
+        DeviceOffer(5, 0, 0, 0, 10),
     ],
     ids=lambda frame: type(frame).__name__,
 )
@@ -44,20 +46,3 @@ async def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(RemoteProtocolError):
         hear_on_near(pair, frame)
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        DeviceGrant(7, 0),
-        DeviceSkip(7, 0),
-        DeviceDone(7, 0),
-        DeviceOffer(7, 0, 9, 0, 0, 1),
-    ],
-    ids=lambda frame: type(frame).__name__,
-)
-async def test_what_is_said_of_another_generation_is_nothing(
-    pair: NcclPair, frame: DeviceFrame
-) -> None:
-    hear_on_near(pair, frame)
-    assert not (pair.near.sender.nbytes or pair.near.receiver.nbytes)

@@ -67,7 +67,7 @@ class Pipe(WorkerPipe):
     def __init__(self, gpus: FakeGpus, worker: DeviceWorker) -> None:
         self.calls: queue.Queue[object] = queue.Queue()
         memory = worker.cuda.malloc(1)
-        super().__init__("send", 1, memory, opened=lambda: None, lost=self.calls.put)
+        super().__init__("send", memory, opened=lambda: None, lost=self.calls.put)
         self.async_failure: Exception | None = None
         self._cuda = worker.cuda
         self._stream = worker.cuda.stream()
@@ -194,7 +194,7 @@ def test_a_pipe_that_fails_to_open_keeps_no_memory_from_being_changed(
     gpus: FakeGpus, worker: DeviceWorker
 ) -> None:
     memory, lost = worker.cuda.malloc(1), queue.Queue[object]()
-    pipe = WorkerPipe("send", 1, memory, opened=lambda: None, lost=lost.put)
+    pipe = WorkerPipe("send", memory, opened=lambda: None, lost=lost.put)
     worker.open(pipe, b"no id")
     changed = threading.Event()
     assert lost.get(timeout=5) and worker.run_when_quiet(changed.set)
