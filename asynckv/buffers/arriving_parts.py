@@ -40,7 +40,8 @@ __all__ = ("ArrivingParts", "hear_arriving")
 class ArrivingParts:
     """All parts of a transfer, each with the region that it belongs in.
 
-    ``landed`` is called with the number of each that is there, and its digest.
+    ``devices`` is what leads to the GPU of ``buffer``, if it is on one. ``landed`` is
+    called with the number of each that is there, and its digest.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ArrivingParts:
         transfer: int,
         parts: Sequence[tuple[Region, TensorSpec]],
         buffer: InMemoryBuffer,
-        devices: DeviceService,
+        devices: DeviceService | None,
         landed: Callable[[int, bytes], None],
     ) -> None:
         self._stream = stream
@@ -75,8 +76,8 @@ class ArrivingParts:
         :raises GPUFailed: the GPU failed, or may write for ever where they belong
         """
         rest: Sequence[int] = range(len(self._parts))
-        if self._may_come_by_gpu():
-            arrivals = self._devices.arrivals(self._buffer)
+        if self._devices is not None and self._may_come_by_gpu():
+            arrivals = self._devices.arrivals()
             if arrivals is not None:
                 rest = await self._come_by_gpu(arrivals)
         if rest:
@@ -148,7 +149,7 @@ class ArrivingParts:
         arrivals: PartsOnGpu | None,
     ) -> _Coming:
         targets = [places.get(index) for index in range(len(self._parts))]
-        link = self._devices.link
+        link = self._stream.link
         coming = _Coming(link, self._transfer, targets, verified, arrivals)
         self._coming.append(coming)
         return coming

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.landing import Landing, read_offer
 from asynckv.buffers.lifting import lift_all, on_host
-from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import PeerLost, RemoteProtocolError
-from asynckv.links.gpu_arrivals import Ways
 from asynckv.links.link import Link
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import (
     Cancel,
     Frame,
@@ -29,32 +24,29 @@ from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import check_into
 
-__all__ = ("Getting", "GettingBy")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GettingBy:
-    """What values come by, and land in: ``reader`` has memory of the peer's open.
-
-    ``pool`` is of the GPU that values are wanted on, if they are.
-    """
-
-    budget: ReceiveBudget
-    pool: CopyPool
-    reader: MapReader | None = None
-    ways: Ways | None = None
+__all__ = ("Getting",)
 
 
 class Getting:
-    """One value on its way here, on one link. Given up, it needs :meth:`cancel`."""
+    """One value on its way here, on one link. Given up, it needs :meth:`cancel`.
+
+    It lands in memory of ``budget``. ``pool`` is of the GPU that it is wanted on, if it
+    is.
+    """
 
     def __init__(
-        self, link: Link, key: str, into: torch.Tensor | None, by: GettingBy
+        self,
+        link: Link,
+        key: str,
+        into: torch.Tensor | None,
+        budget: ReceiveBudget,
+        pool: CopyPool,
     ) -> None:
         self._key = key
         self._link = link
         self._into = into
-        self._by = by
+        self._budget = budget
+        self._pool = pool
         self._delivery: Delivery | None = None
         self._landing: Landing | None = None
         self._offer: Answer[Delivery | None] = Answer()
@@ -75,7 +67,7 @@ class Getting:
             check_into(self._into, record.spec, self._key)
             targets = {record.name: self._into}
         await self._land(delivery, targets)
-        await lift_all(delivery, targets, self._by.pool)
+        await lift_all(delivery, targets, self._pool)
         if not delivery.offer.inline:
             self._stream.send(Took(b""))
         return delivery.tensors[record.name]
@@ -83,7 +75,7 @@ class Getting:
     def release(self) -> None:
         """The tensor is the application's now, or nobody's. Never waits."""
         if self._delivery is not None:
-            self._delivery.uncharge(self._by.budget)
+            self._delivery.uncharge(self._budget)
             self._delivery.forget()
 
     def cancel(self) -> None:
@@ -107,7 +99,7 @@ class Getting:
         match frame:
             case Offer():
                 self._on_offer(frame, body)
-            case Done() | Riders() | SentDevices():
+            case Done() | Riders():
                 self._on_parts(frame, body)
             case Result():
                 self._offer.give(None)
@@ -118,7 +110,7 @@ class Getting:
         self._fail(error)
 
     def _on_offer(self, offer: Offer, body: bytes) -> None:
-        delivery = read_offer(self._link, offer, body, self._by.reader)
+        delivery = read_offer(self._link, offer, body, None)
         if len(delivery.manifest.records) != 1:
             delivery.let_go()  # the error would keep it
             raise RemoteProtocolError("a value is one tensor")
@@ -126,22 +118,18 @@ class Getting:
             self._delivery = delivery
             self._offer.give(delivery)
 
-    def _on_parts(self, frame: Done | Riders | SentDevices, body: bytes) -> None:
+    def _on_parts(self, frame: Done | Riders, body: bytes) -> None:
         reception = None if self._delivery is None else self._delivery.reception
         if self._landing is not None and reception is not None:
             self._landing.on_parts(reception, frame, body)
 
     async def _land(self, delivery: Delivery, targets: dict[str, KVMemory]) -> None:
         """Let the value land, verified: in ``targets``, or in memory of its own."""
-        by = self._by
         if delivery.offer.inline:
             delivery.read_inline(on_host(targets))
-        elif delivery.mapped is not None and by.reader is not None:
-            await by.reader.take(delivery, targets, by.budget, lambda _: self._stands())
-            self._landed.check()
         else:
             self._landing = Landing(
-                *(self._link, self._stream, targets, by.budget, by.ways)
+                *(self._link, self._stream, targets, self._budget, None)
             )
             await self._landing.accept(delivery, self, self._stands)
             await self._landed

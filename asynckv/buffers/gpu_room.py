@@ -12,7 +12,7 @@ import collections
 import logging
 from collections.abc import Sequence
 
-from asynckv.abc import InsertWriter, KVStoreBuffer
+from asynckv.abc import InsertWriter
 from asynckv.buffers.answers import Answer
 from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.errors import PeerLost
@@ -22,7 +22,7 @@ from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.types import TensorSpec
 
-__all__ = ("GpuRoom", "StagingStore", "StagingWriter")
+__all__ = ("GpuRoom", "StagingWriter")
 
 logger = logging.getLogger(__name__)
 
@@ -48,35 +48,6 @@ class StagingWriter(InsertWriter):
 
         On return, however it ends, it may be released: the peer, or the GPU, keeps
         what it is still at.
-        """
-
-
-class StagingStore(KVStoreBuffer):
-    """A store that takes values from memory of this side's GPU, where it can."""
-
-    @property
-    @abc.abstractmethod
-    def leaves_from(self) -> str | None:
-        """The GPU in whose memory they are to be made, as torch calls it.
-
-        ``None``: nothing leads from this side's GPU to the store's now.
-        """
-
-    @abc.abstractmethod
-    def take(self, spec: TensorSpec) -> StagedTensor | None:
-        """Take memory for a value that is made there, and put by :meth:`put_staged`.
-
-        ``None``: nothing leads from there to the store's GPU now, it is too small for
-        that, or there is no room. Never waits. Who gets memory releases it.
-        """
-
-    @abc.abstractmethod
-    async def put_staged(self, key: str, staged: StagedTensor) -> None:
-        """As :meth:`put`, of what was made in its memory and is ready.
-
-        Where nothing leads to the store's GPU any more it goes by way of the host. On
-        return, however it ends, it may be released: the peer, or the GPU, keeps what
-        it is still at.
         """
 
 

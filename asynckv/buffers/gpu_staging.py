@@ -89,17 +89,6 @@ class GpuStaging:
             raise
         return staged
 
-    def take(self, spec: TensorSpec) -> StagedTensor | None:
-        """Return memory for what is made there; ``None`` for lack of room. Never waits.
-
-        Who gets it releases it.
-        """
-        pages = self._growth.device_pages
-        if pages is None or not pages.is_open:
-            return None
-        region = self._take(spec.nbytes)
-        return None if region is None else StagedTensor(region, spec)
-
     def _is_here(self, memory: KVMemory | KVOnGpu) -> bool:
         pages = self._growth.device_pages
         if pages is None or not pages.is_open:

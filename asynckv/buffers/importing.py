@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.mapped import (
@@ -35,8 +35,6 @@ from asynckv.protocol.ipc_frames import (
     Exported,
     Imported,
     OpenIpc,
-    OpensIpc,
-    OpenStoreIpc,
 )
 from asynckv.protocol.values import Place
 from asynckv.tensors.cuda import DeviceMemory, Event
@@ -174,10 +172,10 @@ def _set_done(future: asyncio.Future[None]) -> None:
 class _Asking:
     """The stream on which a handle is handed over."""
 
-    def __init__(self, link: Link, asked: OpensIpc) -> None:
+    def __init__(self, link: Link, uuid: str) -> None:
         self.exported: Answer[Exported] = Answer()
         self.accepted: Answer[None] = Answer()
-        self._stream = link.open_stream(self, asked)
+        self._stream = link.open_stream(self, OpenIpc(uuid))
 
     def prove(self, nonce: bytes) -> None:
         self._stream.send(Imported(nonce))
@@ -200,9 +198,6 @@ class _Asking:
     def _fail(self, error: Exception) -> None:
         self.exported.fail(error)
         self.accepted.fail(error)
-
-
-_OfLinks: TypeAlias = weakref.WeakKeyDictionary[Link, ImportedMemory]
 
 
 class GpuImports:
@@ -231,24 +226,17 @@ class GpuImports:
         self._digest: MapDigest = digest
         self._device_digest: MapDigest = device_digest
         self._boot_id = boot_id
-        self._of_lookup, self._of_store = _OfLinks(), _OfLinks()
+        self._of_links: weakref.WeakKeyDictionary[Link, ImportedMemory] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def of(self, link: Link) -> MappedMemory | None:
         """Return what ``link`` shows of the memory of entries, if it does."""
-        return self._of_lookup.get(link) or self._host.of(link)
-
-    def of_store(self, link: Link) -> MappedMemory | None:
-        """As :meth:`of`, of its stored values."""
-        return self._of_store.get(link) or self._host.of_store(link)
+        return self._of_links.get(link) or self._host.of(link)
 
     def holder(self, link: Link) -> MapHolder | None:
         """Return who reads what is put there in memory of the GPU, if somebody does."""
         return self._sources.holder(link)
-
-    def reads_puts(self, link: Link, *, of_store: bool) -> bool:
-        """Is what is put into the store, or the lookup buffer, read there?"""
-        known = self._of_store if of_store else self._of_lookup
-        return link in known and self.holder(link) is not None
 
     def way(self, link: Link) -> GpuLink | None:
         """Return by what payload goes from the peer's GPU to this one, if it does."""
@@ -271,8 +259,7 @@ class GpuImports:
         """Wait until what nobody has views of is closed, at most 2 s."""
         for way in list(self._ways.values()):
             await way.aclose()
-        memory = [*self._of_lookup.values(), *self._of_store.values()]
-        over = [one.closed for one in memory if not one.has_views]
+        over = [x.closed for x in self._of_links.values() if not x.has_views]
         if over:
             await asyncio.wait(over, timeout=MAP_S)
         await self._sources.aclose()
@@ -280,11 +267,10 @@ class GpuImports:
     async def open(self, link: Link) -> None:
         """Open the memory at the other end of ``link``, if that is the same GPU's.
 
-        Of two buffers the one that is not there is mapped, if it can be. If neither is,
-        open a way from another GPU. If that cannot be, one line of the log says why,
-        and payload moves as to a peer in host memory: by mappings, or by lanes. Waits
-        at most 2 s a buffer and a mapping, 2 s until the peer has opened what is put
-        from, and 10 s for a live peer; a cancelled call
+        If it is not, open a way from another GPU. If that cannot be, one line of the
+        log says why, and payload moves as to a peer in host memory: by mappings, or by
+        lanes. Waits at most 2 s for the memory and for a mapping, 2 s until the peer
+        has opened what is inserted from, and 10 s for a live peer; a cancelled call
         leaves nothing behind.
 
         :raises IncompatiblePeer: it cannot be mapped, and no other way is wanted
@@ -296,15 +282,8 @@ class GpuImports:
         if pages is None or link.transport_name == "mem":
             return
         own = pages.allocation
-        asked = OpenIpc(own.uuid), self._of_lookup
-        why_not = await _reason(link, self._open_memory(link, own, *asked))
-        asked_too = OpenStoreIpc(own.uuid), self._of_store
-        why_not_too = await _reason(link, self._open_memory(link, own, *asked_too))
-        if not why_not_too and why_not:
-            await self._host.open_lookup(link)
-        elif not why_not and why_not_too:
-            await self._host.open_store(link)
-        if not (why_not and why_not_too):
+        why_not = await _reason(link, self._open_memory(link, own))
+        if not why_not:
             await self._show(link, own.uuid)
             return
         no_way = await _reason(link, self._open_way(link, pages.device))
@@ -326,19 +305,12 @@ class GpuImports:
                 *(link.peer.id, why_not),
             )
 
-    async def _open_memory(
-        self,
-        link: Link,
-        own: DeviceAllocation,
-        asked: OpensIpc,
-        known: _OfLinks,
-    ) -> None:
+    async def _open_memory(self, link: Link, own: DeviceAllocation) -> None:
         self._check_here(link)
-        known[link] = memory = await self._agree(link, own, asked)
+        self._of_links[link] = memory = await self._agree(link, own)
         link.call_when_lost(lambda _: memory.link_over())
         link.use_ipc()
-        what = "entries" if isinstance(asked, OpenIpc) else "stored values"
-        logger.info("%s at %s are read in its memory of a GPU", what, link.peer.id)
+        logger.info("entries at %s are read in its memory of a GPU", link.peer.id)
 
     async def _open_way(self, link: Link, device: Device) -> None:
         if self._is_forced:
@@ -356,10 +328,8 @@ class GpuImports:
             raise ValueError("no memory is shared with it")
         check_same_host(link, self._boot_id)
 
-    async def _agree(
-        self, link: Link, own: DeviceAllocation, asked: OpensIpc
-    ) -> ImportedMemory:
-        asking = _Asking(link, asked)
+    async def _agree(self, link: Link, own: DeviceAllocation) -> ImportedMemory:
+        asking = _Asking(link, own.uuid)
         opened = None
         try:
             async with asyncio.timeout(MAP_S):

@@ -26,8 +26,8 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
     def __init__(
         self,
         max_bytes: int | float | str,
-        device: DeviceName | None,
         changed: Callable[[], None],
+        device: DeviceName | None = None,
     ) -> None:
         self._device = device_named(device)
         bound = parse_bytes(max_bytes)

@@ -84,7 +84,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         if max_deliver < 1:
             raise ValueError("max_deliver is at least 1")
         self.fingerprint = KVFingerprint.of(fingerprint)
-        super().__init__(max_bytes, device, lambda: self.room.change())
+        super().__init__(max_bytes, lambda: self.room.change(), device)
         self._drain_s = drain_s
         self.room = Room(
             give_room=lambda entry: self.ledger.give_room(entry),

@@ -36,8 +36,6 @@ from asynckv.protocol.map_frames import (
     Mappable,
     Mapped,
     OpenMap,
-    OpensMap,
-    OpenStoreMap,
 )
 from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.private_pages import Claim
@@ -56,7 +54,6 @@ MAP_S: Final = 2.0
 _PROOF_S: Final = 10.0
 _LOOKED_AT_ONCE_NBYTES: Final = 4 * 2**20
 """What takes a tenth of a millisecond to look through; a thread does with more."""
-_NO_ANSWER: Final = "no answer"
 
 _NUMBER: Final = struct.Struct("!Q")
 
@@ -210,10 +207,10 @@ class MappedMemory(ProcessBound):
 class _Asking:
     """The stream on which a mapping is agreed on."""
 
-    def __init__(self, link: Link, asked: OpensMap) -> None:
+    def __init__(self, link: Link) -> None:
         self.mappable: Answer[Mappable] = Answer()
         self.accepted: Answer[None] = Answer()
-        self._stream = link.open_stream(self, asked)
+        self._stream = link.open_stream(self, OpenMap())
 
     def prove(self, nonce: bytes) -> None:
         self._stream.send(Mapped(nonce))
@@ -257,16 +254,6 @@ async def taken_as_proof(link: Link, accepted: Answer[None]) -> None:
         ) from None
 
 
-class _Shown:
-    """What links show of one buffer's memory, which is one file."""
-
-    def __init__(self) -> None:
-        self.file: MappedFile | None = None
-        self.links: weakref.WeakKeyDictionary[Link, MappedMemory] = (
-            weakref.WeakKeyDictionary()
-        )
-
-
 class Mappings:
     """Maps the memory of one peer, again on each link, but each file only once.
 
@@ -279,26 +266,24 @@ class Mappings:
         self._digest: MapDigest = digest
         self._is_forced = is_forced
         self._boot_id = boot_id
-        self._of_lookup, self._of_store = _Shown(), _Shown()
+        self._file: MappedFile | None = None
+        self._of_links: weakref.WeakKeyDictionary[Link, MappedMemory] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def of(self, link: Link) -> MappedMemory | None:
         """Return what ``link`` shows of the memory of entries, if it does."""
-        return self._of_lookup.links.get(link) if link.may_map else None
-
-    def of_store(self, link: Link) -> MappedMemory | None:
-        """As :meth:`of`, of stored values."""
-        return self._of_store.links.get(link) if link.may_map else None
+        return self._of_links.get(link) if link.may_map else None
 
     def leave(self, link: Link) -> None:
         """End a link that was not opened. Never waits."""
         link.abort()
 
     def close(self) -> None:
-        """Forget the files. What there are views of stays mapped. Never waits."""
-        for shown in (self._of_lookup, self._of_store):
-            file, shown.file = shown.file, None
-            if file is not None:
-                file.close()
+        """Forget the file. What there are views of stays mapped. Never waits."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     async def aclose(self) -> None:
         """As :meth:`close`: the kernel unmaps."""
@@ -307,23 +292,16 @@ class Mappings:
     async def open(self, link: Link) -> None:
         """Map the memory at the other end of ``link``, if that can be.
 
-        If not, one line of the log says why. Waits at most 2 s a buffer for a live
-        peer's memory, and 10 s for its last word; a cancelled call leaves nothing
-        behind.
+        If not, one line of the log says why. Waits at most 2 s for a live peer's
+        memory, and 10 s for its last word; a cancelled call leaves nothing behind.
 
         :raises IncompatiblePeer: it cannot, and no other way is wanted
         :raises PeerLost: the link was lost meanwhile
         """
         if not link.may_map:
             return
-        why_not = await self.open_lookup(link)
-        # Who does not answer once is not asked again.
-        is_without = why_not == _NO_ANSWER or bool(await self.open_store(link))
+        why_not = await self._open(link)
         if not why_not:
-            return
-        if not is_without:
-            entries = "entries at %s are not read in its memory of the host: %s"
-            logger.info(entries, link.peer.id, why_not)
             return
         if self._is_forced:
             raise IncompatiblePeer(
@@ -336,43 +314,32 @@ class Mappings:
             *(link.peer.id, why_not),
         )
 
-    async def open_lookup(self, link: Link) -> str:
-        """Map the memory of entries alone; return why it is not, if so.
-
-        For links that may map. Bounded as :meth:`open` is, and cancelled as that.
+    async def _open(self, link: Link) -> str:
+        """Return why it is not mapped, if so.
 
         :raises PeerLost: the link was lost meanwhile
         """
-        return await self._open(link, OpenMap(), self._of_lookup)
-
-    async def open_store(self, link: Link) -> str:
-        """As :meth:`open_lookup`, of stored values."""
-        return await self._open(link, OpenStoreMap(), self._of_store)
-
-    async def _open(self, link: Link, asked: OpensMap, shown: _Shown) -> str:
         try:
             check_same_host(link, self._boot_id)
-            memory = await self._agree(link, asked, shown)
+            memory = await self._agree(link)
         except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
             if isinstance(exc, PeerLost) and not link.is_open:
                 raise
-            return str(exc) or _NO_ANSWER  # whoever keeps the error keeps the memory
-        shown.links[link] = memory
+            return str(exc) or "no answer"  # who keeps the error keeps the memory
+        self._of_links[link] = memory
         link.call_when_lost(lambda _: memory.link_over())
-        what = "entries" if isinstance(asked, OpenMap) else "stored values"
-        if what == "entries" or link.transport_name == "inline":
-            link.use_map()
-        logger.info("%s at %s are read in its memory of the host", what, link.peer.id)
+        link.use_map()
+        logger.info("entries at %s are read in its memory of the host", link.peer.id)
         return ""
 
-    async def _agree(self, link: Link, asked: OpensMap, shown: _Shown) -> MappedMemory:
-        asking = _Asking(link, asked)
+    async def _agree(self, link: Link) -> MappedMemory:
+        asking = _Asking(link)
         sock = None
         try:
             async with asyncio.timeout(MAP_S):
                 mappable = await asking.mappable
                 sock, fd = await fetch_file(mappable.address, mappable.ticket)
-                file = shown.file = _open_file(fd, mappable.nbytes, shown.file)
+                file = self._file = _open_file(fd, mappable.nbytes, self._file)
             asking.prove(file.nonce)
             # From here on the peer may offer what only a mapping can read.
             await taken_as_proof(link, asking.accepted)

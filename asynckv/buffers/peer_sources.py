@@ -1,14 +1,13 @@
-"""Memory of a GPU that a peer puts from, open on the buffers' side.
+"""Memory of a GPU that a peer inserts from, open on the buffer's side.
 
-What is put is copied from there on the GPU. Where that fails, what was on its way is
-asked for once more through host memory, as is all that follows.
+What is inserted is copied from there on the GPU. Where that fails, what was on its way
+is asked for once more through host memory, as is all that follows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Final
 
 from asynckv.buffers.in_memory import InMemoryBuffer
@@ -34,15 +33,13 @@ _OPEN_S: Final = 10.0
 
 
 class PeerSources:
-    """What one link's peer has shown, for whichever of ``buffers`` is on that GPU.
+    """What one link's peer has shown, for ``buffer`` if it is on that GPU.
 
     ``digest`` is what this side wants to be compared of what is read there.
     """
 
-    def __init__(
-        self, buffers: Sequence[InMemoryBuffer], link: Link, digest: MapDigest
-    ) -> None:
-        self._buffers = buffers
+    def __init__(self, buffer: InMemoryBuffer, link: Link, digest: MapDigest) -> None:
+        self._buffer = buffer
         self._link = link
         self._digest: MapDigest = digest
         self._memory = PeerMemory(self._lost)
@@ -68,15 +65,13 @@ class PeerSources:
         link.call_when_lost(lambda _: self.close())
         return _Opening(self, stream, frame.uuid)
 
-    def arrivals(
-        self, buffer: InMemoryBuffer, pool: DeviceCopyPool
-    ) -> IpcArrivals | None:
-        """Return by what one transfer may come into memory of ``buffer``'s GPU.
+    def arrivals(self, pool: DeviceCopyPool) -> IpcArrivals | None:
+        """Return by what one transfer may come into memory of the buffer's GPU.
 
         What is kept has the digest of all its bytes, unless the link has none: an
         entry is known again by it.
         """
-        allocation = buffer.allocation
+        allocation = self._buffer.allocation
         if not self._is_open or allocation is None or allocation.uuid != self._uuid:
             return None
         return IpcArrivals(
@@ -105,8 +100,8 @@ class PeerSources:
         await self._memory.aclose()
 
     def _own(self, uuid: str) -> DeviceAllocation | None:
-        found = [buffer.allocation for buffer in self._buffers]
-        return next((one for one in found if one and one.uuid == uuid), None)
+        own = self._buffer.allocation
+        return own if own is not None and own.uuid == uuid else None
 
     async def _open(self, stream: LinkStream, exported: Exported, uuid: str) -> None:
         link = self._link

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property, partial
 
-from asynckv.buffers.getting import GettingBy
 from asynckv.buffers.gpu_room import GpuRoom
 from asynckv.buffers.gpu_staging import GpuStaging
 from asynckv.buffers.host_copies import HostCopies
@@ -63,11 +62,6 @@ class PeerWays:
         return self.staging(INLINE_NBYTES + 1) is not None
 
     @property
-    def lead_to_store(self) -> bool:
-        """As :attr:`lead_to_gpu`, of what is put into the store."""
-        return self.staging(INLINE_NBYTES + 1, of_store=True) is not None
-
-    @property
     def read_gpu_memory(self) -> bool:
         """Are entries read in the peer's memory of this side's own GPU now?"""
         link = self._links.current
@@ -82,14 +76,6 @@ class PeerWays:
         if (memory := self._mappings.of(link)) is None:
             return None
         return self._reader("views" if views else "copies", memory, views=views)
-
-    def getting_by(self, link: Link) -> GettingBy:
-        """Return what stored values come by, and land in."""
-        memory, reader = self._mappings.of_store(link), None
-        if memory is not None:
-            reader = self._reader("store", memory, views=False)
-        ways = None if self._on_gpu is None else self
-        return GettingBy(self._budget, self.pool, reader, ways)
 
     def way(self, link: Link) -> GpuLink | None:
         """Return what moves payload between the peer's GPU and this one, if it does."""
@@ -111,17 +97,14 @@ class PeerWays:
         holder = ways.holder(link)
         return None if holder is None else ShownTo(holder, pool)
 
-    def staging(self, nbytes: int, *, of_store: bool = False) -> GpuStaging | None:
-        """Return where copies are made of so much for the peer's GPU, if it may go.
-
-        Into the lookup buffer, unless it is ``of_store``.
-        """
+    def staging(self, nbytes: int) -> GpuStaging | None:
+        """Return where copies are made of so much for the peer's GPU, if it may go."""
         link, ways, memory = self._links.current, self._mappings, self._on_gpu
         room = self.room
         if nbytes <= INLINE_NBYTES or link is None or memory is None or room is None:
             return None
         make = partial(GpuStaging, memory, self.pool, is_awaited=room.is_awaited)
-        if isinstance(ways, GpuImports) and ways.reads_puts(link, of_store=of_store):
+        if isinstance(ways, GpuImports) and ways.holder(link) is not None:
             return make(takes_host=True)
         return None if self.way(link) is None else make()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from asynckv.buffers.gpu_staging import StagedTensor
 from asynckv.buffers.leaving_parts import OutwardWays
 from asynckv.buffers.manifest import INLINE_NBYTES
 from asynckv.buffers.sending import Sending
@@ -20,14 +19,14 @@ __all__ = ("begin_put",)
 def begin_put(
     link: Link,
     key: str,
-    source: torch.Tensor | StagedTensor | KVOnGpu,
+    source: torch.Tensor | KVOnGpu,
     ways: OutwardWays | None = None,
 ) -> Sending:
     """Ask for a value to be stored. ``source`` is dense; if it is read on a GPU, its
     bytes are too many to ride. Never waits.
     """
     view, inline = memoryview(b""), False
-    if isinstance(source, StagedTensor | KVOnGpu):
+    if isinstance(source, KVOnGpu):
         spec = source.spec
     else:
         spec, inline = spec_of(source), source.nbytes <= INLINE_NBYTES

@@ -10,23 +10,20 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from asynckv.abc import KVStoreStatistics
+from asynckv.abc import KVStoreBuffer, KVStoreStatistics
 from asynckv.buffers.arguments import as_key, as_keys
 from asynckv.buffers.asking import ANSWER_S, ask
 from asynckv.buffers.getting import Getting
-from asynckv.buffers.gpu_room import StagingStore
-from asynckv.buffers.gpu_sources import gpu_source, until_made
-from asynckv.buffers.gpu_staging import StagedTensor, release_staged
+from asynckv.buffers.gpu_sources import until_made
+from asynckv.buffers.manifest import INLINE_NBYTES
 from asynckv.buffers.pinning import Pinning
 from asynckv.buffers.pushing import dense
 from asynckv.buffers.putting import begin_put
 from asynckv.buffers.store import check_place, check_value
 from asynckv.errors import PeerLost
-from asynckv.links.gpu_link import GpuPathLost
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Contains, Delete
 from asynckv.tensors.on_gpu import KVOnGpu
-from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
     from asynckv.buffers.remote import Peer
@@ -45,7 +42,7 @@ class RemoteStoreStatistics(KVStoreStatistics):
     is_connected: bool
 
 
-class RemoteStoreBuffer(StagingStore):
+class RemoteStoreBuffer(KVStoreBuffer):
     """The store buffer that a peer serves. It is closed with its peer."""
 
     def __init__(self, peer: Peer) -> None:
@@ -65,38 +62,14 @@ class RemoteStoreBuffer(StagingStore):
             await self.delete(key)
             return
         check_value(value)
-        pool, nbytes = self._peer.pool, value.nbytes
+        pool = self._peer.pool
         memory = pool.catch(value)
-        staging = self._peer.ways.staging(nbytes, of_store=True)
-        there = await gpu_source(memory, staging, nbytes)
-        source = there or await dense(memory, pool)
+        is_read_there = isinstance(memory, KVOnGpu) and value.nbytes > INLINE_NBYTES
+        source = memory if is_read_there else await dense(memory, pool)
         self._putting += 1
         try:
             await until_made([source], pool)
             await self._put(key, source)
-        finally:
-            self._putting -= 1
-            release_staged([source])
-
-    @property
-    def leaves_from(self) -> str | None:
-        peer = self._peer
-        pages = None if peer.on_gpu is None else peer.on_gpu.device_pages
-        if pages is None or not peer.is_connected or not peer.ways.lead_to_store:
-            return None
-        return pages.device.name
-
-    def take(self, spec: TensorSpec) -> StagedTensor | None:
-        self._peer.check()
-        staging = self._peer.ways.staging(spec.nbytes, of_store=True)
-        return None if staging is None else staging.take(spec)
-
-    async def put_staged(self, key: str, staged: StagedTensor) -> None:
-        self._peer.check()
-        key = as_key(key)
-        self._putting += 1
-        try:
-            await self._put(key, staged)
         finally:
             self._putting -= 1
 
@@ -164,9 +137,7 @@ class RemoteStoreBuffer(StagingStore):
         """Abort the peer."""
         self._peer.abort()
 
-    async def _put(
-        self, key: str, source: torch.Tensor | StagedTensor | KVOnGpu
-    ) -> None:
+    async def _put(self, key: str, source: torch.Tensor | KVOnGpu) -> None:
         """A put that was cut off is made again: the last one counts."""
         who = f"put of {key!r} ({source.nbytes} bytes)"
         room = f"room in the store at {self._peer.url}"
@@ -181,14 +152,9 @@ class RemoteStoreBuffer(StagingStore):
     async def _get(self, key: str, into: torch.Tensor | None) -> torch.Tensor | None:
         while True:
             link = await self._peer.link()
-            getting = Getting(link, key, into, self._peer.ways.getting_by(link))
+            getting = Getting(link, key, into, self._peer.budget, self._peer.pool)
             try:
                 return await getting.value()
-            except GpuPathLost as exc:
-                getting.cancel()
-                await getting.quiesce()
-                if into is not None and not exc.is_quiet:
-                    raise  # what the GPU may write to is not used for other bytes
             except PeerLost:
                 await getting.quiesce()
                 if link.is_open:

@@ -72,18 +72,18 @@ class _Services:
         self.is_lost = False
         self._served = _named(lookup, store)
         self.lookup = self.store = None
-        buffers = [buffer for buffer in (lookup, store) if buffer is not None]
-        self.devices = DeviceService(
-            *(buffers, link, device_digest),
-            may_use_nccl=may_use_nccl,
-            map_digest=map_digest,
-        )
+        self.devices: DeviceService | None = None
         if lookup is not None:
             if link.has_one_fingerprint:
                 logger.warning(ONE_FINGERPRINT, as_line(link.peer.id))
+            self.devices = DeviceService(
+                *(lookup, link, device_digest),
+                may_use_nccl=may_use_nccl,
+                map_digest=map_digest,
+            )
             self.lookup = LookupService(lookup, link, kept, self.devices, map_digest)
         if store is not None:
-            self.store = StoreService(store, link, kept, self.devices, map_digest)
+            self.store = StoreService(store, link, kept)
         every = (self.lookup, self.store, self.devices)
         self.all = [service for service in every if service is not None]
 
@@ -184,7 +184,8 @@ class Server(LoopBound, AsyncWithOnly):
         buffers = [b for b in (self._lookup, self._store) if b is not None]
         for buffer in buffers:
             buffer._check_loop()
-            await buffer.open()
+        if self._lookup is not None:
+            await self._lookup.open()
         fingerprints = {b.fingerprint for b in buffers if b.fingerprint is not None}
         if len(fingerprints) > 1:
             raise ConfigError("lookup and store have different fingerprints")

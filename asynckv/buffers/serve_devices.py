@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from asynckv.buffers.host_copies import HostCopies
-from asynckv.buffers.in_memory import InMemoryBuffer
+from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.peer_sources import PeerSources
 from asynckv.buffers.sent_parts import PartsOnGpu
 from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceService:
-    """Connects the GPU of ``buffers`` with that of one link's peer, once it asks.
+    """Connects the GPU of ``buffer`` with that of one link's peer, once it asks.
 
-    ``way`` is what connects them from then on, for whatever is sent from here, or put
-    into the buffers; ``copies`` are in host memory, for what goes another way.
-    ``digest`` is what this side wants to be compared of what goes there.
+    ``way`` is what connects them from then on, for whatever is sent from here, or
+    inserted; ``copies`` are in host memory, for what goes another way. ``digest`` is
+    what this side wants to be compared of what goes there.
 
-    ``sources`` are what a peer on the same GPU puts from, and a ``map_digest`` is
+    ``sources`` are what a peer on the same GPU inserts from, and a ``map_digest`` is
     compared of.
     """
 
     def __init__(
         self,
-        buffers: Sequence[InMemoryBuffer],
+        buffer: LookupBuffer,
         link: Link,
         digest: MapDigest,
         *,
@@ -49,10 +49,10 @@ class DeviceService:
         map_digest: MapDigest = "edges",
     ) -> None:
         self.link = link
-        self.sources = PeerSources(buffers, link, map_digest)
+        self.sources = PeerSources(buffer, link, map_digest)
         self.way: GpuLink | None = None
         self.copies = HostCopies()
-        self._buffers = buffers
+        self._buffer = buffer
         self._digest: MapDigest = digest
         self._may_use_nccl = may_use_nccl
         self._tasks: set[asyncio.Task[None]] = set()
@@ -66,7 +66,7 @@ class DeviceService:
 
         Or open what it shows of its own.
 
-        :raises ConfigError: this side has no GPU, has two, or is to use none
+        :raises ConfigError: this side has no GPU, or is to use none
         :raises RemoteProtocolError: the peer has asked before
         """
         if isinstance(frame, ShowIpc) and self._may_use_nccl:
@@ -76,12 +76,9 @@ class DeviceService:
         if self._was_asked:
             raise RemoteProtocolError("a link connects GPUs once")
         self._was_asked = True
-        found = {d.index: d for b in self._buffers if (d := b.open_device) is not None}
-        if len(found) > 1:
-            raise ConfigError("the buffers of this side are on two GPUs")
-        if not found or not self._may_use_nccl:
+        device = self._buffer.open_device
+        if device is None or not self._may_use_nccl:
             raise ConfigError("this side has no GPU to send from")
-        (device,) = found.values()
         channel = DeviceStream(answers=True)
         channel.use(stream)
         loop = asyncio.get_running_loop()
@@ -91,16 +88,16 @@ class DeviceService:
         task.add_done_callback(self._task_ended)
         return channel
 
-    def arrivals(self, buffer: InMemoryBuffer) -> PartsOnGpu | None:
-        """Return by what one transfer may come into memory of ``buffer``'s GPU.
+    def arrivals(self) -> PartsOnGpu | None:
+        """Return by what one transfer may come into memory of the buffer's GPU.
 
         What is kept has the digest of all its bytes, unless the link has none: an
         entry is known again by it.
         """
-        way, pool = self.way, buffer.pool
+        way, pool = self.way, self._buffer.pool
         if not isinstance(pool, DeviceCopyPool):
             return None
-        if (shared := self.sources.arrivals(buffer, pool)) is not None:
+        if (shared := self.sources.arrivals(pool)) is not None:
             return shared
         if way is None or not way.is_open:
             return None

@@ -22,7 +22,6 @@ __all__ = (
     "Shown",
     "can_be_mapped",
     "map_entry",
-    "map_value",
     "place_of",
 )
 
@@ -59,20 +58,6 @@ def map_entry(entry: StoredEntry, holder: MapHolder) -> tuple[Pin, MappedOffer, 
     pin = holder.pin(shown.regions)
     mapped = MappedOffer(pin.number, len(shown.places), shown.edges)
     return pin, mapped, b"".join((shown.places, *_heap_bytes(regions)))
-
-
-def map_value(
-    region: Region, holder: MapHolder | None
-) -> tuple[MappedOffer, bytes] | None:
-    """Pin a stored value; return how an offer says so, and how its body ends.
-
-    ``None`` if the peer cannot read it where it lies.
-    """
-    if holder is None or not holder.is_usable or not isinstance(region, SlabRegion):
-        return None
-    shown = _show([region], holder)
-    pin = holder.pin(shown.regions)
-    return MappedOffer(pin.number, len(shown.places), shown.edges), shown.places
 
 
 def _show(regions: Sequence[Region], holder: MapHolder) -> Shown:

@@ -169,7 +169,7 @@ class ServedPushes:
     def _grant(self, frame: Push, region: Region, *, again: bool = False) -> None:
         by_gpu = None
         if region.is_on_device and not again:
-            by_gpu = self._service.devices.arrivals(self._service.buffer)
+            by_gpu = self._service.devices.arrivals()
         link = self._service.link
         pushed: Pushed
         if by_gpu is not None:

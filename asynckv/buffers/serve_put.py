@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asynckv.buffers.arriving_parts import ArrivingParts, hear_arriving
-from asynckv.buffers.part_landing import PartLanding, lift_landed
 from asynckv.buffers.serve_insert import answer
 from asynckv.buffers.store_ledger import PendingPut
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
@@ -13,6 +12,7 @@ from asynckv.errors import ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Put
+from asynckv.tensors.runs import fill
 from asynckv.tensors.views import dtype_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __all__ = ("ServedPut",)
 
 
 class ServedPut:
-    """One remote put: received straight into the store's memory, if that can be."""
+    """One remote put: received straight into the store's memory."""
 
     def __init__(
         self, service: StoreService, stream: LinkStream, frame: Put, body: bytes
@@ -66,23 +66,21 @@ class ServedPut:
                 store.discard(pending)
 
     async def _fill(self, pending: PendingPut) -> bytes:
-        service, part = self._service, (pending.region, self._spec)
         if self._inline is not None:
-            landing = PartLanding(*part, service.buffer.pool)
-            return await self._take_inline(self._inline, landing)
+            return self._take_inline(self._inline, pending)
+        part = pending.region, self._spec
         self._arriving = ArrivingParts(
             *(self._stream, self._frame.transfer, [part]),
-            *(service.buffer, service.devices, self._landed),
+            *(self._service.buffer, None, self._landed),
         )
         await self._arriving.arrive()
         return self._digest
 
-    async def _take_inline(self, body: bytes, landing: PartLanding) -> bytes:
+    def _take_inline(self, body: bytes, pending: PendingPut) -> bytes:
         digest = digest_of(body)
         if self._frame.digest and self._frame.digest != digest:
             raise ChecksumError(f"{self._frame.key!r} changed on its way")
-        landing.fill(memoryview(body))
-        await lift_landed([landing], [digest], self._service.buffer.pool)
+        fill(pending.region.memory(), memoryview(body))
         return digest
 
     def _landed(self, index: int, digest: bytes) -> None:

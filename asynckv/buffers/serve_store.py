@@ -6,23 +6,17 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asynckv.buffers.hoisting import Hoisting
-from asynckv.buffers.serve_devices import DeviceService
 from asynckv.buffers.serve_get import ServedGet
 from asynckv.buffers.serve_lookup import Answered
 from asynckv.buffers.serve_pins import ServedPin
 from asynckv.buffers.serve_put import ServedPut
-from asynckv.buffers.showing import Showing
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.store_ledger import PinnedValue
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
-from asynckv.errors import BufferClosed, ConfigError
+from asynckv.errors import BufferClosed
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.links.sharing import MapDigest
 from asynckv.protocol.frames import Contains, Delete, Get, OpeningFrame, Put, Result
-from asynckv.protocol.ipc_frames import OpenStoreIpc
-from asynckv.protocol.map_frames import OpenStoreMap
 from asynckv.protocol.pin_frames import Pin
 
 __all__ = ("StoreService",)
@@ -31,25 +25,13 @@ __all__ = ("StoreService",)
 class StoreService:
     """Answers the requests that one link makes of ``buffer``.
 
-    ``kept`` is charged for what they keep while they are open. ``showing`` is what
-    the peer is shown of the buffer's memory, and compares a ``map_digest`` of;
-    ``devices`` connects its GPU with the buffer's.
+    ``kept`` is charged for what they keep while they are open.
     """
 
-    def __init__(
-        self,
-        buffer: StoreBuffer,
-        link: Link,
-        kept: LinkBytes,
-        devices: DeviceService,
-        map_digest: MapDigest = "edges",
-    ) -> None:
+    def __init__(self, buffer: StoreBuffer, link: Link, kept: LinkBytes) -> None:
         self.buffer = buffer
         self.link = link
         self.kept = kept
-        self.devices = devices
-        self.showing = Showing(link, buffer.sharing, map_digest)
-        self.hoisting = Hoisting(buffer.pool, devices.copies, link.payload.feeds)
         self.loop = asyncio.get_running_loop()
         self.is_leaving = False
         self.under_way: set[object] = set()
@@ -62,10 +44,6 @@ class StoreService:
     ) -> StreamHandler | None:
         """Answer a request; ``None`` if it is none of a store buffer's."""
         fingerprint = self.link.fingerprint
-        if isinstance(frame, OpenStoreMap):
-            raise ConfigError("stored values are not mapped")
-        if isinstance(frame, OpenStoreIpc):
-            return self.showing.open(stream, frame)
         if not isinstance(frame, Put | Get | Delete | Contains | Pin):
             return None
         if self.is_leaving:

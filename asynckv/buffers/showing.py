@@ -11,14 +11,14 @@ from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.links.sharing import MapDigest, MapHolder, Sharing
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame
-from asynckv.protocol.ipc_frames import Exported, Imported, OpensIpc
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap, OpensMap
+from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 
 __all__ = ("OpensMemory", "Showing")
 
 logger = logging.getLogger(__name__)
 
-OpensMemory: TypeAlias = OpensMap | OpensIpc
+OpensMemory: TypeAlias = OpenMap | OpenIpc
 """What a peer says that wants to read where a buffer's bytes lie."""
 
 
@@ -47,10 +47,10 @@ class Showing:
             raise RemoteProtocolError("a link maps memory once")
         self._asked |= {kind}
         holder, shown = (
-            self._invite() if isinstance(asked, OpensMap) else self._export(asked.uuid)
+            self._invite() if isinstance(asked, OpenMap) else self._export(asked.uuid)
         )
         stream.send(shown)
-        return _Proof(self, stream, holder, asked)
+        return _Proof(self, stream, holder)
 
     def _invite(self) -> tuple[MapHolder, Mappable]:
         found = None
@@ -73,15 +73,8 @@ class Showing:
 class _Proof:
     """From what was shown to what the peer has read there, or to other ways."""
 
-    def __init__(
-        self,
-        showing: Showing,
-        stream: LinkStream,
-        holder: MapHolder,
-        asked: OpensMemory,
-    ) -> None:
+    def __init__(self, showing: Showing, stream: LinkStream, holder: MapHolder) -> None:
         self._showing = showing
-        self._asked = asked
         self._stream = stream
         self._holder = holder
 
@@ -110,8 +103,6 @@ class _Proof:
             link.use_ipc()
             logger.info("%s opens the GPU memory of this process", link.peer.id)
         else:
-            # As the peer calls it: what is read of its entries names the link.
-            if isinstance(self._asked, OpenMap) or link.transport_name == "inline":
-                link.use_map()
+            link.use_map()
             logger.info("%s maps the memory of this process", link.peer.id)
         self._stream.send(Accepted())

@@ -16,7 +16,6 @@ from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.store_ledger import PendingPut, PinnedValue, StoreLedger
 from asynckv.buffers.store_room import StoreRoom
 from asynckv.errors import BufferClosed, EntryTooLarge
-from asynckv.tensors.devices import DeviceName
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
 from asynckv.types import KVFingerprint, TensorSpec
 
@@ -36,8 +35,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
     ``fingerprint`` says what model the values belong to: only those with an
     equal one are found.
 
-    With ``device="cuda:0"`` the bytes are in memory of that GPU, allocated at once
-    when the buffer is entered, and so is what it hands out.
+    The values are in host memory: those of a GPU are copied to it and from it.
 
     Closing it drops everything; every further call raises ``BufferClosed``.
     """
@@ -47,10 +45,9 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         max_bytes: int | float | str = "2GiB",
         *,
         fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
-        device: DeviceName | None = None,
     ) -> None:
         self.fingerprint = KVFingerprint.of(fingerprint)
-        super().__init__(max_bytes, device, lambda: self._room.advance())
+        super().__init__(max_bytes, lambda: self._room.advance())
         self._ledger = StoreLedger(self._arena, lambda: self._room.advance())
         self._room = StoreRoom(self._ledger)
 
@@ -63,7 +60,6 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
             return
         self._check_usable(key)
         check_value(value)
-        await self.open()
         spec = spec_of(value)
         pending = await self.reserve(key, spec, self.fingerprint)
         try:

@@ -17,8 +17,8 @@ from asynckv.protocol.device_frames import (
     OpenDevices,
     SentDevices,
 )
-from asynckv.protocol.ipc_frames import IpcFrame, OpensIpc, ShowIpc
-from asynckv.protocol.map_frames import Mappable, Mapped, OpensMap
+from asynckv.protocol.ipc_frames import IpcFrame, OpenIpc, ShowIpc
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.pin_frames import Pin, Pinned
 from asynckv.protocol.values import (
@@ -448,8 +448,8 @@ OpeningFrame: TypeAlias = (
     | Pin
     | JoinGroup
     | OpenDevices
-    | OpensMap
-    | OpensIpc
+    | OpenMap
+    | OpenIpc
     | ShowIpc
     | OpenPipe
 )

@@ -1,15 +1,14 @@
 """Control frames by which two processes agree to share the memory of a GPU.
 
-One stream a link and buffer: :class:`OpenIpc` or :class:`OpenStoreIpc`,
-:class:`Exported`, :class:`Imported`, then ``Accepted`` or a ``Failure``. Both sides of
-a pipe show theirs: who asks says :class:`Exported` too, behind its :class:`Imported`,
-and hears an :class:`Imported` before the ``Accepted``. :class:`PushShared` belongs to
-the pipe's own stream.
+One stream a link: :class:`OpenIpc`, :class:`Exported`, :class:`Imported`, then
+``Accepted`` or a ``Failure``. Both sides of a pipe show theirs: who asks says
+:class:`Exported` too, behind its :class:`Imported`, and hears an :class:`Imported`
+before the ``Accepted``. :class:`PushShared` belongs to the pipe's own stream.
 
-A peer that puts into a buffer shows memory of its own by :class:`ShowIpc`, with its
+A peer that inserts into a buffer shows memory of its own by :class:`ShowIpc`, with its
 :class:`Exported` right behind; it hears an :class:`Imported`, then ``Accepted`` or a
 ``Failure``. :class:`GrantShared` and :class:`SentShared` belong to the stream of an
-insert or a put. As in :mod:`asynckv.protocol.frames`, values only.
+insert. As in :mod:`asynckv.protocol.frames`, values only.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ __all__ = (
     "Imported",
     "IpcFrame",
     "OpenIpc",
-    "OpenStoreIpc",
-    "OpensIpc",
     "PushShared",
     "SentShared",
     "ShowIpc",
@@ -50,15 +47,6 @@ class OpenIpc(_Base, frozen=True, tag="openipc"):
     """
 
     uuid: _Uuid
-
-
-class OpenStoreIpc(_Base, frozen=True, tag="openstoreipc"):
-    """As :class:`OpenIpc`, of the memory that the store buffer's values are in."""
-
-    uuid: _Uuid
-
-
-OpensIpc: TypeAlias = OpenIpc | OpenStoreIpc
 
 
 class ShowIpc(_Base, frozen=True, tag="showipc"):

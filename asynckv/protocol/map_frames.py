@@ -1,19 +1,18 @@
 """Control frames by which two peers of one host agree to share memory.
 
-One stream a link and buffer: :class:`OpenMap` or :class:`OpenStoreMap`,
-:class:`Mappable`, :class:`Mapped`, then ``Accepted`` or a ``Failure``. As in
-:mod:`asynckv.protocol.frames`, values only.
+One stream a link: :class:`OpenMap`, :class:`Mappable`, :class:`Mapped`, then
+``Accepted`` or a ``Failure``. As in :mod:`asynckv.protocol.frames`, values only.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 import msgspec
 
 from asynckv.protocol.values import Count, Id, Token
 
-__all__ = ("Mappable", "Mapped", "OpenMap", "OpenStoreMap", "OpensMap")
+__all__ = ("Mappable", "Mapped", "OpenMap")
 
 
 class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
@@ -22,13 +21,6 @@ class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=Tr
 
 class OpenMap(_Base, frozen=True, tag="openmap"):
     """May this peer map the memory that the lookup buffer's entries are in?"""
-
-
-class OpenStoreMap(_Base, frozen=True, tag="openstoremap"):
-    """As :class:`OpenMap`, of the memory in which stored values of a GPU are shown."""
-
-
-OpensMap: TypeAlias = OpenMap | OpenStoreMap
 
 
 class Mappable(_Base, frozen=True, tag="mappable"):

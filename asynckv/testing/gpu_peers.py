@@ -6,6 +6,7 @@ import dataclasses
 
 from asynckv.buffers.remote import Peer
 from asynckv.buffers.serve import Server
+from asynckv.buffers.serve_devices import DeviceService
 from asynckv.links.gpu_link import GpuLink
 from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.shared_puts import SharedPuts
@@ -62,9 +63,19 @@ class GpuPeer:
         return SharedPuts(self.peer)
 
     @property
-    def _far_way(self) -> GpuLink | None:
+    def devices(self) -> DeviceService:
+        """What connects the served GPU with the peer's.
+
+        :raises LookupError: no lookup buffer is served
+        """
         (services,) = [s for s in self.server._services if not s.is_lost]
-        return services.devices.way
+        if services.devices is None:
+            raise LookupError("no lookup buffer is served")
+        return services.devices
+
+    @property
+    def _far_way(self) -> GpuLink | None:
+        return self.devices.way
 
     @property
     def _near_way(self) -> GpuLink | None:

@@ -1,4 +1,4 @@
-"""What a peer puts from its GPU into buffers on that one, or on another."""
+"""What a peer inserts from its GPU into a buffer on that one, or on another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Final, Literal, TypeAlias
 from asynckv.testing.expectations import expect, is_same, only
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.types import TensorSpec
@@ -21,7 +20,6 @@ __all__ = (
     "check_is_in",
     "insert",
     "open_put_pair",
-    "open_put_stores",
     "put_layers",
 )
 
@@ -80,14 +78,3 @@ async def open_put_pair(
         async with open_nccl_buffers(gpus, **options) as buffers:
             await buffers.opened()
             yield buffers
-
-
-@asynccontextmanager
-async def open_put_stores(
-    gpus: FakeGpus, way: PutWay, **options: Any
-) -> AsyncIterator[GpuStores]:
-    """As :func:`open_put_pair`, and a store; ``options`` are ``open_gpu_stores``'."""
-    async with open_gpu_stores(gpus, theirs=int(way == "nccl"), **options) as stores:
-        if way == "nccl":
-            await stores.opened()
-        yield stores

@@ -21,7 +21,6 @@ from asynckv.testing.device_memory import open_device_pool
 from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
 from asynckv.testing.link_pairs import name_of
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.testing.pairs import Peers, open_peers
@@ -105,14 +104,6 @@ async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
 async def nccl_pair(two_gpus: FakeGpus) -> AsyncIterator[NcclBuffers]:
     """A buffer and a peer on two GPUs; the way between them is open."""
     async with open_nccl_buffers(two_gpus) as pair:
-        await pair.opened()
-        yield pair
-
-
-@pytest.fixture
-async def nccl_stores(two_gpus: FakeGpus) -> AsyncIterator[GpuStores]:
-    """A store and a peer on two GPUs; the way between them is open."""
-    async with open_gpu_stores(two_gpus, theirs=1) as pair:
         await pair.opened()
         yield pair
 

@@ -8,7 +8,6 @@ from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.gpu_puts import LAYERS, check_is_in
-from asynckv.testing.gpu_stores import GpuStores
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers
 
@@ -68,27 +67,6 @@ async def test_a_cancelled_put_of_a_layer_may_be_made_again(
         await writer.put("hidden", noise(8))
     assert nccl_pair.peer.transport == "nccl"
     await check_is_in(nccl_pair, 3)
-
-
-async def test_a_cancelled_put_leaves_the_old_value_or_the_new_one(
-    nccl_stores: GpuStores,
-) -> None:
-    source = nccl_stores.theirs.tensor(noise(MIB, 2))
-
-    async def before() -> None:
-        source.as_subclass(torch.Tensor).copy_(noise(MIB, 2))
-        await nccl_stores.store.put("key", noise(MIB, 1))
-
-    async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
-        source.fill_(0)
-        value = await nccl_stores.peer.store.get("key")
-        if not (outcome.cancelled and is_same(value, noise(MIB, 1))):
-            assert is_same(value, noise(MIB, 2))
-        await until(lambda: nccl_stores.store.statistics().used_bytes == MIB)
-
-    store = nccl_stores.peer.store
-    await sweep_cancellation(lambda: store.put("key", source), check, before=before)
-    assert nccl_stores.has_put and nccl_stores.peer.transport == "nccl"
 
 
 async def test_memory_of_the_host_is_quiet_when_a_cancelled_insert_ends(

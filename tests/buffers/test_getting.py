@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.getting import Getting, GettingBy
+from asynckv.buffers.getting import Getting
 from asynckv.buffers.manifest import pack
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import AsyncKVError, ChecksumError, PeerLost, RemoteProtocolError
@@ -33,8 +33,7 @@ MIB = 2**20
 
 
 def getting_on(link: Link, into: torch.Tensor | None = None) -> Getting:
-    by = GettingBy(ReceiveBudget(2 * MIB), CopyPool())
-    return Getting(link, "key", into, by)
+    return Getting(link, "key", into, ReceiveBudget(2 * MIB), CopyPool())
 
 
 def offer(stream: LinkStream, *names: str) -> None:

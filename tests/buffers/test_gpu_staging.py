@@ -20,7 +20,6 @@ from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.testing.lookup_checks.values import noise
-from asynckv.types import TensorSpec
 
 NBYTES = 2**17
 
@@ -50,18 +49,18 @@ async def ground() -> AsyncIterator[Ground]:
         assert not ground.growth.arena.used_bytes
 
 
-async def test_memory_for_what_is_made_there_is_had_at_once_or_not(
+async def test_a_copy_is_made_at_once_where_there_is_room_or_not_at_all(
     ground: Ground,
 ) -> None:
-    spec, pool = TensorSpec((NBYTES,), "uint8"), ground.pool
+    pool, source = ground.pool, ground.gpu.tensor(noise(NBYTES))
     awaited = GpuStaging(ground.growth, pool, is_awaited=lambda: True)
-    assert awaited.take(spec) is None
-    taken = [ground.staging.take(spec) for _ in range(3)]
-    assert [one is None for one in taken] == [False, False, True]
-    release_staged([one for one in taken if one is not None])
-    assert GpuStaging(Growth(NBYTES), pool).take(spec) is None
+    assert await awaited.staged(source) is None
+    made = [await ground.staging.staged(source) for _ in range(3)]
+    assert [one is None for one in made] == [False, False, True]
+    release_staged([one for one in made if one is not None])
+    assert await GpuStaging(Growth(NBYTES), pool).staged(source) is None
     closed = Growth(NBYTES, device=ground.gpu.device)
-    assert GpuStaging(closed, pool).take(spec) is None
+    assert await GpuStaging(closed, pool).staged(source) is None
 
 
 async def test_what_is_on_the_gpu_is_copied_there(ground: Ground) -> None:

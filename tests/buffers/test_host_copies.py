@@ -132,8 +132,7 @@ async def test_a_peer_that_never_reads_has_no_more_than_the_bound_in_host_memory
     async with open_gpu_pair(gpus, device=None, url="?payload=inline") as pair:
         link = pair.peer._linked()
         monkeypatch.setattr(link.payload._lanes, "receive", lambda: None)  # type: ignore[attr-defined]
-        (services,) = pair.server._services
-        copies = services.devices.copies
+        (services,), copies = pair.server._services, pair.devices.copies
         copies.max_bytes = 2 * MIB
         layers = {str(n): noise(MIB, n) for n in range(15)}
         await pair.buffer.insert([1], None, layers, None, None)

@@ -21,7 +21,6 @@ from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.sending import Sending
 from asynckv.buffers.serve import serve
 from asynckv.buffers.shown_parts import ShownTo
-from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import GPUFailed
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
@@ -215,14 +214,12 @@ async def test_a_grant_that_crosses_the_cancellation_is_no_matter() -> None:
 
 
 @asynccontextmanager
-async def beside_a_store(gpus: FakeGpus) -> AsyncIterator[tuple[LookupBuffer, Peer]]:
-    """A lookup buffer in host memory, on a link that connects two GPUs."""
-    here = fake_device_of(gpus.process()).device
+async def to_host_memory(gpus: FakeGpus) -> AsyncIterator[tuple[LookupBuffer, Peer]]:
+    """A lookup buffer in host memory, and a peer on a GPU."""
     there = fake_device_of(gpus.process(), 1).device
     async with (
         LookupBuffer("4MiB", drain_s=0) as lookup,
-        StoreBuffer("1MiB", device=here) as store,
-        serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
+        serve("tcp://127.0.0.1:0", lookup=lookup) as server,
         connect(server.url, device=there, max_bytes="4MiB") as peer,
     ):
         yield lookup, peer
@@ -236,7 +233,7 @@ def on_gpu_of(peer: Peer, tensor: torch.Tensor) -> torch.Tensor:
 
 
 async def test_a_cancelled_insert_is_hoisted_no_further(two_gpus: FakeGpus) -> None:
-    async with beside_a_store(two_gpus) as (lookup, peer):
+    async with to_host_memory(two_gpus) as (lookup, peer):
         key = on_gpu_of(peer, noise(MIB))
 
         async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
@@ -265,7 +262,7 @@ async def test_what_this_sides_gpu_refuses_is_raised(
     is_copied = part == "copy"
     monkeypatch.setattr(Hoisting if is_copied else LeavingParts, part, fail)
     if is_copied:
-        async with beside_a_store(two_gpus) as (_, peer):
+        async with to_host_memory(two_gpus) as (_, peer):
             key = on_gpu_of(peer, noise(MIB))
             with pytest.raises(GPUFailed, match="off the bus"):
                 await peer.lookup.insert([1], None, key, None, None)

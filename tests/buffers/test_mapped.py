@@ -25,7 +25,7 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream
 from asynckv.links.sharing import MapHolder
 from asynckv.protocol.frames import OpeningFrame, Peek, Result
-from asynckv.protocol.map_frames import Mappable, OpenMap
+from asynckv.protocol.map_frames import Mappable
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.testing.blocked import until
 from asynckv.testing.link_pairs import Hearer, linked
@@ -459,7 +459,7 @@ async def test_memory_that_comes_after_a_cancel_breaks_no_link() -> None:
         return await answer
 
     async with linked(answer=answer) as pair:
-        opening = asyncio.create_task(wait(_Asking(pair.near, OpenMap()).mappable))
+        opening = asyncio.create_task(wait(_Asking(pair.near).mappable))
         await until(lambda: bool(pair.service.asked))
         opening.cancel()
         await asyncio.wait({opening})

@@ -10,7 +10,6 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ConfigError, GPUUnavailable
 from asynckv.testing.expectations import is_same
 from asynckv.testing.fake_devices import FakeDevice
@@ -22,8 +21,6 @@ from asynckv.testing.lookup_checks.values import (
     noise,
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
-from asynckv.testing.store_checks.values import StoreCheck
-from asynckv.testing.store_conformance import STORE_CHECKS
 
 
 def has_cupy() -> bool:
@@ -53,14 +50,6 @@ async def test_a_lookup_buffer_on_a_gpu_keeps_what_every_one_keeps(
         await check(buffer, buffer, buffer)
 
 
-@pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
-async def test_a_store_buffer_on_a_gpu_keeps_what_every_one_keeps(
-    gpu: FakeDevice, check: StoreCheck
-) -> None:
-    async with StoreBuffer("16MiB", device=gpu.device) as buffer:
-        await check(buffer, buffer)
-
-
 async def test_nothing_of_the_gpu_is_kept_by_a_closed_buffer(gpu: FakeDevice) -> None:
     async with LookupBuffer("16MiB", device=gpu.device, drain_s=0) as buffer:
         await buffer.insert([1, 2], None, torch.ones(MIB), None, None)
@@ -70,9 +59,8 @@ async def test_nothing_of_the_gpu_is_kept_by_a_closed_buffer(gpu: FakeDevice) ->
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:x", "cuda:-1", "mps", "cuda0"])
 def test_a_device_that_is_none_is_refused(name: str) -> None:
-    for kind in (LookupBuffer, StoreBuffer):
-        with pytest.raises(ConfigError, match=name):
-            kind(device=name)
+    with pytest.raises(ConfigError, match=name):
+        LookupBuffer(device=name)
 
 
 @pytest.mark.skipif(has_cupy(), reason="CuPy is here")
@@ -84,10 +72,10 @@ async def test_without_cupy_a_gpu_is_unavailable_and_the_hint_says_what_to_do() 
 
 
 async def test_a_gpu_that_is_not_there_is_unavailable(gpu: FakeDevice) -> None:
-    store = StoreBuffer("1MiB", device=dataclasses.replace(gpu.device, index=7))
+    buffer = LookupBuffer("1MiB", device=dataclasses.replace(gpu.device, index=7))
     with pytest.raises(GPUUnavailable, match="cuda:7"):
-        await store.put("a", torch.ones(2))
-    await store.aclose()
+        await buffer.insert([1], None, torch.ones(2), None, None)
+    await buffer.aclose()
 
 
 async def test_a_view_that_the_gpu_still_reads_keeps_its_memory(

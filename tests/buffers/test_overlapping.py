@@ -31,7 +31,6 @@ from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
 from asynckv.testing.held_copies import bytes_of_tensor, held_copies
 from asynckv.testing.link_pairs import landed_bytes, linked
 from asynckv.testing.lookup_checks.values import MIB, noise
@@ -108,16 +107,11 @@ async def test_what_was_fed_whole_is_not_sent_once_the_peer_needs_it_no_more(
 @asynccontextmanager
 async def kept_on_a_gpu(
     gpus: FakeGpus, call: str
-) -> AsyncIterator[tuple[GpuPair | GpuStores, Callable[[], Awaitable[object]]]]:
-    """An entry or a value on the buffer's GPU, and who wants it by lanes."""
-    if call in TAKES:
-        async with open_gpu_pair(gpus, device=None, url="?payload=inline") as pair:
-            await pair.buffer.insert([1], None, noise(MIB), None, None)
-            yield pair, lambda: TAKES[call](pair.peer)
-    else:
-        async with open_gpu_stores(gpus, device=None, url="?payload=inline") as kept:
-            await kept.store.put("key", noise(MIB))
-            yield kept, lambda: kept.peer.store.get("key")
+) -> AsyncIterator[tuple[GpuPair, Callable[[], Awaitable[object]]]]:
+    """An entry on the buffer's GPU, and who wants it by lanes."""
+    async with open_gpu_pair(gpus, device=None, url="?payload=inline") as pair:
+        await pair.buffer.insert([1], None, noise(MIB), None, None)
+        yield pair, lambda: TAKES[call](pair.peer)
 
 
 async def entry_of(peer: Peer) -> object:
@@ -133,9 +127,7 @@ TAKES = {"entry": entry_of, "layer": layer_of}
 
 
 @contextlib.contextmanager
-def held_after_one(
-    kept: GpuPair | GpuStores, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Gate]:
+def held_after_one(kept: GpuPair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Hold what a buffer's GPU copies for peers, but for the first piece."""
     gate, cuda, copies = Gate(), kept.ours.process.cuda, list[int]()
     copy = cuda.copy
@@ -156,7 +148,7 @@ def held_after_one(
             gate.open()
 
 
-@pytest.mark.parametrize("call", ["entry", "layer", "value"])
+@pytest.mark.parametrize("call", ["entry", "layer"])
 @pytest.mark.parametrize("end", ["read", "cancelled"])
 async def test_what_is_kept_on_a_gpu_leaves_in_pieces(
     gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, call: str, end: str
@@ -173,12 +165,12 @@ async def test_what_is_kept_on_a_gpu_leaves_in_pieces(
                 await asyncio.wait({task})
         found = await (task if end == "read" else ask())
         assert is_same(only(found), noise(MIB))
-        (services,) = kept.server._services
-        await until(lambda: not services.devices.copies.used_bytes)
+        devices = kept.devices
+        await until(lambda: not devices.copies.used_bytes)
         assert link.is_open
 
 
-@pytest.mark.parametrize("call", ["entry", "layer", "value"])
+@pytest.mark.parametrize("call", ["entry", "layer"])
 async def test_what_a_gpu_fails_to_send_the_rest_of_is_not_lost(
     gpus: FakeGpus,
     monkeypatch: pytest.MonkeyPatch,
@@ -186,7 +178,7 @@ async def test_what_a_gpu_fails_to_send_the_rest_of_is_not_lost(
     call: str,
 ) -> None:
     async with kept_on_a_gpu(gpus, call) as (kept, ask):
-        link, (services,) = kept.peer.link_nowait(), kept.server._services
+        link, devices = kept.peer.link_nowait(), kept.devices
         assert link is not None
         with held_after_one(kept, monkeypatch) as gate:
             task = asyncio.ensure_future(ask())
@@ -194,7 +186,7 @@ async def test_what_a_gpu_fails_to_send_the_rest_of_is_not_lost(
             gate.fail(GPUFailed("it has fallen off the bus"))
             with pytest.raises(GPUFailed, match="off the bus") as kept_error:
                 await task
-        await until(lambda: not services.devices.copies.used_bytes)
+        await until(lambda: not devices.copies.used_bytes)
         await until(lambda: not kept.peer.budget.used_bytes)
         assert kept_error.value.__traceback__ is not None and caplog.records
         assert is_same(only(await ask()), noise(MIB)) and link.is_open

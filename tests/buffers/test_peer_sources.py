@@ -13,7 +13,6 @@ from asynckv.buffers import peer_sources
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.peer_sources import PeerSources
 from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import GPUFailed
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
@@ -22,7 +21,6 @@ from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame
 from asynckv.protocol.ipc_frames import Exported, ShowIpc
 from asynckv.protocol.payload_frames import Grant
-from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.testing.blocked import until
 from asynckv.testing.fake_devices import FakeDevice, fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
@@ -66,6 +64,7 @@ def show(gpu: FakeDevice, link: Link, *frames: Frame) -> tuple[Hearer, LinkStrea
 
 def sources_of(server: Server) -> PeerSources:
     (services,) = server._services
+    assert services.devices is not None
     return services.devices.sources
 
 
@@ -171,21 +170,6 @@ async def test_a_link_that_is_lost_ends_the_opening(
     assert opening is not None
     await until(opening.done)
     assert opening.cancelled()
-
-
-async def test_only_buffers_on_that_gpu_are_read_to(two_gpus: FakeGpus) -> None:
-    here = fake_device_of(two_gpus.process())
-    other = fake_device_of(here.process, 1)
-    async with (
-        open_gpu_pair(two_gpus) as pair,
-        StoreBuffer("1MiB", device=other.device) as store,
-        StoreBuffer("1MiB") as in_host,
-    ):
-        sources, pool = sources_of(pair.server), pair.buffer.pool
-        assert isinstance(pool, DeviceCopyPool)
-        assert sources.arrivals(pair.buffer, pool) is not None
-        assert sources.arrivals(store, pool) is None
-        assert sources.arrivals(in_host, pool) is None
 
 
 @pytest.fixture

@@ -6,17 +6,13 @@ What holds by NCCL too is in test_puts_to_gpus.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from asynckv.buffers.gpu_staging import release_staged
-from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.pushing import RemoteWriter
-from asynckv.buffers.remote import connect
-from asynckv.buffers.serve import serve
-from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.ipc_arrivals import IpcArrivals
@@ -24,25 +20,16 @@ from asynckv.protocol.frames import Cancelled
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
 from asynckv.testing.gpu_puts import LAYERS, check_is_in, insert, put_layers
-from asynckv.testing.gpu_stores import GpuStores, open_gpu_stores
 from asynckv.testing.held_copies import held_copies, is_busy
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.shared_puts import SharedPuts
 from asynckv.types import TensorSpec
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 
 BY_HOST = "goes through host memory from here on"
-
-
-@pytest.fixture
-async def stores(gpus: FakeGpus) -> AsyncIterator[GpuStores]:
-    async with open_gpu_stores(gpus) as pair:
-        yield pair
 
 
 async def test_what_has_no_room_on_the_way_goes_through_host_memory(
@@ -104,25 +91,6 @@ async def test_an_url_that_asks_for_lanes_shows_nothing(gpus: FakeGpus) -> None:
             await check_is_in(pair)
 
 
-async def test_a_store_elsewhere_is_put_to_through_host_memory(
-    two_gpus: FakeGpus,
-) -> None:
-    here, there = (fake_device_of(two_gpus.process()) for _ in range(2))
-    other = fake_device_of(here.process, 1)
-    async with (
-        LookupBuffer("4MiB", device=here.device, drain_s=0) as lookup,
-        StoreBuffer("4MiB", device=other.device) as store,
-        serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
-        connect(server.url, device=there.device, max_bytes="8MiB") as peer,
-    ):
-        await peer.store.put("key", there.tensor(noise(MIB, 1)))
-        assert is_same(await store.get("key"), noise(MIB, 1))
-        assert not SharedPuts(peer).has_shown
-        await peer.lookup.insert([1], None, there.tensor(noise(MIB, 2)), None, None)
-        assert is_same(only((await lookup.drop_select([1])).key), noise(MIB, 2))
-        assert SharedPuts(peer).has_shown
-
-
 # What is lost on the way.
 
 
@@ -175,18 +143,6 @@ async def test_what_cannot_be_read_goes_on_through_host_memory(
     await put(pair)
     await check_is_in(pair)
     assert caplog.text.count(BY_HOST) == 2
-
-
-async def test_a_value_that_cannot_be_read_goes_on_through_host_memory(
-    stores: GpuStores, held: Held
-) -> None:
-    value = stores.theirs.tensor(noise(MIB, 2))
-    putting = asyncio.create_task(stores.peer.store.put("key", value))
-    await held.has_begun.wait()
-    held.let_go(GPUFailed("it has fallen off the bus"))
-    await putting
-    assert is_same(await stores.store.get("key"), noise(MIB, 2))
-    await until(lambda: not stores.puts.staged_bytes)
 
 
 async def test_a_link_that_is_cut_is_shown_again_and_the_entry_read(

@@ -13,20 +13,14 @@ from functools import partial
 
 import pytest
 
-from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import connect
-from asynckv.buffers.serve import serve
 from asynckv.buffers.serve_insert import ServedInsert
-from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Frame
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.gpu_puts import LAYERS, check_is_in, insert, put_layers
-from asynckv.testing.gpu_stores import GpuStores
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.transports.nccl.parts import DevicePart
@@ -48,29 +42,6 @@ async def test_a_layer_in_host_memory_goes_by_both_gpus(nccl_pair: NcclBuffers) 
         await writer.put("hidden", noise(8))
     assert nccl_pair.has_put
     await check_is_in(nccl_pair)
-
-
-async def test_what_is_for_host_memory_gets_there(two_gpus: FakeGpus) -> None:
-    here = fake_device_of(two_gpus.process()).device
-    there = fake_device_of(two_gpus.process(), 1)
-    async with (
-        LookupBuffer("4MiB", drain_s=0) as lookup,
-        StoreBuffer("4MiB", device=here) as store,
-        serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
-        connect(server.url, device=there.device, max_bytes="8MiB") as peer,
-    ):
-        assert peer.transport == "nccl"
-        key = there.tensor(noise(MIB, 1))
-        await peer.lookup.insert([1], None, key, noise(MIB, 2), noise(8))
-        async with peer.lookup.open_insert([2], None, LAYERS) as writer:
-            await writer.put("key", key)
-            await writer.put("hidden", noise(8))
-        way = peer.ways.way(peer._linked())
-        assert way is not None and not way.transport.sender._sending._next
-        for tokens in ([1], [2]):
-            entry = await lookup.drop_select(tokens)
-            assert is_same(only(entry.key), noise(MIB, 1))
-            assert is_same(entry.hidden, noise(8))
 
 
 async def stuck(pair: NcclBuffers, putting: asyncio.Task[None]) -> None:
@@ -192,24 +163,6 @@ async def test_what_was_whole_when_the_way_broke_is_told_of_once(
     found = await nccl_pair.buffer.drop_select([1])
     assert is_same(only(found.key), noise(MIB, 1))
     assert is_same(only(found.value), noise(MIB, 2))
-
-
-@pytest.mark.parametrize("end", ["way", "near_way"])
-async def test_a_put_whose_way_breaks_goes_on_through_host_memory(
-    nccl_stores: GpuStores, end: str
-) -> None:
-    nccl_stores.theirs.process.nccl.is_silent = True
-    near = nccl_stores.peer.ways.way(nccl_stores.peer._linked())
-    (services,) = nccl_stores.server._services
-    far = services.devices.way
-    assert near is not None and far is not None
-    value = nccl_stores.theirs.tensor(noise(MIB, 2))
-    putting = asyncio.create_task(nccl_stores.peer.store.put("key", value))
-    await until(lambda: far.transport.receiver.is_busy)
-    (far if end == "way" else near)._stalled(PeerLost("nothing has come for long"))
-    await putting
-    assert is_same(await nccl_stores.store.get("key"), noise(MIB, 2))
-    await until(lambda: nccl_stores.store.statistics().used_bytes == MIB)
 
 
 @contextlib.asynccontextmanager

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
 
-from asynckv.buffers.gpu_staging import StagedTensor, release_staged
-from asynckv.buffers.importing import GpuImports
 from asynckv.buffers.remote import connect
-from asynckv.buffers.serve import serve
-from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ChecksumError, EntryConflict
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.link import Link
 from asynckv.links.options import Digest
 from asynckv.tensors.blocks import KVBlocks
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.fake_devices import fake_device_of
 from asynckv.testing.fake_gpus import FakeGpus
@@ -29,9 +23,7 @@ from asynckv.testing.gpu_puts import (
     check_is_in,
     insert,
     open_put_pair,
-    open_put_stores,
 )
-from asynckv.testing.gpu_stores import GpuStores
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
     MIB,
@@ -40,7 +32,6 @@ from asynckv.testing.lookup_checks.values import (
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.testing.shared_puts import SharedPuts
-from asynckv.types import TensorSpec
 
 PIECE = 32 * 1024
 """Too long to ride, and too short to be a value's own."""
@@ -60,112 +51,11 @@ async def pair(two_gpus: FakeGpus, way: PutWay) -> AsyncIterator[PutPair]:
         yield pair
 
 
-@pytest.fixture
-async def stores(two_gpus: FakeGpus, way: PutWay) -> AsyncIterator[GpuStores]:
-    async with open_put_stores(two_gpus, way) as stores:
-        yield stores
-
-
 async def test_an_entry_goes_from_gpu_to_gpu(pair: PutPair, way: PutWay) -> None:
     await insert(pair)
     assert pair.has_put and pair.peer.transport == way
     assert pair.peer.lookup.sends_from == pair.theirs.device.name
     await check_is_in(pair)
-
-
-async def test_a_value_goes_from_gpu_to_gpu(stores: GpuStores) -> None:
-    await stores.peer.store.put("key", stores.theirs.tensor(noise(MIB, 2)))
-    assert stores.has_put
-    value = await stores.store.get("key")
-    assert value is not None and value.is_cuda and is_same(value, noise(MIB, 2))
-    pinned = stores.store.lookup("key", None)
-    assert pinned is not None and pinned.digest and pinned.region.is_on_device
-    stores.store.release(pinned)
-
-
-async def staged_at(stores: GpuStores, salt: int) -> StagedTensor:
-    """Make a value in the memory that it leaves from."""
-    staged = stores.peer.store.take(TensorSpec((MIB,), "uint8"))
-    assert staged is not None
-    source = stores.theirs.tensor(noise(MIB, salt))
-    await stores.peer.pool.copy([source], [staged.place()], digest=False)
-    return staged
-
-
-async def check_is_stored(stores: GpuStores, salt: int) -> None:
-    value = await stores.store.get("key")
-    assert value is not None and value.is_cuda and is_same(value, noise(MIB, salt))
-    del value
-    await until(lambda: not stores.puts.staged_bytes)
-
-
-async def test_a_value_that_was_made_there_goes_from_gpu_to_gpu(
-    stores: GpuStores,
-) -> None:
-    for salt in (1, 2):
-        staged = await staged_at(stores, salt)
-        await stores.peer.store.put_staged("key", staged)
-        staged.release()
-        await check_is_stored(stores, salt)
-    assert stores.has_put
-    assert stores.peer.store.take(TensorSpec((PIECE,), "uint8")) is None
-    assert stores.peer.store.take(TensorSpec((2**30,), "uint8")) is None
-
-
-async def test_a_store_says_in_which_gpu_values_are_to_be_made(
-    stores: GpuStores,
-) -> None:
-    peer = stores.peer
-    assert peer.store.leaves_from == stores.theirs.device.name
-    peer.abort()
-    await until(lambda: not peer.is_connected)
-    assert peer.store.leaves_from is None
-
-
-async def test_nothing_leaves_a_gpu_of_which_there_is_no_memory() -> None:
-    async with StoreBuffer() as store, serve("mem://no-gpu", store=store):
-        async with connect("mem://no-gpu") as peer:
-            assert peer.store.leaves_from is None
-
-
-async def test_who_waits_for_room_there_is_before_a_value(stores: GpuStores) -> None:
-    room = stores.peer.ways.room
-    assert room is not None
-    most = TensorSpec((16 * MIB,), "uint8")
-    filler = await room.take([most], set()) or []
-    waiting = asyncio.create_task(room.take([most], set()))
-    await until_blocked(waiting)
-    release_staged(filler)
-    assert filler and stores.peer.store.take(TensorSpec((MIB,), "uint8")) is None
-    release_staged(await waiting or [])
-
-
-@pytest.mark.parametrize("is_back", [False, True])
-async def test_a_value_whose_link_is_lost_is_put_again(
-    stores: GpuStores, way: PutWay, is_back: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staged, opening = await staged_at(stores, 3), GpuImports.open
-
-    async def open_none(ways: GpuImports, link: Link) -> None:
-        if is_back:
-            await opening(ways, link)
-
-    monkeypatch.setattr(GpuImports, "open", open_none)
-    link, store = stores.peer._linked(), stores.store
-    async with contextlib.AsyncExitStack() as stack:
-        full = noise(store.statistics().max_bytes - MIB, 9)
-        await store.put("filler", full)
-        await store.put("key", noise(MIB, 9))
-        pins = await stack.enter_async_context(store.pin(["filler", "key"]))
-        assert pins == (True, True)
-        putting = asyncio.create_task(stores.peer.store.put_staged("key", staged))
-        await until_blocked(putting)
-        link.abort(ConnectionError("the wire was cut"))
-        await until(lambda: stores.peer._linked() is not link)
-    await putting
-    staged.release()
-    value = await stores.store.get("key")
-    assert value is not None and is_same(value, noise(MIB, 3))
 
 
 async def test_layers_go_from_gpu_to_gpu_and_are_shown_at_once(pair: PutPair) -> None:
@@ -246,16 +136,6 @@ async def test_an_entry_is_known_again_whatever_is_compared(
         await check_is_in(pair)
 
 
-@DIGESTS
-async def test_a_value_is_the_same_whatever_is_compared(
-    two_gpus: FakeGpus, way: PutWay, digest: Digest
-) -> None:
-    async with open_put_stores(two_gpus, way, digest=digest) as stores:
-        await stores.peer.store.put("key", stores.theirs.tensor(noise(MIB, 2)))
-        assert stores.has_put
-        assert is_same(await stores.peer.store.get("key"), noise(MIB, 2))
-
-
 async def test_an_insert_that_was_selected_while_it_waited_comes_again_with_room(
     pair: PutPair,
 ) -> None:
@@ -295,22 +175,6 @@ async def test_other_bytes_than_were_put_are_not_inserted(
     assert pair.peer.transport == way and pair.puts.are_read == (way == "cuda_ipc")
     await insert(pair)
     await check_is_in(pair)
-
-
-@pytest.mark.parametrize("digest", ["full", "auto"])
-async def test_other_bytes_than_were_put_are_not_stored(
-    monkeypatch: pytest.MonkeyPatch, two_gpus: FakeGpus, way: PutWay, digest: Digest
-) -> None:
-    async with open_put_stores(two_gpus, way, digest=digest) as stores:
-        await stores.store.put("key", noise(MIB, 1))
-        with monkeypatch.context() as patch:
-            patch.setattr(stores.peer.pool, "edges", wrong)
-            patch.setattr(stores.peer.pool, "digest", wrong)
-            with pytest.raises(ChecksumError):
-                await stores.peer.store.put("key", stores.theirs.tensor(noise(MIB, 2)))
-        assert is_same(await stores.store.get("key"), noise(MIB, 1))
-        assert stores.store.statistics().used_bytes == MIB
-        await until(lambda: not stores.puts.staged_bytes)
 
 
 @pytest.mark.chaos

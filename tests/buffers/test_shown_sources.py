@@ -150,8 +150,7 @@ async def test_a_cancelled_connect_leaves_nothing_open(gpus: FakeGpus) -> None:
 
 def hang_up(pair: GpuPair) -> None:
     """The buffers' side closes what it has open."""
-    (services,) = pair.server._services
-    services.devices.sources.close()
+    pair.devices.sources.close()
 
 
 def lose_link(pair: GpuPair) -> None:
@@ -192,8 +191,7 @@ async def test_a_peer_that_stands_still_is_not_waited_for_long(
 ) -> None:
     monkeypatch.setattr(sharing, "_LEAVE_S", 0.01)
     async with open_gpu_pair(gpus) as pair:
-        (services,) = pair.server._services
-        memory = services.devices.sources._memory
+        memory = pair.devices.sources._memory
         hold = monkeypatch.context()
         with hold as patch:
             patch.setattr(memory, "close", lambda: None)

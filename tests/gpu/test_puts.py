@@ -41,7 +41,7 @@ async def main():
         specs = {"key": TensorSpec((LARGE,), "uint8")}
         async with peer.lookup.open_insert([2], None, specs) as writer:
             await writer.put("key", noise(LARGE, 2).cuda())
-        await peer.store.put("key", noise(LARGE, 3))
+        await peer.store.put("key", noise(LARGE, 3).cuda())
         print(peer.transport, SharedPuts(peer).has_shown, flush=True)
 asyncio.run(main())
 """
@@ -64,7 +64,7 @@ async def test_what_another_process_puts_is_read_on_the_gpu() -> None:
     async with (
         asyncio.timeout(120),
         LookupBuffer("256MiB", device="cuda:0", drain_s=0) as lookup,
-        StoreBuffer("256MiB", device="cuda:0") as store,
+        StoreBuffer("256MiB") as store,
         serve("tcp://127.0.0.1:0", lookup=lookup, store=store) as server,
         producing(server.url) as process,
     ):

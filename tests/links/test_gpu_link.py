@@ -263,12 +263,12 @@ async def meet(met: asyncio.Event) -> None:
 
 
 async def test_a_server_that_leaves_lets_workers_meet_first(pair: NcclBuffers) -> None:
-    way, (services,) = pair.way, pair.server._services
-    await services.devices.wait_idle()
+    way, devices = pair.way, pair.devices
+    await devices.wait_idle()
     for is_given_up in (True, False):
         met = asyncio.Event()
         way._opening = asyncio.create_task(meet(met))
-        leaving = asyncio.create_task(services.devices.wait_idle())
+        leaving = asyncio.create_task(devices.wait_idle())
         await until_blocked(leaving)
         if is_given_up:
             leaving.cancel()

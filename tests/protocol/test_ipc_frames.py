@@ -11,7 +11,6 @@ from asynckv.protocol.ipc_frames import (
     GrantShared,
     Imported,
     OpenIpc,
-    OpenStoreIpc,
     PushShared,
     SentShared,
     ShowIpc,
@@ -21,7 +20,6 @@ from asynckv.types import TensorSpec
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
 FRAMES: Final[tuple[msgspec.Struct, ...]] = (
     OpenIpc("0" * 32),
-    OpenStoreIpc("0" * 32),
     Exported("asynckv-0", b"t" * 16, b"h" * 64, 2**30),
     Imported(b"n" * 16),
     PushShared(1, TensorSpec((8,), "uint8"), 0),

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from asynckv.protocol.frames import Frame, Offer
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap, OpenStoreMap
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.values import MappedOffer, Place
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
@@ -15,7 +15,7 @@ def test_an_offer_of_mapped_memory_survives_the_wire() -> None:
     assert DECODER.decode(msgspec.msgpack.encode(offer)) == offer
 
 
-@pytest.mark.parametrize("frame", [OpenMap(), OpenStoreMap()])
+@pytest.mark.parametrize("frame", [OpenMap()])
 def test_a_wish_for_memory_survives_the_wire(frame: Frame) -> None:
     assert DECODER.decode(msgspec.msgpack.encode(frame)) == frame
 

@@ -13,7 +13,6 @@ from asynckv.testing.gpu_puts import (
     check_is_in,
     insert,
     open_put_pair,
-    open_put_stores,
     put_layers,
 )
 from asynckv.testing.lookup_checks.values import MIB, noise
@@ -36,13 +35,6 @@ async def test_what_is_put_goes_that_way(gpus: FakeGpus, way: PutWay) -> None:
         await put_layers(pair)
         await check_is_in(pair)
         assert pair.has_put and pair.peer.transport == way
-
-
-@WAYS
-async def test_what_is_stored_goes_that_way(gpus: FakeGpus, way: PutWay) -> None:
-    async with open_put_stores(gpus, way) as stores:
-        await stores.peer.store.put("key", stores.theirs.tensor(noise(MIB)))
-        assert stores.has_put and stores.peer.transport == way
 
 
 async def insert_other_hidden(pair: PutPair) -> None:

@@ -7,7 +7,6 @@ import pytest
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.testing.fake_devices import faultless_gpus
 from asynckv.testing.gpu_pairs import open_gpu_pair
-from asynckv.testing.gpu_stores import open_gpu_stores
 from asynckv.testing.lookup_checks.values import MIB, noise
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
@@ -28,7 +27,7 @@ async def test_what_was_read_counts() -> None:
 async def test_nobody_reads_what_is_not_shown(device: bool) -> None:
     options: dict[str, Any] = {} if device else {"device": None}
     with faultless_gpus() as gpus:
-        async with open_gpu_stores(gpus, url="?payload=inline", **options) as pair:
+        async with open_gpu_pair(gpus, url="?payload=inline", **options) as pair:
             assert not pair.puts.are_read and not pair.puts.staged_bytes
             with pytest.raises(LookupError):
                 assert pair.puts.has_shown

@@ -27,7 +27,6 @@ SHARES: dict[Kind, int] = {"local": 11, "mem": 40, "tcp": 15, "unix": 20, "tls":
 HERE = (
     *("Local", "InMemoryBuffer.", "LookupBuffer.", "StoreBuffer."),
     *("Pipe.gpus_settled", "RemoteWriter.room", "RemoteWriter.put_staged"),
-    "RemoteStoreBuffer.put_staged",
     *("MemTransport.", "InlineTransport.", "NcclTransport."),
 )
 BY_TCP = ("join_group:", "open:", "Group.", "LookupByRole.")

@@ -12,6 +12,7 @@ from asynckv.testing.cancellations.entries import LARGE
 from asynckv.testing.cancellations.grounds import Ground
 from asynckv.testing.cancellations.grouping import GROUPING
 from asynckv.testing.cancellations.inserting import INSERTING
+from asynckv.testing.cancellations.inserting_on_gpus import INSERTING_ON_GPUS
 from asynckv.testing.cancellations.leaving import LEAVING
 from asynckv.testing.cancellations.moving import MOVING
 from asynckv.testing.cancellations.nodes import NODES
@@ -24,7 +25,6 @@ from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.selecting import SELECTING
 from asynckv.testing.cancellations.staging_on_gpus import STAGING_ON_GPUS
 from asynckv.testing.cancellations.storing import STORING
-from asynckv.testing.cancellations.storing_on_gpus import STORING_ON_GPUS
 from asynckv.testing.cancellations.streaming import STREAMING
 from asynckv.testing.cancellations.streaming_on_gpus import STREAMING_ON_GPUS
 from asynckv.testing.cancellations.sweeper import Sweeper
@@ -46,7 +46,7 @@ SCENARIOS: Final[tuple[Scenario, ...]] = (
     *MOVING,
     *ON_GPUS,
     *PIPING_ON_GPUS,
-    *STORING_ON_GPUS,
+    *INSERTING_ON_GPUS,
     *STAGING_ON_GPUS,
     *STREAMING_ON_GPUS,
 )

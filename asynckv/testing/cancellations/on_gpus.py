@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import torch
 
-from asynckv.abc import KVCacheBuffer, KVEntry
+from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
-from asynckv.buffers.store import StoreBuffer
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.cancellations.entries import (
@@ -25,7 +23,6 @@ from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect, expect_same, noise
 from asynckv.testing.fake_devices import (
-    FakeDevice,
     calls_of_cuda,
     fake_device,
     fake_device_of,
@@ -41,52 +38,29 @@ __all__ = (
     "a_pipe_on_a_gpu",
     "a_receive_on_a_gpu",
     "a_select_between_gpus",
-    "a_store_on_a_gpu",
     "a_way_between_gpus",
 )
 
 
 async def a_lookup_on_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     """Has its memory when it is entered, and none when it is closed."""
+    own: LookupBuffer
     with fake_device() as gpu:
-        await _enter(
-            *("a lookup on a GPU", ground, sweeper, gpu),
-            lambda: LookupBuffer("1MiB", device=gpu.device, drain_s=0),
-        )
 
+        async def before() -> None:
+            nonlocal own
+            own = LookupBuffer("1MiB", device=gpu.device, drain_s=0)
 
-async def a_store_on_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
-    """As a lookup buffer."""
-    with fake_device() as gpu:
-        await _enter(
-            *("a store on a GPU", ground, sweeper, gpu),
-            lambda: StoreBuffer("1MiB", device=gpu.device),
-        )
+        async def use() -> None:
+            async with own:
+                expect(bool(gpu.process.owned), "it was entered without memory")
 
+        async def check(outcome: Outcome[None]) -> None:
+            await own.aclose()
+            await until(lambda: not gpu.process.owned)
+            await ground.check_quiet()
 
-async def _enter(
-    name: str,
-    ground: Ground,
-    sweeper: Sweeper,
-    gpu: FakeDevice,
-    make: Callable[[], KVCacheBuffer],
-) -> None:
-    own: KVCacheBuffer
-
-    async def before() -> None:
-        nonlocal own
-        own = make()
-
-    async def use() -> None:
-        async with own:
-            expect(bool(gpu.process.owned), "it was entered without memory")
-
-    async def check(outcome: Outcome[None]) -> None:
-        await own.aclose()
-        await until(lambda: not gpu.process.owned)
-        await ground.check_quiet()
-
-    await sweeper.sweep(name, use, check, before)
+        await sweeper.sweep("a lookup on a GPU", use, check, before)
 
 
 async def a_pipe_on_a_gpu(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
@@ -217,7 +191,6 @@ def _expect_key(entry: KVEntry, nbytes: int) -> None:
 
 
 _LOOKUP: Final = ("InMemoryBuffer.__aenter__", "InMemoryBuffer.open")
-_STORE: Final = ("InMemoryBuffer.__aenter__", "InMemoryBuffer.open")
 _PIPE: Final = ("open_pipe", "PipeListener.__aenter__")
 _RECEIVE: Final = ("KVPipe.recv_tensor",)
 _WAY: Final = ("connect",)
@@ -225,7 +198,6 @@ _SELECT: Final = ("RemoteLookupBuffer.drop_select",)
 
 ON_GPUS: Final = (
     Scenario(a_lookup_on_a_gpu, _LOOKUP, ("local",), sizes=(0,), is_costly=True),
-    Scenario(a_store_on_a_gpu, _STORE, ("local",), sizes=(0,), is_costly=True),
     Scenario(a_pipe_on_a_gpu, _PIPE, ("local",), sizes=(0,), is_costly=True),
     Scenario(a_receive_on_a_gpu, _RECEIVE, ("local",), is_costly=True),
     Scenario(a_way_between_gpus, _WAY, ("local",), sizes=(0,), is_costly=True),

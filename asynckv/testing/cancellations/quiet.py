@@ -67,7 +67,8 @@ def _counts(watched: Watched) -> Iterator[tuple[str, int]]:
                 yield "queries served", len(lookup.selects)
                 yield "deliveries served", len(lookup.deliveries)
                 yield "charged to a peer", lookup._charged_bytes
-            standing = services.devices.way is not None  # by NCCL: as long as the link
+            devices = services.devices  # by NCCL: as long as the link
+            standing = devices is not None and devices.way is not None
             tasks = sum(len(service._tasks) for service in services.all)
             yield "tasks of services", tasks - standing
             yield from _of_link(services.link, standing)

@@ -1,4 +1,4 @@
-"""Layers and values made in memory of the GPU that they leave: cancelled anywhere."""
+"""Layers made in memory of the GPU that they leave: cancelled anywhere."""
 
 from __future__ import annotations
 
@@ -10,28 +10,23 @@ from asynckv.buffers.gpu_room import GpuRoom, StagingWriter
 from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
-from asynckv.testing.cancellations.entries import LARGE, OVERWRITE, TOKENS
+from asynckv.testing.cancellations.entries import LARGE, TOKENS
 from asynckv.testing.cancellations.grounds import Ground
 from asynckv.testing.cancellations.partners import Partner
 from asynckv.testing.cancellations.scenario import Scenario
 from asynckv.testing.cancellations.sweeper import Sweeper
-from asynckv.testing.expectations import expect, expect_same, is_same, noise
+from asynckv.testing.expectations import expect, expect_same, noise
 from asynckv.testing.fake_devices import faultless_gpus
 from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.gpu_puts import PutWay, open_put_stores
-from asynckv.testing.gpu_stores import GpuStores
 from asynckv.types import TensorSpec
 
 __all__ = (
     "STAGING_ON_GPUS",
-    "a_value_made_between_gpus",
-    "a_value_made_on_one_gpu",
     "layers_that_wait_for_room",
 )
 
 _ROOM_BYTES: Final = 2 * 2**20
 _LAYERS: Final = ("key", "value")
-_KEY: Final = "key"
 
 
 async def layers_that_wait_for_room(
@@ -98,67 +93,8 @@ def _coming(pair: GpuPair) -> int:
     return sum(len(lookup._tasks) for lookup in every if lookup is not None)
 
 
-async def a_value_made_on_one_gpu(
-    ground: Ground, sweeper: Sweeper, nbytes: int
-) -> None:
-    """In place of another, which is there until it is; what is read is kept so long."""
-    await _store(sweeper, nbytes, "cuda_ipc")
-    await ground.check_quiet()
-
-
-async def a_value_made_between_gpus(
-    ground: Ground, sweeper: Sweeper, nbytes: int
-) -> None:
-    """As on one GPU."""
-    await _store(sweeper, nbytes, "nccl")
-    await ground.check_quiet()
-
-
-async def _store(sweeper: Sweeper, nbytes: int, way: PutWay) -> None:
-    with faultless_gpus(2, max_delay=2) as gpus:
-        async with open_put_stores(gpus, way) as pair:
-            await _put_staged(pair, sweeper, nbytes)
-            expect(pair.has_put, "it went by another way")
-            expect(pair.peer.transport == way, "the way was lost")
-
-
-async def _put_staged(pair: GpuStores, sweeper: Sweeper, nbytes: int) -> None:
-    old, new = noise(nbytes, 1), noise(nbytes, 2)
-    source, store = pair.theirs.tensor(new), pair.peer.store
-
-    async def before() -> None:
-        source.copy_(new)
-        await pair.store.put(_KEY, old)
-
-    async def put() -> None:
-        staged = store.take(TensorSpec((nbytes,), "uint8"))
-        if staged is None:
-            raise AssertionError("nothing leads to the store's GPU")
-        try:
-            await pair.peer.pool.copy([source], [staged.place()], digest=False)
-            source.fill_(OVERWRITE)
-            await store.put_staged(_KEY, staged)
-        finally:
-            staged.release()
-
-    async def check(outcome: Outcome[None]) -> None:
-        value = await store.get(_KEY)
-        if not outcome.cancelled or not is_same(value, old):
-            expect_same(value, new)
-        del value
-        await until(lambda: not pair.store.mapped_by)
-        await until(lambda: not pair.puts.staged_bytes)
-        await until(lambda: pair.store.statistics().used_bytes == nbytes)
-
-    what = f"a value of {nbytes} bytes that was made to leave, {pair.peer.transport}"
-    await sweeper.sweep(what, put, check, before)
-
-
 _STAGING: Final = ("StagingWriter.room", "StagingWriter.put_staged")
-_STORING: Final = ("StagingStore.put_staged",)
 
 STAGING_ON_GPUS: Final = (
     Scenario(layers_that_wait_for_room, _STAGING, ("local",), (LARGE,), is_costly=True),
-    Scenario(a_value_made_on_one_gpu, _STORING, ("local",), (LARGE,), is_costly=True),
-    Scenario(a_value_made_between_gpus, _STORING, ("local",), (LARGE,), is_costly=True),
 )

@@ -28,12 +28,11 @@ from asynckv.protocol.ipc_frames import (
     GrantShared,
     Imported,
     OpenIpc,
-    OpenStoreIpc,
     PushShared,
     SentShared,
     ShowIpc,
 )
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap, OpenStoreMap
+from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
 from asynckv.security.keyring import Keyring
@@ -274,9 +273,7 @@ async def _record_made_up() -> Recording:
     insert = near.open("insert", Insert("e", 1, False, streaming=True))
     near.send(insert, Commit())
     mapping = near.open("map", OpenMap())
-    near.open("map too", OpenStoreMap())
     sharing = near.open("share", OpenIpc("0" * 32))
-    near.open("share too", OpenStoreIpc("0" * 32))
     near.open("show", ShowIpc("0" * 32))
     pass_on(near, far)
     far.send(select, Retract(2))

@@ -53,10 +53,10 @@ class _Buffers:
     def __init__(self, link: Link, lookup: LookupBuffer, store: StoreBuffer) -> None:
         self.waiting = WaitingBytes(_BYTES)
         kept = self.waiting.for_link()
-        devices = DeviceService((lookup, store), link, "edges", may_use_nccl=True)
+        devices = DeviceService(lookup, link, "edges", may_use_nccl=True)
         self.services = (
             LookupService(lookup, link, kept, devices),
-            StoreService(store, link, kept, devices),
+            StoreService(store, link, kept),
             devices,
         )
 

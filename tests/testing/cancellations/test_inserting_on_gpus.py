@@ -3,16 +3,16 @@ from __future__ import annotations
 import pytest
 
 from asynckv.testing.cancellations.grounds import open_ground
+from asynckv.testing.cancellations.inserting_on_gpus import INSERTING_ON_GPUS
 from asynckv.testing.cancellations.scenario import Scenario
-from asynckv.testing.cancellations.storing_on_gpus import STORING_ON_GPUS
 from asynckv.testing.cancellations.sweeper import Sweeper
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(
-    "scenario", STORING_ON_GPUS, ids=lambda scenario: scenario.name
+    "scenario", INSERTING_ON_GPUS, ids=lambda scenario: scenario.name
 )
-async def test_what_is_stored_on_a_gpu_is_whole_or_as_it_was(
+async def test_what_is_put_is_whole_or_as_it_was(
     scenario: Scenario,
 ) -> None:
     sweeper = Sweeper()
