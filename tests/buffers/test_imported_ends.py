@@ -130,7 +130,7 @@ async def test_without_a_handle_bytes_go_through_host_memory(
     async with connect(
         pair.server.url, device=pair.theirs.device, max_bytes=MIB
     ) as peer:
-        assert peer.transport == "map"
+        assert peer.transport == "inline"
     assert pair.opened == 1
 
 
@@ -150,7 +150,7 @@ async def test_a_server_that_does_not_answer_costs_a_moment(
 
     monkeypatch.setattr(exports, "fetch_file", never)
     async with open_gpu_pair(gpus) as pair:
-        assert pair.peer.transport == "map"
+        assert pair.peer.transport == "inline"
 
 
 async def test_a_link_that_is_lost_meanwhile_is_lost(
