@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -27,15 +27,16 @@ def test_an_example_is_under_80_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
 
 
+# In this process, which has imported all they need; as their own: nox -s examples.
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @each_example
-def test_an_example_runs_without_arguments_and_ends(path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert done.returncode == 0, done.stderr
-    assert SHOWN[path.stem] in done.stdout
+def test_an_example_runs_without_arguments_and_ends(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as exc:
+        assert not exc.code
+    assert SHOWN[path.stem] in capfd.readouterr().out
