@@ -1,26 +1,13 @@
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture
-def house(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A folder with the rules of this one."""
-    pytester.mkdir("tests")
-    for name in ("pyproject.toml", "tests/conftest.py"):
-        text = (HERE.parent / name).read_text()
-        sooner = text.replace("GRACE_S: Final = 1.0", "GRACE_S: Final = 0.1")
-        (pytester.path / name).write_text(sooner)
-    return pytester
-
-
-def run(house: pytest.Pytester, source: str) -> pytest.RunResult:
-    (house.path / "tests" / "test_it.py").write_text(source)
-    return house.runpytest_subprocess()
 
 
 CLEAN = """
@@ -81,32 +68,64 @@ async def test_blocks():
 """
 
 
-def test_tidy_tests_pass_on_both_loops(house: pytest.Pytester) -> None:
-    run(house, CLEAN).assert_outcomes(passed=3)
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run of all of them says, in a folder with the rules of this one."""
+    house = tmp_path_factory.mktemp("house")
+    (house / "tests").mkdir()
+    for name in ("pyproject.toml", "tests/conftest.py"):
+        text = (HERE.parent / name).read_text()
+        sooner = text.replace("GRACE_S: Final = 1.0", "GRACE_S: Final = 0.1")
+        (house / name).write_text(sooner)
+    sources = {"c": CLEAN, "u": UNTIDY, "h": HANGING, "b": BLOCKING}
+    for name, source in sources.items():
+        (house / "tests" / f"test_{name}.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=house, capture_output=True, text=True)
+    return done.stdout
 
 
-def test_whatever_a_test_leaves_behind_fails_it(house: pytest.Pytester) -> None:
-    result = run(house, UNTIDY)
-    result.assert_outcomes(passed=6, errors=6)
-    result.stdout.fnmatch_lines_random(
-        [
-            "*<Task pending*",
-            "*ZeroDivisionError*",
-            "*descriptor *socket:*",
-            "*descriptor *pipe:*",
-            "*<Thread(*",
-            "*process *",
-        ]
-    )
+def outcomes_in(told: str, name: str) -> list[str]:
+    """How each test of that file ended, and whether it did so tidily."""
+    return re.findall(rf"^tests/test_{name}\.py::.* (PASSED|FAILED|ERROR)", told, re.M)
 
 
-def test_a_blocking_call_of_the_package_fails_the_test(house: pytest.Pytester) -> None:
-    result = run(house, BLOCKING)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*BlockingError*time.sleep*"])
+def section_of(told: str, test: str) -> str:
+    """What is told of a test that did not pass."""
+    text = told.partition(f" {test} __")[2]
+    return re.split(r"^_{3,} .* _{3,}$", text, flags=re.M)[0]
 
 
-def test_a_hang_is_one_failure_that_says_where(house: pytest.Pytester) -> None:
-    result = run(house, HANGING)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*test_it.py:* in deeper"])
+def test_tidy_tests_pass_on_both_loops(told: str) -> None:
+    assert outcomes_in(told, "c") == ["PASSED"] * 3
+
+
+@pytest.mark.parametrize(
+    ("test", "words"),
+    [
+        ("test_task", "<Task pending"),
+        ("test_error_in_callback", "ZeroDivisionError"),
+        ("test_socket", "socket:"),
+        ("test_pipe", "pipe:"),
+        ("test_thread", "<Thread("),
+        ("test_process", "process "),
+    ],
+)
+def test_whatever_a_test_leaves_behind_fails_it(
+    told: str, test: str, words: str
+) -> None:
+    assert words in section_of(told, f"ERROR at teardown of {test}")
+
+
+def test_who_leaves_something_behind_has_passed_and_is_one_error(told: str) -> None:
+    assert outcomes_in(told, "u") == ["PASSED", "ERROR"] * 6
+
+
+def test_a_blocking_call_of_the_package_fails_the_test(told: str) -> None:
+    assert outcomes_in(told, "b") == ["FAILED"]
+    assert re.search("BlockingError.*time.sleep", section_of(told, "test_blocks"))
+
+
+def test_a_hang_is_one_failure_that_says_where(told: str) -> None:
+    assert outcomes_in(told, "h") == ["FAILED"]
+    assert re.search(r"test_h\.py:\d+ in deeper", section_of(told, "test_hangs"))

@@ -19,10 +19,6 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "numpy", "cupy", "transformers", "fastapi", "uvloop", "vllm", "rich")
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(PACKAGE.parent).as_posix()
-
-
 def defined_in(body: list[ast.stmt]) -> Iterator[str]:
     """Public names that a module makes itself."""
     for node in body:
@@ -52,8 +48,7 @@ def imported_in(body: list[ast.stmt]) -> Iterator[str]:
             yield from (alias.asname or alias.name for alias in node.names)
 
 
-def public_names(path: Path) -> set[str]:
-    body = ast.parse(path.read_text()).body
+def public_names(path: Path, body: list[ast.stmt]) -> set[str]:
     names = set(defined_in(body))
     if path.name == "__init__.py":
         names |= set(imported_in(body))
@@ -70,22 +65,30 @@ def type_checkers_names() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_all_is_exact(path: Path) -> None:
-    if path == PACKAGE / "__init__.py" or path.name == "__main__.py":
-        return
-    tree = ast.parse(path.read_text())
+def faults_of_all(path: Path) -> Iterator[str]:
+    """What is wrong with ``__all__`` of a file."""
+    body = ast.parse(path.read_text()).body
     values = [
         node.value
-        for node in tree.body
+        for node in body
         if isinstance(node, ast.Assign | ast.AnnAssign)
         if "__all__" in defined_in([node])
     ]
-    assert len(values) == 1, "one __all__"
-    assert isinstance(values[0], ast.Tuple)
+    if len(values) != 1 or not isinstance(values[0], ast.Tuple):
+        yield f"{path}: not one tuple __all__"
+        return
     exported = ast.literal_eval(values[0])
-    assert set(exported) == public_names(path)
-    assert len(exported) == len(set(exported))
+    if wrong := set(exported) ^ public_names(path, body):
+        yield f"{path}: exported or public, and not both: {sorted(wrong)}"
+    if len(exported) != len(set(exported)):
+        yield f"{path}: a name twice"
+
+
+def test_all_is_exact() -> None:
+    with_all = [path for path in SOURCES if path.name != "__main__.py"]
+    with_all.remove(PACKAGE / "__init__.py")
+    faults = [fault for path in with_all for fault in faults_of_all(path)]
+    assert not faults, "\n".join(faults)
 
 
 def test_every_name_of_the_package_is_in_the_module_that_the_table_names() -> None:
@@ -136,13 +139,11 @@ def public_values() -> Iterator[tuple[str, Callable[..., object]]]:
                 yield f"{module.__name__}.{name}", value
 
 
-@pytest.mark.parametrize("name, value", tuple(public_values()))
-def test_a_public_name_can_be_asked_for_help(
-    name: str, value: Callable[..., object]
-) -> None:
-    assert value.__doc__
-    assert value.__name__ in pydoc.render_doc(value)
-    inspect.signature(value)
+def test_a_public_name_can_be_asked_for_help() -> None:
+    for name, value in public_values():
+        assert value.__doc__, name
+        assert value.__name__ in pydoc.render_doc(value), name
+        inspect.signature(value)
 
 
 @pytest.mark.parametrize(
