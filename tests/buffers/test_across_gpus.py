@@ -40,6 +40,8 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "inline": {"device": None},
     "inline to a GPU": {"theirs": 1, "url": "?payload=inline"},
 }
+# Of these every check runs for a release; tests of single routes run always.
+OTHERS = ("cuda_ipc", "inline")
 LAYERS = {"key": TensorSpec((MIB,), "uint8"), "hidden": TensorSpec((8,), "uint8")}
 
 
@@ -327,7 +329,13 @@ async def test_small_layers_get_to_a_gpu_that_holds_many(pair: GpuPair) -> None:
     assert is_same(only((await pair.buffer.drop_select([777])).key), noise(SMALL, 7))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        "inline to a GPU",
+        *(pytest.param(way, marks=pytest.mark.chaos) for way in OTHERS),
+    ],
+)
 @pytest.mark.parametrize("check", LOOKUP_CHECKS, ids=lambda check: check.__name__)
 async def test_a_served_lookup_on_a_gpu_keeps_what_every_one_keeps(
     two_gpus: FakeGpus, check: LookupCheck, way: str

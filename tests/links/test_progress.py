@@ -219,6 +219,7 @@ class Transfers:
             self.taken += 1
 
 
+@pytest.mark.trust
 def test_a_lane_that_is_cut_is_noticed_while_others_carry_on() -> None:
     with open_machines(seed=1) as machines:
         transfers = Transfers(machines)

@@ -48,6 +48,7 @@ async def test_a_pipe_on_a_gpu_keeps(check: PipeCheck, gpu: FakeDevice) -> None:
         await check(near, far)
 
 
+@pytest.mark.chaos
 async def test_all_checks_run_as_one_on_a_gpu(gpu: FakeDevice) -> None:
     await check_pipe(partial(on_gpu, gpu))
 

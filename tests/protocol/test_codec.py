@@ -151,7 +151,9 @@ def test_any_bytes_give_frames_or_a_documented_error(data: bytes) -> None:
 
 
 @settings(max_examples=300)
-@given(st.recursive(st.none() | st.integers(-1, 2**63) | st.text(), st.lists))
+@given(
+    st.recursive(st.none() | st.integers(-1, 2**63) | st.text(), st.lists, max_leaves=8)
+)
 def test_any_msgpack_gives_frames_or_a_documented_error(value: Any) -> None:
     for content in (value, {"t": "get", "key": value}, {"t": value}):
         with pytest.raises(RemoteProtocolError):

@@ -32,9 +32,9 @@ class Scale:
 
 _SCALES = {
     "trust": Scale(
-        fuzz_inputs=2_000_000,
+        fuzz_inputs=1_000_000,
         one_meeting_in=8,
-        simulation_seeds=100,
+        simulation_seeds=60,
         kills_each_scheme=64,  # and who works at the end
         frozen_cases=20,
         hostile_connections=150,
@@ -42,7 +42,7 @@ _SCALES = {
         drains=2,
         soak_s=6,
         waiters=10_000,
-        cancellations=20_000,
+        cancellations=14_000,
         connector_cancellations=1_000,
         costly_grounds=False,
     ),

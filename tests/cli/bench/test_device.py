@@ -48,6 +48,7 @@ asyncio.run(serve_gpu(open_device(), int(sys.argv[2]), int(sys.argv[3])))
 
 
 @pytest.mark.multiprocess
+@pytest.mark.trust
 async def test_two_processes_measure_every_case_but_nccl_on_a_fake_gpu() -> None:
     rows: list[DeviceRow] = []
     child = ("-c", BEGIN + CHILD, "fake", str(2**20), "4")

@@ -20,6 +20,7 @@ def test_every_byte_of_an_entry_has_its_value() -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.chaos
 async def test_entries_are_there_again_whenever_they_were_taken() -> None:
     async with own_child("-c", BEGIN + CODE, "fake") as line:
         for url, nbytes in zip(line.split(), (2**20, 2**18), strict=True):

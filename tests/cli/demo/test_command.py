@@ -81,7 +81,7 @@ def test_a_page_that_cannot_be_written_is_an_error_before_any_process_starts(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_model_without_a_tokenizer_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
