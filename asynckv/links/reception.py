@@ -8,6 +8,7 @@ lanes are to come; of those there are at most 256.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import secrets
@@ -145,6 +146,9 @@ class Reception:
             MAX_STRANGERS, self._has_spoken
         )
         self._newcomers: dict[bytes, _Newcomer] = {}
+        self._given_up: collections.deque[bytes] = collections.deque(
+            maxlen=_MAX_NEWCOMERS
+        )
         self._waiting: Strangers[asyncio.Task[bool]] = Strangers(_MAX_NEWCOMERS)
         self._pause: asyncio.TimerHandle | None = None
         self._closed = False
@@ -307,6 +311,7 @@ class Reception:
                 await newcomer.wait_for_lanes(sock)
             await link.payload.open(agreement.payload_description, newcomer.lanes)
         except BaseException:
+            self._given_up.append(token)
             newcomer.close()
             raise
         finally:
@@ -317,7 +322,12 @@ class Reception:
     async def _attach(self, sock: Connection, attach: Attach) -> None:
         newcomer = self._newcomers.get(attach.link_token)
         if newcomer is None or not newcomer.knows(attach, sock):
-            raise AuthError("no link waits for this payload lane")
+            refusal = AuthError("no link waits for this payload lane")
+            if attach.link_token not in self._given_up:
+                raise refusal
+            # Who gives up dialling may have sent its lanes already: nothing to warn of.
+            await _refuse(sock, refusal)
+            raise PeerLost("the link of this payload lane was given up")
         self._strangers.discard(_this_task())
         self._waiting.note_heard(newcomer.task)
         newcomer.reserve(attach.lane, sock)

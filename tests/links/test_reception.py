@@ -184,6 +184,21 @@ async def test_who_hangs_up_before_its_lanes_came_is_not_waited_for() -> None:
     await listener.aclose()
 
 
+async def test_late_lanes_of_a_link_that_was_given_up_warn_of_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener = await door()
+    control, welcome = await welcomed(listener)
+    with await knock(listener, Attach(welcome.link_token, 0)) as lane:
+        assert await read_first_frame(lane) == Attached()
+        control.close()
+        assert await is_hung_up(lane)
+    with await knock(listener, Attach(welcome.link_token, 1)) as lane:
+        assert isinstance(await read_first_frame(lane), Refuse)
+    await listener.aclose()
+    assert [one for one in caplog.records if one.levelname == "WARNING"] == []
+
+
 async def test_what_is_sent_before_the_last_lane_is_left_to_the_link() -> None:
     listener = await door()
     control, welcome = await welcomed(listener)
