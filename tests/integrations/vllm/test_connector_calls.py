@@ -83,6 +83,7 @@ class Engine:
         """Take the worker through a step; return what ended in it."""
         self.worker.handle_preemptions(meta)
         self.worker.bind_connector_metadata(meta)
+        assert self.worker.has_connector_metadata()
         self.worker.start_load_kv(None)
         for layer in (*LAYERS, "reads another layer's"):
             self.worker.wait_for_layer_load(layer)
@@ -210,7 +211,7 @@ def groups(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def pair(groups: int) -> Iterator[tuple[Engine, Engine]]:
     url = free_url()
-    there = Engine("kv_producer", groups=groups, listen=url)
+    there = Engine("kv_producer", groups=groups, listen=url, layerwise=True)
     here = Engine("kv_consumer", groups=groups, peers=[url])
     yield there, here
     here.shutdown()
@@ -227,11 +228,14 @@ def prefill(there: Engine, name: str = "p") -> dict[str, Any]:
     )
     assert is_held and there.scheduler.has_pending_push_work()
     assert isinstance(params, dict)
+    assert params["incarnations"]  # of the worker, told by its handshake
     there.run(meta)
     return params
 
 
-def test_blocks_move_and_each_side_is_told_once(pair: tuple[Engine, Engine]) -> None:
+def test_blocks_move_and_each_side_is_told_once(
+    pair: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture
+) -> None:
     there, here = pair
     before = {layer: view.clone() for layer, view in here.views.items()}
     params = prefill(there)
@@ -246,7 +250,28 @@ def test_blocks_move_and_each_side_is_told_once(pair: tuple[Engine, Engine]) -> 
         assert torch.equal(view[LOADED], there.views[layer][SAVED])
         rest = [block for block in range(BLOCKS) if block not in LOADED]
         assert torch.equal(view[rest], before[layer][rest])
-    assert there.run(here.order()).kv_connector_worker_meta is None
+    assert there.run(there.order()).kv_connector_worker_meta is None
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("groups", [1], indirect=True)
+def test_a_layer_leaves_before_the_next_is_computed(
+    pair: tuple[Engine, Engine],
+) -> None:
+    there, here = pair
+    request, _ = there.add("p", dict(PREFILL), SAVED)
+    meta = there.order("p")
+    _, params = there.scheduler.request_finished(request, SAVED)
+    there.worker.bind_connector_metadata(meta)
+    there.worker.start_load_kv(None)
+    here.add("d", params, LOADED)
+    here.order_and_begin()
+    for layer in LAYERS:
+        there.worker.save_kv_layer(layer, torch.empty(0), None)
+        while not torch.equal(here.views[layer][LOADED], there.views[layer][SAVED]):
+            threading.Event().wait(0.002)
+    there.worker.wait_for_save()
+    assert here.step_until("finished_recving").finished_recving == {"d"}
 
 
 @pytest.mark.parametrize("groups", [1], indirect=True)
@@ -255,10 +280,11 @@ def test_blocks_that_are_overwritten_are_let_go_of_first(
 ) -> None:
     there, _ = pair
     there.add("p", dict(PREFILL), SAVED)
-    there.run(there.order("p"))
+    saves = there.order("p")
     meta = there.order(preempted=frozenset({"p", "another"}))
     assert meta.must_be_quiet == {"p"}
-    there.run(meta)  # else it would be held until somebody fetches it
+    there.run(saves)
+    there.run(meta)
     assert there.sent() == ["p"]
 
 
@@ -322,7 +348,7 @@ def test_each_role_refuses_what_the_other_does(pair: tuple[Engine, Engine]) -> N
 @pytest.mark.parametrize("groups", [1], indirect=True)
 def test_what_is_of_other_connectors_is_left_alone(pair: tuple[Engine, Engine]) -> None:
     there, _ = pair
-    foreign = SimpleNamespace(must_be_quiet={"p"}, orders="none")
+    foreign: Any = object()
     there.worker.handle_preemptions(foreign)
     there.worker.bind_connector_metadata(foreign)
     there.worker.start_load_kv(None)
