@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 from collections.abc import Mapping
 
@@ -127,16 +128,16 @@ def pair_configs(
 
 
 def free_urls(count: int) -> list[str]:
-    """Return the URLs of so many ports that follow each other, and are free now."""
+    """Return the URLs of so many ports that follow each other, and are free now.
+
+    They lie below those that the system gives to connections: it takes none of them.
+    """
     while True:
+        base = random.randrange(15_000, 32_000)
         with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            base = first.getsockname()[1]
             try:
-                for port in range(base + 1, base + count):
-                    other = stack.enter_context(socket.socket())
-                    other.bind(("127.0.0.1", port))
-            except (OSError, OverflowError):
+                for port in range(base, base + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
                 continue
             return [f"tcp://127.0.0.1:{base + n}" for n in range(count)]
