@@ -117,14 +117,8 @@ def bench(
         if serve:
             run(until_ended(_serve(url or _SERVE_AT, settings, console)), loop)
             return 0
-        png = _picture_beside(html, console)
-        for path in (json, html, png):
-            if path is not None:
-                check_writable(path)
         selection = _selection(quick, case, shape, seconds)
-        measuring = _measure(url, settings, console, selection)
-        report = run(until_ended(measuring), loop)
-        return _leave_behind(report, console, (json, html, png))
+        return _measure_cases(url, settings, console, selection, json=json, html=html)
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; nothing is left behind")
         return INTERRUPTED
@@ -132,6 +126,24 @@ def bench(
         words = f"the bench failed: {exc}"
         console.print(Text(words, style="bold red"), soft_wrap=True)
         return 1
+
+
+def _measure_cases(
+    url: str | None,
+    settings: Settings,
+    console: Console,
+    selection: Selection,
+    *,
+    json: Path | None,
+    html: Path | None,
+) -> int:
+    png = _picture_beside(html, console)
+    for path in (json, html, png):
+        if path is not None:
+            check_writable(path)
+    measuring = _measure(url, settings, console, selection)
+    report = run(until_ended(measuring), settings.loop)
+    return _leave_behind(report, console, (json, html, png))
 
 
 def _tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS | None:

@@ -19,7 +19,15 @@ from asynckv.cli.demo.acts import Acts
 from asynckv.cli.demo.live import LiveDisplay
 from asynckv.cli.demo.messages import Ready
 from asynckv.cli.demo.processes import Worker
-from asynckv.cli.demo.report import DemoReport, HandOver, Machine
+from asynckv.cli.demo.report import (
+    BackpressureReport,
+    DemoReport,
+    HandOver,
+    Machine,
+    Recompute,
+    SecondRequest,
+    Survival,
+)
 from asynckv.cli.demo.wording import write_bytes, write_seconds, write_tail
 from asynckv.cli.host import describe_host
 
@@ -110,39 +118,9 @@ async def _play(
     display.doing("importing torch and transformers")
     connected = await acts.load(decode)
     display.end("connected to the prefill process, and warm")
-    display.begin("1  recompute in the decoder")
-    recompute = await acts.recompute(decode)
-    display.end(
-        f"first token {write_seconds(recompute.first_token_s)} after the request"
-    )
-    display.begin("2  KV in bulk")
-    bulk = await acts.hand_over(decode, "bulk")
-    display.end(_words(bulk))
-    display.begin("3  KV layer by layer")
-    layerwise = await acts.hand_over(decode, "layerwise")
-    display.end(_words(layerwise))
-    display.begin("4  second request, KV kept")
-    second = await acts.second_request(decode)
-    display.end(
-        f"first token {write_seconds(second.first_token_s)} after the request, "
-        f"{write_seconds(second.recomputed.first_token_s)} without the kept KV"
-    )
-    display.begin("5  slow decoder")
-    slow = await acts.slow_decoder(decode)
-    growth = write_bytes(slow.resident_growth_bytes)
-    waited, room = write_seconds(slow.longest_wait_s), write_bytes(slow.max_bytes)
-    display.end(f"insert waited {waited} at {room}, memory +{growth}")
-    display.begin("start a decode process to take over")
-    successor = await start_decoder()
-    display.doing(f"{successor.pid}: importing torch and transformers")
-    await acts.load(successor, warm_up=False)
-    display.end(f"{successor.pid} stands by")
-    display.begin(f"6  decoder {decode.pid} killed in mid-transfer")
-    survival = await acts.kill_decoder(decode, successor)
-    display.end(
-        f"dead after {survival.landed_before} of {ready.layers} layers, "
-        f"{successor.pid} took the entry"
-    )
+    recompute, bulk, layerwise, second = await _play_requests(acts, decode, display)
+    slow = await _play_slow_decoder(acts, decode, display)
+    survival = await _play_death(acts, decode, start_decoder, display, ready.layers)
     return DemoReport(
         model=ready.model,
         prompt_tokens=len(ready.prompt),
@@ -163,6 +141,61 @@ async def _play(
         machine=machine,
         seconds=0.0,
     )
+
+
+async def _play_requests(
+    acts: Acts, decode: Worker, display: LiveDisplay
+) -> tuple[Recompute, HandOver, HandOver, SecondRequest]:
+    display.begin("1  recompute in the decoder")
+    recompute = await acts.recompute(decode)
+    display.end(
+        f"first token {write_seconds(recompute.first_token_s)} after the request"
+    )
+    display.begin("2  KV in bulk")
+    bulk = await acts.hand_over(decode, "bulk")
+    display.end(_words(bulk))
+    display.begin("3  KV layer by layer")
+    layerwise = await acts.hand_over(decode, "layerwise")
+    display.end(_words(layerwise))
+    display.begin("4  second request, KV kept")
+    second = await acts.second_request(decode)
+    display.end(
+        f"first token {write_seconds(second.first_token_s)} after the request, "
+        f"{write_seconds(second.recomputed.first_token_s)} without the kept KV"
+    )
+    return recompute, bulk, layerwise, second
+
+
+async def _play_slow_decoder(
+    acts: Acts, decode: Worker, display: LiveDisplay
+) -> BackpressureReport:
+    display.begin("5  slow decoder")
+    slow = await acts.slow_decoder(decode)
+    growth = write_bytes(slow.resident_growth_bytes)
+    waited, room = write_seconds(slow.longest_wait_s), write_bytes(slow.max_bytes)
+    display.end(f"insert waited {waited} at {room}, memory +{growth}")
+    return slow
+
+
+async def _play_death(
+    acts: Acts,
+    decode: Worker,
+    start_decoder: Callable[[], Awaitable[Worker]],
+    display: LiveDisplay,
+    layers: int,
+) -> Survival:
+    display.begin("start a decode process to take over")
+    successor = await start_decoder()
+    display.doing(f"{successor.pid}: importing torch and transformers")
+    await acts.load(successor, warm_up=False)
+    display.end(f"{successor.pid} stands by")
+    display.begin(f"6  decoder {decode.pid} killed in mid-transfer")
+    survival = await acts.kill_decoder(decode, successor)
+    display.end(
+        f"dead after {survival.landed_before} of {layers} layers, "
+        f"{successor.pid} took the entry"
+    )
+    return survival
 
 
 def _words(one: HandOver) -> str:
