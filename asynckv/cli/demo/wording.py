@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from asynckv.cli.demo.report import DemoReport, HandOver, SecondRequest
+from asynckv.cli.demo.report import DemoReport, HandOver, Recompute, SecondRequest
 
 __all__ = (
     "Bar",
@@ -93,13 +93,8 @@ def write_transport(transport: str) -> str:
 
 def first_token_bars(report: DemoReport) -> tuple[Bar, ...]:
     """Return the three ways to a first token, all counted from the request."""
-    recompute = report.recompute
     return (
-        Bar(
-            "recompute",
-            (recompute.first_token_s, 0.0, 0.0),
-            _computes(recompute.prompt_positions),
-        ),
+        _recompute_bar(report.recompute),
         Bar(
             "KV in bulk", report.bulk.stages_s, _computes(report.bulk.prompt_positions)
         ),
@@ -113,15 +108,15 @@ def first_token_bars(report: DemoReport) -> tuple[Bar, ...]:
 
 def second_request_bars(second: SecondRequest) -> tuple[Bar, ...]:
     """Return the second request without and with the kept KV."""
-    without = second.recomputed
     return (
-        Bar(
-            "recompute",
-            (without.first_token_s, 0.0, 0.0),
-            _computes(without.prompt_positions),
-        ),
+        _recompute_bar(second.recomputed),
         Bar("KV kept", second.stages_s, _computes(second.prompt_positions)),
     )
+
+
+def _recompute_bar(run: Recompute) -> Bar:
+    stages_s = (run.first_token_s, 0.0, 0.0)
+    return Bar("recompute", stages_s, _computes(run.prompt_positions))
 
 
 def _computes(positions: int) -> str:
