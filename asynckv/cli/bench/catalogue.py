@@ -79,11 +79,12 @@ def _suits_any_server(exhibit: Exhibit) -> bool:
 
 
 def _fitting(case: str, names: list[str]) -> list[str]:
+    pattern = case
     kind, _, size = case.rpartition("-")
     if kind and size:  # entry-1MiB is entry-1048576
         with contextlib.suppress(ValueError):
-            case = f"{kind}-{parse_bytes(size)}"
-    if found := fnmatch.filter(names, case):
+            pattern = f"{kind}-{parse_bytes(size)}"
+    if found := fnmatch.filter(names, pattern):
         return found
     raise ConfigError(f"no case fits {case!r}", hint=f"there are {', '.join(names)}")
 

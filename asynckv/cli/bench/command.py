@@ -103,6 +103,9 @@ def bench(
     """
     console = Console()
     try:
+        if serve or device is not None:
+            mode = "--serve" if device is None else "--device"
+            _refuse(mode, case=case, shape=shape, seconds=seconds, json=json, html=html)
         settings = Settings(
             digest=digest,
             lanes=lanes,
@@ -144,6 +147,13 @@ def _measure_cases(
     measuring = _measure(url, settings, console, selection)
     report = run(until_ended(measuring), settings.loop)
     return _leave_behind(report, console, (json, html, png))
+
+
+def _refuse(mode: str, **options: object) -> None:
+    """Refuse what that mode of the command would pay no heed to."""
+    if ignored := [f"--{name}" for name, given in options.items() if given is not None]:
+        words = f"{mode} takes no {' and no '.join(ignored)}"
+        raise ConfigError(words, hint="they are for the side that measures transfers")
 
 
 def _tls_of(certificate: Path | None, key: Path | None, ca: Path | None) -> TLS | None:

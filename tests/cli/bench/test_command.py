@@ -148,7 +148,10 @@ def test_a_missing_matplotlib_is_said_before_anything_is_measured(
         ({"url": "nonsense"}, "not a URL"),
         ({"certificate": Path("a.pem")}, "belong together"),
         ({"case": ["nonsense"]}, "no case fits 'nonsense'"),
+        ({"case": ["entri-1MiB"]}, "no case fits 'entri-1MiB'"),
         ({"shape": ["nonsense"]}, "'nonsense' is no shape"),
+        ({"device": "cuda", "case": ["ping"]}, "--device takes no --case"),
+        ({"serve": True, "json": Path("a.json")}, "--serve takes no --json"),
         ({"json": Path("/nowhere/a.json")}, "there is no folder /nowhere"),
     ],
 )
