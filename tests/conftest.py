@@ -1,6 +1,7 @@
 """What holds for every test: nothing is left behind, and nothing blocks the loop.
 
-Mark a test ``both_loops`` to run it on asyncio and again on uvloop.
+Mark a test ``both_loops`` to run it on asyncio and again on uvloop, and
+``both_loops(only_at="chaos")`` to do so for a release.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from asynckv.transports.nccl.workers import WorkerUse
 GRACE_S: Final = 1.0
 """How long what was closed or cancelled may take to be gone."""
 
+SCALE: Final = "ASYNCKV_SCALE"
+"""The variable that says how much the trust tests do."""
+
 SLOW_S: Final = 0.02
 """A search for garbage that took as long had to look at too much."""
 
@@ -51,7 +55,8 @@ _loop = pytest.StashKey[asyncio.AbstractEventLoop]()
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    if item.get_closest_marker("both_loops") is None:
+    marker, scale = item.get_closest_marker("both_loops"), os.environ.get(SCALE)
+    if marker is None or marker.kwargs.get("only_at", scale) != scale:
         return {"asyncio": asyncio.new_event_loop}
     return {"asyncio": asyncio.new_event_loop, "uvloop": _uvloop_factory()}
 

@@ -98,7 +98,8 @@ async def test_no_cancellation_over_sockets_breaks_a_promise(
     await sweep(kind)
 
 
-# Without a socket uvloop does what asyncio does.
+# Without a socket uvloop does what asyncio does: a release tries it all the same.
+@pytest.mark.both_loops(only_at="chaos")
 @pytest.mark.parametrize("kind", ["local", "mem"])
 async def test_no_cancellation_within_a_process_breaks_a_promise(
     kind: Kind, sweep: Callable[[Kind], Awaitable[None]]
