@@ -196,7 +196,8 @@ class EntryConflict(AsyncKVError):
     """The entry id is known already, with other contents.
 
     An ``insert`` that finds another one under its id under way waits for that one's
-    end, and is then compared; ``open_insert`` raises this at once.
+    end, and is then compared. So does ``open_insert``, which cannot be compared: any
+    entry that is known under its id is a conflict.
     """
 
 

@@ -252,7 +252,12 @@ class KVLookupBuffer(KVCacheBuffer):
         (``ValueError``), the entry is aborted and every consumer of it learns. A
         cancelled entering leaves no entry behind.
 
-        :raises EntryConflict: ``entry_id`` is known, or an insert under it is under way
+        While an insert under that ``entry_id`` is under way, or ending after a cancel,
+        entering waits for its end first: so a stream that failed can be tried again at
+        once. Within the same task's own ``open_insert`` of that id it would wait for
+        itself.
+
+        :raises EntryConflict: ``entry_id`` is known, whatever its contents
         :raises TypeError: ``specs`` is no mapping of names to ``TensorSpec``
         """
 

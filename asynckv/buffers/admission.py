@@ -71,9 +71,11 @@ class Admission:
     async def begin(self, draft: Draft) -> StoredEntry:
         """Reserve room for a streaming entry; its parts land one by one.
 
-        A cancelled call leaves no trace.
+        What is under way under its id it waits for first. A cancelled call leaves no
+        trace.
         """
         self.check_open()
+        await self._until_decided(draft.entry_id)
         entry = self._book.admit(draft)
         try:
             await self._wait_for_room(entry)

@@ -54,13 +54,13 @@ class EntryBook:
         """Begin an entry.
 
         :raises EntryTooLarge: it could never fit
-        :raises EntryConflict: the id is known, or an insert under it is under way
+        :raises EntryConflict: the id is known
         """
         known = self.known_digest(draft.entry_id)
         if known is not None or draft.entry_id in self.entries:
+            other = "" if draft.streaming else ", with other contents"
             raise EntryConflict(
-                f"entry {draft.entry_id!r} is known with other contents, or an "
-                "insert under that id is under way",
+                f"entry {draft.entry_id!r} is known already{other}",
                 hint="use a new entry_id for new contents",
             )
         entry = StoredEntry(draft, next(self._seqs))

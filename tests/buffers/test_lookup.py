@@ -293,14 +293,41 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
         LookupBuffer(**options)
 
 
-async def test_a_streaming_insert_under_an_id_under_way_is_a_conflict() -> None:
+async def stream(buffer: LookupBuffer) -> None:
+    async with buffer.open_insert([1], None, {}, entry_id="it"):
+        pass
+
+
+async def test_a_streaming_insert_waits_for_the_id_to_be_decided() -> None:
     async with full_buffer() as buffer:
         await insert(buffer, 9, 80)
         first = await started(insert(buffer, 1, entry_id="it"))
-        with pytest.raises(EntryConflict, match="under way"):
-            async with buffer.open_insert([1], None, {}, entry_id="it"):
-                pass
+        second, third = await started(stream(buffer)), await started(stream(buffer))
+        assert not second.done() and buffer.statistics().waiting_inserts == 1
         await cancelled(first)
+        await second
+        with pytest.raises(EntryConflict, match="'it' is known already"):
+            await third
+
+
+async def test_cancelled_while_it_waits_for_the_id_it_leaves_nothing() -> None:
+    async with full_buffer() as buffer:
+        async with buffer.open_insert([1], None, {}, entry_id="it"):
+            waiting = await started(stream(buffer))
+            await cancelled(waiting)
+        assert buffer.statistics().entries == 1
+        assert await buffer.withdraw("it")
+        assert buffer.statistics().waiting_inserts == 0
+
+
+async def test_closing_ends_who_waits_for_the_id() -> None:
+    async with full_buffer() as buffer:
+        await insert(buffer, 9, 80)
+        first = await started(insert(buffer, 1, entry_id="it"))
+        second = await started(stream(buffer))
+        await buffer.aclose()
+        errors = [type(error) for error in await ended(first, second)]
+        assert errors == [BufferClosed] * 2
 
 
 class Crowd:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote import Peer
+from asynckv.buffers.serve import Server
 from asynckv.buffers.serve_pushes import ServedPushes
-from asynckv.errors import EntryAborted
+from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
@@ -46,6 +49,25 @@ async def test_a_word_that_belongs_to_no_writer_breaks_the_link(link: Link) -> N
     raw.stream.send(Took(b"token"))
     await until(lambda: not link.is_open)
     assert "no Took belongs here" in str(link.error)
+
+
+async def test_a_writer_that_waits_for_its_id_ends_with_its_link(
+    peers: Peers, local: LookupBuffer, far_link: Callable[[Server, Peer], Link]
+) -> None:
+    first = local.open_insert([1], None, {}, entry_id="it")
+    await first.__aenter__()
+    far = far_link(peers.server, peers.producer)
+    second = peers.producer.lookup.open_insert([1], None, {}, entry_id="it")
+    waiting = asyncio.create_task(second.__aenter__())
+    await peers.producer.lookup.peek([2])  # its request is there by now
+    await until_blocked(waiting)
+    peers.producer.abort()
+    with pytest.raises(PeerLost):
+        await waiting
+    await until(lambda: not far.is_open)
+    await first.__aexit__(LookupError, LookupError(), None)
+    assert await peers.consumer.lookup.peek([1]) == 0
+    assert local.statistics().entries == 0
 
 
 async def test_what_comes_after_the_end_changes_nothing(

@@ -68,10 +68,10 @@ class Filler:
         self._freed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def fill(self) -> None:
-        """Take the room."""
+    async def fill(self, entry_id: str | None = None) -> None:
+        """Take the room, by an entry of that id."""
         self._freed.clear()
-        self._task = asyncio.create_task(self._hold())
+        self._task = asyncio.create_task(self._hold(entry_id))
         await until(lambda: self._local.statistics().used_bytes >= BUFFER_BYTES - 64)
 
     async def fill_for(
@@ -89,9 +89,10 @@ class Filler:
         if self._task is not None:
             await self._task
 
-    async def _hold(self) -> None:
+    async def _hold(self, entry_id: str | None) -> None:
+        opened = self._local.open_insert([2], None, _SPECS, entry_id=entry_id)
         try:
-            async with self._local.open_insert([2], None, _SPECS):
+            async with opened:
                 await self._freed.wait()
                 raise _Freed
         except _Freed:

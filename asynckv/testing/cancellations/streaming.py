@@ -15,7 +15,7 @@ from asynckv.testing.cancellations.entries import OVERWRITE, TOKENS, Entries
 from asynckv.testing.cancellations.grounds import BUFFER_BYTES, Ground
 from asynckv.testing.cancellations.partners import Filler, Partner
 from asynckv.testing.cancellations.scenario import Scenario
-from asynckv.testing.cancellations.sweeper import Sweeper
+from asynckv.testing.cancellations.sweeper import Sweeper, ticks
 from asynckv.testing.expectations import expect, expect_same
 from asynckv.testing.fake_devices import fake_device
 from asynckv.types import TensorSpec
@@ -28,8 +28,12 @@ __all__ = (
     "a_writer",
     "a_writer_before_a_select",
     "a_writer_beside_its_reader",
+    "a_writer_that_waits_for_another",
     "a_writer_that_waits_for_room",
 )
+
+_UNTIL_IT_WAITS: Final = 20
+"""Ticks in which an ``open_insert`` comes to where it waits."""
 
 
 class _Writer:
@@ -148,6 +152,37 @@ async def a_writer_that_waits_for_room(
 
     await sweeper.sweep(
         f"a writer of {nbytes} bytes that waits", writer.write, check, before
+    )
+
+
+async def a_writer_that_waits_for_another(
+    ground: Ground, sweeper: Sweeper, nbytes: int
+) -> None:
+    """Under its own id, which fails soon, or in that very tick."""
+    entries, filler = Entries(ground, nbytes), Filler(ground.local)
+    writer = _Writer(ground, entries)
+    partner: Partner
+
+    async def end_the_other() -> None:
+        await ticks(_UNTIL_IT_WAITS)
+        await filler.free()
+
+    async def before() -> None:
+        nonlocal partner
+        writer.is_whole = False
+        entries.begin()
+        await filler.fill(entries.name)
+        partner = Partner(sweeper, lambda: True, end_the_other)
+
+    async def check(outcome: Outcome[None]) -> None:
+        await partner.ended()
+        await _is_aborted_or_whole(ground, entries, writer, outcome)
+
+    await sweeper.sweep(
+        f"a writer of {nbytes} bytes that waits for another",
+        writer.write,
+        check,
+        before,
     )
 
 
@@ -334,6 +369,7 @@ _VIEWS: Final = ("LookupBuffer.open_views", "SelectStream.wait_for")
 STREAMING: Final = (
     Scenario(a_writer, _OPEN_INSERT),
     Scenario(a_writer_that_waits_for_room, _OPEN_INSERT),
+    Scenario(a_writer_that_waits_for_another, _OPEN_INSERT),
     Scenario(a_reader, _OPEN_SELECT),
     Scenario(a_reader_of_views, _VIEWS, ("local",), is_costly=True),
     Scenario(a_reader_beside_its_writer, _OPEN_SELECT),

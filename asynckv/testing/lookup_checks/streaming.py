@@ -9,8 +9,8 @@ import torch
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.errors import EntryAborted
-from asynckv.testing.blocked import until
+from asynckv.errors import EntryAborted, EntryConflict
+from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.lookup_checks.values import (
     MIB,
     LookupCheck,
@@ -206,6 +206,28 @@ async def a_stream_without_room_goes_straight_to_its_consumer(
     await empty(local)
 
 
+async def a_writer_waits_for_another_under_its_id(
+    producer: KVLookupBuffer, consumer: KVLookupBuffer, local: LookupBuffer
+) -> None:
+    """And writes if that one failed; other calls go on meanwhile."""
+
+    async def write() -> None:
+        async with producer.open_insert([1], None, {}, entry_id="it"):
+            pass
+
+    first = producer.open_insert([1], None, _specs(), entry_id="it")
+    await first.__aenter__()
+    again = asyncio.create_task(write())
+    await until_blocked(again)
+    expect(await producer.peek([2]) == 0, "nothing is there")
+    expect(not again.done(), "the first one is under way")
+    await first.__aexit__(LookupError, LookupError(), None)
+    await again
+    await expect_error(EntryConflict, write)
+    expect((await consumer.drop_select([1])).key is None, "the second one's")
+    await empty(local)
+
+
 async def _read_and_fail(consumer: KVLookupBuffer) -> None:
     try:
         async with consumer.open_drop_select([1]) as stream:
@@ -224,4 +246,5 @@ STREAMING_CHECKS: Final[tuple[LookupCheck, ...]] = (
     leaving_early_acknowledges,
     a_failed_stream_goes_to_the_next_from_its_first_tensor,
     a_stream_without_room_goes_straight_to_its_consumer,
+    a_writer_waits_for_another_under_its_id,
 )
