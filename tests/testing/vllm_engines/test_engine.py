@@ -22,7 +22,11 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
         engine.wait_ready()
 
 
-def test_an_engine_answers_aborts_and_tells_how_it_is(tmp_path: Path) -> None:
+def test_an_engine_answers_aborts_and_tells_how_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A progress bar starts a monitor thread that would outlive the test.
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     model = make_tiny_model(tmp_path / "model")
     with Engine(model, tmp_path / "log") as engine:
         engine.wait_ready().tell("time")
