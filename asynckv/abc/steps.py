@@ -117,7 +117,8 @@ class KVTransferResults(msgspec.Struct, frozen=True):
 
     ``failed_recving`` are in ``finished_recving`` too: their blocks are quiet and
     may be used again, and what ``invalid_block_ids`` name must not be read. In the same
-    way ``failed_sending``: their KV is nowhere but here. ``reasons`` says why.
+    way ``failed_sending``: their KV is nowhere but here. ``full_sending`` are those of
+    them that found no room where they would have been kept. ``reasons`` says why.
     ``parts``, where a connector is made of several, says what is whose: a request may
     be under way in more than one. The rest is all of them together.
     """
@@ -129,6 +130,7 @@ class KVTransferResults(msgspec.Struct, frozen=True):
     invalid_block_ids: frozenset[int] = frozenset()
     reasons: dict[str, str] = {}
     parts: tuple[KVTransferResults, ...] = ()
+    full_sending: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(
@@ -149,4 +151,5 @@ class KVTransferResults(msgspec.Struct, frozen=True):
                     self.parts, other.parts, fillvalue=KVTransferResults()
                 )
             ),
+            self.full_sending | other.full_sending,
         )

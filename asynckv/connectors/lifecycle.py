@@ -36,7 +36,10 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Life:
-    """One transfer of one request. Whoever moves its bytes keeps it as a token."""
+    """One transfer of one request. Whoever moves its bytes keeps it as a token.
+
+    With ``lacks_room`` it failed as there was no room where it would have been kept.
+    """
 
     request_id: str
     way: Way
@@ -44,6 +47,7 @@ class Life:
     phase: Phase = Phase.MOVING
     reason: str = ""
     is_cancelled: bool = False
+    lacks_room: bool = False
 
     @property
     def is_over(self) -> bool:

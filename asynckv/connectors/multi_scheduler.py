@@ -96,6 +96,7 @@ class MultiScheduler(KVConnectorScheduler, AsksElsewhere, SupportsHMA, TakesHand
                 failed_recving=heard.failed_recving & ended,
                 finished_sending=heard.finished_sending - believed.finished_sending,
                 failed_sending=heard.failed_sending,
+                full_sending=heard.full_sending,
                 invalid_block_ids=heard.invalid_block_ids,
                 reasons=heard.reasons,
             )

@@ -155,9 +155,11 @@ class MultiWorker(
             return KVTransferResults()
         whole = functools.reduce(operator.or_, parts)
         sent = [one.finished_sending - one.failed_sending for one in parts]
+        failed = whole.failed_sending.difference(*sent)
         return msgspec.structs.replace(
             whole,
-            failed_sending=whole.failed_sending.difference(*sent),
+            failed_sending=failed,
+            full_sending=whole.full_sending & failed,
             parts=parts,
         )
 

@@ -13,6 +13,7 @@ def output_of(results: KVTransferResults) -> KVConnectorOutput:
     return KVConnectorOutput(
         finished_sending=set(results.finished_sending),
         failed_sending=set(results.failed_sending),
+        full_sending=set(results.full_sending),
         finished_recving=set(results.finished_recving),
         failed_recving=set(results.failed_recving),
         invalid_block_ids=set(results.invalid_block_ids),
@@ -26,6 +27,7 @@ def results_of(output: KVConnectorOutput) -> KVTransferResults:
     return KVTransferResults(
         finished_sending=frozenset(output.finished_sending or ()),
         failed_sending=frozenset(output.failed_sending or ()),
+        full_sending=frozenset(output.full_sending or ()),
         finished_recving=frozenset(output.finished_recving or ()),
         failed_recving=frozenset(output.failed_recving or ()),
         invalid_block_ids=frozenset(output.invalid_block_ids),

@@ -78,9 +78,9 @@ class P2PLeaving:
         late = _busy(saves)
         for save in saves.values():
             save.hurry()
-        for life in late:
+        for life, save in late.items():
             self.late += 1
-            self._transfers.fail(life, _TOO_LATE)
+            self._transfers.fail(life, _TOO_LATE, lacks_room=save.lacks_room())
         await _wait_quiet(late, _FROM_BLOCKS_S)
         for save in _busy(late).values():
             hang_up(save.order)  # whoever reads blocks for it shall let go of them

@@ -88,6 +88,11 @@ class P2PSave:
             return True
         return not (self._not_admitted or self._on_gpu.wait_for_room)
 
+    def lacks_room(self) -> bool:
+        """Whether it waits for room in this process."""
+        waits = self._on_gpu is not None and self._on_gpu.wait_for_room
+        return self._is_local and (self._not_admitted > 0 or waits)
+
     def offer(self, layer: str, mark: Event | None = None) -> None:
         """The layer is computed at ``mark``: copy it soon. Never waits.
 

@@ -64,7 +64,9 @@ class P2PSaving:
             return
         if self._routes.is_full:
             reason = "there is no room here (kv_buffer_size, or max_bytes)"
-            self._transfers.refuse(order.request_id, "send", (), reason)
+            self._transfers.refuse(
+                order.request_id, "send", (), reason, lacks_room=True
+            )
             self._notices.tell_failure(order, self._header_of(order), reason)
             return
         save = self.new_save(order)
@@ -139,7 +141,8 @@ class P2PSaving:
     async def _wait(self, saves: dict[Life, P2PSave], mark: Event | None) -> None:
         for life, save in saves.items():
             save.offer_rest(mark)
-            self._transfers.fail_after(life, self.options.save_timeout_s)
+            timeout_s = self.options.save_timeout_s
+            self._transfers.fail_after(life, timeout_s, lacks_room=save.lacks_room)
         if self.engine.holds_saved_blocks:
             self._held |= saves
             try:

@@ -39,7 +39,7 @@ __all__ = ("P2PScheduler", "P2PSchedulerStatistics")
 logger = logging.getLogger(__name__)
 
 _FULL_S: Final = 1.0
-"""So long nothing is promised after a save that failed where it is kept: here."""
+"""So long nothing is promised after a save that found no room where it is kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
 
     Samples of one prompt (``KVRequest.parent_id``) are saved once, as one transfer.
 
-    With ``pull``, where a prompt could not be kept, nothing is promised for a second:
+    With ``pull``, where a prompt found no room, nothing is promised for a second:
     requests are answered without ``kv_transfer_params``, and decoded as any others.
     """
 
@@ -182,7 +182,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
 
     def update_connector_output(self, results: KVTransferResults) -> KVTransferResults:
         self._check_thread()
-        if results.failed_sending and self.options.direction == "pull":
+        if results.full_sending and self.options.direction == "pull":
             self._full_until = time.monotonic() + _FULL_S
         for request_id in results.finished_sending:
             saved = self._saves.pop(request_id, None)

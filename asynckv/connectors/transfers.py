@@ -76,11 +76,18 @@ class Transfers:
         return life
 
     def refuse(
-        self, request_id: str, way: Way, block_ids: Iterable[int], reason: str
+        self,
+        request_id: str,
+        way: Way,
+        block_ids: Iterable[int],
+        reason: str,
+        *,
+        lacks_room: bool = False,
     ) -> None:
         """Tell of a transfer that could not even begin."""
         life = self.ledger.begin(request_id, way, frozenset(block_ids))
         if life is not None:
+            life.lacks_room = lacks_room
             self.ledger.settle(life, reason)
             for callback in self._callbacks:
                 callback()
@@ -114,19 +121,32 @@ class Transfers:
         if life is not None:
             self._tasks[life].cancel()
 
-    def fail(self, life: Life, reason: str) -> None:
+    def fail(self, life: Life, reason: str, *, lacks_room: bool = False) -> None:
         """End a transfer that can come to nothing any more, and say why."""
         if (task := self._tasks.get(life)) is not None:
             self.ledger.cancel(life.request_id, life.way)
-            life.reason = reason
+            life.reason, life.lacks_room = reason, lacks_room
             task.cancel()
 
-    def fail_after(self, life: Life, timeout_s: float) -> None:
-        """Give a transfer up that is not over in time. Never waits."""
+    def fail_after(
+        self,
+        life: Life,
+        timeout_s: float,
+        *,
+        lacks_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Give a transfer up that is not over in time. Never waits.
+
+        ``lacks_room`` is asked then whether it still waits for room.
+        """
         task = self._tasks.get(life)
         if task is not None:
             reason = f"it took longer than {timeout_s:g} s"
-            timer = task.get_loop().call_later(timeout_s, self.fail, life, reason)
+
+            def give_up() -> None:
+                self.fail(life, reason, lacks_room=lacks_room())
+
+            timer = task.get_loop().call_later(timeout_s, give_up)
             task.add_done_callback(lambda _: timer.cancel())
 
     async def wait_others(self) -> None:
@@ -149,6 +169,7 @@ class Transfers:
             failed_recving=frozenset(life.request_id for life in failed),
             invalid_block_ids=frozenset[int]().union(*(f.block_ids for f in failed)),
             reasons={life.request_id: life.reason for life in lives if life.reason},
+            full_sending=frozenset(life.request_id for life in sent if life.lacks_room),
         )
 
     def call_when_ended(self, callback: Callable[[], None]) -> None:

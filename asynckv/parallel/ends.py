@@ -25,6 +25,7 @@ class Ends:
         self._receiving = Reports(f"receiving{whose}", max_done=max_done)
         self._failed_sending: dict[str, str] = {}
         self._failed_recving: dict[str, str] = {}
+        self._full_sending: dict[str, str] = {}
         self._parts: list[Ends] = []
 
     @property
@@ -51,6 +52,7 @@ class Ends:
         for known, reports, failed in (
             (self._failed_sending, self._sending, one.failed_sending),
             (self._failed_recving, self._receiving, one.failed_recving),
+            (self._full_sending, self._sending, one.full_sending),
         ):
             for name in failed or ():
                 if not reports.is_done(name):
@@ -88,6 +90,7 @@ class Ends:
         ended.failed_recving, received = _taken(
             self._failed_recving, ended.finished_recving
         )
+        ended.full_sending, _ = _taken(self._full_sending, ended.finished_sending)
         ended.reasons = sent | received
         return ended
 
@@ -97,6 +100,7 @@ class Ends:
         for reports, known in (
             (self._sending, self._failed_sending),
             (self._receiving, self._failed_recving),
+            (self._sending, self._full_sending),
         ):
             reports.forget(ids)
             for request_id in ids:

@@ -10,6 +10,7 @@ __all__ = ("Foldable", "HasKVOutput", "KVConnectorOutput")
 _ENDS: Final = (
     "finished_sending",
     "failed_sending",
+    "full_sending",
     "finished_recving",
     "failed_recving",
 )
@@ -28,7 +29,8 @@ class KVConnectorOutput:
     """Transfers that ended, by request id. The names are vLLM's.
 
     A failed receive is in ``failed_recving`` and in ``finished_recving``, a failed send
-    in ``failed_sending`` and in ``finished_sending``; ``reasons`` says why.
+    in ``failed_sending`` and in ``finished_sending``, and in ``full_sending`` too if
+    there was no room for it; ``reasons`` says why.
     ``expected_finished_count``, if above 0, is how many workers are to report
     requests that nobody has reported yet. ``parts``, where a connector is made of
     several, says what is whose: the rest is all of them together.
@@ -44,6 +46,7 @@ class KVConnectorOutput:
     failed_sending: set[str] | None = None
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     parts: tuple[KVConnectorOutput, ...] = ()
+    full_sending: set[str] | None = None
 
     def is_empty(self) -> bool:
         """Whether there is nothing to say."""

@@ -13,11 +13,13 @@ def test_results_are_united_each_request_once() -> None:
         reasons={"a": "lost"},
     )
     two = KVTransferResults(
-        finished_sending=frozenset({"b"}), finished_recving=frozenset({"a", "c"})
+        finished_sending=frozenset({"b"}),
+        finished_recving=frozenset({"a", "c"}),
+        full_sending=frozenset({"b"}),
     )
     both = one | two
     assert both.finished_recving == {"a", "c"}
-    assert both.finished_sending == {"b"}
+    assert both.finished_sending == both.full_sending == {"b"}
     assert both.failed_recving == {"a"}
     assert both.reasons == {"a": "lost"}
 

@@ -254,6 +254,7 @@ async def test_a_save_has_failed_if_all_say_so_and_a_load_if_one_does() -> None:
         KVTransferResults(
             finished_sending=ids,
             failed_sending=frozenset(failed),
+            full_sending=frozenset(failed),
             finished_recving=frozenset(loaded),
             failed_recving=frozenset(loaded),
         )
@@ -265,7 +266,7 @@ async def test_a_save_has_failed_if_all_say_so_and_a_load_if_one_does() -> None:
     async with MultiWorker([Said(one, []) for one in said]) as worker:
         results = worker.get_finished()
         assert results.finished_sending == ids
-        assert results.failed_sending == {"both"}
+        assert results.failed_sending == results.full_sending == {"both"}
         assert results.failed_recving == {"l"}
         assert results.parts == tuple(said)
 

@@ -8,6 +8,7 @@ def test_nothing_that_a_worker_says_is_lost_on_the_way_to_its_scheduler() -> Non
     part = KVTransferResults(
         finished_sending=frozenset("ab"),
         failed_sending=frozenset("a"),
+        full_sending=frozenset("a"),
         finished_recving=frozenset("cd"),
         failed_recving=frozenset("d"),
         invalid_block_ids=frozenset({1}),

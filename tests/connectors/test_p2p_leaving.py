@@ -144,7 +144,10 @@ async def test_without_room_for_a_copy_a_save_fails_and_who_loads_is_told(
         await fill(ground)
         ground.prefill.workers[0]._staging.max_bytes = 0
         worker = await step(ground, name := ground.new_name())
-        assert worker.get_finished().failed_sending == {f"p {name}"}
+        results, failed = worker.get_finished(), {f"p {name}"}
+        assert results.failed_sending == failed
+        # Where it is pushed to it is not known why it waits.
+        assert results.full_sending == (failed if direction == "pull" else set())
         assert (worker.statistics().saving, worker.statistics().late_saves) == (0, 1)
         order = ground.load_order(name)
         with pytest.raises(AssertionError, match="has not saved it: its blocks"):

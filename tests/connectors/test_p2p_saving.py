@@ -52,7 +52,8 @@ async def test_saves_fail_where_a_stream_is_not_known(
     parts.moves().follow(GPUFailed("it is stuck"))
     with pytest.raises(GPUFailed, match="stuck"):
         await saving.begin_to_wait()
-    assert parts.transfers.results().failed_sending == {"r"}
+    results = parts.transfers.results()
+    assert results.failed_sending == {"r"} and not results.full_sending
 
 
 async def fill(parts: ToyParts) -> None:
@@ -118,5 +119,6 @@ async def test_a_save_without_room_is_given_up_in_its_time(parts: ToyParts) -> N
     saving.begin(ORDER)
     await saving.begin_to_wait()
     await until(lambda: not parts.transfers.count("send"))
-    assert parts.transfers.results().failed_sending == {"r"}
+    results = parts.transfers.results()
+    assert results.failed_sending == results.full_sending == {"r"}
     parts.routes.abort()

@@ -295,17 +295,20 @@ def test_parameters_that_are_no_object_load_nothing(params: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(("direction", "is_kept"), [("pull", False), ("push", True)])
-def test_an_engine_that_is_full_promises_nothing_more_for_now(
-    direction: str, is_kept: bool
+@pytest.mark.parametrize(
+    ("direction", "is_full", "is_kept"),
+    [("pull", True, False), ("pull", False, True), ("push", True, True)],
+)
+def test_an_engine_that_has_no_room_promises_nothing_more_for_now(
+    direction: str, is_full: bool, is_kept: bool
 ) -> None:
+    """That a save failed for any other reason says nothing of the next one."""
     scheduler = make(direction=direction)
     scheduler.on_new_request(save())
     orders(scheduler, KVScheduled("r", ((1, 2, 3),), 0, 10))
     lost = frozenset({"r"})
-    scheduler.update_connector_output(
-        KVTransferResults(finished_sending=lost, failed_sending=lost)
-    )
+    full = lost if is_full else frozenset[str]()
+    scheduler.update_connector_output(KVTransferResults(lost, lost, full_sending=full))
     scheduler.on_new_request(save("s"))
     (order,) = orders(scheduler, KVScheduled("s", ((4, 5, 6),), 0, 10)).saves
     assert ("is full" in order.refusal, order.is_named) == (not is_kept, False)

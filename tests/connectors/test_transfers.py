@@ -90,6 +90,20 @@ async def test_what_takes_too_long_is_given_up() -> None:
     assert "longer than 0.01 s" in results.reasons["slow"]
 
 
+async def test_of_those_that_failed_it_is_said_which_found_no_room() -> None:
+    transfers = Transfers()
+    for name, is_full in (("full", True), ("slow", False)):
+        life = transfers.begin(name, "send", for_ever)
+        assert life is not None
+        transfers.fail_after(life, 0.01, lacks_room=functools.partial(bool, is_full))
+    transfers.refuse("refused", "send", (), "no room", lacks_room=True)
+    transfers.refuse("unknown", "send", (), "no such peer")
+    await ended(transfers, 2)
+    results = transfers.results()
+    assert results.failed_sending == {"full", "slow", "refused", "unknown"}
+    assert results.full_sending == {"full", "refused"}
+
+
 async def test_a_request_has_one_transfer_of_a_way() -> None:
     transfers = Transfers()
     assert transfers.begin("r", "recv", for_ever) is not None

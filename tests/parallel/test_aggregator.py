@@ -239,6 +239,16 @@ def test_a_send_that_one_rank_could_not_finish_has_failed() -> None:
     assert _said(aggregator, None, None).is_empty()
 
 
+def test_one_rank_without_room_is_enough_for_a_send_to_have_found_none() -> None:
+    aggregator = KVOutputAggregator(2)
+    one, other = _sent("a", "b"), _sent("b")
+    one.failed_sending, other.failed_sending = {"a", "b"}, {"b"}
+    one.full_sending = {"a"}
+    assert _said(aggregator, one, other).full_sending is None
+    assert _said(aggregator, None, _sent("a")).full_sending == {"a"}
+    assert _said(aggregator, _sent("a"), _sent("a")).full_sending is None
+
+
 def test_the_first_reason_of_a_failure_is_kept_until_all_ranks_have_finished() -> None:
     aggregator = KVOutputAggregator(3)
     said = [_received("a", failed=("a",)) for _ in range(3)]

@@ -61,6 +61,7 @@ class AsyncKVWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
             KVTransferResults(
                 finished_sending=results.finished_sending,
                 failed_sending=results.failed_sending,
+                full_sending=results.full_sending,
                 finished_recving=results.finished_recving,
                 failed_recving=results.failed_recving,
                 reasons=results.reasons,

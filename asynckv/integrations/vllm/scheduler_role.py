@@ -156,6 +156,7 @@ class SchedulerRole:
         """
         for failed, way in (
             (said.failed_sending, "send"),
+            (said.full_sending, "full"),
             (said.failed_recving, "recv"),
         ):
             for request_id in failed:
@@ -292,6 +293,9 @@ class SchedulerRole:
         return KVTransferResults(
             finished_sending=sent,
             failed_sending=frozenset(lost),
+            full_sending=frozenset(
+                one for one in sent if take((one, "full"), None) is not None
+            ),
             finished_recving=received,
             failed_recving=frozenset(bad),
             reasons={**lost, **bad},

@@ -32,6 +32,8 @@ failed = [
     AsyncKVWorkerMetadata.of(KVTransferResults(frozenset(), name, name, name))
     for name in (frozenset("a"), frozenset("b"))
 ]
+full = KVTransferResults(frozenset("a"), frozenset("a"), full_sending=frozenset("a"))
+assert AsyncKVWorkerMetadata.of(full).aggregate(failed[0]).ended.full_sending == {"a"}
 assert failed[0].aggregate(failed[1]).ended.failed_recving == {"a", "b"}
 """
 

@@ -365,13 +365,16 @@ def test_a_failed_save_is_one_when_no_rank_reads_any_more(
     failed = KVTransferResults(
         finished_sending=SENT.finished_sending,
         failed_sending=SENT.finished_sending,
+        full_sending=SENT.finished_sending,
         reasons={"a": "no room"},
     )
     role.believe(ends("known"), ends("known") | failed)
     assert connector.heard[-1].failed_sending == frozenset()
+    assert connector.heard[-1].full_sending == frozenset()
     assert role.finished(request, [[1]])[0]
     assert role.believe(SENT, SENT) == ({"a"}, set())
     assert connector.heard[-1].failed_sending == {"a"}
+    assert connector.heard[-1].full_sending == {"a"}
     assert "the KV of a was not saved: no room" in caplog.text
 
 
