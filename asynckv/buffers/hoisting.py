@@ -72,6 +72,7 @@ class Hoisting:
                 (digest,) = await self._pool.digest([region.place(spec)])
                 digested(digest)
             except Exception as exc:
+                # Whatever it is: who waits for the digest would wait for ever.
                 logger.exception("an entry cannot be digested")
                 failed(exc)
 

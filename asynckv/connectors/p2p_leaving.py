@@ -91,6 +91,7 @@ class P2PLeaving:
         try:
             await save.stage(self._staging)
         except Exception:
+            # Whatever it is: the step must still wait until the others read no block.
             request = as_line(save.order.request_id)
             logger.exception("the save of %s could not be staged", request)
 

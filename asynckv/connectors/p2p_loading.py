@@ -64,6 +64,7 @@ class P2PLoading:
             else:
                 self._notices.release(order)
         except Exception as exc:
+            # Whatever it is: the request would wait for this load for ever.
             logger.exception("no load of %s began", as_line(order.request_id))
             if order.block_ids:
                 self._refuse(order, reason_of(exc))

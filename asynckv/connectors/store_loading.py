@@ -48,6 +48,7 @@ class StoreLoading:
                 *(request_id, "recv", lambda: self.load(order, spool, mark), blocks)
             )
         except Exception as exc:
+            # Whatever it is: the request would wait for this load for ever.
             logger.exception("no load of %s began", as_line(request_id))
             rank.transfers.refuse(request_id, "recv", blocks, reason_of(exc))
 

@@ -257,6 +257,7 @@ class DeviceBlocks:
                     f"{what} has not ended within {self._limit_s:g} s",
                     hint="the GPU or its driver is stuck: nvidia-smi",
                 )
+            # Polled, as synchronize() has no limit and could never be given up.
             time.sleep(pause_s)  # noqa: TID251 - a thread's
             pause_s = min(2 * pause_s, _LONGEST_S)
 

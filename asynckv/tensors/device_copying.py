@@ -361,6 +361,7 @@ def _until_ready(end: _Pieces | None) -> Iterator[None]:
     event = _mark_of(end)
     pause_s = _FIRST_PAUSE_S
     while event is not None and not event.query():
+        # Polled, as synchronize() could not be told to stop.
         time.sleep(pause_s)  # noqa: TID251 - a thread's
         pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         yield

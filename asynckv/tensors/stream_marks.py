@@ -108,6 +108,7 @@ class StreamMarks:
                 self._waiting[:seen] = left
             pause_s = _SHORTEST_S if len(left) < seen else min(2 * pause_s, _LONGEST_S)
             if left:
+                # Polled, as synchronize() waits for one mark, and these are many.
                 time.sleep(pause_s)  # noqa: TID251 - a thread's
 
 

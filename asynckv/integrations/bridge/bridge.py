@@ -185,6 +185,7 @@ class Bridge(Generic[NewsT]):
         try:
             await function()
         except Exception:
+            # Whatever the caller's code raises: the other ends run all the same.
             logger.exception("%s did not end cleanly", self.name)
 
     def _start(
