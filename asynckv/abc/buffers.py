@@ -65,6 +65,7 @@ class InsertWriter(abc.ABC):
         A cancelled put has put nothing, and the same put may be made again.
 
         :raises ValueError: if ``name`` was put before, or this was not declared
+        :raises EntryTooLarge: the process that runs the buffer can have no more memory
         :raises EntryAborted: if the entry is gone already
         """
 
@@ -150,7 +151,8 @@ class KVLookupBuffer(KVCacheBuffer):
         withdrawn if the cancel arrives before the commit; else the entry is in, once.
         Either way the tensors are no longer read.
 
-        :raises EntryTooLarge: it could never fit
+        :raises EntryTooLarge: it could never fit, or the process that runs the buffer
+            can have no more memory
         :raises EntryConflict: ``entry_id`` is known, with other contents
         :raises TypeError: an argument of another type than it is to be
         :raises BufferClosed: the buffer is closed, or was closed meanwhile
@@ -298,7 +300,8 @@ class KVStoreBuffer(KVCacheBuffer):
         The least recently used keys are dropped to make room. A cancelled call
         has stored nothing or everything, and no longer reads ``value``.
 
-        :raises EntryTooLarge: it could never fit
+        :raises EntryTooLarge: it could never fit, or the process that holds the values
+            can have no more memory
         """
 
     @abc.abstractmethod

@@ -12,8 +12,9 @@ from asynckv.buffers.drafts import Draft
 from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.room import Room, check_not_aborted
-from asynckv.errors import BufferClosed, EntryTooLarge
+from asynckv.errors import BufferClosed
 from asynckv.observability.waits import LoggedWait
+from asynckv.tensors.arena import no_memory
 
 __all__ = ("Admission", "Landed", "Source")
 
@@ -63,7 +64,7 @@ class Admission:
         except BaseException as exc:
             self._ledger.forsake(entry)
             if isinstance(exc, MemoryError):
-                raise _no_memory(entry) from exc
+                raise no_memory(entry.nbytes) from exc
             raise
         finally:
             self._room.quit(entry)
@@ -170,11 +171,3 @@ class Admission:
                 "the buffer was closed before the consumer that holds the entry "
                 "acknowledged it"
             )
-
-
-def _no_memory(entry: StoredEntry) -> EntryTooLarge:
-    return EntryTooLarge(
-        f"this process can have no memory for {entry.nbytes} bytes more",
-        nbytes=entry.nbytes,
-        hint="see ulimit -v, and what else it holds",
-    )

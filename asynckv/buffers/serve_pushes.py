@@ -11,7 +11,7 @@ from asynckv.buffers.part_lifts import PartLifts
 from asynckv.buffers.pushed import Pushed, PushedByGpu, PushedByHost
 from asynckv.buffers.sent_parts import SentOnGpu
 from asynckv.buffers.silence import Silence
-from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
+from asynckv.errors import ChecksumError, EntryTooLarge, GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.digests import digest_of
@@ -84,13 +84,14 @@ class ServedPushes:
         region = self.entry.parts[frame.part].region
         if region is None:  # the entry has left
             self._let_go(frame)
-        elif frame.inline:
-            self._take_inline(frame, body, region)
-        elif frame.part in self._retracted:
+        elif frame.part in self._retracted and not frame.inline:
             self._to_grant.add(frame.transfer)
             self._service.run(self._grant_later(frame, region), "grant of a push")
         else:
-            self._grant(frame, region)
+            try:
+                self._take(frame, body, region)
+            except EntryTooLarge as exc:  # memory was refused: no fault of the link
+                self.failed(exc)
 
     def on_done(self, frame: Done) -> None:
         """The last byte of a part was sent; of one that was retracted, no matter.
@@ -154,6 +155,12 @@ class ServedPushes:
         quiet = [reception.quiesce() for reception in receptions]
         # All of them, however often the wait is cancelled: the writer is told then.
         await wait_shielded(asyncio.gather(*quiet, *lifting, return_exceptions=True))
+
+    def _take(self, frame: Push, body: bytes, region: Region) -> None:
+        if frame.inline:
+            self._take_inline(frame, body, region)
+        else:
+            self._grant(frame, region)
 
     def _take_inline(self, frame: Push, body: bytes, region: Region) -> None:
         if len(body) != region.nbytes:

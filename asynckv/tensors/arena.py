@@ -17,6 +17,7 @@ import numpy
 import numpy.typing
 import torch
 
+from asynckv.errors import EntryTooLarge
 from asynckv.tensors.allocator import Run
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.packing import ALIGNMENT_NBYTES
@@ -24,7 +25,7 @@ from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.views import tensor_over
 from asynckv.types import TensorSpec
 
-__all__ = ("Arena", "HeapArena", "Hold", "Pages", "Region", "heap_memory")
+__all__ = ("Arena", "HeapArena", "Hold", "Pages", "Region", "heap_memory", "no_memory")
 
 _SMALL_NBYTES: Final = 4096
 
@@ -66,7 +67,10 @@ class Region:
         self._is_released = False
 
     def view(self) -> memoryview:
-        """Return the bytes, writable, without a copy."""
+        """Return the bytes, writable, without a copy.
+
+        :raises EntryTooLarge: of the heap, and the process may have no more
+        """
         if self._view is None:
             self._view = heap_memory(self.nbytes)
         return self._view
@@ -244,11 +248,23 @@ def heap_memory(nbytes: int) -> memoryview:
 
     More than 4 KiB begins at a multiple of 64, as in slabs; less wherever it fell.
 
-    :raises MemoryError: the process may have no more
+    :raises EntryTooLarge: the process may have no more
     """
-    if nbytes <= _SMALL_NBYTES:  # far cheaper to make and to free
-        return memoryview(bytearray(nbytes))
-    # torch's begins there too, and costs ten times as much.
-    memory = numpy.empty(nbytes + ALIGNMENT_NBYTES - 1, numpy.uint8).data
+    try:
+        if nbytes <= _SMALL_NBYTES:  # far cheaper to make and to free
+            return memoryview(bytearray(nbytes))
+        # torch's begins there too, and costs ten times as much.
+        memory = numpy.empty(nbytes + ALIGNMENT_NBYTES - 1, numpy.uint8).data
+    except MemoryError as exc:
+        raise no_memory(nbytes) from exc
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % ALIGNMENT_NBYTES
     return memory[start : start + nbytes]
+
+
+def no_memory(nbytes: int) -> EntryTooLarge:
+    """Return what says that the process can have no memory for so much."""
+    return EntryTooLarge(
+        f"this process can have no memory for {nbytes} bytes more",
+        nbytes=nbytes,
+        hint="see ulimit -v, and what else it holds",
+    )

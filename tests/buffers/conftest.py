@@ -16,6 +16,7 @@ from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
+from asynckv.tensors import growth
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.testing.device_memory import open_device_pool
 from asynckv.testing.fake_devices import FakeDevice
@@ -124,3 +125,9 @@ def far_link() -> Callable[[Server, Peer], Link]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What leaves a GPU is copied in quarters of a MiB."""
     monkeypatch.setattr(hoisting, "PIECE_NBYTES", 2**18)
+
+
+@pytest.fixture
+def no_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers keep their bytes on the heap, as on a system without memory files."""
+    monkeypatch.setattr(growth, "has_slabs", lambda: False)

@@ -59,3 +59,17 @@ async def test_a_put_that_is_given_up_leaves_nothing(
     stream.send(Cancel())
     assert await hearer.next() == (Cancelled(), b"")
     assert not store.statistics().used_bytes
+
+
+@pytest.mark.usefixtures("no_slabs")
+async def test_a_put_for_which_there_is_no_memory_is_refused_alone() -> None:
+    async with StoreBuffer(2**49) as store, serve("mem://", store=store) as server:
+        link = await dial(server.url, identity=name_of("peer"))
+        for nbytes in (2**48, 0):
+            hearer, spec = Hearer(), TensorSpec((nbytes,), "uint8")
+            put = Put("key", link.new_transfer(), inline=not nbytes, spec=spec)
+            link.open_stream(hearer, put)
+            last, _ = await hearer.next()
+            assert getattr(last, "code", "") == ("EntryTooLarge" if nbytes else "")
+        assert link.is_open and not store.statistics().used_bytes
+        await link.aclose()

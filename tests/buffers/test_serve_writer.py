@@ -8,9 +8,10 @@ import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer
-from asynckv.buffers.serve import Server
+from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.serve_pushes import ServedPushes
 from asynckv.errors import EntryAborted, PeerLost
+from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
@@ -25,6 +26,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.link_pairs import name_of
 from asynckv.testing.pairs import Peers
 from asynckv.testing.raw_inserts import RawInsert
 from asynckv.types import TensorSpec
@@ -68,6 +70,22 @@ async def test_a_writer_that_waits_for_its_id_ends_with_its_link(
     await first.__aexit__(LookupError, LookupError(), None)
     assert await peers.consumer.lookup.peek([1]) == 0
     assert local.statistics().entries == 0
+
+
+@pytest.mark.usefixtures("no_slabs")
+async def test_a_push_for_which_there_is_no_memory_ends_its_writer_alone() -> None:
+    async with (
+        LookupBuffer(2**49, drain_s=0) as buffer,
+        serve("mem://", lookup=buffer) as server,
+    ):
+        link = await dial(server.url, identity=name_of("peer"))
+        raw = RawInsert(link, 2**48, streaming=True)
+        await raw.granted()
+        raw.stream.send(Push(link.new_transfer(), 0, inline=False))
+        last = await raw.last()
+        assert isinstance(last, Failure) and last.code == "EntryTooLarge"
+        assert link.is_open and buffer.statistics().used_bytes == 0
+        await link.aclose()
 
 
 async def test_what_comes_after_the_end_changes_nothing(

@@ -263,3 +263,12 @@ def test_it_belongs_to_the_loop_that_used_it_first() -> None:
     asyncio.run(store.put("a", value_of(1, 8)))
     with pytest.raises(WrongLoop):
         asyncio.run(store.get("a"))
+
+
+@pytest.mark.usefixtures("no_slabs")
+async def test_a_put_that_finds_no_memory_leaves_nothing() -> None:
+    async with StoreBuffer(2**49) as store:
+        with pytest.raises(EntryTooLarge, match="no memory for"):
+            await store.put("a", torch.zeros(1, dtype=torch.uint8).expand(2**48))
+        await store.put("a", value_of(1))
+        assert store.statistics().used_bytes == _MIB

@@ -7,7 +7,7 @@ import torch
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.streaming import LocalStream, LocalViews, LocalWriter
-from asynckv.errors import EntryAborted, LeaseLost
+from asynckv.errors import EntryAborted, EntryTooLarge, LeaseLost
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.fake_devices import fake_device
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same
@@ -49,6 +49,16 @@ async def test_a_cancelled_put_may_be_made_again() -> None:
             overwritten.fill_(9)
             await writer.put("key", noise(nbytes))
         assert same((await buffer.drop_select([1])).key, noise(nbytes))
+
+
+@pytest.mark.usefixtures("no_slabs")
+async def test_a_put_for_which_there_is_no_memory_aborts_its_entry_alone() -> None:
+    specs = {"key": TensorSpec((2**48,), "uint8")}
+    async with LookupBuffer(2**49, drain_s=0) as buffer:
+        with pytest.raises(EntryTooLarge, match="no memory for"):
+            async with buffer.open_insert([1], None, specs) as writer:
+                await writer.put("key", noise(1).expand(2**48))
+        assert buffer.statistics().used_bytes == 0
 
 
 async def test_a_writer_of_an_entry_that_is_gone_learns_it() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asynckv.errors import EntryTooLarge
 from asynckv.tensors.arena import HeapArena, heap_memory
 from asynckv.tensors.views import bytes_of, tensor_over
 from asynckv.types import TensorSpec
@@ -123,3 +124,10 @@ def test_a_hold_that_ends_before_the_release_keeps_nothing() -> None:
 
 def test_an_arena_of_the_heap_has_all_its_room_from_the_start() -> None:
     assert not HeapArena(10).is_growing
+
+
+def test_memory_that_the_process_cannot_have_is_an_entry_too_large() -> None:
+    arena = HeapArena(2**49)
+    (region,) = arena.allocate([2**48]) or []
+    with pytest.raises(EntryTooLarge, match=f"no memory for {2**48} bytes"):
+        region.view()
