@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asynckv.abc import BlockIds, KVTransferResults
-from asynckv.connectors.lifecycle import Life, LifeCounters, Phase, TransferLedger
+from asynckv.connectors.lifecycle import Life, Phase, TransferCounters, TransferLedger
 
 __all__ = ("ExpectedLoads",)
 
@@ -30,7 +30,7 @@ class ExpectedLoads:
         return life is None or life.phase is not Phase.STOPPING
 
     @property
-    def counters(self) -> LifeCounters:
+    def counters(self) -> TransferCounters:
         """What was said of them, and what of it did not count."""
         return self._ledger.counters
 

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 from typing import Final, Literal, TypeAlias
 
-__all__ = ("Life", "LifeCounters", "Phase", "TransferLedger", "Way")
+__all__ = ("Life", "Phase", "TransferCounters", "TransferLedger", "Way")
 
 Way: TypeAlias = Literal["send", "recv"]
 
@@ -56,7 +56,7 @@ class Life:
 
 
 @dataclasses.dataclass(slots=True)
-class LifeCounters:
+class TransferCounters:
     """What was said of transfers, and what of it did not count."""
 
     begun: int = 0
@@ -82,7 +82,7 @@ class TransferLedger:
         )
         self._remembered = remembered
         self._untold: list[Life] = []
-        self.counters = LifeCounters()
+        self.counters = TransferCounters()
 
     def __len__(self) -> int:
         """How many are not told yet."""

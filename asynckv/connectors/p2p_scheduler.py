@@ -26,7 +26,7 @@ from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.expected import ExpectedLoads
 from asynckv.connectors.keys import prompt_digest, salt_digest
-from asynckv.connectors.lifecycle import LifeCounters
+from asynckv.connectors.lifecycle import TransferCounters
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
 from asynckv.connectors.p2p_params import P2PParams, P2PRequest
@@ -53,7 +53,7 @@ class P2PSchedulerStatistics:
     requests: int
     loading: int
     refused_params: int
-    lives: LifeCounters
+    transfers: TransferCounters
 
 
 class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshakes):
@@ -234,7 +234,7 @@ class P2PScheduler(ThreadBound, KVConnectorScheduler, SupportsHMA, TakesHandshak
             requests=len(self._requests),
             loading=len(self._loads),
             refused_params=self._refused_params,
-            lives=dataclasses.replace(self._loads.counters),
+            transfers=dataclasses.replace(self._loads.counters),
         )
 
     def shutdown(self) -> None:

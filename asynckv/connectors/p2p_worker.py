@@ -19,7 +19,7 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.cache_worker import CacheWorker
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.lifecycle import LifeCounters
+from asynckv.connectors.lifecycle import TransferCounters
 from asynckv.connectors.p2p_loading import P2PLoading
 from asynckv.connectors.p2p_notices import P2PNotices
 from asynckv.connectors.p2p_orders import P2PMetadata
@@ -54,7 +54,7 @@ class P2PWorkerStatistics:
     connected_peers: int
     lost_peers: int
     links: int
-    lives: LifeCounters
+    transfers: TransferCounters
     buffer: object
 
 
@@ -178,7 +178,7 @@ class P2PWorker(CacheWorker, SupportsHandshake, SupportsHeldBlocks, SupportsLaye
             connected_peers=routes.peers.connected,
             lost_peers=routes.peers.lost,
             links=routes.links,
-            lives=dataclasses.replace(transfers.counters),
+            transfers=dataclasses.replace(transfers.counters),
             buffer=None if routes.buffer is None else routes.buffer.statistics(),
         )
 

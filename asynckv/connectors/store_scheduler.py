@@ -25,7 +25,7 @@ from asynckv.config import KVLoadFailurePolicy, KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.expected import ExpectedLoads
 from asynckv.connectors.keys import prefix_block_keys
-from asynckv.connectors.lifecycle import LifeCounters
+from asynckv.connectors.lifecycle import TransferCounters
 from asynckv.connectors.store_finder import StoreFinder
 from asynckv.connectors.store_orders import StoreMetadata, StoreOrder
 from asynckv.errors import AsyncKVError
@@ -77,7 +77,7 @@ class StoreSchedulerStatistics:
     asked: int
     hit_blocks: int
     unanswered: int
-    lives: LifeCounters
+    transfers: TransferCounters
     refused: str = ""
     is_reachable: bool | None = None
 
@@ -222,7 +222,7 @@ class StoreScheduler(
             asked=self._asked,
             hit_blocks=self._hit_blocks,
             unanswered=self._unanswered,
-            lives=dataclasses.replace(self._loads.counters),
+            transfers=dataclasses.replace(self._loads.counters),
             refused=self.finder.refused,
             is_reachable=self.finder.line.is_reachable if self._is_consumer else None,
         )

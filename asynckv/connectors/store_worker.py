@@ -14,7 +14,7 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.cache_worker import CacheWorker
 from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.engine import KVEngine
-from asynckv.connectors.lifecycle import LifeCounters
+from asynckv.connectors.lifecycle import TransferCounters
 from asynckv.connectors.spool import Spool
 from asynckv.connectors.store_line import StoreLine
 from asynckv.connectors.store_loading import BLOCKS_AT_ONCE, StoreLoading
@@ -44,7 +44,7 @@ class StoreWorkerStatistics:
     loaded_bytes: int
     saved_bytes: int
     links: int
-    lives: LifeCounters
+    transfers: TransferCounters
 
 
 class StoreWorker(CacheWorker):
@@ -144,7 +144,7 @@ class StoreWorker(CacheWorker):
             loaded_bytes=self._loading.blocks * block_nbytes,
             saved_bytes=saving.stored * block_nbytes,
             links=int(self._line.is_connected),
-            lives=dataclasses.replace(transfers.counters),
+            transfers=dataclasses.replace(transfers.counters),
         )
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from asynckv.abc import KVTransferResults
-from asynckv.connectors.lifecycle import Life, LifeCounters, TransferLedger, Way
+from asynckv.connectors.lifecycle import Life, TransferCounters, TransferLedger, Way
 from asynckv.observability.lines import as_line
 from asynckv.shielding import wait_shielded
 
@@ -38,7 +38,7 @@ class Transfers:
         return self._is_closing
 
     @property
-    def counters(self) -> LifeCounters:
+    def counters(self) -> TransferCounters:
         """What was said of them, and what of it did not count."""
         return self.ledger.counters
 

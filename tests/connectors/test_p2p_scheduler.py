@@ -88,6 +88,8 @@ def test_an_aborted_load_holds_its_blocks_and_its_id() -> None:
     said = KVTransferResults(finished_recving=frozenset({"r", "stranger"}))
     assert scheduler.update_connector_output(said).finished_recving == {"r"}
     assert not scheduler.update_connector_output(said)
+    counted = scheduler.statistics().transfers
+    assert (counted.cancelled, counted.late, counted.unknown) == (1, 1, 2)
     assert scheduler.get_num_new_matched_tokens(load(), 0) == (10, True)
 
 
