@@ -100,8 +100,13 @@ class P2PLoading:
         self._transfers.refuse(order.request_id, "recv", _blocks_of(order), reason)
 
     def _on_lost(self, identity: str) -> None:
-        """What it was to send will not come."""
+        """What it was to send will not come.
+
+        Where a request names no peer nobody knows who was to send: others still may.
+        """
         for load, life in list(self._loads.items()):
+            if not load.order.peer and self._routes.may_come_from_others(identity):
+                continue
             rank = load.unseen_rank(identity)
             if rank is not None and not self._routes.has_pushed(load.order, rank):
                 reason = f"PeerLost: {as_line(identity)} is gone, or has restarted"

@@ -146,6 +146,15 @@ class P2PRoutes:
         """Call back with the identity of each rank that was connected and is gone."""
         self._lost_callbacks.append(callback)
 
+    def may_come_from_others(self, identity: str) -> bool:
+        """Whether ranks of other engines that push the same part are connected."""
+        rank = identity.rpartition("/")[2]
+        served = () if self.server is None else self.server.peers
+        return any(
+            peer.id != identity and peer.id.rpartition("/")[2] == rank
+            for peer in served
+        )
+
     def has_pushed(self, order: LoadOrder, rank: int) -> bool:
         """Whether all that a rank was to push for ``order`` is here."""
         if self.buffer is None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
 import msgspec
 import pytest
 
+from asynckv.buffers.remote import connect
 from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.testing.blocked import until
@@ -45,13 +50,44 @@ async def test_loads_of_a_rank_that_dies_fail_with_their_blocks(
         await expect_failed(ground, order)
 
 
-async def test_a_load_that_names_no_peer_fails_when_a_link_is_lost() -> None:
+def without_peer(ground: P2PGround) -> LoadOrder:
+    return msgspec.structs.replace(ground.load_order(ground.new_name()), peer="")
+
+
+async def test_a_load_that_names_no_peer_fails_with_the_last_that_may_send() -> None:
     async with open_p2p("tcp", "push") as ground:
-        await ground.hand_over()  # P is connected
-        order = msgspec.structs.replace(ground.load_order(ground.new_name()), peer="")
+        server = ground.decode.workers[0].routes.server
+        assert server is not None
+        async with connect(server.url, identity="Q/1"):  # sends another rank's part
+            order = without_peer(ground)
+            await ground.begin_load(order)
+            ground.prefill.workers[0].routes.abort()
+            await expect_failed(ground, order)
+
+
+async def test_a_load_that_names_no_peer_waits_for_those_that_are_left() -> None:
+    async with open_p2p("tcp", "push") as ground, another_prefill(ground) as left:
+        await left.hand_over()
+        ground.decode.caches[0].spoil()
+        order = without_peer(ground)
         await ground.begin_load(order)
+        links = ground.decode.workers[0].statistics().links
         ground.prefill.workers[0].routes.abort()
-        await expect_failed(ground, order)
+        await until(lambda: ground.decode.workers[0].statistics().links < links)
+        await left.save(order.transfer_id)
+        await ground.end_load(order)
+
+
+@contextlib.asynccontextmanager
+async def another_prefill(ground: P2PGround) -> AsyncIterator[P2PGround]:
+    """Yield the same with Q for P, beside it."""
+    side = ground.prefill
+    engine = msgspec.structs.replace(side.workers[0].engine, engine_id="Q")
+    async with side.new_worker(side.config, engine) as worker:
+        worker.register_kv_caches(side.caches[0].layers)
+        await worker.start()
+        prefill = dataclasses.replace(side, workers=(worker,))
+        yield dataclasses.replace(ground, prefill=prefill)
 
 
 async def test_what_a_peer_had_sent_before_it_died_is_loaded() -> None:
