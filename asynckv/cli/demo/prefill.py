@@ -67,14 +67,14 @@ class PrefillWorker:
 
     def __init__(
         self,
-        tell: Callable[[Note], None],
+        send: Callable[[Note], None],
         engine: Engine,
         tokenizer: PromptTokenizer,
         lookup: LookupBuffer,
         document_tokens: int = 0,
     ) -> None:
         """``document_tokens`` of the prompt are those of its document."""
-        self._tell = tell
+        self._send = send
         self._document_tokens = document_tokens
         self._engine = engine
         self._tokenizer = tokenizer
@@ -108,7 +108,7 @@ class PrefillWorker:
             if event.what == "computed":
                 handed[event.layer] = event.at
 
-        with clock.timing(self._tell_computed):
+        with clock.timing(self._send_computed):
             async with lag.watch():
                 prefilled = await prefill(
                     self._engine.model,
@@ -127,7 +127,7 @@ class PrefillWorker:
 
     async def _prefill_in_bulk(self, entry_id: str) -> Prefilled:
         lag, clock = LoopLag(), self._engine.layer_clock()
-        with clock.timing(self._tell_computed):
+        with clock.timing(self._send_computed):
             async with lag.watch():
                 ended_s = await self._engine.compute(self._compute)
                 handed_s = time.monotonic()
@@ -186,7 +186,7 @@ class PrefillWorker:
             waiting=now.waiting_inserts,
         )
         if len(samples) % 5 == 0:
-            self._tell(Sampled(sample, now.max_bytes))
+            self._send(Sampled(sample, now.max_bytes))
         samples.append(sample)
 
     async def _wait_returned(self) -> KeptEntry:
@@ -197,8 +197,8 @@ class PrefillWorker:
                 await asyncio.sleep(_POLL_S)
         return KeptEntry(time.monotonic(), matched)
 
-    def _tell_computed(self, layer: int) -> None:
-        self._tell(Computed(layer))
+    def _send_computed(self, layer: int) -> None:
+        self._send(Computed(layer))
 
 
 def _by_layer(times: dict[int, float], layers: int) -> tuple[float, ...]:
@@ -212,17 +212,17 @@ def main(find_place: Callable[[str], Place] = place_named) -> None:
     model, scratch, place = sys.argv[1], Path(sys.argv[2]), find_place(sys.argv[3])
     stage = Stage()
 
-    def tell(what: str) -> None:
-        stage.tell(Doing(what))
+    def on_progress(what: str) -> None:
+        stage.send(Doing(what))
 
     try:
         with loading():
-            prepared = prepare_model(model, scratch / "model", tell)
+            prepared = prepare_model(model, scratch / "model", on_progress)
             prompts = _Prompts(prepared.tokenizer, (scratch / "prompt").read_bytes())
-            loaded = load_model(prepared.folder, place.computes_on, tell)
+            loaded = load_model(prepared.folder, place.computes_on, on_progress)
             engine = Engine(loaded, prompts.first, place)
     except (AsyncKVError, OSError, ValueError) as exc:
-        stage.tell(Failed(str(exc)))
+        stage.send(Failed(str(exc)))
         return
     asyncio.run(_serve(stage, engine, prepared, prompts))
 
@@ -248,7 +248,7 @@ def _warm_up(engine: Engine, stage: Stage) -> int:
     )
     layers = len(engine.layers)
     with engine.layer_clock().timing(
-        lambda layer: stage.tell(Doing("warming up: layer", layer + 1, layers))
+        lambda layer: stage.send(Doing("warming up: layer", layer + 1, layers))
     ):
         engine.prefill(cache)
     return sum(nbytes)
@@ -269,9 +269,9 @@ async def _serve(
             asynckv.serve("tcp://127.0.0.1:0", lookup=lookup)
         )
         worker = PrefillWorker(
-            stage.tell, engine, prepared.tokenizer, lookup, prompts.in_common
+            stage.send, engine, prepared.tokenizer, lookup, prompts.in_common
         )
-        stage.tell(
+        stage.send(
             Ready(
                 pid=os.getpid(),
                 url=server.url,

@@ -92,10 +92,10 @@ class Worker:
         :raises WorkerEnded: the process is gone
         :raises WorkerFailed: it could not do it
         """
-        self.tell(order)
+        self.send(order)
         return await self.expect(answer)
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         """Send ``order`` and wait for nothing."""
         stdin = self._process.stdin
         if stdin is not None and not stdin.is_closing():

@@ -28,7 +28,7 @@ class Stage:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._lock = threading.Lock()
 
-    def tell(self, note: Note) -> None:
+    def send(self, note: Note) -> None:
         """Write one note; any thread may, and the parent reads at once."""
         line = encode_line(note)
         with self._lock:
@@ -72,4 +72,4 @@ class Stage:
             note = await do(order)
         except Exception as exc:  # noqa: BLE001 - the parent is told, and ends the run
             note = Failed(f"{type(exc).__name__}: {exc}")
-        self.tell(note)
+        self.send(note)

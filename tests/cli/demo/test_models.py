@@ -48,12 +48,12 @@ def test_what_is_no_model_is_refused_with_what_would_be_one(tmp_path: Path) -> N
         check_model(str(tmp_path / "nowhere"))
 
 
-def test_preparing_tells_what_it_does(tmp_path: Path) -> None:
-    told: list[str] = []
-    prepared = prepare_model("random-tiny", tmp_path, told.append)
-    load_model(prepared.folder, tell=told.append)
-    assert told[0] == "making a random model"
-    assert told[1].endswith("MB of weights")
+def test_preparing_says_what_it_does(tmp_path: Path) -> None:
+    done: list[str] = []
+    prepared = prepare_model("random-tiny", tmp_path, done.append)
+    load_model(prepared.folder, on_progress=done.append)
+    assert done[0] == "making a random model"
+    assert done[1].endswith("MB of weights")
 
 
 @pytest.mark.model

@@ -29,7 +29,7 @@ async def do(order):
     match order:
         case ReadBack():
             print("not a note")
-            stage.tell(Landed(len(order.tokens)))
+            stage.send(Landed(len(order.tokens)))
             return Text(str(sum(order.tokens)))
         case WaitReturned():
             raise LookupError("nothing is kept")
