@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 
 from asynckv.tensors.blocks import (
     KVBlocks,
+    KVMemory,
+    check_apart,
     check_landing,
     landing_of,
     memory_of,
@@ -131,3 +135,41 @@ def test_blocks_of_another_shape_are_refused() -> None:
             check_landing(blocks, spec, "key")
     with pytest.raises(ValueError, match="into"):
         check_landing(torch.zeros(2), TensorSpec((2, 2), "float32"), "key")
+
+
+def _some_memory(chance: random.Random, memory: torch.Tensor) -> KVMemory:
+    """Return a tensor, or blocks whose steps are often those of others."""
+    start, step = chance.randrange(0, 96, 8), chance.choice((32, 32, 32, 48))
+    if chance.random() < 0.2:
+        return memory[start * 5 :][: chance.randrange(40)]
+    count, width = chance.randrange(1, 8), chance.choice((7, 8, 9, 16))
+    pool = memory[start:].as_strided((count, width), (step, 1))
+    return KVBlocks(pool, chance.sample(range(count), chance.randrange(count + 1)))
+
+
+def _each_byte(memory: KVMemory) -> list[int]:
+    """Return the address of each of its bytes."""
+    if isinstance(memory, torch.Tensor):
+        return [memory.data_ptr() + i for i in range(memory.nbytes)]
+    return [byte for row in memory.block_ids for byte in _each_byte(memory.pool[row])]
+
+
+def test_what_shares_a_byte_is_refused_and_nothing_else() -> None:
+    chance, memory = random.Random(5), torch.zeros(1000, dtype=torch.uint8)
+    found = {True: 0, False: 0}
+    for _ in range(400):
+        count = chance.randrange(2, 5)
+        some = {f"{n}.key": _some_memory(chance, memory) for n in range(count)}
+        each = [byte for one in some.values() for byte in _each_byte(one)]
+        is_apart = len(set(each)) == len(each)
+        found[is_apart] += 1
+        with contextlib.nullcontext() if is_apart else pytest.raises(ValueError):
+            check_apart(some)
+    assert min(found.values()) > 50
+
+
+def test_layers_of_one_pool_are_apart_where_their_ids_are() -> None:
+    pool = torch.zeros(4, 600)
+    check_apart({"a": KVBlocks(pool, [0, 1]), "b": KVBlocks(pool, [3, 2])})
+    with pytest.raises(ValueError, match=r"into\['a'\] and into\['b'\] share memory"):
+        check_apart({"a": KVBlocks(pool, [0, 2]), "b": KVBlocks(pool, [1, 2])})
