@@ -288,6 +288,29 @@ def test_blocks_that_are_overwritten_are_let_go_of_first(
     assert there.sent() == ["p"]
 
 
+def test_blocks_are_read_before_a_preemption_lets_them_be_overwritten() -> None:
+    url, room = free_url(), "18KiB"  # for one prompt: the second one waits
+    there = Engine("kv_producer", listen=url, max_bytes=room)
+    here = Engine("kv_consumer", peers=[url])
+    try:
+        first = prefill(there)
+        request, _ = there.add("second", dict(PREFILL), SAVED)
+        there.run(there.order("second"))
+        before = {layer: view[SAVED].clone() for layer, view in there.views.items()}
+        there.worker.handle_preemptions(there.order(preempted=frozenset({"second"})))
+        for view in there.views.values():
+            view.zero_()
+        second = there.scheduler.request_finished(request, SAVED)[1]
+        for name, params in (("d", first), ("e", second)):
+            here.add(name, params, LOADED)
+            assert not here.step_until("finished_recving").invalid_block_ids
+        for layer, view in here.views.items():
+            assert torch.equal(view[LOADED], before[layer])
+    finally:
+        here.shutdown()
+        there.shutdown()
+
+
 @pytest.mark.parametrize("groups", [1], indirect=True)
 def test_an_engine_of_one_group_may_tell_of_its_blocks_alone(
     pair: tuple[Engine, Engine],
