@@ -103,28 +103,42 @@ async def test_two_deliveries_of_one_entry_do_not_see_each_other() -> None:
         del first, second
 
 
-async def test_what_concurrent_calls_return_is_each_one_s_own() -> None:
+async def test_what_concurrent_gets_return_is_each_one_s_own() -> None:
     values = {f"{n}": some_bytes() for n in range(3)}
     async with (
-        mapped() as (buffer, peer),
         asynckv.StoreBuffer(8 * MIB) as store,
         asynckv.serve("tcp://127.0.0.1:0", store=store) as server,
-        asynckv.connect(server.url) as other,
+        asynckv.connect(server.url) as peer,
     ):
         for name, value in values.items():
-            await insert(buffer, values["0"])
             await store.put(name, value)
         names = [*values] * 4
-        got = await asyncio.gather(*(other.store.get(name) for name in names))
-        taken = await asyncio.gather(*(selected(peer) for _ in values))
-        for view, name in zip([*got, *taken], [*names, *"000"], strict=True):
-            assert isinstance(view, torch.Tensor) and view.equal(values[name])
-            view.fill_(0)
+        got = await asyncio.gather(*(peer.store.get(name) for name in names))
+        for value, name in zip(got, names, strict=True):
+            assert value is not None and value.equal(values[name])
+            value.fill_(0)
 
 
-async def selected(peer: asynckv.Peer) -> torch.Tensor:
-    async with peer.lookup.drop_select() as entry:
-        return entry.key_tensor
+async def test_concurrent_deliveries_of_one_place_do_not_see_each_other() -> None:
+    key, kept = some_bytes(), dict[int, torch.Tensor]()
+    async with mapped() as (buffer, peer):
+        await insert(buffer, key)
+
+        async def write(number: int) -> None:
+            with contextlib.suppress(KeyError):
+                async with peer.lookup.drop_select() as entry:
+                    assert entry.key_tensor.equal(key)
+                    view = entry.key_tensor.fill_(number)
+                    if number % 2:  # the others' pages serve those who come later
+                        kept[number] = view
+                    raise KeyError
+
+        await asyncio.gather(*(write(number) for number in range(4)))
+        async with peer.lookup.drop_select() as entry:
+            assert entry.attempt == 5 and entry.key_tensor.equal(key)
+        assert all(view.eq(number).all() for number, view in kept.items())
+        del entry
+        kept.clear()
 
 
 async def test_a_copy_is_of_what_the_owner_has_not_of_what_a_view_was_made() -> None:
