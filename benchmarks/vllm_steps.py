@@ -6,7 +6,7 @@ model whose steps are milliseconds: what the calls of a step take, as a part of 
 engine's step without a connector; eight requests decode all the while, and in the
 second case eight others come and go through a second engine.
 
-    python -m benchmarks.vllm_steps [--rounds 3]
+    PYTHONPATH=tests python -m benchmarks.vllm_steps [--rounds 3]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.integrations.bridge import Bridge
 from asynckv.integrations.vllm.scheduler_role import SchedulerRole
 from asynckv.integrations.vllm.worker_role import WorkerRole
-from asynckv.testing.vllm_engines import (
+from harness.vllm_engines import (
     Engine,
     Pair,
     free_url,

@@ -17,12 +17,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import pytest
 from blockbuster import blockbuster_ctx
 from pytest_asyncio import is_async_test
 
+import harness
 from asynckv.errors import GPUUnavailable
 from asynckv.links import gpu_link
 from asynckv.links.requests import LinkStream
@@ -31,13 +33,13 @@ from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Frame
 from asynckv.tensors.devices import Device
 from asynckv.testing.certificates import Authority
-from asynckv.testing.fake_devices import FakeDevice, fake_device
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_processes import GPU_KINDS, GpuKind, usable
 from asynckv.testing.suspended import trail
 from asynckv.transports.nccl import workers
 from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.workers import WorkerUse
+from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus import FakeGpus
+from harness.gpu_processes import GPU_KINDS, GpuKind, usable
 
 GRACE_S: Final = 1.0
 """How long what was closed or cancelled may take to be gone."""
@@ -73,6 +75,11 @@ def pytest_configure() -> None:
     # Tests share the cores: threads of torch that spin while they wait for more
     # would take a third of the time. Also of the processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # They find harness, too.
+    home = str(Path(harness.__file__).parents[1])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if home not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, home]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -139,8 +146,11 @@ def _waits(task: asyncio.Task[Any]) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_blocks_the_loop() -> Iterator[None]:
-    """Fail what calls something blocking while a loop runs, if asynckv called it."""
-    with blockbuster_ctx("asynckv") as blockbuster:
+    """Fail a blocking call on a loop, if asynckv or its harness made it."""
+    # With the slash: else all of tests/harness_tests would count as a part of it.
+    inside = ModuleType("harness")
+    inside.__path__ = [f"{harness.__path__[0]}/"]
+    with blockbuster_ctx(["asynckv", inside]) as blockbuster:
         # Names are imported at their first use, and an import reads files.
         for function in blockbuster.functions.values():
             function.can_block_in("<frozen importlib._bootstrap>", "_find_and_load")
@@ -153,11 +163,11 @@ def nothing_blocks_the_loop() -> Iterator[None]:
         # What the kernel keeps in memory, while nothing else is to do.
         for name in ("io.TextIOWrapper.read", "io.BufferedReader.read", "os.listdir"):
             blockbuster.functions[name].can_block_in(
-                "asynckv/testing/crashes/footprint.py", "now"
+                "tests/harness/crashes/footprint.py", "now"
             )
         # A worker that is about to be killed says each step before it takes it.
         blockbuster.functions["os.write"].can_block_in(
-            "asynckv/testing/crashes/workers.py", "_tell"
+            "tests/harness/crashes/workers.py", "_tell"
         )
         # One line that the kernel keeps in memory, once a process.
         for name in ("io.TextIOWrapper.read", "io.BufferedReader.read"):

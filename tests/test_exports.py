@@ -15,7 +15,8 @@ import pytest
 import asynckv
 
 PACKAGE = Path(__file__).parents[1] / "asynckv"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+HARNESS = Path(__file__).parent / "harness"
+SOURCES = sorted([*PACKAGE.rglob("*.py"), *HARNESS.rglob("*.py")])
 HEAVY = ("torch", "numpy", "cupy", "transformers", "fastapi", "uvloop", "vllm", "rich")
 
 
@@ -43,7 +44,7 @@ def imported_in(body: list[ast.stmt]) -> Iterator[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             yield from imported_in(node.body)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-            "asynckv"
+            ("asynckv", "harness")
         ):
             yield from (alias.asname or alias.name for alias in node.names)
 

@@ -1,7 +1,7 @@
 """What asynckv asks of CUDA: memory, streams, events, copies, handles. Nothing else.
 
 Protocols only: :mod:`asynckv.tensors.cuda_cupy` is them over CuPy, and
-:mod:`asynckv.testing.fake_gpus` without a GPU. Addresses are numbers, and memory is
+the fakes of tests/harness without a GPU. Addresses are numbers, and memory is
 bytes: what dtype they have is nobody's business here. A call that CUDA refuses
 raises :exc:`~asynckv.errors.GPUFailed`. Nothing may be called on an event loop's
 thread but what says that it does not wait.

@@ -1,7 +1,7 @@
 """Tensors of a GPU as plain bytes of it, and the streams of whoever uses them.
 
 A seam: :class:`TorchTensors` is it over torch and CuPy,
-:mod:`asynckv.testing.fake_gpus` without a GPU. Below it nobody knows torch, above it
+the fakes of tests/harness without a GPU. Below it nobody knows torch, above it
 nobody knows addresses. What is called on a caller's own thread (an event loop's too)
 never waits for the GPU.
 """

@@ -18,14 +18,14 @@ from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Frame
 from asynckv.tensors import growth
 from asynckv.tensors.device_copying import DeviceCopyPool
-from asynckv.testing.device_memory import open_device_pool
-from asynckv.testing.fake_devices import FakeDevice
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.link_pairs import name_of
-from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.testing.pairs import Peers, open_peers
-from asynckv.testing.raw_maps import RawMapper
+from harness.device_memory import open_device_pool
+from harness.fake_devices import FakeDevice
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.link_pairs import name_of
+from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+from harness.raw_maps import RawMapper
 
 CutWhen = Callable[[Link, type], None]
 

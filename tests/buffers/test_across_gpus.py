@@ -22,9 +22,6 @@ from asynckv.tensors.views import empty_tensor
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.fake_devices import FakeDevice, fake_device
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
     MIB,
@@ -33,6 +30,9 @@ from asynckv.testing.lookup_checks.values import (
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.types import TensorSpec
+from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
 
 SMALL = 64 * 1024
 WAYS: Final[Mapping[str, Mapping[str, Any]]] = {

@@ -13,7 +13,7 @@ from asynckv.buffers.room import Room
 from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until_blocked
-from asynckv.testing.holders import RecordingHolder, draft_of
+from harness.holders import RecordingHolder, draft_of
 
 ONE = make_query([1], None)
 

@@ -19,11 +19,11 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.link_pairs import linked, name_of
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
-from asynckv.testing.raw_inserts import RawInsert
+from harness.fake_gpus import FakeGpus
+from harness.link_pairs import linked, name_of
+from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+from harness.raw_inserts import RawInsert
 
 KEY, LITTLE = bytes_of(noise(MIB, 1)), bytes(range(8))
 DIGEST = digest_of(KEY)

@@ -23,7 +23,7 @@ from asynckv.protocol.frames import (
     Retract,
 )
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import Answer, ScriptedService, name_of
+from harness.link_pairs import Answer, ScriptedService, name_of
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ import pytest
 from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryAborted, EntryConflict
 from asynckv.testing.blocked import until
-from asynckv.testing.ledgers import SteppedLedger
+from harness.ledgers import SteppedLedger
 
 ONE = make_query([1], None)
 

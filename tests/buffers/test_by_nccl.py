@@ -13,11 +13,11 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.types import TensorSpec
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.streams import Delay
+from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 
 
 @pytest.fixture

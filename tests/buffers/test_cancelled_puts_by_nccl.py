@@ -7,9 +7,9 @@ import torch
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.gpu_puts import LAYERS, check_is_in
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import NcclBuffers
+from harness.gpu_puts import LAYERS, check_is_in
+from harness.nccl_buffer_pairs import NcclBuffers
 
 
 async def test_a_cancelled_insert_leaves_no_trace_on_either_gpu(

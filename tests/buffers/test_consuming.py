@@ -16,8 +16,8 @@ from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Accepted, Ack, Failure, Frame, Noted, Reached, Took
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import ScriptedService, name_of
 from asynckv.testing.pairs import Peers
+from harness.link_pairs import ScriptedService, name_of
 
 FarLink = Callable[[Server, Peer], Link]
 CutWhen = Callable[[Link, type], None]

@@ -7,8 +7,8 @@ from asynckv.buffers.entries import EntryState, Lease, Part, StoredEntry, Waiter
 from asynckv.buffers.manifest import content_digest
 from asynckv.buffers.queries import Query, as_tokens
 from asynckv.tensors.arena import HeapArena
-from asynckv.testing.holders import RecordingHolder, draft_of
 from asynckv.types import TensorSpec
+from harness.holders import RecordingHolder, draft_of
 
 
 def placed(tokens: torch.Tensor) -> StoredEntry:

@@ -12,8 +12,8 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryTooLarge
 from asynckv.testing.blocked import until
-from asynckv.testing.holders import RecordingHolder
-from asynckv.testing.ledgers import SteppedLedger
+from harness.holders import RecordingHolder
+from harness.ledgers import SteppedLedger
 
 
 async def test_what_could_never_fit_is_refused() -> None:

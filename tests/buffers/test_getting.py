@@ -26,8 +26,8 @@ from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import LinkPair, linked
 from asynckv.types import TensorSpec
+from harness.link_pairs import LinkPair, linked
 
 MIB = 2**20
 

@@ -10,10 +10,10 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.growth import Growth
 from asynckv.testing.blocked import until_blocked
-from asynckv.testing.fake_devices import fake_device
-from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device
+from harness.fake_gpus.streams import Delay
 
 SPECS = {"key": TensorSpec((MIB,), "uint8"), "hidden": TensorSpec((8,), "uint8")}
 

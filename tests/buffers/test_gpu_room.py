@@ -14,9 +14,9 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until_blocked
-from asynckv.testing.fake_devices import fake_device
 from asynckv.testing.lookup_checks.values import noise
 from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device
 
 LARGEST = 2**20
 NBYTES = 2**17

@@ -6,10 +6,10 @@ from asynckv.buffers.gpu_sending import GpuSending
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Get
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import Hearer
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import NcclBuffers
 from asynckv.types import TensorSpec
+from harness.link_pairs import Hearer
+from harness.nccl_buffer_pairs import NcclBuffers
 
 
 def no_digest(*anything: object) -> asyncio.Task[None]:

@@ -14,10 +14,10 @@ from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.fake_devices import FakeDevice
-from asynckv.testing.fake_gpus.gates import Gate
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
+from harness.fake_devices import FakeDevice
+from harness.fake_gpus.gates import Gate
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.growth import Growth
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice, fake_device
-from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.testing.lookup_checks.values import noise
+from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus.streams import Delay
 
 NBYTES = 2**17
 

@@ -19,8 +19,8 @@ from asynckv.buffers.queries import Query
 from asynckv.errors import LeaseLost
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.copying import CopyPool
-from asynckv.testing.holders import RecordingHolder, draft_of
 from asynckv.types import TensorSpec
+from harness.holders import RecordingHolder, draft_of
 
 POOL = CopyPool()
 

@@ -16,14 +16,14 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.views import tensor_over
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.device_memory import (
+from asynckv.testing.expectations import is_same
+from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.types import TensorSpec
+from harness.device_memory import (
     filled_region,
     open_device_arena,
 )
-from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice
-from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.types import TensorSpec
+from harness.fake_devices import FakeDevice
 
 SPEC = TensorSpec((MIB,), "uint8")
 PIECE = MIB // 4

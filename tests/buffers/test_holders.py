@@ -11,7 +11,7 @@ from asynckv.buffers.queries import Query, make_query
 from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until_blocked
-from asynckv.testing.holders import draft_of
+from harness.holders import draft_of
 
 
 class Bench:

@@ -11,9 +11,9 @@ import pytest
 from asynckv.buffers.host_copies import HostCopies
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import open_gpu_pair
 from asynckv.testing.lookup_checks.values import MIB, noise
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import open_gpu_pair
 
 
 async def test_memory_counts_until_the_last_view_of_it_is_gone() -> None:

@@ -35,12 +35,12 @@ from asynckv.tensors.imports import import_allocation
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.streams import Delay, FakeEvent
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.link_pairs import linked
 from asynckv.testing.lookup_checks.values import MIB, noise
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.streams import Delay, FakeEvent
+from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.link_pairs import linked
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

@@ -14,10 +14,10 @@ from asynckv.tensors.views import MISSING_DTYPES, bytes_of, tensor_from
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_gpus.streams import Delay
-from asynckv.testing.gpu_pairs import GpuPair
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import DTYPE_NBYTES, TensorSpec
+from harness.fake_gpus.streams import Delay
+from harness.gpu_pairs import GpuPair
 
 DTYPES = sorted(DTYPE_NBYTES.keys() - MISSING_DTYPES)
 

@@ -5,7 +5,7 @@ import pytest
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.store import StoreBuffer
-from asynckv.testing.fake_devices import fake_device
+from harness.fake_devices import fake_device
 
 KINDS = [LookupBuffer, StoreBuffer]
 

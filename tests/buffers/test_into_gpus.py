@@ -16,9 +16,9 @@ from asynckv.errors import GPUFailed
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.fake_devices import FakeDevice, fake_device
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.testing.pairs import Scheme, new_url
+from harness.fake_devices import FakeDevice, fake_device
 
 SIZES = [8, MIB]
 

@@ -14,9 +14,9 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.values import Place
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.lookup_checks.values import MIB, noise
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

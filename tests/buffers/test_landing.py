@@ -29,12 +29,12 @@ from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.streams import Delay
-from asynckv.testing.link_pairs import Hearer, LinkPair, linked
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.types import TensorSpec
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.streams import Delay
+from harness.link_pairs import Hearer, LinkPair, linked
+from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 
 BODY = pack([TensorRecord("key", TensorSpec((MIB,), "uint8"))], None, None, [])
 

@@ -8,7 +8,7 @@ import pytest
 from asynckv.buffers.queries import Query, make_query
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.testing.blocked import until
-from asynckv.testing.ledgers import SteppedLedger
+from harness.ledgers import SteppedLedger
 
 ONE = make_query([1], None)
 

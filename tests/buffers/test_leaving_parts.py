@@ -33,13 +33,13 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.link_pairs import LinkPair, linked
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import open_nccl_buffers
 from asynckv.transports.lane_sockets import LaneSocket
 from asynckv.transports.nccl.parts import DevicePart
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.link_pairs import LinkPair, linked
+from harness.nccl_buffer_pairs import open_nccl_buffers
 
 Work: TypeAlias = Callable[[], None]
 Ended: TypeAlias = BaseException | None

@@ -5,8 +5,8 @@ import pytest
 from asynckv.buffers.entries import EntryState
 from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryAborted
-from asynckv.testing.holders import RecordingHolder
-from asynckv.testing.ledgers import SteppedLedger
+from harness.holders import RecordingHolder
+from harness.ledgers import SteppedLedger
 
 ONE = make_query([1], None)
 

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from asynckv.buffers.entries import StoredEntry, Waiter
 from asynckv.buffers.queries import make_query
-from asynckv.testing.holders import RecordingHolder, draft_of
-from asynckv.testing.ledgers import SteppedLedger
+from harness.holders import RecordingHolder, draft_of
+from harness.ledgers import SteppedLedger
 
 
 class ModelEntry:

@@ -12,8 +12,8 @@ from asynckv.tensors.blocks import KVBlocks, KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import spec_of
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice
 from asynckv.testing.lookup_checks.values import noise
+from harness.fake_devices import FakeDevice
 
 
 def delivered(**tensors: torch.Tensor) -> Delivery:

@@ -13,9 +13,9 @@ from asynckv.buffers.queries import Query
 from asynckv.errors import BufferClosed, LeaseLost
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
-from asynckv.testing.ledgers import SteppedLedger
 from asynckv.testing.lookup_checks.values import MIB, borrow, insert, noise
 from asynckv.types import TensorSpec
+from harness.ledgers import SteppedLedger
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
 

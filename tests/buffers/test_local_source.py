@@ -11,9 +11,9 @@ from asynckv.buffers.queries import Query
 from asynckv.errors import LeaseLost
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
-from asynckv.testing.holders import RecordingHolder, draft_of
-from asynckv.testing.ledgers import SteppedLedger
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise
+from harness.holders import RecordingHolder, draft_of
+from harness.ledgers import SteppedLedger
 
 
 async def test_first_tensors_are_passed_on_while_the_last_are_copied() -> None:

@@ -31,9 +31,9 @@ from asynckv.tensors.shared_file import edges_of
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice, fake_device, fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.lookup_checks.values import noise
+from harness.fake_devices import FakeDevice, fake_device, fake_device_of
+from harness.fake_gpus import FakeGpus
 
 KIB, MIB = 2**10, 2**20
 

@@ -28,7 +28,7 @@ from asynckv.protocol.frames import OpeningFrame, Peek, Result
 from asynckv.protocol.map_frames import Mappable
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import Hearer, linked
+from harness.link_pairs import Hearer, linked
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
 

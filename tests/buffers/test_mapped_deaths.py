@@ -15,8 +15,8 @@ from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.testing.blocked import until
-from asynckv.testing.children import line_of, running, tell
 from asynckv.testing.faults.processes import frozen_peer
+from harness.children import line_of, running, tell
 
 pytestmark = [
     pytest.mark.multiprocess,

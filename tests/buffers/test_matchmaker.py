@@ -3,8 +3,8 @@ from __future__ import annotations
 from asynckv.buffers.entries import EntryState, StoredEntry, Waiter
 from asynckv.buffers.matchmaker import Matchmaker, find_by_id
 from asynckv.buffers.queries import Query, make_query
-from asynckv.testing.holders import RecordingHolder, draft_of
 from asynckv.types import KVFingerprint
+from harness.holders import RecordingHolder, draft_of
 
 ONE_TOKEN = (1).to_bytes(8, "little")
 

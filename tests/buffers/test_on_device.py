@@ -12,8 +12,6 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import ConfigError, GPUUnavailable
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice
-from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
     MIB,
@@ -21,6 +19,8 @@ from asynckv.testing.lookup_checks.values import (
     noise,
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
+from harness.fake_devices import FakeDevice
+from harness.fake_gpus.streams import Delay
 
 
 def has_cupy() -> bool:

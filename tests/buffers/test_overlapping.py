@@ -27,14 +27,14 @@ from asynckv.tensors.cuda import Stream
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.fake_devices import FakeDevice, fake_device
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.held_copies import bytes_of_tensor, held_copies
-from asynckv.testing.link_pairs import landed_bytes, linked
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transports.lane_sockets import LaneSocket
+from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.gates import Gate
+from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.held_copies import bytes_of_tensor, held_copies
+from harness.link_pairs import landed_bytes, linked
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
 

@@ -28,12 +28,12 @@ from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.fake_devices import FakeDevice, fake_device
-from asynckv.testing.held_copies import held_copies
-from asynckv.testing.link_pairs import name_of
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.raw_inserts import RawInsert
 from asynckv.types import TensorSpec
+from harness.fake_devices import FakeDevice, fake_device
+from harness.held_copies import held_copies
+from harness.link_pairs import name_of
+from harness.raw_inserts import RawInsert
 
 LAYERS = {name: TensorSpec((MIB,), "uint8") for name in ("key", "value")}
 

@@ -25,11 +25,11 @@ from asynckv.protocol.frames import Accepted, Frame
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.fake_devices import FakeDevice, fake_device
-from asynckv.testing.held_copies import bytes_of_tensor, held_copies
-from asynckv.testing.link_pairs import landed_bytes
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
+from harness.fake_devices import FakeDevice, fake_device
+from harness.held_copies import bytes_of_tensor, held_copies
+from harness.link_pairs import landed_bytes
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
 

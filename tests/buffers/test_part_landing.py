@@ -10,13 +10,13 @@ from asynckv.protocol.digests import digest_of
 from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of
-from asynckv.testing.device_memory import (
+from asynckv.testing.expectations import noise
+from asynckv.types import TensorSpec
+from harness.device_memory import (
     open_device_arena,
     region_in,
 )
-from asynckv.testing.expectations import noise
-from asynckv.testing.fake_devices import FakeDevice
-from asynckv.types import TensorSpec
+from harness.fake_devices import FakeDevice
 
 NBYTES = 2**17
 SPEC = TensorSpec((NBYTES,), "uint8")

@@ -13,7 +13,7 @@ from asynckv.errors import GPUFailed
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
-from asynckv.testing.holders import draft_of
+from harness.holders import draft_of
 
 
 class Service:

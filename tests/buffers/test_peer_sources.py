@@ -22,11 +22,11 @@ from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame
 from asynckv.protocol.ipc_frames import Exported, ShowIpc
 from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_devices import FakeDevice, fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.lookup_checks.values import MIB
+from harness.fake_devices import FakeDevice, fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.link_pairs import Hearer, name_of
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

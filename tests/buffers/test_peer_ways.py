@@ -7,8 +7,8 @@ from asynckv.buffers.manifest import INLINE_NBYTES
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import Server, serve
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import open_gpu_pair
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import open_gpu_pair
 
 
 async def test_one_reader_serves_all_calls_of_its_kind(mappable: Server) -> None:

@@ -26,11 +26,11 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.tensors import FakeTensors
-from asynckv.testing.link_pairs import linked
 from asynckv.testing.pairs import Peers
 from asynckv.types import TensorSpec
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.tensors import FakeTensors
+from harness.link_pairs import linked
 
 MIB = 2**20
 SPECS = {"key": TensorSpec((MIB,), "uint8")}

@@ -20,12 +20,12 @@ from asynckv.protocol.frames import Cancelled
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.gpu_puts import LAYERS, check_is_in, insert, put_layers
-from asynckv.testing.held_copies import held_copies, is_busy
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.gpu_puts import LAYERS, check_is_in, insert, put_layers
+from harness.held_copies import held_copies, is_busy
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

@@ -19,11 +19,11 @@ from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Frame
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_puts import LAYERS, check_is_in, insert, put_layers
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.transports.nccl.parts import DevicePart
+from harness.fake_gpus import FakeGpus
+from harness.gpu_puts import LAYERS, check_is_in, insert, put_layers
+from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 
 
 async def test_what_has_no_room_on_the_way_goes_from_host_memory(

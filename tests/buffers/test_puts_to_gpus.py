@@ -14,16 +14,6 @@ from asynckv.links.options import Digest
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, only
-from asynckv.testing.fake_devices import fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_puts import (
-    LAYERS,
-    PutPair,
-    PutWay,
-    check_is_in,
-    insert,
-    open_put_pair,
-)
 from asynckv.testing.lookup_checks.values import (
     LOOKUP_MAX_BYTES,
     MIB,
@@ -31,7 +21,17 @@ from asynckv.testing.lookup_checks.values import (
     noise,
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
-from asynckv.testing.shared_puts import SharedPuts
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.gpu_puts import (
+    LAYERS,
+    PutPair,
+    PutWay,
+    check_is_in,
+    insert,
+    open_put_pair,
+)
+from harness.shared_puts import SharedPuts
 
 PIECE = 32 * 1024
 """Too long to ride, and too short to be a value's own."""

@@ -14,7 +14,7 @@ from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Put
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import linked
+from harness.link_pairs import linked
 
 MIB = 2**20
 

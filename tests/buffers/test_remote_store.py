@@ -13,7 +13,7 @@ from asynckv.links.link import Link
 from asynckv.links.listen import listen
 from asynckv.protocol.frames import Failure
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import ScriptedService, name_of
+from harness.link_pairs import ScriptedService, name_of
 
 MIB = 2**20
 

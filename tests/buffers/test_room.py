@@ -9,7 +9,7 @@ from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.buffers.room import Room, check_not_aborted
 from asynckv.errors import BufferClosed, EntryAborted
 from asynckv.testing.blocked import until_blocked
-from asynckv.testing.holders import draft_of
+from harness.holders import draft_of
 
 
 class Space:

@@ -34,8 +34,8 @@ from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import LinkPair, linked
 from asynckv.types import TensorSpec
+from harness.link_pairs import LinkPair, linked
 
 MIB = 2**20
 

@@ -21,7 +21,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Grant
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import LinkPair, linked
+from harness.link_pairs import LinkPair, linked
 
 LARGE = 2**20
 

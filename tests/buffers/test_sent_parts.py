@@ -16,11 +16,11 @@ from asynckv.protocol.ipc_frames import GrantShared, SentShared
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import open_nccl_buffers
-from asynckv.testing.raw_inserts import RawInsert
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.nccl_buffer_pairs import open_nccl_buffers
+from harness.raw_inserts import RawInsert
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

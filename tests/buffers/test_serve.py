@@ -15,9 +15,9 @@ from asynckv.pipes.opening import open_pipe
 from asynckv.protocol.values import Limits
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import name_of
 from asynckv.testing.pairs import Peers, Scheme, new_url
-from asynckv.testing.raw_inserts import RawInsert
+from harness.link_pairs import name_of
+from harness.raw_inserts import RawInsert
 
 MIB = 2**20
 HEARTBEAT_S = Limits().heartbeat_ms / 1000

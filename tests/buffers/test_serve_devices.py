@@ -13,12 +13,12 @@ from asynckv.links.dial import dial
 from asynckv.protocol.device_frames import GrantDevices, OpenDevices
 from asynckv.protocol.frames import Offer, Select
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_devices import fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import open_nccl_buffers
 from asynckv.transports.nccl import workers
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.link_pairs import Hearer, name_of
+from harness.nccl_buffer_pairs import open_nccl_buffers
 
 
 async def ask(url: str) -> None:

@@ -13,8 +13,8 @@ from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Cancel, Cancelled, Get, Offer
 from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.lookup_checks.values import MIB, noise
+from harness.link_pairs import Hearer, name_of
 
 
 @pytest.fixture

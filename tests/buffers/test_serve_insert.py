@@ -20,7 +20,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import Peers
-from asynckv.testing.raw_inserts import RawInsert
+from harness.raw_inserts import RawInsert
 
 MIB = 2**20
 

@@ -22,9 +22,9 @@ from asynckv.protocol.frames import (
 )
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.pairs import Peers
-from asynckv.testing.raw_inserts import RawInsert
+from harness.link_pairs import Hearer, name_of
+from harness.raw_inserts import RawInsert
 
 MIB = 2**20
 

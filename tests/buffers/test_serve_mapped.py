@@ -19,8 +19,8 @@ from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.values import Place
 from asynckv.tensors.arena import Region
 from asynckv.tensors.shared_file import edges_of
-from asynckv.testing.link_pairs import Hearer
-from asynckv.testing.raw_maps import RawMapper
+from harness.link_pairs import Hearer
+from harness.raw_maps import RawMapper
 
 MIB = 2**20
 LARGE = torch.full((MIB // 4,), 3.0)

@@ -22,8 +22,8 @@ from asynckv.protocol.payload_frames import Done
 from asynckv.protocol.values import Limits
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until
-from asynckv.testing.holders import RecordingHolder, draft_of
-from asynckv.testing.link_pairs import Hearer, linked
+from harness.holders import RecordingHolder, draft_of
+from harness.link_pairs import Hearer, linked
 
 SMALL, LARGE = 8, 2**20
 

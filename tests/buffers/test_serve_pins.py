@@ -11,7 +11,7 @@ from asynckv.links.dial import dial
 from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.pin_frames import Pin, Pinned
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import Hearer, name_of
+from harness.link_pairs import Hearer, name_of
 
 
 async def test_a_hold_costs_its_server_something_until_it_ends() -> None:

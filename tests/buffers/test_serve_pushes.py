@@ -26,9 +26,9 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import name_of
-from asynckv.testing.raw_inserts import RawInsert
 from asynckv.transports.mem import MemTransport
+from harness.link_pairs import name_of
+from harness.raw_inserts import RawInsert
 
 MIB = 2**20
 

@@ -13,9 +13,9 @@ from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Put
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.expectations import is_same
-from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
+from harness.link_pairs import Hearer, name_of
 
 SPEC = TensorSpec((MIB,), "uint8")
 BYTES = bytes_of(noise(MIB))

@@ -29,10 +29,10 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.blocked import until
-from asynckv.testing.holders import draft_of
-from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.testing.pairs import Peers
 from asynckv.types import TensorSpec
+from harness.holders import draft_of
+from harness.link_pairs import Hearer, name_of
 
 MIB = 2**20
 ANY = Select(has_key=False)

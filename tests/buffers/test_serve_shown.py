@@ -21,10 +21,10 @@ from asynckv.protocol.values import Place
 from asynckv.tensors.arena import Region
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
-from asynckv.testing.link_pairs import Hearer
 from asynckv.testing.lookup_checks.values import MIB, noise
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.link_pairs import Hearer
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

@@ -29,8 +29,8 @@ from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.shielding import wait_shielded
 from asynckv.tensors import views
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.types import TensorSpec
+from harness.link_pairs import Hearer, name_of
 
 MIB = 2**20
 SPEC = TensorSpec((MIB,), "uint8")

@@ -26,10 +26,10 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Done
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import name_of
 from asynckv.testing.pairs import Peers
-from asynckv.testing.raw_inserts import RawInsert
 from asynckv.types import TensorSpec
+from harness.link_pairs import name_of
+from harness.raw_inserts import RawInsert
 
 MIB = 2**20
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.testing.children import ask, line_of
-from asynckv.testing.gpu_processes import GpuKind, running
+from harness.children import ask, line_of
+from harness.gpu_processes import GpuKind, running
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -16,8 +16,8 @@ from asynckv.links import sharing
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Ack, Nack
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import name_of
-from asynckv.testing.raw_maps import RawMapper
+from harness.link_pairs import name_of
+from harness.raw_maps import RawMapper
 
 MIB = 2**20
 

@@ -17,8 +17,8 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.map_frames import Mapped, OpenMap
 from asynckv.protocol.payload_frames import Grant
-from asynckv.testing.link_pairs import Hearer, name_of
-from asynckv.testing.raw_maps import RawMapper
+from harness.link_pairs import Hearer, name_of
+from harness.raw_maps import RawMapper
 
 LARGE = torch.ones(2**18)
 

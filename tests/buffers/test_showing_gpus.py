@@ -15,8 +15,8 @@ from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.payload_frames import Grant
-from asynckv.testing.fake_devices import FakeDevice
-from asynckv.testing.link_pairs import Hearer, name_of
+from harness.fake_devices import FakeDevice
+from harness.link_pairs import Hearer, name_of
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

@@ -15,9 +15,9 @@ from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.testing.blocked import cancel_before_each, until
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
 from asynckv.testing.lookup_checks.values import MIB, noise
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

@@ -16,8 +16,8 @@ from asynckv.protocol.ipc_frames import SentShared
 from asynckv.tensors.device_copying import EDGE_NBYTES
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
-from asynckv.testing.gpu_pairs import GpuPair
 from asynckv.testing.lookup_checks.values import MIB, noise
+from harness.gpu_pairs import GpuPair
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

@@ -9,9 +9,9 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.streaming import LocalStream, LocalViews, LocalWriter
 from asynckv.errors import EntryAborted, EntryTooLarge, LeaseLost
 from asynckv.testing.blocked import until_blocked
-from asynckv.testing.fake_devices import fake_device
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same
 from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device
 
 SPECS = {name: TensorSpec((8,), "uint8") for name in ("key", "value")}
 LARGE_SPECS = {name: TensorSpec((MIB,), "uint8") for name in ("key", "value")}

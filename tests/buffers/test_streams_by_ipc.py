@@ -25,12 +25,12 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.streams import Delay
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.streams import Delay
+from harness.gpu_pairs import GpuPair, open_gpu_pair
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

@@ -11,8 +11,8 @@ from asynckv.protocol.frames import Select
 from asynckv.protocol.handshake import DigestMode
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import Hearer, LinkPair, linked
 from asynckv.types import TensorSpec
+from harness.link_pairs import Hearer, LinkPair, linked
 
 SPEC = TensorSpec((8,), "uint8")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from asynckv.buffers.entries import StoredEntry, Waiter
 from asynckv.buffers.queries import Query, make_query
 from asynckv.buffers.waiters import WaitingQueries, matched_by_id
-from asynckv.testing.holders import RecordingHolder, draft_of
+from harness.holders import RecordingHolder, draft_of
 
 ENTRY = StoredEntry(draft_of("a", (1, 2)), 1)
 

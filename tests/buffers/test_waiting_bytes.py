@@ -17,7 +17,7 @@ from asynckv.errors import Overloaded
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Taken
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import Hearer, name_of
+from harness.link_pairs import Hearer, name_of
 
 KIB = 1024
 LONG = 128 * KIB // 8 - 256

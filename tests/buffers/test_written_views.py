@@ -20,8 +20,8 @@ import asynckv
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.testing.blocked import until
-from asynckv.testing.children import line_of, running
 from asynckv.types import TensorSpec
+from harness.children import line_of, running
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")
 

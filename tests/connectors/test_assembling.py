@@ -20,11 +20,11 @@ from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.shapes import EngineShape
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import toy_shape
-from asynckv.testing.engines.toy_rank import ToyRank
-from asynckv.testing.fake_devices import fake_device, stagings_of
 from asynckv.types import TensorSpec
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
+from harness.engines.toy_rank import ToyRank
+from harness.fake_devices import fake_device, stagings_of
 
 MODEL = ToyModel(layers=2)
 TOKENS = list(range(20))

@@ -8,7 +8,7 @@ from asynckv.connectors.caches import PagedCaches
 from asynckv.errors import GPUFailed
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import at_once
-from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
+from harness.fake_devices import FakeDevice, fake_device, stagings_of
 
 
 async def test_blocks_of_the_host_are_copied_and_nothing_is_marked() -> None:

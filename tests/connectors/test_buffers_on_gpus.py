@@ -22,26 +22,26 @@ from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.errors import ConfigError, GPUUnavailable
 from asynckv.testing.blocked import until
-from asynckv.testing.cancellations.connectors.grounds import (
+from harness.cancellations.connectors.grounds import (
     LARGE,
     P2PGround,
     open_p2p,
     until_loaded,
 )
-from asynckv.testing.engines.toy_engine import ToyEngine
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import (
+from harness.engines.toy_engine import ToyEngine
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import (
     free_urls,
     make_engine,
     pair_configs,
     toy_shape,
 )
-from asynckv.testing.fake_devices import fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.fake_gpus.tensors import FakeTensors
-from asynckv.testing.gpu_processes import why_not
-from asynckv.testing.gpu_workers import save_order, worker_on
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.tensors import FakeTensors
+from harness.gpu_processes import why_not
+from harness.gpu_workers import save_order, worker_on
 
 MODEL = ToyModel(layers=2, head_dim=128)
 """A layer of 70 tokens is larger than what stays in host memory."""

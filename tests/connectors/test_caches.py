@@ -5,9 +5,9 @@ import torch
 
 from asynckv.connectors.caches import PagedCaches
 from asynckv.parallel.layouts import KVLayout
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import toy_shape
-from asynckv.testing.fake_devices import fake_device
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
+from harness.fake_devices import fake_device
 
 MODEL = ToyModel()
 

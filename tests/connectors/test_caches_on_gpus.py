@@ -25,12 +25,12 @@ from asynckv.errors import ConfigError, GPUFailed
 from asynckv.parallel.shapes import EngineShape
 from asynckv.tensors.cuda import Event
 from asynckv.testing.blocked import until
-from asynckv.testing.cancellations.connectors.grounds import open_p2p, until_saved
-from asynckv.testing.engines.toy_engine import ToyEngine
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import make_engine, pair_configs, toy_shape
-from asynckv.testing.fake_devices import FakeDevice, fake_device
-from asynckv.testing.fake_gpus.gates import Gate
+from harness.cancellations.connectors.grounds import open_p2p, until_saved
+from harness.engines.toy_engine import ToyEngine
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import make_engine, pair_configs, toy_shape
+from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus.gates import Gate
 
 MODEL = ToyModel()
 NAMES = itertools.count()

@@ -26,13 +26,13 @@ from asynckv.connectors.store_worker import StoreWorker
 from asynckv.integrations.bridge.bridge import Bridge
 from asynckv.tensors import copying
 from asynckv.testing.blocked import until
-from asynckv.testing.cancellations.connectors.grounds import (
+from harness.cancellations.connectors.grounds import (
     LARGE,
     SMALL,
     open_p2p,
     until_saved,
 )
-from asynckv.testing.engines.toy_model import ToyModel
+from harness.engines.toy_model import ToyModel
 
 HUGE = ToyModel(layers=2, head_dim=2**11)
 """Its layers are copied in several pieces."""

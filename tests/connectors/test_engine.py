@@ -7,8 +7,8 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.errors import IncompatiblePeer
 from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import Rank
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import toy_shape
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
 
 MODEL = ToyModel(heads=4)
 

@@ -14,8 +14,8 @@ from asynckv.connectors.gathering import LayerGathering
 from asynckv.connectors.staging import Staging
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
-from asynckv.testing.fake_gpus.gates import Gate
+from harness.fake_devices import FakeDevice, fake_device, stagings_of
+from harness.fake_gpus.gates import Gate
 
 IDS = ((5, 1),)
 LAYER_NBYTES = 2 * 4 * 4

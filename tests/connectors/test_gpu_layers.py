@@ -23,16 +23,16 @@ from asynckv.errors import GPUFailed
 from asynckv.links import sharing
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellations.connectors.grounds import (
+from asynckv.types import TensorSpec
+from harness.cancellations.connectors.grounds import (
     LARGE,
     P2PGround,
     open_p2p,
     until_saved,
 )
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.shared_puts import SharedPuts
-from asynckv.types import TensorSpec
+from harness.engines.toy_model import ToyModel
+from harness.fake_gpus.gates import Gate
+from harness.shared_puts import SharedPuts
 
 CHAOS = pytest.mark.chaos
 ONE = ToyModel(layers=1, head_dim=96)

@@ -5,9 +5,9 @@ import torch
 
 from asynckv.connectors.headers import EntryHeader
 from asynckv.errors import IncompatiblePeer
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import toy_shape
 from asynckv.types import TensorSpec
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
 
 
 def test_a_header_survives_being_a_tensor() -> None:

@@ -13,7 +13,7 @@ from asynckv.buffers.remote import connect
 from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.testing.blocked import until
-from asynckv.testing.cancellations.connectors.grounds import (
+from harness.cancellations.connectors.grounds import (
     P2PGround,
     open_p2p,
     until_loaded,

@@ -25,8 +25,8 @@ from asynckv.connectors.store_worker import StoreWorker
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.cuda import Event
 from asynckv.testing.blocked import until_blocked
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import make_engine, pair_configs, toy_shape
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import make_engine, pair_configs, toy_shape
 
 MODEL = ToyModel()
 

@@ -27,7 +27,12 @@ from asynckv.connectors.transfers import Transfers
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellations.connectors.grounds import (
+from asynckv.testing.faults.damaging import BlackHole
+from asynckv.testing.faults.fault import Kind
+from asynckv.testing.faults.proxy import Proxy
+from asynckv.testing.faults.shaping import Stall
+from asynckv.types import TensorSpec
+from harness.cancellations.connectors.grounds import (
     LARGE,
     SMALL,
     P2PGround,
@@ -35,12 +40,7 @@ from asynckv.testing.cancellations.connectors.grounds import (
     open_p2p,
     until_saved,
 )
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.faults.damaging import BlackHole
-from asynckv.testing.faults.fault import Kind
-from asynckv.testing.faults.proxy import Proxy
-from asynckv.testing.faults.shaping import Stall
-from asynckv.types import TensorSpec
+from harness.engines.toy_model import ToyModel
 
 SHORT_S = 2.0
 """Ten times what a step may wait: other things run on this machine too."""

@@ -9,7 +9,7 @@ from asynckv.buffers.serve import serve
 from asynckv.connectors.p2p_loading import P2PLoading
 from asynckv.connectors.p2p_orders import LoadOrder
 from asynckv.testing.blocked import until
-from asynckv.testing.engines.toy_parts import ToyParts, open_toy_parts
+from harness.engines.toy_parts import ToyParts, open_toy_parts
 
 ORDER = LoadOrder("r", "t", "P", ((1, 2),), is_async=False)
 

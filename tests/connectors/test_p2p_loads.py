@@ -24,8 +24,8 @@ from asynckv.connectors.p2p_saves import tell_failure
 from asynckv.errors import IncompatiblePeer
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.cancellations.connectors.grounds import open_p2p
 from asynckv.types import TensorSpec
+from harness.cancellations.connectors.grounds import open_p2p
 
 TOKENS = list(range(6))
 ENGINE = KVEngine(engine_id="E", block_size=4)

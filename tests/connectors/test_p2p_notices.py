@@ -9,8 +9,8 @@ from asynckv.connectors.p2p_orders import LoadOrder, SaveOrder
 from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.connectors.transfers import Transfers
 from asynckv.testing.blocked import until
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import toy_shape
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
 
 CONFIG = KVTransferConfig(
     kv_role="kv_both",

@@ -3,8 +3,8 @@ from __future__ import annotations
 import msgspec
 
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata, SaveOrder
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import toy_shape
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
 
 
 def test_orders_cross_processes() -> None:

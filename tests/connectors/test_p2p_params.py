@@ -10,8 +10,8 @@ from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions
 from asynckv.connectors.p2p_params import P2PParams, P2PRequest
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import toy_shape
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
 
 PREFILLED = {"do_remote_prefill": True, "transfer_id": "t"}
 

@@ -11,9 +11,9 @@ from asynckv.connectors.p2p_routes import P2PRoutes
 from asynckv.errors import ConfigError, IncompatiblePeer, PeerLost
 from asynckv.parallel.shapes import EngineShape
 from asynckv.testing.blocked import until
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import pair_configs, toy_shape
-from asynckv.testing.fake_devices import fake_device
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import pair_configs, toy_shape
+from harness.fake_devices import fake_device
 
 MODEL = ToyModel()
 SAVE = SaveOrder("r", "t", "D", (1,), ((0,),))

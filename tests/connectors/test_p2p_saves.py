@@ -22,8 +22,8 @@ from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Event
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.fake_devices import fake_device, stagings_of
 from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device, stagings_of
 
 ORDER = SaveOrder("r", "t", "", (1, 2, 3), ((2, 0),))
 HEADER = EntryHeader(engine_id="P", rank=0, block_size=2, layers=("a", "b"))

@@ -12,7 +12,7 @@ from asynckv.connectors.p2p_saving import P2PSaving
 from asynckv.connectors.staging import Staging
 from asynckv.errors import GPUFailed
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.engines.toy_parts import ToyParts, open_toy_parts
+from harness.engines.toy_parts import ToyParts, open_toy_parts
 
 ORDER = SaveOrder("r", "t", "D", (1, 2, 3), ((1,),))
 

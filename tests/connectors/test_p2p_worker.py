@@ -29,12 +29,12 @@ from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.shapes import EngineShape
 from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.engines.toy_engine import ToyEngine, ToyLoadFailed
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import make_engine, pair_configs, toy_shape
-from asynckv.testing.engines.toy_rank import ToyRank
-from asynckv.testing.fake_devices import fake_device, stagings_of
-from asynckv.testing.gpu_workers import worker_on
+from harness.engines.toy_engine import ToyEngine, ToyLoadFailed
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import make_engine, pair_configs, toy_shape
+from harness.engines.toy_rank import ToyRank
+from harness.fake_devices import fake_device, stagings_of
+from harness.gpu_workers import worker_on
 
 MODEL = ToyModel()
 NAMES = itertools.count()

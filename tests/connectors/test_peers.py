@@ -14,7 +14,7 @@ from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.peers import PeerLine, Peers, identity_of
 from asynckv.errors import PeerLost, PeerRestarted
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.fake_devices import fake_device
+from harness.fake_devices import fake_device
 
 ENGINE = KVEngine(engine_id="D", block_size=16)
 

@@ -11,7 +11,7 @@ from asynckv.connectors.caches import PagedCaches
 from asynckv.connectors.spool import Spool
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
+from harness.fake_devices import FakeDevice, fake_device, stagings_of
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import torch
 
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.store_shapes import StoredShape, namespace_of
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import toy_shape
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import toy_shape
 
 MODEL = ToyModel()
 

@@ -12,9 +12,9 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.store_shapes import namespace_of
 from asynckv.connectors.store_worker import StoreWorker, StoreWorkerStatistics
-from asynckv.testing.engines.toy_engine import ToyEngine
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import make_engine, toy_shape
+from harness.engines.toy_engine import ToyEngine
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import make_engine, toy_shape
 
 MODEL = ToyModel()
 BLOCK_NBYTES = 4 * 2 * 16 * 4 * 8 * 4

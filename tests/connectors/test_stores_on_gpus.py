@@ -16,11 +16,11 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.store_worker import StoreWorker
 from asynckv.testing.blocked import until
-from asynckv.testing.engines.toy_engine import ToyEngine
-from asynckv.testing.engines.toy_model import ToyModel
-from asynckv.testing.engines.toy_pairs import free_urls, make_engine, toy_shape
-from asynckv.testing.fake_devices import FakeDevice, fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
+from harness.engines.toy_engine import ToyEngine
+from harness.engines.toy_model import ToyModel
+from harness.engines.toy_pairs import free_urls, make_engine, toy_shape
+from harness.fake_devices import FakeDevice, fake_device_of
+from harness.fake_gpus import FakeGpus
 
 MODEL: Final = ToyModel(layers=2, head_dim=256)
 """A block is larger than what rides with a frame."""

@@ -10,9 +10,9 @@ from asynckv.buffers.streaming import LocalViews
 from asynckv.connectors.whole_entries import WholeEntry, open_entry
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pairs import GpuPair, open_gpu_pair
 from asynckv.testing.lookup_checks.values import MIB, noise
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
 
 
 @pytest.fixture

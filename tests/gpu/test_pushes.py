@@ -17,7 +17,7 @@ from asynckv.connectors.keys import prompt_digest
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.connectors.p2p_worker import P2PWorker
 from asynckv.testing.blocked import until
-from asynckv.testing.engines.toy_pairs import free_urls
+from harness.engines.toy_pairs import free_urls
 
 pytestmark = [
     pytest.mark.gpu,

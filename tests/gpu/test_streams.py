@@ -12,7 +12,7 @@ import torch
 
 import asynckv
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.gpu_processes import BEGIN
+from harness.gpu_processes import BEGIN
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,10 +22,10 @@ from asynckv.protocol.device_frames import (
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Frame, OpeningFrame, Ping
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.link_pairs import LinkPair, ScriptedService, linked
-from asynckv.testing.nccl_pairs import NcclPair
 from asynckv.transports.nccl.channel import DeviceChannel
+from harness.fake_gpus import FakeGpus
+from harness.link_pairs import LinkPair, ScriptedService, linked
+from harness.nccl_pairs import NcclPair
 
 
 class Service(ScriptedService):

@@ -26,8 +26,8 @@ from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.frames import Frame, Peek, Welcome
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import Hearer, ScriptedService, linked, name_of
 from asynckv.types import KVFingerprint
+from harness.link_pairs import Hearer, ScriptedService, linked, name_of
 
 pytestmark = pytest.mark.both_loops
 

@@ -11,7 +11,7 @@ from asynckv.links.keys import keys_of
 from asynckv.links.listen import listen
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import Keyring
-from asynckv.testing.link_pairs import ScriptedService, linked
+from harness.link_pairs import ScriptedService, linked
 
 ME = PeerIdentity("me", "1")
 

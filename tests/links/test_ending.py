@@ -11,7 +11,7 @@ from asynckv.protocol.frames import (
     Peek,
 )
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import Hearer, linked
+from harness.link_pairs import Hearer, linked
 
 pytestmark = pytest.mark.both_loops
 

@@ -9,7 +9,7 @@ from asynckv.links.exporting import ExportedMemory, edges_in
 from asynckv.protocol.values import Place
 from asynckv.tensors.device_pages import DevicePages
 from asynckv.tensors.quiet_gpus import quiet_gpu
-from asynckv.testing.fake_devices import FakeDevice
+from harness.fake_devices import FakeDevice
 
 FIRST, SECOND = Place((), 0, 1), Place((), 4096, 2)
 

@@ -22,9 +22,9 @@ from asynckv.protocol.ipc_frames import Exported
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.imports import ImportedAllocation
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_devices import FakeDevice, fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.link_pairs import LinkPair, linked
+from harness.fake_devices import FakeDevice, fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.link_pairs import LinkPair, linked
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

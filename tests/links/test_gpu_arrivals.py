@@ -18,9 +18,9 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import cancel_before_each, until
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+from harness.fake_gpus import FakeGpus
+from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 
 
 async def take(pair: NcclBuffers) -> None:

@@ -25,13 +25,13 @@ from asynckv.testing.cancellation import (
     sweep_cancellation,
 )
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.link_pairs import linked
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.testing.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 from asynckv.transports.nccl import transport, workers
 from asynckv.transports.nccl.worker import DeviceWorker
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.link_pairs import linked
+from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
 
 BY_HOST = "goes through host memory"
 IN_VAIN = {"the other rank", "the peer's first"}

@@ -13,14 +13,14 @@ from asynckv.links.heartbeat import MISSED_BEATS, Heartbeat
 from asynckv.protocol.frames import OpenPipe
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import Hearer, name_of
+from harness.link_pairs import Hearer, name_of
 
 pytestmark = pytest.mark.both_loops
 
 _LISTENING = """
 import asyncio
 from asynckv.links.listen import listen
-from asynckv.testing.link_pairs import ScriptedService, name_of
+from harness.link_pairs import ScriptedService, name_of
 
 async def main() -> None:
     service = ScriptedService(lambda *_: None)

@@ -20,7 +20,7 @@ from asynckv.protocol.frames import (
     Result,
 )
 from asynckv.protocol.values import Limits
-from asynckv.testing.link_pairs import Hearer, ScriptedService, linked
+from harness.link_pairs import Hearer, ScriptedService, linked
 
 pytestmark = pytest.mark.both_loops
 

@@ -23,7 +23,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import Hearer, LinkPair, ScriptedService, linked
+from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked
 
 pytestmark = pytest.mark.both_loops
 

@@ -15,7 +15,7 @@ from asynckv.protocol.frames import Peek, Result
 from asynckv.protocol.values import PeerIdentity
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.hostile import open_hostile_peer
-from asynckv.testing.link_pairs import Hearer, ScriptedService, linked
+from harness.link_pairs import Hearer, ScriptedService, linked
 
 pytestmark = pytest.mark.both_loops
 

@@ -8,7 +8,7 @@ from asynckv.errors import ConfigError
 from asynckv.links.address import parse_url
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.payloads import payload_paths
-from asynckv.testing.link_pairs import linked
+from harness.link_pairs import linked
 
 
 @pytest.mark.skipif(not has_fd_sockets(), reason="nothing to map here")

@@ -15,8 +15,8 @@ from asynckv.buffers.remote import connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.progress import OWN_WORK_S, STALL_S, Progress
-from asynckv.testing.simulation.machines import Machines, open_machines
-from asynckv.testing.simulation.nodes import Process
+from harness.simulation.machines import Machines, open_machines
+from harness.simulation.nodes import Process
 
 _ENTRY_BYTES: Final = 400_000
 

@@ -34,7 +34,7 @@ from asynckv.security.tls import read_tls
 from asynckv.security.tls_socket import Connection, TlsSocket
 from asynckv.testing.blocked import until
 from asynckv.testing.certificates import Authority
-from asynckv.testing.link_pairs import ScriptedService
+from harness.link_pairs import ScriptedService
 
 pytestmark = pytest.mark.both_loops
 

@@ -4,7 +4,7 @@ from asynckv.protocol.frames import (
     Peek,
 )
 from asynckv.protocol.payload_frames import Grant
-from asynckv.testing.link_pairs import Hearer, linked
+from harness.link_pairs import Hearer, linked
 
 
 async def test_a_stream_that_was_closed_says_and_hears_nothing() -> None:

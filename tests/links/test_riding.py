@@ -15,7 +15,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Riders
 from asynckv.testing.blocked import until
-from asynckv.testing.link_pairs import Hearer, ScriptedService, linked
+from harness.link_pairs import Hearer, ScriptedService, linked
 
 KIB = 1024
 

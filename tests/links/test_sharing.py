@@ -16,8 +16,8 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_devices import FakeDevice
-from asynckv.testing.link_pairs import LinkPair, linked
+from harness.fake_devices import FakeDevice
+from harness.link_pairs import LinkPair, linked
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

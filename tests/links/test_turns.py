@@ -8,7 +8,7 @@ from asynckv.links.dial import dial
 from asynckv.links.listen import listen
 from asynckv.links.turns import AT_ONCE, Turns
 from asynckv.protocol.frames import Peek, Result
-from asynckv.testing.link_pairs import Hearer, ScriptedService, linked, name_of
+from harness.link_pairs import Hearer, ScriptedService, linked, name_of
 
 pytestmark = pytest.mark.both_loops
 

@@ -23,7 +23,7 @@ from asynckv.parallel.copies import CopySide, Place, Span, StridedCopy
 from asynckv.parallel.layouts import KVLayout
 from asynckv.parallel.plans import RankRead, ReshardPlan, plan_reshard
 from asynckv.parallel.shapes import EngineShape, Rank
-from asynckv.testing.whole_cache import (
+from harness.whole_cache import (
     BLOCK_SIZES,
     HEADS,
     LAYOUTS,

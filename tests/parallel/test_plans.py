@@ -18,7 +18,7 @@ from asynckv.parallel.plans import (
     readers_of,
 )
 from asynckv.parallel.shapes import EngineShape, Rank
-from asynckv.testing.whole_cache import (
+from harness.whole_cache import (
     BLOCK_SIZES,
     HEADS,
     LAYOUTS,

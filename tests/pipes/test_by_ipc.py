@@ -10,9 +10,9 @@ import torch
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
 from asynckv.testing.pipe_checks.values import LARGE, PIPE_BYTES
+from harness.fake_gpus import FakeGpus
+from harness.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 from asynckv.testing.pipe_checks.values import LARGE, PIPE_BYTES
+from harness.fake_gpus import FakeGpus
+from harness.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 
 ODD = LARGE + 12_345
 SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.trust) for seed in (1, 2)))

@@ -12,7 +12,7 @@ from asynckv.pipes import callers as callers_file
 from asynckv.pipes.callers import Callers
 from asynckv.protocol.frames import Failure, OpeningFrame, OpenPipe
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.link_pairs import Hearer, LinkPair, ScriptedService, linked
+from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked
 
 LOST = PeerLost("rank 2 is lost")
 

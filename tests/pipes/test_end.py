@@ -20,8 +20,8 @@ from asynckv.protocol.frames import (
     Read,
 )
 from asynckv.testing import until
-from asynckv.testing.link_pairs import Hearer, linked
 from asynckv.types import TensorSpec
+from harness.link_pairs import Hearer, linked
 
 pytestmark = pytest.mark.both_loops
 

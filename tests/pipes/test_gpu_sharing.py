@@ -29,19 +29,19 @@ from asynckv.protocol.ipc_frames import Exported, OpenIpc
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.cuda import FakeCuda
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.gpu_pipe_pairs import arenas_of, expect_by_host, used_bytes_of
-from asynckv.testing.held_copies import held_copies, is_busy
-from asynckv.testing.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
-from asynckv.testing.link_pairs import Hearer
 from asynckv.testing.pipe_checks.values import (
     LARGE,
     receive_many,
     send_many,
 )
 from asynckv.types import TensorSpec
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.cuda import FakeCuda
+from harness.fake_gpus.gates import Gate
+from harness.gpu_pipe_pairs import arenas_of, expect_by_host, used_bytes_of
+from harness.held_copies import held_copies, is_busy
+from harness.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
+from harness.link_pairs import Hearer
 
 pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 

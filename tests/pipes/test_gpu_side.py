@@ -16,14 +16,14 @@ from asynckv.errors import (
 )
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pipe_pairs import arenas_of, expect_by_host
-from asynckv.testing.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 from asynckv.testing.pipe_checks.values import (
     LARGE,
     receive_many,
     send_many,
 )
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pipe_pairs import arenas_of, expect_by_host
+from harness.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 
 BY_HOST = "goes through host memory"
 ENDS = pytest.mark.parametrize("end", ["near_way", "far_way"])

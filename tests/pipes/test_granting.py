@@ -10,8 +10,8 @@ from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors import growth, lending
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing import until, until_blocked
-from asynckv.testing.receiving_halves import HALF_BYTES, ReceivingHalf
 from asynckv.types import TensorSpec
+from harness.receiving_halves import HALF_BYTES, ReceivingHalf
 
 LARGE = 2**18
 

@@ -18,8 +18,8 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Grant
 from asynckv.tensors import growth
 from asynckv.testing import until_blocked
-from asynckv.testing.receiving_halves import HALF_BYTES, HalfLink, ReceivingHalf
 from asynckv.types import TensorSpec
+from harness.receiving_halves import HALF_BYTES, HalfLink, ReceivingHalf
 
 LARGE = 2**18
 LOST = PeerLost("the cable was cut")

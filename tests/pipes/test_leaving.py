@@ -11,10 +11,10 @@ from asynckv.links.options import Digest
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 from asynckv.testing.pipe_checks.values import LARGE
 from asynckv.testing.pipe_pairs import open_pipe_pair
+from harness.fake_gpus import FakeGpus
+from harness.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 
 
 @pytest.fixture

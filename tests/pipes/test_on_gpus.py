@@ -16,11 +16,6 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.pipes.group import join_group
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_devices import fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.gpu_pipe_pairs import GpuPipes, expect_by_host
-from asynckv.testing.ipc_pipe_pairs import open_ipc_pipes
-from asynckv.testing.nccl_pipe_pairs import open_nccl_pipes
 from asynckv.testing.pipe_checks.values import (
     LARGE,
     PIPE_BYTES,
@@ -28,6 +23,11 @@ from asynckv.testing.pipe_checks.values import (
 )
 from asynckv.testing.pipe_conformance import PIPE_CHECKS
 from asynckv.testing.pipe_pairs import free_port
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pipe_pairs import GpuPipes, expect_by_host
+from harness.ipc_pipe_pairs import open_ipc_pipes
+from harness.nccl_pipe_pairs import open_nccl_pipes
 
 HAS_HANDLES = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
 WAYS = pytest.mark.parametrize(

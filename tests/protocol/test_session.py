@@ -31,7 +31,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
-from asynckv.testing.session_pairs import ask, far, hear, near, pump
+from harness.session_pairs import ask, far, hear, near, pump
 
 
 def owners(session: Session[str]) -> list[str]:

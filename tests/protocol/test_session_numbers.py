@@ -13,7 +13,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.values import Limits, PeerIdentity
-from asynckv.testing.session_pairs import ask, far, hear, near, pump
+from harness.session_pairs import ask, far, hear, near, pump
 
 
 def test_each_side_counts_its_own_streams() -> None:

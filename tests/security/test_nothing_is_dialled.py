@@ -13,8 +13,8 @@ import pytest
 import asynckv
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import OpeningFrame, Peek
-from asynckv.testing.link_pairs import Hearer, name_of
 from asynckv.types import TensorSpec
+from harness.link_pairs import Hearer, name_of
 
 pytestmark = pytest.mark.both_loops
 

@@ -12,10 +12,10 @@ import pytest
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.stagings import Stagings
-from asynckv.testing.device_memory import open_device_arena
-from asynckv.testing.fake_devices import FakeDevice
-from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
-from asynckv.testing.fake_gpus.tensors import FakeTensors
+from harness.device_memory import open_device_arena
+from harness.fake_devices import FakeDevice
+from harness.fake_gpus import FakeGpus, FakeProcess
+from harness.fake_gpus.tensors import FakeTensors
 
 CHUNK_NBYTES = 1024
 

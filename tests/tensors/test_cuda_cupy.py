@@ -9,7 +9,7 @@ from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.cuda import CudaApi, DeviceMemory
 from asynckv.tensors.cuda_cupy import CupyCuda, import_cupy, open_cuda
 from asynckv.tensors.cuda_driver import CudaDriver
-from asynckv.testing.cupy_double import CUDARuntimeError, CupyDouble, LibcudaDouble
+from harness.cupy_double import CUDARuntimeError, CupyDouble, LibcudaDouble
 
 RELAXED = 2
 

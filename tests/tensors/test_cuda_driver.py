@@ -7,7 +7,7 @@ import pytest
 
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.cuda_driver import CudaDriver, open_driver
-from asynckv.testing.cupy_double import LibcudaDouble
+from harness.cupy_double import LibcudaDouble
 
 RELAXED = 2
 

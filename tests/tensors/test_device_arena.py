@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_regions import DeviceRegion, HostRegion
-from asynckv.testing.fake_devices import FakeDevice
+from harness.fake_devices import FakeDevice
 
 MIB = 2**20
 

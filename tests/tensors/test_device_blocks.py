@@ -11,8 +11,8 @@ import pytest
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_blocks import Addresses, DeviceBlocks, run_starts
-from asynckv.testing.fake_gpus import FakeProcess
-from asynckv.testing.fake_gpus.gates import Gate
+from harness.fake_gpus import FakeProcess
+from harness.fake_gpus.gates import Gate
 
 _BLOCK = 64
 

@@ -14,11 +14,11 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
-from asynckv.testing.device_memory import open_device_pool
 from asynckv.testing.expectations import is_same
-from asynckv.testing.fake_devices import FakeDevice, fake_device
-from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.testing.lookup_checks.values import noise
+from harness.device_memory import open_device_pool
+from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus.streams import Delay
 
 NBYTES = 9 * 2**20 + 3
 

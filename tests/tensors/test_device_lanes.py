@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from asynckv.tensors.device_lanes import DeviceLane, DeviceLanes
-from asynckv.testing.fake_devices import FakeDevice, fake_device
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.fake_gpus.streams import FakeStream
+from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.streams import FakeStream
 
 
 @pytest.fixture

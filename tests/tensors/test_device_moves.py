@@ -8,9 +8,9 @@ import pytest
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import DeviceMemory, PinnedMemory
 from asynckv.tensors.device_moves import DeviceMoves, Move, MoveOutcome, free_pinned
-from asynckv.testing.fake_gpus import FakeProcess
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.fake_gpus.streams import FakeEvent
+from harness.fake_gpus import FakeProcess
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.streams import FakeEvent
 
 
 class _Told:

@@ -11,7 +11,7 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_pages import MARK_NBYTES, DevicePages
 from asynckv.tensors.devices import Device
 from asynckv.tensors.quiet_gpus import QuietGpu, quiet_gpu
-from asynckv.testing.fake_devices import FakeDevice
+from harness.fake_devices import FakeDevice
 
 MIB = 2**20
 

@@ -9,11 +9,11 @@ import torch
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_regions import HostRegion, region_behind
-from asynckv.testing.device_memory import region_in
-from asynckv.testing.fake_devices import FakeDevice
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.fake_gpus.streams import Delay
 from asynckv.types import TensorSpec
+from harness.device_memory import region_in
+from harness.fake_devices import FakeDevice
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.streams import Delay
 
 MIB = 2**20
 SPEC = TensorSpec((MIB,), "uint8")

@@ -9,8 +9,8 @@ import torch
 from asynckv.errors import GPUUnavailable
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_tensors import TorchEvent, TorchTensors, gpu_of, open_gpus
-from asynckv.testing.cupy_double import CupyDouble
 from asynckv.types import TensorSpec
+from harness.cupy_double import CupyDouble
 
 
 def tensors_of_torch() -> TorchTensors:

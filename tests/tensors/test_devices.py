@@ -14,8 +14,8 @@ from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device, device_named
 from asynckv.tensors.quiet_gpus import quiet_gpu
 from asynckv.tensors.stagings import Stagings
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.tensors import FakeTensors
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.tensors import FakeTensors
 
 
 def test_the_cpu_is_no_gpu() -> None:

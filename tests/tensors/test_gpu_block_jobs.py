@@ -11,8 +11,8 @@ from asynckv.tensors.block_copies import CopyDirection
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_gpus import FakeProcess
-from asynckv.testing.fake_gpus.tensors import FakeTensors
+from harness.fake_gpus import FakeProcess
+from harness.fake_gpus.tensors import FakeTensors
 
 _LAYERS = 3
 

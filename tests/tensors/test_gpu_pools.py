@@ -13,8 +13,8 @@ from asynckv.tensors.gpu_pools import GpuPools
 from asynckv.tensors.on_gpu import at_once
 from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_gpus import FakeProcess
-from asynckv.testing.fake_gpus.tensors import FakeTensors
+from harness.fake_gpus import FakeProcess
+from harness.fake_gpus.tensors import FakeTensors
 
 
 @pytest.fixture

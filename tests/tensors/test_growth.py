@@ -18,8 +18,8 @@ from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.tensors.slabs import MIN_SLAB_NBYTES, has_slabs
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_devices import fake_device
 from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device
 
 pytestmark = pytest.mark.skipif(not has_slabs(), reason="no memory files here")
 

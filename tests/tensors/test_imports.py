@@ -5,8 +5,8 @@ import pytest
 from asynckv.errors import GPUFailed
 from asynckv.tensors.device_pages import MARK_NBYTES, DeviceAllocation
 from asynckv.tensors.imports import import_allocation, open_allocation
-from asynckv.testing.fake_devices import FakeDevice, fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
+from harness.fake_devices import FakeDevice, fake_device_of
+from harness.fake_gpus import FakeGpus
 
 NBYTES = 4096
 

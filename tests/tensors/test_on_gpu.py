@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from asynckv.tensors.on_gpu import at_once, caught
-from asynckv.testing.fake_gpus.tensors import FakeTensors
 from asynckv.types import TensorSpec
+from harness.fake_gpus.tensors import FakeTensors
 
 
 def test_a_tensor_of_the_host_is_not_caught(tensors: FakeTensors) -> None:

@@ -10,8 +10,8 @@ from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.tensors.open_device import OpenDevice, open_device
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.fake_devices import fake_device
 from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device
 
 pytestmark = pytest.mark.both_loops
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from asynckv.tensors.quiet_gpus import QuietGpu, quiet_gpu
-from asynckv.testing.fake_gpus import FakeGpus
+from harness.fake_gpus import FakeGpus
 
 _LONG_S = 30.0
 

@@ -11,7 +11,7 @@ from asynckv.parallel.shapes import EngineShape, Rank
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.rearranging import rearrange, rearrange_jobs
-from asynckv.testing.whole_cache import Numbers, WholeCache
+from harness.whole_cache import Numbers, WholeCache
 
 _LAYOUTS = (
     KVLayout.blocks_first("NHD"),

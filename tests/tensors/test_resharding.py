@@ -19,7 +19,7 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.jobs import CopyJob
 from asynckv.tensors.resharding import reshard, reshard_jobs
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.whole_cache import Numbers, WholeCache
+from harness.whole_cache import Numbers, WholeCache
 
 _LAYOUTS = (
     KVLayout.kv_first("NHD"),

@@ -11,10 +11,10 @@ from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Staged, copied
 from asynckv.tensors.slots import SlotState
 from asynckv.tensors.staging import Staging
-from asynckv.testing.fake_gpus import FakeProcess
-from asynckv.testing.fake_gpus.cuda import FakeCuda
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.fake_gpus.tensors import FakeTensors
+from harness.fake_gpus import FakeProcess
+from harness.fake_gpus.cuda import FakeCuda
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.tensors import FakeTensors
 
 _CHUNK = 1000
 

@@ -14,11 +14,11 @@ from asynckv.protocol.digests import digest_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_gpus import FakeGpus, FakeProcess
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.fake_gpus.tensors import FakeTensors
 from asynckv.testing.pipe_pairs import open_pipe_pair
 from asynckv.types import TensorSpec
+from harness.fake_gpus import FakeGpus, FakeProcess
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.tensors import FakeTensors
 
 
 def _random(*shape: int) -> torch.Tensor:

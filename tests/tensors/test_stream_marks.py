@@ -11,9 +11,9 @@ from asynckv.tensors import stream_marks
 from asynckv.tensors.cuda import Event, Stream
 from asynckv.tensors.stream_marks import StreamMarks
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.fake_gpus import FakeProcess
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.fake_gpus.streams import FakeStream
+from harness.fake_gpus import FakeProcess
+from harness.fake_gpus.gates import Gate
+from harness.fake_gpus.streams import FakeStream
 
 
 @pytest.fixture

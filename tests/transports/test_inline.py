@@ -15,7 +15,8 @@ from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.feeds import Feed
 from asynckv.testing.blocked import until
-from asynckv.testing.inline_ends import (
+from asynckv.transports.inline import InlineTransport
+from harness.inline_ends import (
     CHUNK_NBYTES,
     InlineEnd,
     Landing,
@@ -23,7 +24,6 @@ from asynckv.testing.inline_ends import (
     open_inline_ends,
     tcp_pair,
 )
-from asynckv.transports.inline import InlineTransport
 
 pytestmark = pytest.mark.both_loops
 

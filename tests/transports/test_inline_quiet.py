@@ -14,7 +14,7 @@ from asynckv.errors import PeerLost
 from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.digests import digest_of
 from asynckv.testing.blocked import until
-from asynckv.testing.inline_ends import (
+from harness.inline_ends import (
     CHUNK_NBYTES,
     InlineEnd,
     Landing,

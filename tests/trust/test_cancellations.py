@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from asynckv.testing.cancellations.coroutines import codes_of_coroutines
-from asynckv.testing.cancellations.everything import run_scenarios
-from asynckv.testing.cancellations.grounds import Kind, open_ground
-from asynckv.testing.cancellations.sweeper import Sweeper
 from asynckv.testing.certificates import Authority
+from harness.cancellations.coroutines import codes_of_coroutines
+from harness.cancellations.everything import run_scenarios
+from harness.cancellations.grounds import Kind, open_ground
+from harness.cancellations.sweeper import Sweeper
 
 pytestmark = [
     pytest.mark.trust,

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from asynckv.testing.cancellations.connectors.coroutines import codes_of_coroutines
-from asynckv.testing.cancellations.connectors.everything import (
+from harness.cancellations.connectors.coroutines import codes_of_coroutines
+from harness.cancellations.connectors.everything import (
     COSTLY_GROUNDS,
     GROUNDS,
     run_scenarios,
 )
-from asynckv.testing.cancellations.sweeper import Sweeper
+from harness.cancellations.sweeper import Sweeper
 
 pytestmark = [
     pytest.mark.trust,

@@ -11,8 +11,8 @@ import pytest
 
 from asynckv.security.tls import TLS
 from asynckv.testing.certificates import Authority
-from asynckv.testing.crashes.run import kill_workers, leave_under_load, soak
 from asynckv.testing.pairs import Scheme, new_url
+from harness.crashes.run import kill_workers, leave_under_load, soak
 
 pytestmark = [
     pytest.mark.trust,

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.testing.faults.crowd import LARGE
+from harness.crowd import LARGE
 
 pytestmark = [
     pytest.mark.trust,
@@ -179,7 +179,7 @@ async def siege(
         url = await server.hear()
         with on_cores(cores_of_the_crowd):
             crowd = await stack.enter_async_context(
-                running("-m", "asynckv.testing.faults.crowd", url, str(count))
+                running("-m", "harness.crowd", url, str(count))
             )
             # Cores are not wholly apart: without a siege the others work as well.
             others = await stack.enter_async_context(running("-c", BUSY))

@@ -14,8 +14,8 @@ import asynckv
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Insert, OpeningFrame, Peek, Result, Select
 from asynckv.protocol.values import Limits
-from asynckv.testing.children import ask, line_of, running
 from asynckv.testing.faults.hostile import HostilePeer, claim, open_hostile_peer
+from harness.children import ask, line_of, running
 
 pytestmark = [
     pytest.mark.trust,

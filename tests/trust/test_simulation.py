@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.testing.simulation.command import Totals
+from harness.simulation.command import Totals
 
 pytestmark = [
     pytest.mark.trust,
@@ -26,7 +26,7 @@ def test_every_seed_keeps_the_promises(
     scale: Any, figures: Callable[[str], None]
 ) -> None:
     command = (
-        *(sys.executable, "-m", "asynckv.testing.simulation"),
+        *(sys.executable, "-m", "harness.simulation"),
         *("--seeds", f"0:{scale.simulation_seeds}"),
         *("--events", str(MIN_EVENTS)),
         *("--processes", str(os.cpu_count() or 1)),

@@ -1,7 +1,7 @@
 """What asynckv asks of NCCL: sends and receives of bytes, on one thread a GPU.
 
 Protocols only: :mod:`asynckv.transports.nccl.nccl_cupy` is them over CuPy, and
-:mod:`asynckv.testing.fake_gpus` without a GPU. Everything here may block the thread
+the fakes of tests/harness without a GPU. Everything here may block the thread
 that calls it, for ever where the peer does not answer; all calls for one GPU come
 from one thread, and so does the abort that ends what will never end. A call that
 NCCL refuses raises :exc:`~asynckv.errors.GPUFailed`.

@@ -9,8 +9,8 @@ from asynckv.cli.bench.command import bench
 from asynckv.cli.bench.device import DeviceRow, device_number, run_device_bench
 from asynckv.errors import GPUUnavailable
 from asynckv.tensors.devices import Device
-from asynckv.testing.fake_devices import fake_device
-from asynckv.testing.gpu_processes import BEGIN
+from harness.fake_devices import fake_device
+from harness.gpu_processes import BEGIN
 
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:3", 3)])

@@ -7,7 +7,7 @@ import asynckv
 from asynckv.cli.bench.child import own_child
 from asynckv.cli.bench.device_server import TOKENS, content_of
 from asynckv.testing.expectations import is_same
-from asynckv.testing.gpu_processes import BEGIN
+from harness.gpu_processes import BEGIN
 
 CODE = """
 from asynckv.cli.bench.device_server import serve_gpu

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asynckv.cli.demo.command import demo
-from asynckv.testing.gpu_processes import why_not
+from harness.gpu_processes import why_not
 
 COMMAND = (sys.executable, "-m", "asynckv", "demo", "--model", "random-tiny")
 

@@ -5,8 +5,8 @@ import torch
 
 from asynckv.cli.demo.place import HOST, Place, check_place, place_named
 from asynckv.errors import ConfigError, GPUUnavailable
-from asynckv.testing.fake_devices import fake_device
-from asynckv.testing.gpu_processes import why_not
+from harness.fake_devices import fake_device
+from harness.gpu_processes import why_not
 
 ON_NO_GPU = pytest.mark.skipif(why_not("real") == "", reason="there is a GPU here")
 

@@ -26,8 +26,8 @@ COMMAND = (sys.executable, "-u", "-m", "asynckv", "demo", "--model", "random-tin
 ON_A_FAKE_GPU = """
 from asynckv.cli.demo.{role} import main
 from asynckv.cli.demo.place import Place
-from asynckv.testing.fake_devices import fake_device_of
-from asynckv.testing.fake_gpus import FakeGpus
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
 gpu = fake_device_of(FakeGpus().process())
 main(lambda name: Place("cpu", gpu.device))
 """

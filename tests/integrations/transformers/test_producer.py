@@ -19,8 +19,8 @@ from asynckv.integrations.transformers import (
 )
 from asynckv.integrations.transformers.producer import _stays_on_gpu
 from asynckv.testing import sweep_cancellation
-from asynckv.testing.fake_devices import faultless_gpus
-from asynckv.testing.gpu_pairs import open_gpu_pair
+from harness.fake_devices import faultless_gpus
+from harness.gpu_pairs import open_gpu_pair
 
 Model = Callable[..., PreTrainedModel]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from asynckv.testing.vllm_engines import (
+from harness.vllm_engines import (
     Engine,
     Pair,
     StartEngine,

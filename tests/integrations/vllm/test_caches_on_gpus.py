@@ -22,11 +22,11 @@ from asynckv.connectors.store_worker import StoreWorker
 from asynckv.integrations.bridge import Bridge
 from asynckv.integrations.vllm.worker_role import WorkerRole
 from asynckv.testing.blocked import until
-from asynckv.testing.engines.toy_pairs import free_urls
-from asynckv.testing.fake_devices import FakeDevice, fake_device, stagings_of
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.gates import Gate
-from asynckv.testing.gpu_workers import (
+from harness.engines.toy_pairs import free_urls
+from harness.fake_devices import FakeDevice, fake_device, stagings_of
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.gates import Gate
+from harness.gpu_workers import (
     LOADED,
     SAVED,
     content_of,

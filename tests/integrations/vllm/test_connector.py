@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.testing.vllm_engines import (
+from harness.vllm_engines import (
     Engine,
     Pair,
     StartEngine,

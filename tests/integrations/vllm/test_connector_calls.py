@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from asynckv.testing.vllm_engines import PREFILL, free_url
+from harness.vllm_engines import PREFILL, free_url
 
 pytestmark = pytest.mark.vllm
 

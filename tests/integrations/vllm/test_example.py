@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import pytest
 
-from asynckv.testing.vllm_engines import StartEngine, random_prompt
-from asynckv.testing.vllm_engines.engine import ENVIRONMENT
+from harness.vllm_engines import StartEngine, random_prompt
+from harness.vllm_engines.engine import ENVIRONMENT
 
 pytestmark = [
     pytest.mark.vllm,

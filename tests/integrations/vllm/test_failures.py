@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from asynckv.testing.vllm_engines import (
+from harness.vllm_engines import (
     PREFILL,
     Answer,
     Engine,

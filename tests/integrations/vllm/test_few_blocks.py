@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from asynckv.testing.vllm_engines import (
+from harness.vllm_engines import (
     PREFILL,
     Engine,
     Pair,

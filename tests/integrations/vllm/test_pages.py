@@ -22,7 +22,7 @@ from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import attention_of, pages_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
-from asynckv.testing.gpu_workers import LOADED, SAVED, load_order, save_order
+from harness.gpu_workers import LOADED, SAVED, load_order, save_order
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = ("a", "b"), 9, 2, 16, 8
 PAGE = HEADS * TOKENS * CONTENT

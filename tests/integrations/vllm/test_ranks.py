@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.testing.vllm_engines import (
+from harness.vllm_engines import (
     Pair,
     StartEngine,
     free_url,

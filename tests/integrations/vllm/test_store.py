@@ -10,7 +10,7 @@ import pytest
 
 from asynckv import StoreBuffer, serve
 from asynckv.integrations.bridge import Bridge
-from asynckv.testing.vllm_engines import (
+from harness.vllm_engines import (
     StartEngine,
     free_url,
     random_prompt,

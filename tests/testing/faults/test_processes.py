@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.testing.children import line_of, running, tell
 from asynckv.testing.faults.processes import frozen_peer
 from asynckv.testing.faults.proxy import Proxy
+from harness.children import line_of, running, tell
 
 pytestmark = pytest.mark.multiprocess
 

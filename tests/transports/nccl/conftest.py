@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.nccl_pairs import NcclPair
 from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.worker import DeviceWorker
+from harness.fake_gpus import FakeGpus
+from harness.nccl_pairs import NcclPair
 
 QUICK = NcclSettings(chunk_bytes=64, slots=2, patience_s=0.2, open_s=5.0)
 

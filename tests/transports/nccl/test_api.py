@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from asynckv.testing.cupy_double import CupyDouble
 from asynckv.transports.nccl.api import UNIQUE_ID_NBYTES, Comm, NcclApi
 from asynckv.transports.nccl.nccl_cupy import CupyNccl
+from harness.cupy_double import CupyDouble
 
 
 def test_the_adapter_fits_the_seam() -> None:

@@ -10,8 +10,8 @@ from asynckv.errors import GPUFailed, IncompatiblePeer, LocalProtocolError, Peer
 from asynckv.protocol.device_frames import DeviceOffer, DeviceWithdraw
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.nccl_pairs import NcclPair
+from harness.fake_gpus import FakeGpus
+from harness.nccl_pairs import NcclPair
 
 
 class Part:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from asynckv.testing.nccl_pairs import loop_channels
 from asynckv.transports.nccl.channel import DeviceChannel
+from harness.nccl_pairs import loop_channels
 
 
 async def test_channels_of_the_testing_kit_are_channels() -> None:

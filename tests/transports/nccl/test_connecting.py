@@ -3,7 +3,7 @@ from __future__ import annotations
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.protocol.device_frames import MeetDevice, PrepareDevice
 from asynckv.testing.blocked import until
-from asynckv.testing.nccl_pairs import NcclPair
+from harness.nccl_pairs import NcclPair
 
 
 def said(pair: NcclPair, kind: type) -> list[object]:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import asyncio
 
-from asynckv.testing.nccl_pairs import loop_channels
 from asynckv.transports.nccl.ends import make_ends
 from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.staging import Staging
 from asynckv.transports.nccl.worker import DeviceWorker
+from harness.nccl_pairs import loop_channels
 
 
 async def test_the_smaller_chunk_of_both_sides_counts(worker: DeviceWorker) -> None:

@@ -15,8 +15,8 @@ from asynckv.protocol.device_frames import (
     MeetDevice,
     PrepareDevice,
 )
-from asynckv.testing.nccl_pairs import NcclPair
 from asynckv.transports.nccl.hearing import hear
+from harness.nccl_pairs import NcclPair
 
 
 def hear_on_near(pair: NcclPair, frame: DeviceFrame) -> None:

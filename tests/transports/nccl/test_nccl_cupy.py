@@ -6,8 +6,8 @@ import pytest
 
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.cuda_cupy import CupyStream
-from asynckv.testing.cupy_double import CupyDouble, NcclError
 from asynckv.transports.nccl.nccl_cupy import CupyNccl, open_nccl
+from harness.cupy_double import CupyDouble, NcclError
 
 
 def install(monkeypatch: pytest.MonkeyPatch, cupy: CupyDouble | None) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from asynckv.protocol.device_frames import DeviceGrant, DeviceSkip
 from asynckv.testing.blocked import until
-from asynckv.testing.nccl_pairs import NcclPair
+from harness.nccl_pairs import NcclPair
 
 
 def answers(pair: NcclPair, kind: type) -> int:

@@ -5,7 +5,7 @@ import asyncio
 from asynckv.protocol.device_frames import DeviceOffer
 from asynckv.protocol.digests import digest_of
 from asynckv.testing.blocked import until
-from asynckv.testing.nccl_pairs import NcclPair
+from harness.nccl_pairs import NcclPair
 
 
 def offers(pair: NcclPair) -> list[DeviceOffer]:

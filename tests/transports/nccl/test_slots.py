@@ -4,9 +4,9 @@ import pytest
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import PinnedMemory
-from asynckv.testing.fake_gpus import FakeGpus
-from asynckv.testing.fake_gpus.cuda import FakeCuda
 from asynckv.transports.nccl.slots import SlotPool
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.cuda import FakeCuda
 
 
 class Scarce(FakeCuda):

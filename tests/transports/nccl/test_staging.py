@@ -6,9 +6,9 @@ import pytest
 
 from asynckv.errors import GPUFailed
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.transports.nccl.staging import Staging
 from asynckv.transports.nccl.worker import DeviceWorker
+from harness.fake_gpus import FakeGpus
 
 
 async def test_it_is_allocated_and_freed_on_the_worker(worker: DeviceWorker) -> None:

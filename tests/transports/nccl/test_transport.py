@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from asynckv.abc import PayloadTransport
-from asynckv.testing.nccl_pairs import open_nccl_pair
 from asynckv.testing.transport_checks.sides import TransportCheck
 from asynckv.testing.transport_conformance import TRANSPORT_CHECKS
+from harness.nccl_pairs import open_nccl_pair
 
 
 @contextlib.asynccontextmanager

@@ -13,9 +13,9 @@ import pytest
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import Event
 from asynckv.tensors.quiet_gpus import quiet_gpu
-from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
+from harness.fake_gpus import FakeGpus
 
 
 class Moving:

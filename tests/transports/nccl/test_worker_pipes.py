@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import GPUFailed
-from asynckv.testing.fake_gpus import FakeGpus
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
+from harness.fake_gpus import FakeGpus
 
 
 def pipe_of(gpus: FakeGpus, lost: list[Exception]) -> WorkerPipe:

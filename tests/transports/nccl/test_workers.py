@@ -9,9 +9,9 @@ from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.testing.fake_devices import fake_device
 from asynckv.transports.nccl import workers
 from asynckv.transports.nccl.workers import WorkerUse, use_worker, worker_of
+from harness.fake_devices import fake_device
 
 
 def test_a_gpu_has_one_worker_however_many_use_it() -> None:

@@ -24,7 +24,7 @@ def test_no_hostile_input_breaks_a_promise(
     tmp_path: Path, scale: Any, figures: Callable[[str], None]
 ) -> None:
     command = (
-        *(sys.executable, "-m", "asynckv.testing.fuzzing"),
+        *(sys.executable, "-m", "harness.fuzzing"),
         *("--inputs", str(scale.fuzz_inputs)),
         *("--processes", str(os.cpu_count() or 1)),
         *("--findings", str(tmp_path)),

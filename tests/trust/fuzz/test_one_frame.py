@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from asynckv.testing.fuzzing.corpus import OPENING, Corpus
-from asynckv.testing.fuzzing.mutations import Item, join
-from asynckv.testing.fuzzing.peer_target import PEER
-from asynckv.testing.fuzzing.sides import SIDES
+from harness.fuzzing.corpus import OPENING, Corpus
+from harness.fuzzing.mutations import Item, join
+from harness.fuzzing.peer_target import PEER
+from harness.fuzzing.sides import SIDES
 
 pytestmark = [pytest.mark.trust, pytest.mark.timeout(900)]
 

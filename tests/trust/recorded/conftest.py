@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from asynckv.testing.fuzzing.recording import Recording
-from asynckv.testing.fuzzing.scenes import record
+from harness.fuzzing.recording import Recording
+from harness.fuzzing.scenes import record
 
 
 @pytest.fixture(scope="session")

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from asynckv.protocol.header import TYPE_CHUNK, TYPE_CONTINUATION, TYPE_CONTROL
-from asynckv.testing.fuzzing.meanings import changed_meanings
-from asynckv.testing.fuzzing.recording import Recording
-from asynckv.testing.fuzzing.replaying import (
+from harness.fuzzing.meanings import changed_meanings
+from harness.fuzzing.recording import Recording
+from harness.fuzzing.replaying import (
     check_chunk_flips,
     check_control_flips,
     check_cuts,
 )
-from asynckv.testing.fuzzing.samples import frame_makers
+from harness.fuzzing.samples import frame_makers
 
 pytestmark = [pytest.mark.trust, pytest.mark.timeout(240)]
 

@@ -1,0 +1,75 @@
+"""Layers on their way within the GPU that pushes them: cancelled anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+from asynckv.buffers.gpu_staging import StagedTensor, release_staged
+from asynckv.connectors.gpu_layers import GpuLayers
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import Outcome
+from harness.cancellations.connectors.grounds import P2PGround
+from harness.cancellations.connectors.scenario import ConnectorScenario
+from harness.cancellations.sweeper import Sweeper
+from harness.shared_puts import SharedPuts
+
+__all__ = ("PUSHING", "a_take")
+
+
+async def a_take(ground: P2PGround, sweeper: Sweeper) -> None:
+    """Cancelled, it reads no block, and has no memory of the GPU."""
+    worker, caches = ground.prefill.workers[0], ground.prefill.caches[0]
+    moves, order = worker._registered(), ground.save_order(ground.new_name())
+    ((find, entry_id, _),) = worker.routes.targets(order)
+    buffer, specs = await find(), moves.caches.specs(order.block_ids)
+    layers: GpuLayers
+    ahead: asyncio.Queue[tuple[str, list[StagedTensor]]]
+
+    async def before() -> None:
+        nonlocal layers, ahead
+        caches.compute()
+        save = worker._saving.new_save(order)
+        save.offer_rest(moves.now())
+        layers, ahead = save._on_gpu or layers, asyncio.Queue()
+        await sweeper.pause()
+
+    async def take() -> None:
+        offers: asyncio.Queue[str] = asyncio.Queue()
+        for layer in ground.model.layer_names:
+            offers.put_nowait(layer)
+        await layers._take_all(writer, offers, ahead)
+
+    async def check(outcome: Outcome[None]) -> None:
+        caches.spoil()
+        while not ahead.empty():
+            release_staged(ahead.get_nowait()[1])
+        (line,) = worker.routes.peers._lines.values()
+        if line._peer is not None:
+            left = SharedPuts(line._peer)
+            await until(lambda: not left.staged_bytes)
+
+    async def open_again() -> None:
+        moves._is_open = False
+        await moves.open_if_possible()
+
+    opening = buffer.open_insert(order.token_ids, None, specs, entry_id=entry_id)
+    with contextlib.suppress(_GivenUp):
+        async with opening as writer:
+            await sweeper.sweep("what a save takes", take, check, before)
+            await sweeper.sweep("what a GPU has ready", open_again, check)
+            raise _GivenUp
+    await ground.check_quiet()
+
+
+class _GivenUp(Exception):
+    """The entry is not to be whole."""
+
+
+PUSHING: Final[tuple[ConnectorScenario[P2PGround], ...]] = (
+    ConnectorScenario(
+        a_take,
+        ("BlockMoves.gather_there", "BlockMoves.open", "BlockMoves.open_if_possible"),
+    ),
+)

@@ -1,0 +1,229 @@
+"""Streams and events: work in order, done when somebody looks.
+
+All of it is called under the lock of the GPUs that it belongs to.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, Protocol
+
+from asynckv.errors import GPUFailed
+from asynckv.tensors.cuda import Event, Stream
+from harness.fake_gpus.memory import AddressSpace, Allocation
+
+if TYPE_CHECKING:
+    from harness.fake_gpus.fabric import FakeGpus, FakeProcess
+
+__all__ = (
+    "Copy",
+    "Delay",
+    "FakeEvent",
+    "FakeStream",
+    "FakeTorchEvent",
+    "FakeTorchStream",
+    "Work",
+)
+
+
+class Work(Protocol):
+    """One piece of work of a stream, which is at its head when it is asked."""
+
+    def run(self) -> bool:
+        """Get on; whether it has ended.
+
+        :raises GPUFailed: it never will, and nothing behind it
+        """
+
+
+class FakeStream:
+    """Work that runs in order."""
+
+    def __init__(self, process: FakeProcess, device: int, handle: int) -> None:
+        self._process = process
+        self.device = device
+        self.handle = handle
+        self.work: collections.deque[Work] = collections.deque()
+        self.error: GPUFailed | None = None
+        self._is_getting_on = False
+
+    @property
+    def gpus(self) -> FakeGpus:
+        """Those that it is of."""
+        return self._process.gpus
+
+    def add(self, work: Work) -> None:
+        """Queue work behind a delay of the GPUs' own choice.
+
+        :raises GPUFailed: this stream's work has failed before
+        """
+        with self.gpus.lock:
+            if self.error is not None:
+                raise GPUFailed(f"this stream has failed: {self.error}", code=700)
+            if ticks := self.gpus.delay():
+                self.work.append(Delay(ticks))
+            self.work.append(work)
+
+    def get_on(self) -> None:
+        """Do what can be done now. A finalizer that asks meanwhile is no hindrance."""
+        if self._is_getting_on:
+            return
+        self._is_getting_on = True
+        try:
+            while self.work and self.work[0].run():
+                self.work.popleft()
+        except GPUFailed as exc:
+            self.error = exc
+            self.work.clear()
+        finally:
+            self._is_getting_on = False
+
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, FakeEvent):
+            raise TypeError(f"not an event of these GPUs: {event!r}")
+        self.add(_Wait(event, event.recorded))
+
+    def synchronize(self) -> None:
+        self._process.cuda.check_capture("a stream was waited for")
+        self.gpus.block(lambda: not self.work, "a stream to end")
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        with self.gpus.lock:
+            self._process.streams.pop(self.handle, None)
+
+
+class FakeTorchStream(FakeStream):
+    """One of torch's: to be marked by torch, and no stream for calls of CUDA."""
+
+
+class FakeEvent:
+    """A mark: how often it was set, and how far it has fired."""
+
+    def __init__(self, gpus: FakeGpus) -> None:
+        self._gpus = gpus
+        self.recorded = 0
+        """How often it was set."""
+        self._fired = 0
+        self._streams: list[FakeStream] = []
+
+    def has_fired(self, recorded: int) -> bool:
+        """Whether all that was set until then has ended."""
+        return self._fired >= recorded
+
+    def record(self, stream: Stream) -> None:
+        if not isinstance(stream, FakeStream) or isinstance(stream, FakeTorchStream):
+            raise TypeError(f"not a stream of these GPUs: {stream!r}")
+        self.record_any(stream)
+
+    def record_any(self, stream: FakeStream) -> None:
+        """As :meth:`record`, on one of torch's streams too."""
+        with self._gpus.lock:
+            self._streams = [stream]
+            stream.add(_Fire(self, self.recorded + 1))
+            self.recorded += 1
+
+    def fire(self, recorded: int) -> None:
+        """All before the mark has ended."""
+        self._fired = max(self._fired, recorded)
+
+    def query(self) -> bool:
+        with self._gpus.lock:
+            self._gpus.progress()
+            for stream in self._streams:
+                if stream.error is not None:
+                    raise GPUFailed(str(stream.error), code=stream.error.code)
+            return self.has_fired(self.recorded)
+
+    def synchronize(self) -> None:
+        self._gpus.block(self.query, "an event to fire")
+
+    def close(self) -> None:
+        self._streams = []
+
+
+class FakeTorchEvent:
+    """A mark of torch's: no stream of CUDA waits for it."""
+
+    def __init__(self, event: FakeEvent) -> None:
+        self._event = event
+
+    def record(self, stream: Stream) -> None:
+        raise TypeError("an event of torch's is recorded by torch")
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def close(self) -> None:
+        self._event.close()
+
+
+class _Fire:
+    def __init__(self, event: FakeEvent, recorded: int) -> None:
+        self._event = event
+        self._recorded = recorded
+
+    def run(self) -> bool:
+        self._event.fire(self._recorded)
+        return True
+
+
+class _Wait:
+    def __init__(self, event: FakeEvent, recorded: int) -> None:
+        self._event = event
+        self._recorded = recorded
+
+    def run(self) -> bool:
+        return self._event.has_fired(self._recorded)
+
+
+class Delay:
+    """Takes so many looks, and does nothing."""
+
+    def __init__(self, ticks: int) -> None:
+        self._ticks = ticks
+
+    def run(self) -> bool:
+        self._ticks -= 1
+        return self._ticks < 0
+
+
+class Copy:
+    """One half of the bytes at first, the other when it is looked at again.
+
+    So whoever lets go of either end in between is seen to.
+    """
+
+    def __init__(
+        self, space: AddressSpace, target: int, source: int, nbytes: int, ticks: int
+    ) -> None:
+        self._space = space
+        self._places = target, source
+        self._nbytes = nbytes
+        self._ticks = ticks
+        self._ends: list[tuple[Allocation, int]] = []
+
+    def run(self) -> bool:
+        if not self._ends:
+            self._ends = [self._space.find(at, self._nbytes) for at in self._places]
+            for allocation, _ in self._ends:
+                allocation.users += 1
+                self._space.note(allocation, 1)
+            self._move(0, self._nbytes // 2)
+        self._ticks -= 1
+        if self._ticks >= 0:
+            return False
+        self._move(self._nbytes // 2, self._nbytes)
+        for allocation, _ in self._ends:
+            allocation.users -= 1
+            self._space.note(allocation, -1)
+        return True
+
+    def _move(self, start: int, stop: int) -> None:
+        (target, to), (source, at) = self._ends
+        moved = source.array[at + start : at + stop]
+        target.array[to + start : to + stop] = moved

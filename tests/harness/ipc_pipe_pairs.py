@@ -1,0 +1,54 @@
+"""Both sides of a pipe, in two processes on one GPU that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+from asynckv.pipes.gpu_sharing import GpuSharing
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pipe_pairs import GpuPipes, gpu_side_of, open_pipes_on
+
+__all__ = ("IpcPipes", "open_ipc_pipes")
+
+
+@dataclasses.dataclass(frozen=True)
+class IpcPipes(GpuPipes):
+    """What one side has on the GPU the other may read where it lies."""
+
+    @property
+    def near_sharing(self) -> GpuSharing:
+        """What the near side shows, and reads."""
+        return gpu_side_of(self.near).sharing
+
+    @property
+    def far_sharing(self) -> GpuSharing:
+        """What the far side shows, and reads."""
+        return gpu_side_of(self.far).sharing
+
+    @property
+    def moved(self) -> int:
+        """How many tensors the near side has shown to be read where they lie."""
+        holder = self.near_sharing._holder
+        return 0 if holder is None else holder._last_number
+
+    def break_off(self, *, near: bool) -> None:
+        sharing = self.near_sharing if near else self.far_sharing
+        sharing._lost("a test")
+
+
+@contextlib.asynccontextmanager
+async def open_ipc_pipes(
+    gpus: FakeGpus, *, is_connected: bool = True, **options: Any
+) -> AsyncIterator[IpcPipes]:
+    """Open a pipe on the first of ``gpus``; ``options`` are of :func:`open_pipes_on`.
+
+    Unless ``is_connected`` is false this waits until both sides share their memory.
+    """
+    ours, theirs = fake_device_of(gpus.process()), fake_device_of(gpus.process())
+    expected = "cuda_ipc" if is_connected else None
+    async with open_pipes_on(ours, theirs, expected=expected, **options) as pipes:
+        yield IpcPipes(*pipes, ours, theirs)

@@ -1,0 +1,87 @@
+"""A lookup buffer's state without anybody who waits: driven step by step."""
+
+from __future__ import annotations
+
+from asynckv.buffers.entries import StoredEntry, Waiter
+from asynckv.buffers.ledger import Ledger
+from asynckv.buffers.queries import Query, make_query
+from asynckv.buffers.room import Room
+from asynckv.tensors.arena import HeapArena
+from harness.holders import RecordingHolder, draft_of
+
+__all__ = ("SteppedLedger",)
+
+_ONE = make_query([1], None)
+
+
+class SteppedLedger:
+    """A ledger and its line for room; its parts are ``book`` and ``leases``.
+
+    Entries are as :func:`~harness.holders.draft_of` makes them.
+    """
+
+    def __init__(
+        self, max_bytes: int = 100, *, max_hold_s: float | None = None
+    ) -> None:
+        self.arena = HeapArena(max_bytes)
+        self.ledger = Ledger(
+            self.arena,
+            max_deliver=2,
+            max_hold_s=max_hold_s,
+            changed=lambda: self.room.change(),
+            waiting=lambda: self.room.entries(),
+        )
+        self.book = self.ledger.book
+        self.leases = self.ledger.leases
+        self.room = Room(self.ledger.give_room, self.ledger.adopt)
+
+    def begin(
+        self,
+        entry_id: str,
+        tokens: tuple[int, ...] = (1,),
+        nbytes: int = 8,
+        *,
+        deliveries: int = 1,
+        streaming: bool = False,
+        ttl_s: float | None = None,
+    ) -> StoredEntry:
+        """Let an insert get in line for room."""
+        entry = self.book.admit(
+            draft_of(
+                entry_id,
+                tokens,
+                nbytes,
+                deliveries=deliveries,
+                streaming=streaming,
+                ttl_s=ttl_s,
+            )
+        )
+        if not self.room.join(entry):
+            self.ledger.announce(entry)
+        return entry
+
+    def finish(self, entry: StoredEntry) -> None:
+        """Let its bytes land, and commit it."""
+        self.ledger.landed(entry, 0, b"d")
+        self.ledger.commit(entry)
+
+    def insert(
+        self,
+        entry_id: str,
+        tokens: tuple[int, ...] = (1,),
+        nbytes: int = 8,
+        *,
+        deliveries: int = 1,
+        ttl_s: float | None = None,
+    ) -> StoredEntry:
+        """Bring a whole entry in."""
+        entry = self.begin(entry_id, tokens, nbytes, deliveries=deliveries, ttl_s=ttl_s)
+        self.finish(entry)
+        return entry
+
+    def select(
+        self, query: Query = _ONE, consumer: str = "consumer", *, streams: bool = False
+    ) -> tuple[RecordingHolder, Waiter]:
+        """Let a consumer ask for an entry."""
+        holder = RecordingHolder(consumer, streams=streams)
+        return holder, self.leases.select(query, holder, None)

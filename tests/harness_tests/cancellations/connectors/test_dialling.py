@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+
+from harness.cancellations.connectors.dialling import DIALLING
+from harness.cancellations.connectors.grounds import P2PGround, open_p2p
+from harness.cancellations.connectors.scenario import ConnectorScenario
+from harness.cancellations.sweeper import Sweeper
+
+
+@pytest.mark.parametrize("scenario", DIALLING, ids=lambda scenario: scenario.name)
+async def test_there_is_one_link_or_none(
+    scenario: ConnectorScenario[P2PGround],
+) -> None:
+    sweeper = Sweeper()
+    async with open_p2p("mem") as ground:
+        await scenario.run(ground, sweeper)
+    assert sweeper.cancelled

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from asynckv.buffers.entries import Lease
+from asynckv.buffers.leases import Leases
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serve import serve
+from asynckv.testing.blocked import until
+from asynckv.types import TensorSpec
+from harness.crashes.account import Account, Findings
+from harness.crashes.orders import Order
+from harness.crashes.run import (
+    judge,
+    kill_workers,
+    leave_under_load,
+    new_buffer,
+)
+from harness.crashes.workshop import open_workshop
+
+
+@pytest.mark.chaos  # tests/trust/test_crashes.py has more of them
+async def test_a_few_kills_break_no_promise() -> None:
+    found = await kill_workers("tcp://127.0.0.1:0", kills=4, seed=1, couples=1)
+    assert found.kills >= 4 and found.inserted
+    assert found.wrongs == ()
+
+
+@pytest.mark.chaos  # as above
+async def test_leaving_under_load_loses_nothing() -> None:
+    found = await leave_under_load("tcp://127.0.0.1:0", seed=1, couples=1, steps=8)
+    assert found.inserted and found.wrongs == ()
+
+
+async def test_the_verdict_waits_for_streams_of_the_dead_to_end() -> None:
+    async with new_buffer(Account()) as buffer:
+        specs = {"key": TensorSpec((4,), "uint8")}
+        writing = buffer.open_insert(None, None, specs, entry_id="p-0")
+        await writing.__aenter__()
+        judging = asyncio.create_task(judge(buffer, Account()))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not judging.done() and buffer.statistics().waiting_selects == 0
+        await writing.__aexit__(OSError, OSError("its process was killed"), None)
+        assert (await judging).wrongs == ()
+
+
+def acknowledge_what_the_dead_had(patch: pytest.MonkeyPatch) -> None:
+    give_back = Leases.give_back
+
+    def give_back_or_lose(self: Leases, lease: Lease, *, reached: bool) -> None:
+        if lease.reached and lease.is_valid:
+            self.acknowledge(lease)
+        else:
+            give_back(self, lease, reached=reached)
+
+    patch.setattr(Leases, "give_back", give_back_or_lose)
+
+
+async def kill_in_its_body(seed: int) -> Findings:
+    account = Account()
+    async with (
+        new_buffer(account) as buffer,
+        serve("tcp://127.0.0.1:0", lookup=buffer) as server,
+        open_workshop(account.hear) as workshop,
+    ):
+        producer = await workshop.start(Order("producer", "p", server.url, seed))
+        consumer = await workshop.start(
+            Order("consumer", "c", server.url, seed, longest_use_s=3600.0)
+        )
+        await until(lambda: told_last(account, consumer) == "got", timeout_s=60)
+        # It says so before the frame leaves by which the buffer learns of it.
+        await until(lambda: has_reached_somebody(buffer))
+        for pid in (consumer, producer):
+            await workshop.signal(pid, signal.SIGKILL)
+        return await judge(buffer, account)
+
+
+def has_reached_somebody(buffer: LookupBuffer) -> bool:
+    entries = buffer.ledger.book.entries.values()
+    return any(lease.reached for entry in entries for lease in entry.leases.values())
+
+
+def told_last(account: Account, pid: int) -> str:
+    return account.last[pid].word if pid in account.last else ""
+
+
+@pytest.mark.trust
+async def test_what_a_killed_one_had_in_its_body_is_given_back_or_found_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = await kill_in_its_body(seed=3)
+    assert (found.kills, found.unseen, found.wrongs) == (2, 0, ())
+    acknowledge_what_the_dead_had(monkeypatch)
+    (wrong,) = (await kill_in_its_body(seed=3)).wrongs
+    assert wrong.startswith("lost: p-")

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.fuzzing import fuzzer
+from harness.fuzzing.__main__ import main
+from harness.fuzzing.corpus import Corpus
+from harness.fuzzing.fuzzer import (
+    TARGETS,
+    Failing,
+    Report,
+    fuzz,
+    fuzz_target,
+    replay,
+)
+from harness.fuzzing.oracle import Target, expect
+
+CORPUS = Corpus(1)
+
+
+def _make(rng: random.Random, corpus: Corpus) -> bytes:
+    return rng.randbytes(1 + rng.randrange(4))
+
+
+def _dislike(data: bytes) -> None:
+    expect(data[0] < 250, "too large a byte", data)
+    if data[0] == 7:
+        raise KeyError(7)
+
+
+PICKY = Target("picky", _make, _dislike)
+
+
+def run(target: Target, inputs: int = 3000) -> Report:
+    report = Report()
+    fuzz_target(target, 1, inputs, CORPUS, report)
+    return report
+
+
+def test_a_run_tries_all_targets_and_finds_nothing() -> None:
+    report = fuzz(1, 400)
+    assert set(report.inputs) == set(TARGETS)
+    assert report.total >= 400
+    assert report.failing == {}
+    assert report.slowest_s > 0
+    assert report.most_held_bytes > 0
+
+
+def test_of_each_kind_the_shortest_input_is_kept() -> None:
+    failing = run(PICKY).failing
+    assert {(f.kind.split(" ")[1], len(f.data)) for f in failing.values()} == {
+        ("Finding", 1),
+        ("KeyError", 1),
+    }
+
+
+def test_the_same_seed_finds_the_same() -> None:
+    assert run(PICKY).failing == run(PICKY).failing
+    assert run(PICKY).inputs == {"picky": 3000}
+
+
+def test_what_was_found_is_replayed_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzzer, "TARGETS", {"picky": PICKY})
+    for failing in run(PICKY).failing.values():
+        path = failing.save(tmp_path / "found")
+        assert Failing.load(path) == failing
+        with pytest.raises(Exception, match="7|too large"):
+            replay(path)
+
+
+def test_an_input_that_takes_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzzer, "_SLOW_S", 0)
+    monkeypatch.setattr(fuzzer, "_MAX_S", 1e-9)
+    report = run(Target("slow", _make, lambda data: None), 20)
+    assert any("takes 0.0" in f.error for f in report.failing.values())
+
+
+def test_an_input_for_which_much_is_held_is_found() -> None:
+    def hold(data: bytes) -> None:
+        bytearray(2**20).clear()
+
+    report = run(Target("greedy", _make, hold), 5)
+    assert [f.error[-50:] for f in report.failing.values() if "holds 10" in f.error]
+
+
+def test_a_run_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    def speak(data: bytes) -> None:
+        logging.getLogger("asynckv.links.link").warning("again and again")
+
+    run(Target("loud", _make, speak), 5)
+    assert caplog.records == []
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    def run_it(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["fuzzing", *arguments])
+        main()
+        return capsys.readouterr().out
+
+    return run_it
+
+
+@pytest.mark.multiprocess
+@pytest.mark.chaos  # tests/trust/fuzz/test_fuzz.py reads it anyway
+def test_the_command_tells_how_much_was_tried(command: Callable[..., str]) -> None:
+    said = command("--inputs", "200", "--processes", "1")
+    assert "inputs in" in said
+    assert "peer" in said
+
+
+def test_the_command_replays(tmp_path: Path, command: Callable[..., str]) -> None:
+    path = Failing("urls", "seed 1, input 2", "kind", b"mem:@", "error").save(tmp_path)
+    said = command("--replay", str(path))
+    assert said == "nothing is wrong with it any more\n"

@@ -1,0 +1,142 @@
+"""A prompt goes from one process to another on one GPU, by their connectors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from asynckv.connectors.p2p_orders import P2PMetadata
+from asynckv.connectors.p2p_worker import P2PWorker
+from asynckv.testing.blocked import until
+from harness.engines.toy_pairs import free_urls
+from harness.gpu_processes import GPU_KINDS, GpuKind, usable
+from harness.gpu_workers import (
+    LOADED,
+    SAVED,
+    content_of,
+    load_order,
+    worker_on,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+Decoding = tuple[P2PWorker, dict[str, torch.Tensor], Process]
+Pushed = tuple[P2PWorker, dict[str, torch.Tensor], Process, str]
+
+
+@pytest.fixture(params=GPU_KINDS)
+async def decoding(request: pytest.FixtureRequest) -> AsyncIterator[Decoding]:
+    """A worker on the GPU of another process, which has saved the prompt."""
+    kind = usable(request.param)
+    (url,) = free_urls(1)
+    module = "harness.gpu_workers"
+    command = (sys.executable, "-m", module, kind, url)
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"saved\n"
+        worker, caches = worker_on(kind, "kv_consumer", url)
+        async with worker:
+            await worker.start()
+            yield worker, caches, process
+    finally:
+        await process.communicate(b"")  # it ends with its standard input
+    assert process.returncode in (0, -signal.SIGKILL)
+
+
+async def load(worker: P2PWorker, name: str) -> dict[str, str]:
+    """Load it, and return why it failed, if it did."""
+    worker.bind_connector_metadata(P2PMetadata(loads=(load_order(name),)))
+    await worker.start_load_kv()
+    await until(lambda: not worker.statistics().loading)
+    worker.clear_connector_metadata()
+    return dict(worker.get_finished().reasons)
+
+
+async def test_blocks_are_read_where_the_other_process_keeps_them(
+    decoding: Decoding,
+) -> None:
+    worker, caches, _ = decoding
+    assert await load(worker, "t") == {}
+    (line,) = worker.routes.peers._lines.values()
+    assert (await line.peer()).transport == "cuda_ipc"
+    for layer, cache in caches.items():
+        assert torch.equal(cache.cpu()[list(LOADED)], content_of(layer)[list(SAVED)])
+        assert not cache.cpu()[[1, 2, 5, 7, 8]].any()
+
+
+@contextlib.asynccontextmanager
+async def pushed_to(kind: GpuKind, how: str) -> AsyncIterator[Pushed]:
+    """A worker to which another process pushes, and what that says of it."""
+    (url,) = free_urls(1)
+    worker, caches = worker_on(kind, "kv_consumer", url, direction="push")
+    module = "harness.gpu_workers"
+    command = (sys.executable, "-m", module, kind, url, how)
+    async with worker:
+        await worker.start()
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE
+        )
+        try:
+            assert process.stdout is not None
+            said = await process.stdout.readline()
+            yield worker, caches, process, said.decode().strip()
+        finally:
+            await process.communicate(b"")
+        assert process.returncode in (0, -signal.SIGKILL)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kind", GPU_KINDS)
+async def test_what_another_process_pushes_never_comes_to_its_host(
+    kind: GpuKind,
+) -> None:
+    async with pushed_to(usable(kind), "push") as (worker, caches, _, said):
+        assert said == "saved cuda_ipc 0"
+        assert await load(worker, "t") == {}
+        for layer, cache in caches.items():
+            expected = content_of(layer)[list(SAVED)]
+            assert torch.equal(cache.cpu()[list(LOADED)], expected)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kind", GPU_KINDS)
+async def test_a_process_that_is_killed_while_it_pushes_holds_nothing(
+    kind: GpuKind,
+) -> None:
+    async with pushed_to(usable(kind), "half") as (worker, _, process, said):
+        assert said == "begun" and await load(worker, "first") == {}
+        loading = asyncio.create_task(load(worker, "t"))
+        buffer = worker.routes.buffer
+        assert buffer is not None and buffer.is_on_gpu
+        await until(lambda: buffer.statistics().used_bytes > 0)
+        process.send_signal(signal.SIGKILL)
+        assert "t" in await loading
+        await until(lambda: not buffer.statistics().used_bytes)
+        assert worker._device is None or not opened_by(worker)
+
+
+def opened_by(worker: P2PWorker) -> int:
+    """Return how many allocations of others a worker has open on its fake GPU."""
+    cuda = worker._device.open().cuda if worker._device is not None else None
+    return len(getattr(cuda, "_opened", ()))
+
+
+@pytest.mark.chaos
+async def test_a_process_that_was_killed_fails_loads_and_holds_nothing(
+    decoding: Decoding,
+) -> None:
+    worker, caches, process = decoding
+    (find, _), *_ = worker.routes.sources(load_order("t"))[1].values()
+    await find()  # its memory is open here
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+    assert "t" in await load(worker, "t")
+    assert not any(cache.cpu().any() for cache in caches.values())

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
+from harness.vllm_engines.witness import BlockWitness
+
+CARRIED = {"do_remote_prefill": True, "transfer_id": "t"}
+
+
+class Connector:
+    """Both roles of one: what was said of ``r`` is told next."""
+
+    def __init__(self, *loads: LoadOrder) -> None:
+        self.orders = P2PMetadata(loads=loads)
+        self.params: dict[str, Any] | None = CARRIED
+
+    def _get_connector_metadata(self) -> Any:
+        return types.SimpleNamespace(orders=self.orders)
+
+    def start_load_kv(self, context: object) -> None:
+        """As vLLM calls it."""
+
+    def get_transfer_results(self, finished: set[str]) -> Any:
+        return types.SimpleNamespace(finished_recving={"r"})
+
+    def request_finished_all_groups(
+        self, request: object, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return True, self.params
+
+
+def _caches() -> list[torch.Tensor]:
+    return [torch.rand(4, 2, 3).to(torch.bfloat16) for _ in range(2)]
+
+
+def _computed(caches: list[torch.Tensor], *block_ids: int) -> list[str]:
+    connector = Connector()
+    witness = BlockWitness(connector, connector, caches)
+    connector.request_finished_all_groups(None, (list(block_ids),))
+    digests: list[str] = witness.report()["computed"]["t"]
+    return digests
+
+
+def _loaded(caches: list[torch.Tensor], *block_ids: int, first: int = 0) -> Any:
+    connector = Connector(LoadOrder("r", "t", "", (block_ids,), first))
+    witness = BlockWitness(connector, connector, caches)
+    connector.start_load_kv(None)
+    connector.get_transfer_results(set())
+    return witness.report()["loaded"]["t"]
+
+
+def test_equal_blocks_have_equal_digests_wherever_they_lie() -> None:
+    theirs, ours = _caches(), _caches()
+    for there, here in zip(theirs, ours, strict=True):
+        here[[1, 0]] = there[[2, 3]]
+    loaded = _loaded(ours, 1, 0, first=5)
+    assert loaded == {"first_block": 5, "digests": _computed(theirs, 2, 3)}
+
+
+def test_one_wrong_bit_in_the_last_layer_is_seen() -> None:
+    caches = _caches()
+    before = _computed(caches, 1, 2)
+    caches[-1].view(torch.int16)[2, 1, 2] ^= 1
+    after = _computed(caches, 1, 2)
+    assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+
+
+def test_of_requests_that_move_nothing_nothing_is_noted() -> None:
+    connector = Connector(LoadOrder("r", "t", "", ()))
+    witness = BlockWitness(connector, connector, _caches())
+    connector.params = None
+    connector.start_load_kv(None)
+    connector.request_finished_all_groups(None, ([1],))
+    connector.get_transfer_results(set())
+    assert witness.report() == {"computed": {}, "loaded": {}}
