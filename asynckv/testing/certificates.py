@@ -1,6 +1,6 @@
 """Certificates for tests of ``tls://``, by an authority of their own.
 
-It needs ``trustme``, which the extra ``test`` installs.
+It needs ``trustme``, which the extra ``testing`` installs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import datetime
 import os
 import secrets
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 from asynckv.security.tls import TLS
@@ -17,11 +18,13 @@ __all__ = ("Authority",)
 
 
 class Authority:
-    """Certifies whoever a test asks it to, with files in ``folder``. Blocks."""
+    """Certifies whoever a test asks it to, with files in ``folder``. Blocks.
+
+    :raises ModuleNotFoundError: trustme is not installed
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        import trustme
-
+        trustme = _trustme()
         self.folder = Path(folder)
         self.path = self.folder / f"authority-{secrets.token_hex(4)}.pem"
         self._authority = trustme.CA()
@@ -39,8 +42,7 @@ class Authority:
         Without names: 127.0.0.1 and localhost. ``ca`` is whom that side trusts,
         if it is another authority.
         """
-        import trustme
-
+        trustme = _trustme()
         certificate = self._authority.issue_cert(
             *(names or ("127.0.0.1", "localhost")),
             not_after=not_after,
@@ -50,3 +52,15 @@ class Authority:
         path.touch(0o600)
         certificate.private_key_and_cert_chain_pem.write_to_path(path)
         return TLS(certificate=path, key=path, ca=ca or self.path)
+
+
+def _trustme() -> ModuleType:
+    try:
+        import trustme
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "certificates for tests are made by trustme, which is not installed "
+            '(in a checkout of asynckv: python -m pip install ".[testing]")',
+            name="trustme",
+        ) from error
+    return trustme

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+import pytest
 
 from asynckv.security.tls import read_tls
 from asynckv.testing.certificates import Authority
@@ -25,3 +28,11 @@ def test_a_side_may_trust_another_authority(tmp_path: Path) -> None:
     one, two = Authority(tmp_path), Authority(tmp_path)
     assert one.issue(ca=two.path).ca == two.path
     assert one.issue().ca == one.path
+
+
+def test_without_trustme_it_says_which_extra_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "trustme", None)
+    with pytest.raises(ModuleNotFoundError, match=r"\.\[testing\]"):
+        Authority(tmp_path)
