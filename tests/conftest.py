@@ -32,8 +32,8 @@ from asynckv.protocol.codec import Buffer
 from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Frame
 from asynckv.tensors.devices import Device
+from asynckv.testing.cancellation import trail
 from asynckv.testing.certificates import Authority
-from asynckv.testing.suspended import trail
 from asynckv.transports.nccl import workers
 from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.workers import WorkerUse

@@ -14,7 +14,7 @@ from asynckv.abc import InsertWriter, SelectStream
 from asynckv.integrations.fastapi import lifespan
 from asynckv.pipes.group import Group
 from asynckv.testing import open_lookup_pair, use_across_tasks
-from asynckv.testing.pipe_pairs import free_port, open_group
+from asynckv.testing.pairs import free_port, open_group
 
 pytestmark = pytest.mark.both_loops
 

@@ -72,3 +72,5 @@ def test_what_the_page_on_testing_shows_runs_where_the_wheel_is_installed(
 def test_the_wheel_holds_the_kit_and_no_harness(site: Path) -> None:
     modules = [path.relative_to(site) for path in site.rglob("*.py")]
     assert {path.parts[0] for path in modules} == {"asynckv"}
+    kit = [path for path in modules if path.parts[1] == "testing"]
+    assert len(kit) <= 30

@@ -18,20 +18,22 @@ if TYPE_CHECKING:
         sweep_cancellation,
     )
     from asynckv.testing.certificates import Authority
-    from asynckv.testing.kv_pairs import (
+    from asynckv.testing.lookup_conformance import LOOKUP_CHECKS, check_lookup_buffer
+    from asynckv.testing.pairs import (
         KVFaults,
         KVPair,
+        open_group,
         open_kv_faults,
         open_kv_pair,
+        open_lookup_pair,
+        open_pipe_pair,
+        open_store_pair,
+        open_transport_pair,
     )
-    from asynckv.testing.lookup_conformance import LOOKUP_CHECKS, check_lookup_buffer
-    from asynckv.testing.pairs import open_lookup_pair, open_store_pair
-    from asynckv.testing.pipe_conformance import PIPE_CHECKS, check_pipe
-    from asynckv.testing.pipe_pairs import open_group, open_pipe_pair
-    from asynckv.testing.store_conformance import STORE_CHECKS, check_store_buffer
+    from asynckv.testing.pipe_checks import PIPE_CHECKS, check_pipe
+    from asynckv.testing.store_checks import STORE_CHECKS, check_store_buffer
     from asynckv.testing.tasks import use_across_tasks
     from asynckv.testing.transport_conformance import TRANSPORT_CHECKS, check_transport
-    from asynckv.testing.transport_pairs import open_transport_pair
 
 __all__ = (
     "LOOKUP_CHECKS",
@@ -64,26 +66,26 @@ __all__ = (
 
 _HOME: Final = {
     "LOOKUP_CHECKS": "asynckv.testing.lookup_conformance",
-    "PIPE_CHECKS": "asynckv.testing.pipe_conformance",
-    "STORE_CHECKS": "asynckv.testing.store_conformance",
+    "PIPE_CHECKS": "asynckv.testing.pipe_checks",
+    "STORE_CHECKS": "asynckv.testing.store_checks",
     "TRANSPORT_CHECKS": "asynckv.testing.transport_conformance",
     "Authority": "asynckv.testing.certificates",
     "CancelMode": "asynckv.testing.cancellation",
-    "KVFaults": "asynckv.testing.kv_pairs",
-    "KVPair": "asynckv.testing.kv_pairs",
+    "KVFaults": "asynckv.testing.pairs",
+    "KVPair": "asynckv.testing.pairs",
     "Outcome": "asynckv.testing.cancellation",
     "SweepCounts": "asynckv.testing.cancellation",
     "check_lookup_buffer": "asynckv.testing.lookup_conformance",
-    "check_pipe": "asynckv.testing.pipe_conformance",
-    "check_store_buffer": "asynckv.testing.store_conformance",
+    "check_pipe": "asynckv.testing.pipe_checks",
+    "check_store_buffer": "asynckv.testing.store_checks",
     "check_transport": "asynckv.testing.transport_conformance",
-    "open_group": "asynckv.testing.pipe_pairs",
-    "open_kv_faults": "asynckv.testing.kv_pairs",
-    "open_kv_pair": "asynckv.testing.kv_pairs",
+    "open_group": "asynckv.testing.pairs",
+    "open_kv_faults": "asynckv.testing.pairs",
+    "open_kv_pair": "asynckv.testing.pairs",
     "open_lookup_pair": "asynckv.testing.pairs",
-    "open_pipe_pair": "asynckv.testing.pipe_pairs",
+    "open_pipe_pair": "asynckv.testing.pairs",
     "open_store_pair": "asynckv.testing.pairs",
-    "open_transport_pair": "asynckv.testing.transport_pairs",
+    "open_transport_pair": "asynckv.testing.pairs",
     "sweep_cancellation": "asynckv.testing.cancellation",
     "until": "asynckv.testing.blocked",
     "until_blocked": "asynckv.testing.blocked",

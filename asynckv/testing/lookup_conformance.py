@@ -14,8 +14,7 @@ from typing import Final, TypeAlias
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.testing.lookup_checks.cancelling import CANCELLING_CHECKS
-from asynckv.testing.lookup_checks.delivering import DELIVERING_CHECKS
-from asynckv.testing.lookup_checks.room import ROOM_CHECKS
+from asynckv.testing.lookup_checks.delivering import DELIVERING_CHECKS, ROOM_CHECKS
 from asynckv.testing.lookup_checks.selecting import SELECTING_CHECKS
 from asynckv.testing.lookup_checks.streaming import STREAMING_CHECKS
 from asynckv.testing.lookup_checks.values import LookupCheck

@@ -28,10 +28,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from asynckv.testing.transport_checks.ending import ENDING_CHECKS
+from asynckv.testing.transport_checks.ending import ENDING_CHECKS, STOPPING_CHECKS
 from asynckv.testing.transport_checks.moving import MOVING_CHECKS
 from asynckv.testing.transport_checks.sides import MakeTransportPair, TransportCheck
-from asynckv.testing.transport_checks.stopping import STOPPING_CHECKS
 
 __all__ = ("TRANSPORT_CHECKS", "check_transport")
 

@@ -27,10 +27,9 @@ from asynckv.connectors.transfers import Transfers
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.faults.damaging import BlackHole
 from asynckv.testing.faults.fault import Kind
+from asynckv.testing.faults.injectors import BlackHole, Stall
 from asynckv.testing.faults.proxy import Proxy
-from asynckv.testing.faults.shaping import Stall
 from asynckv.types import TensorSpec
 from harness.cancellations.connectors.grounds import (
     LARGE,

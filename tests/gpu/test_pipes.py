@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.pipe_checks.values import PipeCheck
-from asynckv.testing.pipe_conformance import PIPE_CHECKS
-from asynckv.testing.pipe_pairs import open_pipe_pair
+from asynckv.testing.pairs import open_pipe_pair
+from asynckv.testing.pipe_checks import PIPE_CHECKS, PipeCheck
 
 pytestmark = [
     pytest.mark.gpu,

@@ -32,8 +32,12 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.header import TYPE_CONTROL, pack_header
 from asynckv.protocol.values import Limits, PeerIdentity
-from asynckv.testing.faults.hostile import HostilePeer, claim, open_hostile_peer
-from asynckv.testing.faults.raw import RawConnection
+from asynckv.testing.faults.hostile import (
+    HostilePeer,
+    RawConnection,
+    claim,
+    open_hostile_peer,
+)
 
 __all__ = ("GREETED", "LARGE", "STRANGE", "Attendance", "besiege", "main")
 

@@ -14,7 +14,7 @@ from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.testing.expectations import expect, expect_same, noise
-from asynckv.testing.pipe_checks.values import LARGE, PIPE_BYTES
+from asynckv.testing.pipe_checks import LARGE, PIPE_BYTES
 from harness.fake_devices import FakeDevice
 
 __all__ = (

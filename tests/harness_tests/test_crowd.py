@@ -5,7 +5,7 @@ import asyncio
 import torch
 
 from asynckv.testing.blocked import until
-from asynckv.testing.kv_pairs import open_kv_pair
+from asynckv.testing.pairs import open_kv_pair
 from harness.crowd import GREETED, STRANGE, Attendance, besiege
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.testing.pipe_pairs import open_pipe_pair
+from asynckv.testing.pairs import open_pipe_pair
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pipe_pairs import (

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from asynckv.testing.expectations import noise
-from asynckv.testing.pipe_checks.values import LARGE
+from asynckv.testing.pipe_checks import LARGE
 from harness.fake_gpus import FakeGpus
 from harness.nccl_pipe_pairs import open_nccl_pipes
 

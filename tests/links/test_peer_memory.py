@@ -16,7 +16,7 @@ from asynckv.links.peer_memory import PeerMemory
 from asynckv.protocol.ipc_frames import PushShared
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
-from asynckv.testing.pipe_checks.values import LARGE, PIPE_BYTES
+from asynckv.testing.pipe_checks import LARGE, PIPE_BYTES
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
 from harness.ipc_pipe_pairs import IpcPipes, open_ipc_pipes

@@ -10,7 +10,7 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.pipes.arrivals import Arrival
 from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Push
-from asynckv.testing.pipe_checks.values import LARGE
+from asynckv.testing.pipe_checks import LARGE
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
 from harness.nccl_pipe_pairs import NcclPipes, open_nccl_pipes

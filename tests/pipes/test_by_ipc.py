@@ -10,7 +10,7 @@ import torch
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.pipe_checks.values import LARGE, PIPE_BYTES
+from asynckv.testing.pipe_checks import LARGE, PIPE_BYTES
 from harness.fake_gpus import FakeGpus
 from harness.ipc_pipe_pairs import IpcPipes, open_ipc_pipes
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.pipe_checks.values import LARGE, PIPE_BYTES
+from asynckv.testing.pipe_checks import LARGE, PIPE_BYTES
 from harness.fake_gpus import FakeGpus
 from harness.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 

@@ -9,11 +9,11 @@ import pytest
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.pipe_checks.values import (
+from asynckv.testing.pairs import open_group
+from asynckv.testing.pipe_checks import (
     LARGE,
     PIPE_BYTES,
 )
-from asynckv.testing.pipe_pairs import open_group
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pipe_pairs import arenas_of, expect_by_host

@@ -29,7 +29,7 @@ from asynckv.protocol.ipc_frames import Exported, OpenIpc
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.pipe_checks.values import (
+from asynckv.testing.pipe_checks import (
     LARGE,
     receive_many,
     send_many,

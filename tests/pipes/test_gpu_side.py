@@ -16,7 +16,7 @@ from asynckv.errors import (
 )
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.pipe_checks.values import (
+from asynckv.testing.pipe_checks import (
     LARGE,
     receive_many,
     send_many,

@@ -18,7 +18,7 @@ from asynckv.pipes.joining import Joining
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, Peek
 from asynckv.testing import until_blocked
-from asynckv.testing.pipe_pairs import free_port
+from asynckv.testing.pairs import free_port
 from harness.link_pairs import Hearer
 
 pytestmark = pytest.mark.both_loops

@@ -11,8 +11,8 @@ from asynckv.links.options import Digest
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.pipe_checks.values import LARGE
-from asynckv.testing.pipe_pairs import open_pipe_pair
+from asynckv.testing.pairs import open_pipe_pair
+from asynckv.testing.pipe_checks import LARGE
 from harness.fake_gpus import FakeGpus
 from harness.nccl_pipe_pairs import NcclPipes, open_nccl_pipes
 

@@ -16,13 +16,13 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.pipes.group import join_group
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise
-from asynckv.testing.pipe_checks.values import (
+from asynckv.testing.pairs import free_port
+from asynckv.testing.pipe_checks import (
     LARGE,
     PIPE_BYTES,
+    PIPE_CHECKS,
     PipeCheck,
 )
-from asynckv.testing.pipe_conformance import PIPE_CHECKS
-from asynckv.testing.pipe_pairs import free_port
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pipe_pairs import GpuPipes, expect_by_host

@@ -19,10 +19,8 @@ from asynckv.testing import (
     until_blocked,
     use_across_tasks,
 )
-from asynckv.testing.pairs import SCHEMES, Scheme
-from asynckv.testing.pipe_checks.values import PipeCheck
-from asynckv.testing.pipe_conformance import PIPE_CHECKS
-from asynckv.testing.pipe_pairs import open_pipe_pair
+from asynckv.testing.pairs import SCHEMES, Scheme, open_pipe_pair
+from asynckv.testing.pipe_checks import PIPE_CHECKS, PipeCheck
 
 pytestmark = pytest.mark.both_loops
 

@@ -21,9 +21,15 @@ from asynckv.testing import (
     until_blocked,
 )
 from asynckv.testing.expectations import CANCEL_MODES, is_same, noise
-from asynckv.testing.pipe_checks.values import LARGE, SIZES, PipeCheck, send_many
-from asynckv.testing.pipe_conformance import PIPE_CHECKS, check_pipe
-from asynckv.testing.pipe_pairs import open_group, open_pipe_pair
+from asynckv.testing.pairs import open_group, open_pipe_pair
+from asynckv.testing.pipe_checks import (
+    LARGE,
+    PIPE_CHECKS,
+    SIZES,
+    PipeCheck,
+    check_pipe,
+    send_many,
+)
 from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device, fake_device_of
 from harness.fake_gpus import FakeGpus

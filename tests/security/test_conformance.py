@@ -11,12 +11,14 @@ import pytest
 from asynckv.testing.certificates import Authority
 from asynckv.testing.lookup_checks.values import LookupCheck
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
-from asynckv.testing.pairs import Scheme, open_lookup_pair, open_store_pair
-from asynckv.testing.pipe_checks.values import PipeCheck
-from asynckv.testing.pipe_conformance import PIPE_CHECKS
-from asynckv.testing.pipe_pairs import open_pipe_pair
-from asynckv.testing.store_checks.values import StoreCheck
-from asynckv.testing.store_conformance import STORE_CHECKS
+from asynckv.testing.pairs import (
+    Scheme,
+    open_lookup_pair,
+    open_pipe_pair,
+    open_store_pair,
+)
+from asynckv.testing.pipe_checks import PIPE_CHECKS, PipeCheck
+from asynckv.testing.store_checks import STORE_CHECKS, StoreCheck
 
 pytestmark = pytest.mark.both_loops
 

@@ -37,8 +37,7 @@ from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.proofs import new_nonce
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
-from asynckv.testing.pairs import Scheme, new_url
-from asynckv.testing.pipe_pairs import open_group, open_pipe_pair
+from asynckv.testing.pairs import Scheme, new_url, open_group, open_pipe_pair
 from harness.link_pairs import ScriptedService, linked, name_of
 
 pytestmark = pytest.mark.both_loops

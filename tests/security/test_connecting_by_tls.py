@@ -43,8 +43,7 @@ from asynckv.security.tls_socket import TlsSocket
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.certificates import Authority
-from asynckv.testing.pairs import open_peers
-from asynckv.testing.pipe_pairs import open_group, open_pipe_pair
+from asynckv.testing.pairs import open_group, open_peers, open_pipe_pair
 from harness.link_pairs import ScriptedService, linked, name_of
 
 pytestmark = pytest.mark.both_loops

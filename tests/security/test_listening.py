@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import asynckv
-from asynckv.testing.pipe_pairs import free_port
+from asynckv.testing.pairs import free_port
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/net/tcp").exists(), reason="the kernel tells it on Linux only"

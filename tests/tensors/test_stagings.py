@@ -14,7 +14,7 @@ from asynckv.protocol.digests import digest_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until
-from asynckv.testing.pipe_pairs import open_pipe_pair
+from asynckv.testing.pairs import open_pipe_pair
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus, FakeProcess
 from harness.fake_gpus.gates import Gate

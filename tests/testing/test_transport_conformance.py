@@ -14,6 +14,7 @@ from asynckv.security.tls_socket import TlsSocket
 from asynckv.tensors.runs import Memory
 from asynckv.testing import transport_conformance
 from asynckv.testing.certificates import Authority
+from asynckv.testing.pairs import open_transport_pair
 from asynckv.testing.transport_checks.moving import MOVING_CHECKS
 from asynckv.testing.transport_checks.sides import (
     LostCallback,
@@ -21,7 +22,6 @@ from asynckv.testing.transport_checks.sides import (
     TransportCheck,
 )
 from asynckv.testing.transport_conformance import TRANSPORT_CHECKS, check_transport
-from asynckv.testing.transport_pairs import open_transport_pair
 from asynckv.transports.inline import InlineTransport
 from asynckv.transports.mem import MemTransport
 from asynckv.transports.parts import DoneCallback

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from asynckv.testing.faults.fault import Cut, Direction, Fault, FaultCounts, Kind
 from asynckv.testing.faults.injectors import Injectors
-from asynckv.testing.faults.opening import (
+from asynckv.testing.faults.processes import frozen_peer
+from asynckv.testing.faults.proxy import (
+    Proxy,
+    ProxyCounts,
     bit_flip,
     black_hole,
     cut_after,
@@ -18,9 +21,6 @@ from asynckv.testing.faults.opening import (
     stall,
     tiny_slices,
 )
-from asynckv.testing.faults.passages import ProxyCounts
-from asynckv.testing.faults.processes import frozen_peer
-from asynckv.testing.faults.proxy import Proxy
 
 __all__ = (
     "Cut",

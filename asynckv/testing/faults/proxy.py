@@ -1,25 +1,166 @@
-"""A proxy between a dialler and a listener, on which faults are put."""
+"""A proxy between a dialler and a listener, on which faults are put.
+
+One fault alone is ``async with latency(url, 0.05) as fault``: each function here stands
+a proxy before the listener at ``url``, puts one fault on it and yields the fault;
+``fault.url`` is what to dial. Its other arguments are those of the method of that name
+(:class:`~asynckv.testing.faults.injectors.Injectors`).
+
+What shapes or damages the traffic is on from the start. What holds it or ends it
+(:func:`stall`, :func:`black_hole`, :func:`reset`, :func:`half_close`) waits for
+``fault.begin()``: the sides have to meet first.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
 import socket
-from collections.abc import Sequence
-from typing import Any, Final, Self, TypeVar
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeVar
 
 import anyio
 
 from asynckv.abc.closing import Closable
 from asynckv.links.securing import wait_readable
-from asynckv.testing.faults.fault import Fault
+from asynckv.testing.faults.fault import Fault, Flow, Greeting
 from asynckv.testing.faults.injectors import Injectors
-from asynckv.testing.faults.passages import Passage, ProxyCounts, close_with_reset
 from asynckv.testing.faults.places import Place, place_of, prepared
 
-__all__ = ("Proxy",)
+__all__ = (
+    "Passage",
+    "Proxy",
+    "ProxyCounts",
+    "bit_flip",
+    "black_hole",
+    "close_with_end",
+    "close_with_reset",
+    "cut_after",
+    "half_close",
+    "latency",
+    "rate",
+    "reset",
+    "stall",
+    "tiny_slices",
+)
+
+
+_DISCARD_BYTES: Final = 256 * 1024
+_MAX_DISCARDS: Final = 64
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
+
+
+@dataclasses.dataclass
+class ProxyCounts:
+    """What has passed. ``max_held_bytes``: the most at a time, in one direction."""
+
+    connections: int = 0
+    control: int = 0
+    lanes: int = 0
+    bytes_to_listener: int = 0
+    bytes_to_dialler: int = 0
+    max_held_bytes: int = 0
+
+
+class Passage:
+    """Carries bytes both ways between two connected sockets, which it owns.
+
+    ``on_over(passage)`` is called once, when both are closed.
+    """
+
+    def __init__(
+        self,
+        near: socket.socket,
+        far: socket.socket,
+        *,
+        number: int,
+        faults: Sequence[Fault],
+        counts: ProxyCounts,
+        on_over: Callable[[Passage], None],
+        heartbeat_ms: int | None = None,
+    ) -> None:
+        self._sockets: tuple[socket.socket, ...] = (near, far)
+        self._counts = counts
+        self._on_over = on_over
+        self._hello = Greeting(heartbeat_ms)
+        self._kind_is_counted = False
+        answer = Greeting(heartbeat_ms)
+        if heartbeat_ms is None:
+            answer.rest()  # there is nothing to learn from it
+        self._flows = (
+            Flow(self, (near, far), "to_listener", number, self._hello, faults),
+            Flow(self, (far, near), "to_dialler", number, answer, faults),
+        )
+        counts.connections += 1
+
+    @property
+    def kind(self) -> Literal["control", "lanes", ""]:
+        """What the dialler's first frame says it is; empty while that is unknown."""
+        return self._hello.kind
+
+    def start(self) -> None:
+        """Begin to carry."""
+        for flow in self._flows:
+            flow.start()
+
+    def wake(self) -> None:
+        """Judge anew what is held."""
+        for flow in self._flows:
+            flow.wake()
+
+    def cut(self, *, resets: bool) -> None:
+        """Close both sockets now. Safe to call again."""
+        if self._sockets:
+            for flow in self._flows:
+                flow.stop()
+            for sock in self._sockets:
+                close_with_reset(sock) if resets else close_with_end(sock)
+            self._sockets = ()
+            self._on_over(self)
+
+    # What a flow says.
+
+    def flow_is_over(self) -> None:
+        """One direction has ended; with the other, the connection has."""
+        if all(flow.is_over for flow in self._flows):
+            self.cut(resets=False)
+
+    def count(self, flow: Flow, sent: int, held: int) -> None:
+        """A flow has sent, and holds, as many bytes."""
+        counts = self._counts
+        if flow.direction == "to_listener":
+            counts.bytes_to_listener += sent
+        else:
+            counts.bytes_to_dialler += sent
+        counts.max_held_bytes = max(counts.max_held_bytes, held)
+        if self.kind and not self._kind_is_counted:
+            self._kind_is_counted = True
+            counts.control += self.kind == "control"
+            counts.lanes += self.kind == "lanes"
+
+
+def close_with_end(sock: socket.socket) -> None:
+    """Close ``sock`` by a FIN: with something unread it would be an RST.
+
+    Who goes on sending to it is answered by an RST, as by any closed socket.
+    """
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+        for _ in range(_MAX_DISCARDS):
+            if not sock.recv(_DISCARD_BYTES):
+                break
+    sock.close()
+
+
+def close_with_reset(sock: socket.socket) -> None:
+    """Close ``sock`` by an RST, if it is a TCP one; what it had to send is lost."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    sock.close()
+
 
 logger = logging.getLogger(__name__)
 
@@ -168,3 +309,35 @@ class Proxy(Injectors, Closable):
         self._passages.add(passage)
         passage.start()
         return True
+
+
+_P = ParamSpec("_P")
+
+
+def _before(
+    make: Callable[Concatenate[Proxy, _P], _F], *, begins: bool
+) -> Callable[Concatenate[str, _P], AbstractAsyncContextManager[_F]]:
+    @contextlib.asynccontextmanager
+    async def opened(
+        url: str, /, *args: _P.args, **options: _P.kwargs
+    ) -> AsyncIterator[_F]:
+        async with Proxy(url) as proxy:
+            fault = make(proxy, *args, **options)
+            if begins:
+                fault.begin()
+            yield fault
+
+    opened.__name__ = opened.__qualname__ = make.__name__
+    opened.__doc__ = make.__doc__
+    return opened
+
+
+latency = _before(Proxy.latency, begins=True)
+rate = _before(Proxy.rate, begins=True)
+tiny_slices = _before(Proxy.tiny_slices, begins=True)
+cut_after = _before(Proxy.cut_after, begins=True)
+bit_flip = _before(Proxy.bit_flip, begins=True)
+stall = _before(Proxy.stall, begins=False)
+black_hole = _before(Proxy.black_hole, begins=False)
+reset = _before(Proxy.reset, begins=False)
+half_close = _before(Proxy.half_close, begins=False)

@@ -16,8 +16,7 @@ from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.links.options import make_keyring, new_identity
 from asynckv.pipes.pipe import Pipe
-from asynckv.testing.pairs import Scheme, open_peers
-from asynckv.testing.pipe_pairs import open_pipe_pair
+from asynckv.testing.pairs import Scheme, open_peers, open_pipe_pair
 from harness.cancellations.quiet import Watched, everything_is_quiet, tasks_now
 
 __all__ = (

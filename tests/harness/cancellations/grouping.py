@@ -10,7 +10,7 @@ from asynckv.errors import EndOfStream, PeerLost
 from asynckv.pipes.group import Group, join_group
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
-from asynckv.testing.pipe_pairs import free_port, open_group
+from asynckv.testing.pairs import free_port, open_group
 from harness.cancellations.grounds import Ground, Kind
 from harness.cancellations.partners import Closing
 from harness.cancellations.scenario import Scenario

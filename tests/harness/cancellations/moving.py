@@ -13,7 +13,7 @@ from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect
-from asynckv.testing.transport_pairs import TransportKind, open_transport_pair
+from asynckv.testing.pairs import TransportKind, open_transport_pair
 from harness.cancellations.entries import OVERWRITE
 from harness.cancellations.grounds import Ground, Kind
 from harness.cancellations.scenario import Scenario

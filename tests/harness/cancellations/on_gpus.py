@@ -13,7 +13,7 @@ from asynckv.buffers.serve import serve
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, expect_same, noise
-from asynckv.testing.pipe_pairs import open_pipe_pair
+from asynckv.testing.pairs import open_pipe_pair
 from harness.cancellations.entries import (
     LARGE,
     OVERWRITE,

@@ -14,8 +14,7 @@ from asynckv.pipes.opening import PipeListener, listen_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, expect_error, noise
-from asynckv.testing.pairs import new_url
-from asynckv.testing.pipe_pairs import open_pipe_pair
+from asynckv.testing.pairs import new_url, open_pipe_pair
 from harness.cancellations.entries import LARGE, SMALL
 from harness.cancellations.grounds import OVER_LINKS, Ground
 from harness.cancellations.partners import Closing

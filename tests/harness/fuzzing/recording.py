@@ -16,7 +16,7 @@ from asynckv.testing.faults.proxy import Proxy
 from harness.fuzzing.wire_frames import WireFrame, split
 
 if TYPE_CHECKING:
-    from asynckv.testing.faults.flows import Flow
+    from asynckv.testing.faults.fault import Flow
 
 __all__ = ("Connection", "Recording", "Segment", "Tap", "heard")
 

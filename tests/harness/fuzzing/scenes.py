@@ -38,8 +38,8 @@ from asynckv.protocol.values import Limits
 from asynckv.security.keyring import Keyring
 from asynckv.security.shared_secret import Secret
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.testing.faults.raw import RawConnection
-from asynckv.testing.pipe_pairs import free_port
+from asynckv.testing.faults.hostile import RawConnection
+from asynckv.testing.pairs import free_port
 from asynckv.types import TensorSpec
 from harness.fuzzing.gpu_scene import record_gpus
 from harness.fuzzing.recording import Recording, Segment, Tap, heard

@@ -8,8 +8,8 @@ import pytest
 from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Attach, Get, Ping
+from asynckv.testing.faults.hostile import RawConnection, RawListener
 from asynckv.testing.faults.proxy import Proxy
-from asynckv.testing.faults.raw import RawConnection, RawListener
 from harness.fuzzing.recording import Recording, Segment, Tap, heard
 
 CONTROL = [encode_frame(0, Ping(1))[0], encode_frame(1, Get("k"))[0]]

@@ -12,8 +12,8 @@ from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import Attach, Hello
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.testing.blocked import until
+from asynckv.testing.faults.hostile import RawConnection, RawListener
 from asynckv.testing.faults.proxy import Proxy
-from asynckv.testing.faults.raw import RawConnection, RawListener
 
 Join = Callable[..., Awaitable[tuple[RawConnection, RawConnection]]]
 Carry = Callable[[RawConnection, RawConnection, bytes], Awaitable[bytes]]

@@ -1,5 +1,3 @@
-"""Peers that keep to no rule: they lose their link, and nobody else loses anything."""
-
 from __future__ import annotations
 
 import asyncio
@@ -38,13 +36,46 @@ from asynckv.testing.blocked import until
 from asynckv.testing.faults.hostile import (
     QUICK,
     HostilePeer,
+    RawConnection,
+    RawListener,
     accept_hostile_peer,
     claim,
     open_hostile_peer,
     spec_of,
 )
-from asynckv.testing.faults.raw import RawConnection, RawListener
-from asynckv.testing.kv_pairs import KVPair, open_kv_pair
+from asynckv.testing.pairs import KVPair, open_kv_pair
+
+
+async def test_bytes_pass_and_the_end_is_an_end() -> None:
+    with RawListener() as listener, await RawConnection.dial(listener.url) as near:
+        far = await listener.accept()
+        await near.send(b"12345")
+        assert await far.receive(2) == b"12"
+        assert await far.receive_some() == b"345"
+        near.finish()
+        assert await far.receive(1) == b""
+
+
+async def test_a_connection_can_be_broken_off() -> None:
+    with RawListener() as listener, await RawConnection.dial(listener.url) as near:
+        far = await listener.accept()
+        near.close(resets=True)
+        with pytest.raises(ConnectionResetError):
+            await far.receive(1)
+
+
+async def test_a_full_connection_takes_nothing_more_at_once() -> None:
+    with RawListener() as listener, await RawConnection.dial(listener.url) as near:
+        while near.send_nowait(bytes(2**20)):
+            pass
+
+
+async def test_nobody_there_is_an_error_of_the_system() -> None:
+    with RawListener() as listener:
+        url = listener.url
+    with pytest.raises(ConnectionRefusedError):
+        await RawConnection.dial(url)
+
 
 MIB = 2**20
 

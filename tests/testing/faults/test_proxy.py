@@ -1,20 +1,59 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import asynckv
-from asynckv.testing import Authority, use_across_tasks
+from asynckv.testing import Authority, faults, use_across_tasks
 from asynckv.testing.blocked import until
-from asynckv.testing.faults.proxy import Proxy
-from asynckv.testing.faults.raw import RawConnection, RawListener
-from asynckv.testing.kv_pairs import open_kv_faults
-from asynckv.testing.pairs import Scheme, new_url
+from asynckv.testing.faults.hostile import RawConnection, RawListener
+from asynckv.testing.faults.proxy import Passage, Proxy, ProxyCounts
+from asynckv.testing.pairs import Scheme, new_url, open_kv_faults
+
+
+def passage_of(
+    counts: ProxyCounts, over: list[Passage]
+) -> tuple[Passage, socket.socket, socket.socket]:
+    near, dialler = socket.socketpair()
+    far, listener = socket.socketpair()
+    for sock in (near, dialler, far, listener):
+        sock.setblocking(False)
+    passage = Passage(
+        near, far, number=0, faults=(), counts=counts, on_over=over.append
+    )
+    return passage, dialler, listener
+
+
+async def test_a_cut_closes_both_sides_once() -> None:
+    over: list[Passage] = []
+    passage, dialler, listener = passage_of(ProxyCounts(), over)
+    passage.start()
+    passage.cut(resets=False)
+    passage.cut(resets=True)
+    passage.wake()
+    with dialler, listener:
+        assert dialler.recv(1) == listener.recv(1) == b""
+    assert over == [passage]
+
+
+async def test_it_is_counted_by_its_kind(lane: bytes, control: bytes) -> None:
+    counts = ProxyCounts()
+    for greeting in (lane, control, lane, b"GET / HTTP/1.1" * 3):
+        passage, dialler, listener = passage_of(counts, [])
+        with dialler, listener:
+            dialler.send(greeting)
+            passage._flows[0]._read()
+            passage.cut(resets=False)
+    assert (counts.connections, counts.control, counts.lanes) == (4, 1, 2)
+
 
 Join = Callable[..., Awaitable[tuple[RawConnection, RawConnection]]]
 
@@ -160,3 +199,49 @@ async def test_a_peer_that_dials_again_finds_the_next_server() -> None:
         await lookup.insert([1], None, torch.ones(3), None, None)
         assert (await waiting).nbytes == 20
         assert old.peer.incarnation != incarnation
+
+
+ON_FROM_THE_START: dict[str, dict[str, Any]] = {
+    "latency": {"delay_s": 0.01},
+    "rate": {"bytes_per_s": 10_000},
+    "tiny_slices": {},
+    "cut_after": {"nbytes": 10},
+    "bit_flip": {"at": 10},
+}
+AT_THE_BEGIN = ("stall", "black_hole", "reset", "half_close")
+
+
+@pytest.mark.parametrize("name", ON_FROM_THE_START)
+async def test_what_shapes_or_damages_is_on_from_the_start(
+    listener: RawListener, name: str
+) -> None:
+    async with getattr(faults, name)(listener.url, **ON_FROM_THE_START[name]) as fault:
+        assert fault.is_on
+        with await RawConnection.dial(fault.url) as near:
+            far = await listener.accept()
+            await near.send(bytes(20))
+            await far.receive(10)
+            await fault.acted()
+
+
+@pytest.mark.parametrize("name", AT_THE_BEGIN)
+async def test_what_ends_or_holds_waits_for_its_begin(
+    listener: RawListener, name: str
+) -> None:
+    async with getattr(faults, name)(listener.url) as fault:
+        with await RawConnection.dial(fault.url) as near:
+            far = await listener.accept()
+            await near.send(b"before")
+            assert await far.receive(6) == b"before"
+            fault.begin()
+            near.send_nowait(b"after")
+            await fault.acted()
+
+
+def test_every_fault_has_its_function() -> None:
+    names = {name for name in faults.__all__ if name.islower()} - {"frozen_peer"}
+    assert names == {*ON_FROM_THE_START, *AT_THE_BEGIN}
+    for name in names:
+        function, method = getattr(faults, name), getattr(Proxy, name)
+        assert (function.__name__, function.__doc__) == (name, method.__doc__)
+        assert inspect.isfunction(function)

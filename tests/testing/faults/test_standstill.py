@@ -19,7 +19,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Grant
 from asynckv.testing.faults.hostile import claim, open_hostile_peer
 from asynckv.testing.faults.proxy import Proxy
-from asynckv.testing.kv_pairs import KVFaults, KVPair, open_kv_faults, open_kv_pair
+from asynckv.testing.pairs import KVFaults, KVPair, open_kv_faults, open_kv_pair
 
 LARGE = torch.ones(100_000)
 DEADLINES = ("ANSWER_S", "SILENCE_S", "STALL_S")

@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 
-from asynckv.testing.transport_checks.moving import MOVING_CHECKS
-from asynckv.testing.transport_checks.sides import TransportCheck
-from asynckv.testing.transport_pairs import (
+from asynckv.testing.pairs import (
     TRANSPORT_KINDS,
     TransportKind,
     open_transport_pair,
 )
+from asynckv.testing.transport_checks.moving import MOVING_CHECKS
+from asynckv.testing.transport_checks.sides import TransportCheck
 
 
 @pytest.mark.both_loops

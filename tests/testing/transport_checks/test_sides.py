@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from asynckv.errors import PeerLost
+from asynckv.testing.pairs import open_transport_pair
 from asynckv.testing.transport_checks.sides import (
     Landing,
     Side,
@@ -14,7 +15,6 @@ from asynckv.testing.transport_checks.sides import (
     noise,
     open_sides,
 )
-from asynckv.testing.transport_pairs import open_transport_pair
 
 
 async def test_a_landing_is_awaited_for_the_digest_or_for_the_error() -> None:

@@ -22,8 +22,7 @@ from asynckv.protocol import codec
 from asynckv.security.tls import TLS
 from asynckv.testing.blocked import until
 from asynckv.testing.certificates import Authority
-from asynckv.testing.faults.cutting import CutAfter
-from asynckv.testing.faults.damaging import BitFlip
+from asynckv.testing.faults.injectors import BitFlip, CutAfter
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.pairs import Scheme, new_url
 

@@ -1,31 +1,85 @@
-"""What is stored comes back, under its key."""
+"""What every store buffer keeps, local or remote: small checks to run on yours.
+
+Each check gets a fresh pair: the buffer as its client sees it, and the local
+buffer behind it (the same object for a local one).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final, TypeAlias
 
 import torch
 
 from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import BufferClosed
-from asynckv.testing.expectations import expect, expect_same, noise
-from asynckv.testing.store_checks.values import DTYPES, StoreCheck, large
+from asynckv.errors import BufferClosed, EntryTooLarge
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import (
+    CANCEL_MODES,
+    expect,
+    expect_same,
+    is_same,
+    noise,
+)
 
 __all__ = (
+    "CANCELLING_CHECKS",
+    "DTYPES",
+    "ROOM_CHECKS",
+    "STORE_CHECKS",
     "STORING_CHECKS",
+    "MakeStorePair",
+    "StoreCheck",
+    "a_cancelled_get_leaves_into_alone",
+    "a_cancelled_put_stores_all_or_nothing",
     "a_closed_buffer_refuses",
     "a_reader_never_sees_a_mix",
     "a_value_comes_back_as_it_was_put",
     "a_value_lands_in_into",
     "an_into_that_does_not_fit_is_refused",
+    "check_store_buffer",
     "it_tells_which_keys_it_has",
+    "large",
     "none_deletes",
     "the_last_put_wins",
+    "the_least_recently_used_make_room",
     "the_tensor_may_be_overwritten_after_a_put",
+    "until_only",
+    "what_can_never_fit_is_refused",
     "what_was_never_put_is_none",
 )
+
+
+StoreCheck: TypeAlias = Callable[[KVStoreBuffer, StoreBuffer], Awaitable[None]]
+"""Called with the client's side and the local buffer."""
+
+DTYPES: Final = (
+    torch.uint8,
+    torch.int64,
+    torch.bfloat16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.complex64,
+)
+
+
+def large(local: StoreBuffer) -> torch.Tensor:
+    """More than rides with a frame, and little enough that eight of them fit."""
+    return noise(max(2**17, local.statistics().max_bytes // 8), 0)
+
+
+async def until_only(local: StoreBuffer, key: str) -> None:
+    """Wait until nothing but the value of ``key`` is charged to the buffer.
+
+    :raises TimeoutError: something else stays
+    """
+    value = await local.get(key)
+    nbytes = 0 if value is None else value.nbytes
+    await until(lambda: local.statistics().used_bytes == nbytes)
 
 
 async def a_value_comes_back_as_it_was_put(
@@ -166,3 +220,125 @@ STORING_CHECKS: Final[tuple[StoreCheck, ...]] = (
     a_reader_never_sees_a_mix,
     a_closed_buffer_refuses,
 )
+
+
+async def the_least_recently_used_make_room(
+    client: KVStoreBuffer, local: StoreBuffer
+) -> None:
+    """A ``get`` is a use; what is dropped is counted."""
+    quarter = local.statistics().max_bytes // 4
+    for key in ("a", "b", "c", "d"):
+        await client.put(key, noise(quarter, 1))
+    await client.get("a")
+    await client.put("e", noise(2 * quarter, 1))
+    found = await client.contains(["a", "b", "c", "d", "e"])
+    expect(found == (True, False, False, True, True), f"found {found}")
+    expect(local.statistics().evictions == 2, "two were dropped")
+
+
+async def what_can_never_fit_is_refused(
+    client: KVStoreBuffer, local: StoreBuffer
+) -> None:
+    """At once, and nothing is dropped for it."""
+    await client.put("key", torch.ones(3))
+    too_large = torch.zeros(local.statistics().max_bytes + 1, dtype=torch.uint8)
+    try:
+        await client.put("key", too_large)
+    except EntryTooLarge as exc:
+        expect(exc.nbytes == too_large.nbytes, "it says how much that was")
+    else:
+        raise AssertionError("what can never fit is EntryTooLarge")
+    expect_same(await client.get("key"), torch.ones(3))
+
+
+ROOM_CHECKS: Final[tuple[StoreCheck, ...]] = (
+    the_least_recently_used_make_room,
+    what_can_never_fit_is_refused,
+)
+
+
+async def a_cancelled_put_stores_all_or_nothing(
+    client: KVStoreBuffer, local: StoreBuffer
+) -> None:
+    """Never a mix, and never what the caller writes into the tensor afterwards."""
+    old = large(local)
+    for nbytes in (64, old.nbytes):
+        await _cancel_puts(client, old, noise(nbytes, 2))
+    await until_only(local, "key")
+
+
+async def a_cancelled_get_leaves_into_alone(
+    client: KVStoreBuffer, local: StoreBuffer
+) -> None:
+    """``into`` is the caller's again, and the next ``get`` is as good as ever."""
+    for value in (noise(64, 1), large(local)):
+        await client.put("key", value)
+        await _cancel_gets(client, value)
+    await until_only(local, "key")
+
+
+CANCELLING_CHECKS: Final[tuple[StoreCheck, ...]] = (
+    a_cancelled_put_stores_all_or_nothing,
+    a_cancelled_get_leaves_into_alone,
+)
+
+
+async def _cancel_puts(
+    client: KVStoreBuffer, old: torch.Tensor, new: torch.Tensor
+) -> None:
+    source = new.clone()
+
+    async def before() -> None:
+        await client.put("key", old)
+        source.copy_(new)
+
+    async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
+        source.fill_(0)
+        value = await client.get("key")
+        if not outcome.cancelled or not is_same(value, old):
+            expect_same(value, new)
+
+    await sweep_cancellation(
+        lambda: client.put("key", source), check, before=before, modes=CANCEL_MODES
+    )
+
+
+async def _cancel_gets(client: KVStoreBuffer, value: torch.Tensor) -> None:
+    into = torch.zeros_like(value)
+
+    async def check(
+        k: int, mode: CancelMode, outcome: Outcome[torch.Tensor | None]
+    ) -> None:
+        into.fill_(9)
+        expect_same(await client.get("key"), value)
+        expect(bool((into == 9).all()), "into was written to after the cancellation")
+
+    await sweep_cancellation(
+        lambda: client.get("key", into=into), check, modes=CANCEL_MODES
+    )
+
+
+MakeStorePair: TypeAlias = Callable[
+    [], AbstractAsyncContextManager[tuple[KVStoreBuffer, StoreBuffer]]
+]
+"""Opens a pair; the local buffer is empty and has a ``max_bytes`` of about 16 MiB."""
+
+STORE_CHECKS: Final[tuple[StoreCheck, ...]] = (
+    *STORING_CHECKS,
+    *ROOM_CHECKS,
+    *CANCELLING_CHECKS,
+)
+
+
+async def check_store_buffer(make_pair: MakeStorePair) -> None:
+    """Run every check of :data:`STORE_CHECKS`, each on a pair of its own.
+
+    :raises AssertionError: the buffer breaks the contract; a note names the check
+    """
+    for check in STORE_CHECKS:
+        try:
+            async with make_pair() as (client, local):
+                await check(client, local)
+        except Exception as exc:
+            exc.add_note(f"in {getattr(check, '__name__', check)}")
+            raise

@@ -9,9 +9,39 @@ import torch
 
 from asynckv.abc import KVPipe
 from asynckv.pipes.pipe import Pipe
-from asynckv.testing.pipe_checks.values import PipeCheck
-from asynckv.testing.pipe_conformance import PIPE_CHECKS, check_pipe
-from asynckv.testing.pipe_pairs import open_pipe_pair
+from asynckv.testing.pairs import SCHEMES, Scheme, open_pipe_pair
+from asynckv.testing.pipe_checks import (
+    CANCELLING_CHECKS,
+    ENDING_CHECKS,
+    LARGE,
+    ORDER_CHECKS,
+    PIPE_BYTES,
+    PIPE_CHECKS,
+    TENSOR_CHECKS,
+    PipeCheck,
+    check_pipe,
+    receive_many,
+    send_many,
+)
+
+
+async def test_what_send_many_sends_is_what_receive_many_expects() -> None:
+    async with open_pipe_pair("mem") as (near, far):
+        await send_many(near, PIPE_BYTES // LARGE)
+        await receive_many(far, PIPE_BYTES // LARGE)
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "check",
+    [*TENSOR_CHECKS, *ORDER_CHECKS, *ENDING_CHECKS, *CANCELLING_CHECKS],
+    ids=lambda check: check.__name__,
+)
+async def test_a_pipe_keeps(check: PipeCheck, scheme: Scheme) -> None:
+    async with open_pipe_pair(scheme) as (near, far):
+        await check(near, far)
+
 
 pytestmark = pytest.mark.both_loops
 

@@ -8,7 +8,39 @@ import torch
 
 from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.store import StoreBuffer
-from asynckv.testing.store_conformance import STORE_CHECKS, check_store_buffer
+from asynckv.testing.store_checks import (
+    CANCELLING_CHECKS,
+    ROOM_CHECKS,
+    STORE_CHECKS,
+    STORING_CHECKS,
+    StoreCheck,
+    check_store_buffer,
+    large,
+    until_only,
+)
+
+
+async def test_eight_large_values_fit_and_one_is_left() -> None:
+    async with StoreBuffer("16MiB") as buffer:
+        for number in range(8):
+            await buffer.put(str(number), large(buffer))
+        assert buffer.statistics().keys == 8
+        for number in range(1, 8):
+            await buffer.delete(str(number))
+        await until_only(buffer, "0")
+        await until_only(buffer, "0")
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize(
+    "check",
+    [*STORING_CHECKS, *ROOM_CHECKS, *CANCELLING_CHECKS],
+    ids=lambda check: check.__name__,
+)
+async def test_the_local_buffer_keeps(check: StoreCheck) -> None:
+    async with StoreBuffer("16MiB") as buffer:
+        await check(buffer, buffer)
+
 
 pytestmark = pytest.mark.both_loops
 
