@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.part_landing import PartLanding, lift_landed, on_gpu
 from asynckv.buffers.sent_parts import PartsOnGpu, SentOnGpu, note_sent
 from asynckv.buffers.watchers import Watchers
@@ -27,12 +25,10 @@ from asynckv.protocol.ipc_frames import SentShared
 from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
+from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.types import TensorSpec
-
-if TYPE_CHECKING:
-    from asynckv.buffers.serve_devices import DeviceService
 
 __all__ = ("ArrivingParts", "hear_arriving")
 
@@ -40,8 +36,9 @@ __all__ = ("ArrivingParts", "hear_arriving")
 class ArrivingParts:
     """All parts of a transfer, each with the region that it belongs in.
 
-    ``devices`` is what leads to the GPU of ``buffer``, if it is on one. ``landed`` is
-    called with the number of each that is there, and its digest.
+    ``pool`` copies them. ``by_gpu`` returns a way by which they can come to this side's
+    GPU, if there is one. ``landed`` is called with the number of each that is there,
+    and its digest.
     """
 
     def __init__(
@@ -49,15 +46,15 @@ class ArrivingParts:
         stream: LinkStream,
         transfer: int,
         parts: Sequence[tuple[Region, TensorSpec]],
-        buffer: InMemoryBuffer,
-        devices: DeviceService | None,
+        pool: CopyPool,
+        by_gpu: Callable[[], PartsOnGpu | None] | None,
         landed: Callable[[int, bytes], None],
     ) -> None:
         self._stream = stream
         self._transfer = transfer
         self._parts = parts
-        self._buffer = buffer
-        self._devices = devices
+        self._pool = pool
+        self._find_gpu_way = by_gpu
         self._landed = landed
         self._landings: dict[int, PartLanding] = {}
         self._to_lift: dict[int, bytes] = {}
@@ -76,8 +73,8 @@ class ArrivingParts:
         :raises GPUFailed: the GPU failed, or may write for ever where they belong
         """
         rest: Sequence[int] = range(len(self._parts))
-        if self._devices is not None and self._may_come_by_gpu():
-            arrivals = self._devices.arrivals()
+        if self._find_gpu_way is not None and self._may_come_by_gpu():
+            arrivals = self._find_gpu_way()
             if arrivals is not None:
                 rest = await self._come_by_gpu(arrivals)
         if rest:
@@ -136,9 +133,8 @@ class ArrivingParts:
 
     def _receive(self, indexes: Sequence[int]) -> _Coming:
         """Let parts land in host memory: straight, or on their way to the GPU."""
-        pool = self._buffer.pool
         for index in indexes:
-            self._landings[index] = PartLanding(*self._parts[index], pool)
+            self._landings[index] = PartLanding(*self._parts[index], self._pool)
         places = {index: self._landings[index].memory for index in indexes}
         return self._come(places, self._has_come, None)
 
@@ -182,7 +178,7 @@ class ArrivingParts:
         """Bring what has come to the GPU that it is to be on, and tell of it then."""
         digests, self._to_lift = self._to_lift, {}
         landings = [self._landings.pop(index) for index in digests]
-        lifting = lift_landed(landings, [*digests.values()], self._buffer.pool)
+        lifting = lift_landed(landings, [*digests.values()], self._pool)
         del landings  # what landed is let go as soon as it was lifted
         await lifting
         for index, digest in digests.items():

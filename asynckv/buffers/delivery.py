@@ -11,10 +11,10 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.contents import unflatten
-from asynckv.buffers.handover import match_targets
 from asynckv.buffers.manifest import INLINE_NBYTES, Manifest, verify
 from asynckv.buffers.queries import tensor_of
 from asynckv.buffers.receive_budget import ReceiveBudget
+from asynckv.buffers.targets import match_targets
 from asynckv.links.receiving import Reception
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 
 from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.gpu_places import may_land_on_gpu, places_on_gpu
-from asynckv.buffers.handover import match_targets
 from asynckv.buffers.ipc_reader import IpcReader
 from asynckv.buffers.lifting import on_host
 from asynckv.buffers.manifest import unpack
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.shown_arrivals import ShownArrivals, ShownParts
+from asynckv.buffers.targets import match_targets
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_arrivals import GpuArrivals, Ways
 from asynckv.links.link import Link

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.handover import match_targets
+from asynckv.buffers.targets import match_targets
 from asynckv.tensors.blocks import KVBlocks, KVMemory, tensor_at
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool

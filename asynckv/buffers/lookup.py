@@ -24,7 +24,6 @@ from asynckv.buffers.arguments import as_specs, as_text
 from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.drafts import make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
-from asynckv.buffers.handover import check_targets
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.local_consumer import LocalConsumer
@@ -38,6 +37,7 @@ from asynckv.buffers.queries import (
 from asynckv.buffers.room import Room
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
+from asynckv.buffers.targets import check_targets
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.devices import DeviceName

@@ -26,7 +26,6 @@ from asynckv.buffers.drafts import Draft, make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.gpu_sources import until_made
 from asynckv.buffers.gpu_staging import Source, places_of, release_staged
-from asynckv.buffers.handover import check_targets
 from asynckv.buffers.inserting import begin_insert
 from asynckv.buffers.pushing import RemoteWriter, source_of
 from asynckv.buffers.queries import (
@@ -36,6 +35,7 @@ from asynckv.buffers.queries import (
     make_query,
 )
 from asynckv.buffers.selecting import check_key_fits
+from asynckv.buffers.targets import check_targets
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Peek, Taken, Withdraw
 from asynckv.tensors.blocks import KVMemory

@@ -100,10 +100,10 @@ class ServedInsert:
             return
         if not parts:
             return
-        service = self._service
+        pool, devices = self._service.buffer.pool, self._service.devices
         self._arriving = ArrivingParts(
-            *(self._stream, self._frame.transfer, parts),
-            *(service.buffer, service.devices, landed),
+            *(self._stream, self._frame.transfer, parts, pool),
+            *(None if devices is None else devices.arrivals, landed),
         )
         try:
             await self._arriving.arrive()

@@ -71,7 +71,7 @@ class ServedPut:
         part = pending.region, self._spec
         self._arriving = ArrivingParts(
             *(self._stream, self._frame.transfer, [part]),
-            *(self._service.buffer, None, self._landed),
+            *(self._service.buffer.pool, None, self._landed),
         )
         await self._arriving.arrive()
         return self._digest

@@ -10,10 +10,11 @@ import torch
 from asynckv.abc import InsertWriter, SelectStream
 from asynckv.buffers.declared import Declared
 from asynckv.buffers.entries import Lease, StoredEntry
-from asynckv.buffers.handover import match_targets, tensors_of, view_of
+from asynckv.buffers.handover import tensors_of, view_of
 from asynckv.buffers.holders import LocalHolder
 from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.queries import tensor_of
+from asynckv.buffers.targets import match_targets
 from asynckv.errors import EntryAborted
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool

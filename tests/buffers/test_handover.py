@@ -8,10 +8,8 @@ import torch
 from asynckv.buffers.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.handover import (
     build_entry,
-    check_targets,
     hand_over,
     lend,
-    match_targets,
     tensors_of,
 )
 from asynckv.buffers.lookup import LookupBuffer
@@ -114,19 +112,3 @@ async def test_what_has_left_cannot_be_read() -> None:
     lease.entry.drop_regions()
     with pytest.raises(LeaseLost):
         await tensors_of(lease.entry.parts, POOL, {})
-
-
-def test_targets_are_checked_before_anything_is_waited_for() -> None:
-    assert check_targets(None) == {}
-    with pytest.raises(ValueError, match="no tensor's name"):
-        check_targets({"keys": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"into\['key'\]: .* not contiguous"):
-        check_targets({"key": torch.zeros(4, 4).T})
-
-
-def test_targets_must_fit_the_entry() -> None:
-    specs = {"key": TensorSpec((2,), "float32")}
-    match_targets(specs, {"key": torch.zeros(2)})
-    for name, tensor in (("hidden", torch.zeros(2)), ("key", torch.zeros(3))):
-        with pytest.raises(ValueError, match=name):
-            match_targets(specs, {name: tensor})
