@@ -114,9 +114,9 @@ async def test_what_concurrent_gets_return_is_each_one_s_own() -> None:
             await store.put(name, value)
         names = [*values] * 4
         got = await asyncio.gather(*(peer.store.get(name) for name in names))
-        for value, name in zip(got, names, strict=True):
-            assert value is not None and value.equal(values[name])
-            value.fill_(0)
+        for found, name in zip(got, names, strict=True):
+            assert found is not None and found.equal(values[name])
+            found.fill_(0)
 
 
 async def test_concurrent_deliveries_of_one_place_do_not_see_each_other() -> None:

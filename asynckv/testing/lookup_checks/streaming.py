@@ -32,6 +32,7 @@ __all__ = (
     "a_whole_entry_can_be_streamed_out",
     "a_writer_refuses_what_was_not_declared",
     "a_writer_that_fails_aborts_its_entry",
+    "a_writer_waits_for_another_under_its_id",
     "leaving_early_acknowledges",
     "tensors_come_in_landing_order_while_the_writer_writes",
 )
