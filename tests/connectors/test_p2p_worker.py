@@ -437,6 +437,36 @@ async def test_a_full_engine_neither_waits_for_room_again_nor_promises(
         assert "there is no room here" in pair[1].failures["d"]
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+async def test_one_rank_that_is_full_keeps_its_engine_from_promising_for_now(
+    is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose save failed for another reason does not."""
+
+    async def fail() -> LookupBuffer:
+        raise OSError("for another reason")
+
+    monkeypatch.setattr("asynckv.connectors.p2p_scheduler._FULL_S", 600.0)
+    async with pair_of(toy_shape(MODEL, tp_size=2), save_timeout_s=0.01) as pair:
+        ranks = [worker_of(pair[0], rank) for rank in range(2)]
+        buffer = buffer_of(ranks[1])
+        if is_full:
+            room = buffer.statistics().max_bytes - 8  # its token takes some
+            full = torch.zeros(room, dtype=torch.uint8)
+            await buffer.insert([1], None, full, None, None, entry_id="full")
+        with monkeypatch.context() as patch:
+            if not is_full:
+                patch.setattr(
+                    ranks[1].routes, "targets", lambda order: [(fail, "t", 1)]
+                )
+            run = functools.partial(pair[0].generate, kv_transfer_params=PREFILL)
+            await run(prompt(), request_id="p")
+            await until(lambda: not any(one.statistics().saving for one in ranks))
+        await buffer.withdraw("full")
+        output = await run(prompt(seed=2), request_id="q")
+        assert (output.kv_transfer_params is None) is is_full
+
+
 async def test_requests_that_save_one_transfer_leave_one_entry() -> None:
     async with pair_of() as pair:
         named = {**PREFILL, "transfer_id": "t"}
