@@ -195,6 +195,64 @@ def test_a_layer_that_is_missing_is_named() -> None:
         pages_of(cache.config, cache.views)
 
 
+def test_a_layer_of_no_group_is_named() -> None:
+    cache = Cache(TOYS["permuted"])
+    cache.config.kv_cache_groups[0].layer_names = ["a"]
+    with pytest.raises(ConfigError, match="registered no cache of the layer b"):
+        pages_of(cache.config, cache.views)
+
+
+def with_counts(count: int, in_pool: int = BLOCKS) -> Cache:
+    """Return a cache whose configuration says that its tensor has so many blocks."""
+    cache = Cache(TOYS["permuted"])
+    cache.config.num_blocks = in_pool
+    cache.config.num_blocks_of = lambda tensor: count
+    return cache
+
+
+def test_a_tensor_may_have_fewer_blocks_than_the_pool() -> None:
+    cache = with_counts(BLOCKS, in_pool=2 * BLOCKS)
+    pages = pages_of(cache.config, cache.views)
+    assert [len(one) for one in pages.values()] == [BLOCKS, BLOCKS]
+
+
+def test_a_view_of_more_blocks_than_were_said_is_refused() -> None:
+    cache = with_counts(BLOCKS - 1)
+    with pytest.raises(ConfigError, match="view of a, .* does not lie where"):
+        pages_of(cache.config, cache.views)
+
+
+def test_a_last_page_behind_the_end_of_memory_is_refused() -> None:
+    cache = with_counts(BLOCKS + 1)
+    cache.config.kv_cache_groups[0].layer_names = ["b"]
+    (tensor,) = cache.config.kv_cache_tensors
+    tensor.layers, tensor.offset = ["b"], tensor.layer_stride
+    with pytest.raises(ConfigError, match="do not lie in a cache"):
+        pages_of(cache.config, cache.views)
+
+
+def test_the_stride_of_a_single_block_says_nothing() -> None:
+    cache = with_counts(1)
+    for layer, view in cache.views.items():
+        shape, strides = (1, *view.shape[1:]), (1, *view.stride()[1:])
+        cache.views[layer] = view.as_strided(shape, strides)
+    assert [len(one) for one in pages_of(cache.config, cache.views).values()] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stride"), [(torch.uint8, PAGE // 2 + 1), (torch.bfloat16, 160)]
+)
+def test_a_block_that_reaches_out_of_its_page_is_refused(
+    dtype: torch.dtype, stride: int
+) -> None:
+    cache, page = Cache(TOYS["permuted"]), PAGE // dtype.itemsize
+    memory = cache.raw.view(dtype)
+    halves = memory.as_strided((BLOCKS, 2, page // 2), (page, stride, 1))
+    cache.views["a"] = halves
+    with pytest.raises(ConfigError, match="a block of a is not one run of bytes"):
+        pages_of(cache.config, cache.views)
+
+
 class One:
     pass
 

@@ -58,6 +58,7 @@ class Worker(KVConnectorWorker, SupportsLayerwise, SupportsHandshake):
         groups: Mapping[str, int] | None = None,
     ) -> None:
         self.log.append(f"register {len(kv_caches)}")
+        self.groups = groups
 
     async def start(self) -> None:
         self.log.append("start")
@@ -182,6 +183,7 @@ def test_registering_starts_the_worker_and_learns_who_it_is(worker: Worker) -> N
     role = WorkerRole("test", lambda: worker)
     role.register({"layer": torch.zeros(2, 2)}, {"layer": 0})
     assert worker.log == ["register 1", "start"]
+    assert worker.groups == {"layer": 0}
     assert role.handshake == KVConnectorHandshake(3, "incarnation")
     role.shutdown()
     role.shutdown()
@@ -232,7 +234,37 @@ def test_what_ended_is_reported_once_and_counted(role: WorkerRole) -> None:
     assert role.take_counts() is None
 
 
-def test_how_many_links_are_up_is_told_when_it_changes(
+def test_bytes_are_counted_until_they_are_told(role: WorkerRole) -> None:
+    for name in "ab":
+        step(role, Orders(loads=(Order(name, ((1,),)),)))
+        assert wait_for(role).finished_recving == {name}
+    counts = role.take_counts()
+    assert counts is not None
+    assert counts["loaded_bytes"] == 200
+
+
+def test_bytes_are_counted_though_nothing_has_ended(
+    role: WorkerRole, worker: Worker
+) -> None:
+    worker.saved_bytes = 50
+    role._bridge.call(worker.callback)
+    while (counts := role.take_counts()) is None:
+        assert not role.results()
+        threading.Event().wait(0.001)
+    assert counts["saved_bytes"] == 50
+
+
+def test_how_many_links_are_up_is_told_before_anything_ends(worker: Worker) -> None:
+    worker.links = 2
+    role = WorkerRole("test", lambda: worker)
+    role.register({}, {})
+    while (counts := role.take_counts()) is None:
+        threading.Event().wait(0.001)
+    assert counts["gauges"] == {"test": {"links": 2}}
+    role.shutdown()
+
+
+def test_how_many_links_are_up_is_told_when_when_it_changes(
     role: WorkerRole, worker: Worker
 ) -> None:
     for links in (2, 0):
@@ -307,6 +339,15 @@ def test_where_their_wait_fails_blocks_are_quiet_when_each_save_has_ended(
     found = role.results()
     timer.join()
     assert found.finished_sending == {"a", "b"}
+
+
+def test_blocks_of_a_save_that_was_refused_are_quiet(
+    role: WorkerRole, worker: Worker
+) -> None:
+    worker.is_refusing = worker.is_losing_saves = True
+    step(role, Orders(saves=(Order("a"),)))
+    role.wait_quiet({"a"})
+    assert wait_for(role).failed_sending == {"a"}
 
 
 def test_nobody_waits_for_the_saves_of_others(role: WorkerRole, worker: Worker) -> None:
