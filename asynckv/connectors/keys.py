@@ -38,7 +38,7 @@ def prefix_block_keys(
     in common as whole blocks. Another model or ``salt`` (a tenant's, say) has other
     keys, whatever the tokens.
 
-    :raises ValueError: ``block_size`` is no number of tokens
+    :raises ValueError: ``block_size`` is no number of tokens, or an id no whole number
     """
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}")
@@ -59,7 +59,11 @@ def _digest(data: bytes) -> bytes:
 
 
 def _bytes_of(token_ids: Sequence[int]) -> bytes:
-    return numpy.asarray(token_ids, dtype="<i8").tobytes()
+    ids = numpy.asarray(token_ids)
+    # Cut to whole numbers, other tokens would have the same key. (None are floats.)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise ValueError(f"token ids are whole numbers, not {ids.dtype}")
+    return ids.astype("<i8").tobytes()
 
 
 def rank_block_keys(block_keys: Sequence[str], namespace: str, rank: int) -> list[str]:

@@ -43,6 +43,12 @@ def test_no_whole_block_has_no_key() -> None:
         prefix_block_keys([1], 0)
 
 
+@pytest.mark.parametrize("tokens", [[1.5, 2.5], [1.0], ["1"], "ab", [True], [2**70]])
+def test_tokens_that_are_no_whole_numbers_have_no_key(tokens: list[int]) -> None:
+    with pytest.raises(ValueError, match="whole numbers"):
+        prefix_block_keys(tokens, 1)
+
+
 def test_ranks_and_namespaces_have_keys_of_their_own() -> None:
     assert rank_block_keys(["a", "b"], "n", 1) == ["a/n/1", "b/n/1"]
 
