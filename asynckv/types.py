@@ -75,7 +75,8 @@ def parse_bytes(size: int | float | str) -> int:
         if match is None:
             raise ValueError(f"{size!r} is not a size; write 1048576, '64MiB' or '2GB'")
         size = float(match[1]) * _FACTORS[(match[2] or "").lower()]
-    if isinstance(size, bool) or not 0 <= size <= _MOST_BYTES:  # NaN is neither
+    is_number = isinstance(size, int | float) and not isinstance(size, bool)
+    if not is_number or not 0 <= size <= _MOST_BYTES:  # NaN is neither
         raise ValueError(f"{f'{size!r}':.40} is not a number of bytes")
     return int(size)
 

@@ -51,6 +51,8 @@ def test_sizes_are_read_as_people_write_them(
         "1e400",
         10**400,
         "9e18 TB",
+        None,
+        [1],
     ],
 )
 def test_what_is_no_size_is_refused(size: int | float | str) -> None:

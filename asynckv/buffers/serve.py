@@ -344,9 +344,14 @@ def serve(
     :raises ConfigError: an option that cannot be honoured; on entering, keys that
         cannot be read, or an address that asks for more protection
     :raises ValueError: nothing to serve
+    :raises TypeError: ``lookup`` or ``store`` is a buffer of the other kind
     """
     if lookup is None and store is None:
         raise ValueError("nothing to serve: pass lookup=, store= or both")
+    if not isinstance(lookup, LookupBuffer | None):
+        raise TypeError(f"lookup is a LookupBuffer, not a {type(lookup).__name__}")
+    if not isinstance(store, StoreBuffer | None):
+        raise TypeError(f"store is a StoreBuffer, not a {type(store).__name__}")
     return Server(
         url,
         lookup,

@@ -207,7 +207,10 @@ def check_into(into: torch.Tensor, spec: TensorSpec, name: str) -> None:
 
     :raises ValueError: if shape or dtype differ, or the memory is not plain
         contiguous CPU memory
+    :raises TypeError: it is no tensor
     """
+    if not isinstance(into, torch.Tensor):
+        raise TypeError(f"into is a {type(into).__name__}, not a tensor")
     found = spec_of(into)
     if found != spec:
         raise ValueError(

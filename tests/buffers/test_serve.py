@@ -182,6 +182,10 @@ async def test_what_cannot_be_served_is_refused(local: LookupBuffer) -> None:
         serve("mem://")
     with pytest.raises(ConfigError, match="TLS"):
         serve("mem://", lookup=local, tls=object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="store is a StoreBuffer, not a LookupBuffer"):
+        serve("mem://", store=local)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="lookup is a LookupBuffer, not a str"):
+        serve("mem://", lookup="1GiB")  # type: ignore[arg-type]
     server = serve("mem://", lookup=local)
     with pytest.raises(RuntimeError, match="no address"):
         server.url  # noqa: B018

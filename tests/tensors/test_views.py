@@ -140,6 +140,8 @@ def test_into_must_fit(into: torch.Tensor) -> None:
 
 def test_into_that_fits_is_accepted() -> None:
     check_into(torch.zeros(2, 3), TensorSpec((2, 3), "float32"), "key")
+    with pytest.raises(TypeError, match="into is a list, not a tensor"):
+        check_into([1.0], TensorSpec((1,), "float32"), "key")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["bool", "bfloat16", "complex32", "int64", "uint16"])
