@@ -178,6 +178,16 @@ class EntryTooLarge(AsyncKVError):
         self.max_bytes = max_bytes
 
 
+_WHY_GONE = {
+    "ttl": "its ttl_s passed before anybody took it",
+    "withdrawn": "it was withdrawn",
+    "max_deliver": "max_deliver consumers of it failed",
+    "producer": "its producer failed, or was cancelled, before it was whole",
+    "closed": "its buffer was closed",
+    "taken": "others have taken it",
+}
+
+
 class EntryAborted(AsyncKVError):
     """The entry left before its last acknowledgement; ``reason`` says why.
 
@@ -188,7 +198,8 @@ class EntryAborted(AsyncKVError):
     def __init__(
         self, message: str = "", *, reason: str = "", hint: str | None = None
     ) -> None:
-        super().__init__(message or f"the entry is gone: {reason}", hint=hint)
+        why = _WHY_GONE.get(reason, reason)
+        super().__init__(message or f"the entry is gone: {why}", hint=hint)
         self.reason = reason
 
 

@@ -75,3 +75,4 @@ def test_facts_are_attributes() -> None:
 def test_facts_are_in_the_text_where_nothing_else_is_said() -> None:
     assert "10 bytes can never fit in 4" in str(EntryTooLarge(nbytes=10, max_bytes=4))
     assert "ttl" in str(EntryAborted(reason="ttl"))
+    assert "its producer failed" in str(EntryAborted(reason="producer"))

@@ -47,7 +47,10 @@ def flatten(
             named[_EXTRAS + as_text(name, "an extra's name")] = tensor
     for name, tensor in named.items():
         if not isinstance(tensor, KVMemory):
-            raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}, not a tensor: pass a torch "
+                "tensor or KVBlocks; layers as {name: tensor}"
+            )
     check_names(named)
     return named
 

@@ -45,7 +45,8 @@ class Declared:
         if missing:
             raise ValueError(
                 f"{len(missing)} declared tensors were not put: "
-                f"{', '.join(missing[:5])}; the entry is aborted"
+                f"{', '.join(missing[:5])}; the entry is aborted "
+                "(await writer.put(name, tensor) for each)"
             )
 
     def _check(self, name: str, tensor: KVMemory | StagedTensor) -> None:

@@ -46,6 +46,12 @@ _UCRED: Final = struct.Struct("3i")
 _EAGAIN_PAUSE_S: Final = 0.01
 _LINGER_S: Final = 0.5
 _LINGER_BYTES: Final = 64 * 1024
+_LISTEN_HINTS: Final = {
+    errno.EADDRINUSE: "is another one running there? Port 0 takes a free port",
+    errno.EACCES: "take a port from 1024 on, or a folder that you may write to",
+    errno.ENOENT: "make the folder first",
+    errno.EADDRNOTAVAIL: "use an address of this machine",
+}
 
 
 async def connect(address: Address) -> socket.socket:
@@ -157,7 +163,7 @@ def bind(address: Address) -> socket.socket:
         sock.close()
         raise ConfigError(
             f"cannot listen at {address}: {exc.strerror or exc}",
-            hint="is another one running there? Port 0 takes a free port",
+            hint=_LISTEN_HINTS.get(exc.errno or 0, "choose another address"),
         ) from exc
     except BaseException:
         sock.close()

@@ -83,6 +83,11 @@ async def test_a_port_in_use_says_so() -> None:
         bind(port_of(listener))
 
 
+async def test_a_folder_that_is_missing_is_to_be_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make the folder first"):
+        bind(parse_url(f"unix://{tmp_path}/none/a.sock"))
+
+
 async def test_a_socket_file_is_for_its_owner_only(tmp_path: Path) -> None:
     address = parse_url(f"unix://{tmp_path}/a.sock")
     with bind(address):
