@@ -8,7 +8,7 @@ import pytest
 
 from asynckv.buffers import hoisting
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
@@ -20,7 +20,7 @@ from asynckv.tensors import growth
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.testing.pairs import Peers, open_peers
 from harness.device_memory import open_device_pool
-from harness.fake_devices import FakeDevice
+from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 from harness.link_pairs import name_of
@@ -92,6 +92,17 @@ def pool(gpu: FakeDevice) -> Iterator[DeviceCopyPool]:
     """That of a buffer on this process's GPU."""
     with open_device_pool(gpu) as pool:
         yield pool
+
+
+@pytest.fixture
+async def on_gpu(local: LookupBuffer) -> AsyncIterator[tuple[FakeDevice, Peer]]:
+    """A peer on a GPU of a buffer in host memory."""
+    with fake_device() as gpu:
+        async with (
+            serve("tcp://127.0.0.1:0", lookup=local) as server,
+            connect(server.url, device=gpu.device, max_bytes="16MiB") as peer,
+        ):
+            yield gpu, peer
 
 
 @pytest.fixture

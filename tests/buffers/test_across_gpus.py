@@ -14,7 +14,6 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.entries import EntryState, StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
-from asynckv.buffers.serve import serve
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.errors import ChecksumError, GPUFailed, LeaseLost
 from asynckv.tensors.cuda import DeviceMemory
@@ -30,7 +29,7 @@ from asynckv.testing.lookup_checks.values import (
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
 from asynckv.types import TensorSpec
-from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_devices import FakeDevice
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 
@@ -50,17 +49,6 @@ async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
     """A buffer on a GPU, and a peer that has none, nor maps memory."""
     async with open_gpu_pair(gpus, device=None, url="?payload=inline") as pair:
         yield pair
-
-
-@pytest.fixture
-async def on_gpu(local: LookupBuffer) -> AsyncIterator[tuple[FakeDevice, Peer]]:
-    """A peer on a GPU of a buffer in host memory."""
-    with fake_device() as gpu:
-        async with (
-            serve("tcp://127.0.0.1:0", lookup=local) as server,
-            connect(server.url, device=gpu.device, max_bytes="16MiB") as peer,
-        ):
-            yield gpu, peer
 
 
 def is_on_gpu(entry: StoredEntry) -> bool:

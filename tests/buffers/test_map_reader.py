@@ -32,7 +32,7 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import noise
-from harness.fake_devices import FakeDevice, fake_device, fake_device_of
+from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
 
 KIB, MIB = 2**10, 2**20
@@ -327,16 +327,6 @@ async def test_blocks_land_where_the_caller_wants_them(
         await peer.lookup.drop_select(into={"key": KVBlocks(pool, ids)})
     assert torch.equal(pool[ids], tensor)
     assert int(pool.count_nonzero()) == int(tensor.count_nonzero())
-
-
-@pytest.fixture
-async def on_gpu(local: LookupBuffer) -> AsyncIterator[tuple[FakeDevice, Peer]]:
-    with fake_device() as gpu:
-        async with (
-            serve("tcp://127.0.0.1:0", lookup=local) as server,
-            connect(server.url, device=gpu.device, max_bytes="16MiB") as peer,
-        ):
-            yield gpu, peer
 
 
 async def fill(buffer: LookupBuffer) -> None:
