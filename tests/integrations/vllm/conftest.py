@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +26,16 @@ OPTIONS: Final[dict[str, Any]] = {
     # Prompts of more tokens are prefilled in several steps.
     "max_num_batched_tokens": 64,
 }
+
+
+@pytest.fixture(scope="module")
+def vllm_is_imported() -> None:
+    """It warns as it is imported, and starts nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("vllm.v1.worker.utils")
+        importlib.import_module("vllm.v1.core.kv_cache_utils")
+        importlib.import_module("asynckv.integrations.vllm.connector")
 
 
 @pytest.fixture(scope="session")

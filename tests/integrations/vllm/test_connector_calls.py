@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 import types
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Final
@@ -15,21 +13,11 @@ import torch
 
 from harness.vllm_engines import PREFILL, free_url
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_is_imported")]
 
 BLOCK, BLOCKS, TOKENS = 16, 6, 40
 LAYERS: Final = ("layers.0", "layers.1")
 SAVED, LOADED = [3, 1, 4], [0, 5, 2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_is_imported() -> None:
-    """It warns as it is imported, and starts nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("vllm.v1.worker.utils")
-        importlib.import_module("vllm.v1.core.kv_cache_utils")
-        importlib.import_module("asynckv.integrations.vllm.connector")
 
 
 class Engine:

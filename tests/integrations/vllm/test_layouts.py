@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import types
-import warnings
 from typing import Any, Final
 
 import pytest
@@ -18,7 +16,7 @@ from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.pages import pages_of
 from asynckv.tensors.copying import CopyPool
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_is_imported")]
 
 LAYOUTS: Final = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 HEADS: Final = {"MHA": 8, "GQA": 2, "MQA": 1, "MLA": 1}
@@ -29,15 +27,6 @@ DTYPES: Final = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8),
 )
 MOVED: Final = {3: 5, 1: 0, 6: 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_is_imported() -> None:
-    """It warns as it is imported, and starts nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("vllm.v1.worker.utils")
-        importlib.import_module("vllm.v1.core.kv_cache_utils")
 
 
 class Cache:
