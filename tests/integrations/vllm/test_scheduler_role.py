@@ -224,11 +224,13 @@ def test_what_decides_on_kv_beside_tokens_is_in_the_salt(
         Request("e", [1], MOVES, mm_features=[Feature()]),
         Request("f", [1], MOVES, mm_features=[Feature(mm_position=Place(1))]),
         Request("g", [1], MOVES, mm_features=[Feature(), Feature()]),
+        Request("h", [1], MOVES, mm_features=[Feature(mm_position=Place(0, 5))]),
+        Request("i", [1], MOVES, lora_request=Lora("cat.png", "0 4")),
     ):
         role.on_new_request(request)
     salts = [request.salt for request in connector.requests]
     assert salts[0] == ""
-    assert len(set(salts)) == 7
+    assert len(set(salts)) == 9
 
 
 @pytest.mark.parametrize(
