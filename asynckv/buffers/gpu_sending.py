@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asynckv.buffers.telling import DigestPart, Telling
+from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.device_frames import GrantDevices
@@ -32,15 +33,19 @@ class GpuSending:
     def send(
         self, index: int, region: Region, spec: TensorSpec, digest: bytes | None
     ) -> None:
-        """Send one part; ``digest`` is its own, if that is known."""
+        """Send one part; ``digest`` is its own, if that is known.
+
+        :raises RemoteProtocolError: it is in memory of the host
+        """
         place = region.place(spec)
+        if not isinstance(place, DeviceMemory):
+            raise RemoteProtocolError("a grant of a GPU's memory for what is on none")
 
         def sent(_: bytes, error: BaseException | None) -> None:
             if error is None:  # else the peer hears that the way is lost
                 self._telling.tell(index, region, spec, digest)
 
-        memory = place if isinstance(place, DeviceMemory) else region.memory()
-        self._transport.send(self._transfer, index, memory, sent)
+        self._transport.send(self._transfer, index, place, sent)
 
     def stop(self) -> None:
         """Send no more."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from asynckv.buffers.part_landing import on_gpu
+from asynckv.links.riding import rides
 from asynckv.tensors.blocks import KVBlocks, KVMemory, spec_in
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
@@ -21,7 +22,14 @@ from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.types import TensorSpec
 
-__all__ = ("GpuStaging", "Source", "StagedTensor", "places_of", "release_staged")
+__all__ = (
+    "GpuStaging",
+    "Source",
+    "StagedTensor",
+    "are_staged",
+    "places_of",
+    "release_staged",
+)
 
 
 class StagedTensor:
@@ -110,6 +118,12 @@ class GpuStaging:
 def places_of(sources: Sequence[Source]) -> list[KVMemory | DeviceMemory | KVOnGpu]:
     """Return where the bytes of each lie, for whoever copies or digests them."""
     return [s.place() if isinstance(s, StagedTensor) else s for s in sources]
+
+
+def are_staged(sources: Sequence[Source]) -> bool:
+    """Whether NCCL may send all that does not ride: copies on this side's GPU."""
+    large = [source for source in sources if not rides(source.nbytes)]
+    return bool(large) and all(isinstance(one, StagedTensor) for one in large)
 
 
 def release_staged(sources: Sequence[Source]) -> None:

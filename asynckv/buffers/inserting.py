@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynckv.buffers.drafts import Draft
-from asynckv.buffers.gpu_staging import Source, StagedTensor
+from asynckv.buffers.gpu_staging import Source, StagedTensor, are_staged
 from asynckv.buffers.leaving_parts import OutwardWays
 from asynckv.buffers.manifest import INLINE_NBYTES, check_body, content_digest, pack
 from asynckv.buffers.sending import Sending
@@ -51,6 +51,7 @@ def begin_insert(
         ttl_s=draft.ttl_s,
         deliveries=draft.deliveries,
         digest=b"" if digests is None else content_digest(records, *tokens),
+        on_gpu=are_staged(sources),
     )
     body = pack(records, *tokens, views)
     check_body(link.limits.max_body_bytes, body)

@@ -142,7 +142,9 @@ class Landing:
             return None
         if isinstance(delivery.mapped, ShownParts):
             return ShownArrivals(self._link, delivery.mapped)
-        return None if self._ways is None else self._ways.arrivals(self._link)
+        if self._ways is None or not delivery.offer.on_gpu:
+            return None
+        return self._ways.arrivals(self._link)
 
     async def _places(
         self, delivery: Delivery, targets: Mapping[str, KVMemory]

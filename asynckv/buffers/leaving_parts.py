@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 from asynckv.buffers.gpu_sources import SourceOnGpu
-from asynckv.buffers.gpu_staging import Source, StagedTensor, places_of
+from asynckv.buffers.gpu_staging import Source, StagedTensor, are_staged, places_of
 from asynckv.buffers.hoisting import Hoisting, HostCopy
 from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.shown_parts import ShownParts, ShownTo
@@ -29,7 +29,6 @@ from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.ipc_frames import GrantShared
 from asynckv.tensors.blocks import memory_of
 from asynckv.tensors.copying import CopyPool
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Memory, joined
@@ -82,7 +81,6 @@ class LeavingParts:
         self._riding: RidingParts | None = None
         self._is_by_gpu = False
         self._way: GpuLink | None = None
-        self._lent_to: GpuLink | None = None
         self._shown: ShownParts | None = None
         self._name = f"asynckv: transfer {transfer} to a buffer"
         self._tasks = OwnTasks(failed)
@@ -91,8 +89,8 @@ class LeavingParts:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a task, or a worker of NCCL, may still read the sources."""
-        return len(self._tasks) > 0 or self._lent_to is not None
+        """Whether a task may still read the sources."""
+        return len(self._tasks) > 0
 
     def on_grant(self) -> None:
         """Send all by the link's payload: once more what left before.
@@ -122,13 +120,14 @@ class LeavingParts:
 
         If this side's way is over, the peer will hear of that, and grant it again.
 
-        :raises RemoteProtocolError: nothing ever led there, or it was granted before
+        :raises RemoteProtocolError: nothing ever led there, some of it is not on this
+            side's GPU, or it was granted before
         """
-        ways = self._ways
-        if ways is None or self._is_by_gpu:
-            raise RemoteProtocolError("a grant of memory that nothing leads to")
         if self._is_stopped:
             return
+        ways = self._ways
+        if ways is None or self._is_by_gpu or not are_staged(self._sources):
+            raise RemoteProtocolError("a grant of memory that nothing leads to")
         self._ride()
         self._is_by_gpu = True
         self._way = way = ways.way(self._link)
@@ -136,9 +135,9 @@ class LeavingParts:
             return
         is_off = strictest(way.digest, frame.kind) == "off"
         kind: DigestMode = "off" if is_off else "full"
-        hoisting = Hoisting(ways.pool, ways.copies)
         for index, source in self._large():
-            self._send_by_gpu(way, kind, index, source, hoisting)
+            if isinstance(source, StagedTensor):
+                self._send_by_gpu(way, kind, index, source)
 
     def on_grant_shared(self, frame: GrantShared) -> None:
         """Say where all lies that the peer reads; or that it does not.
@@ -184,19 +183,13 @@ class LeavingParts:
     async def quiesce(self) -> None:
         """Stop, and wait until no thread reads the sources (shielded).
 
-        At most 1 s; but what is in host memory and was sent from GPU to GPU is read
-        until NCCL's worker lets go, or is given up. A GPU may still read what is
-        staged: that is kept for it.
+        At most 1 s. A GPU may still read what is staged: that is kept for it.
         """
         self.stop()
         try:  # each waits, however often the one before it was cancelled
             await self._tasks.quiesce()
         finally:
-            try:
-                await self._link.payload.quiesce(self._transfer)
-            finally:
-                if self._lent_to is not None:
-                    await self._lent_to.transport.quiesce(self._transfer)
+            await self._link.payload.quiesce(self._transfer)
 
     def _large(self) -> list[tuple[int, Source]]:
         every = enumerate(self._sources)
@@ -240,12 +233,7 @@ class LeavingParts:
             self._left(index, digest, error)
 
     def _send_by_gpu(
-        self,
-        way: GpuLink,
-        kind: DigestMode,
-        index: int,
-        source: Source,
-        hoisting: Hoisting,
+        self, way: GpuLink, kind: DigestMode, index: int, source: StagedTensor
     ) -> None:
         telling = partial(self._tell_sent, kind, index, source)
 
@@ -253,16 +241,7 @@ class LeavingParts:
             if error is None and self._way is way:  # else it is asked for again
                 self._tasks.start(telling, self._name)
 
-        def send(memory: Memory | DeviceMemory) -> None:
-            way.transport.send(self._transfer, index, memory, sent)
-
-        if isinstance(source, StagedTensor):
-            send(source.place())
-        elif isinstance(source, KVOnGpu):  # no room to stage it, or on another GPU
-            self._hoist(hoisting, source, cast(Callable[[HostCopy], None], send))
-        else:
-            self._lent_to = way
-            send(memory_of(source))
+        way.transport.send(self._transfer, index, source.place(), sent)
 
     async def _tell_sent(self, kind: DigestMode, index: int, source: Source) -> None:
         digest = b""

@@ -279,7 +279,9 @@ class RemoteWriter(StagingWriter):
             self.stream.send(push, view)
             return
         self._pushing[transfer] = pushing = _Pushing(self, transfer, source)
-        self.stream.send(Push(transfer=transfer, part=part, inline=False))
+        on_gpu = isinstance(source, StagedTensor)
+        push = Push(transfer=transfer, part=part, inline=False, on_gpu=on_gpu)
+        self.stream.send(push)
         try:
             async with asyncio.timeout(ANSWER_S):
                 await pushing.granted

@@ -88,8 +88,10 @@ class DeviceService:
         task.add_done_callback(self._task_ended)
         return channel
 
-    def arrivals(self) -> PartsOnGpu | None:
+    def arrivals(self, *, on_gpu: bool) -> PartsOnGpu | None:
         """Return by what one transfer may come into memory of the buffer's GPU.
+
+        By NCCL, if it lies ``on_gpu`` there.
 
         What is kept has the digest of all its bytes, unless the link has none: an
         entry is known again by it.
@@ -99,7 +101,7 @@ class DeviceService:
             return None
         if (shared := self.sources.arrivals(pool)) is not None:
             return shared
-        if way is None or not way.is_open:
+        if way is None or not way.is_open or not on_gpu:
             return None
         return GpuArrivals(way, pool, "off" if self.link.digest == "off" else "full")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from asynckv.buffers.admission import Landed
@@ -101,9 +102,12 @@ class ServedInsert:
         if not parts:
             return
         pool, devices = self._service.buffer.pool, self._service.devices
+        by_gpu = None
+        if devices is not None:
+            by_gpu = partial(devices.arrivals, on_gpu=self._frame.on_gpu)
         self._arriving = ArrivingParts(
             *(self._stream, self._frame.transfer, parts, pool),
-            *(None if devices is None else devices.arrivals, landed),
+            *(by_gpu, landed),
         )
         try:
             await self._arriving.arrive()

@@ -104,6 +104,7 @@ def make_offer(
         token=lease.token,
         attempt=lease.attempt,
         matched_tokens=lease.matched_tokens,
+        on_gpu=_is_on_gpu(entry),
         complete=entry.complete,
         mapped=mapped,
     )
@@ -167,7 +168,12 @@ class Offering(msgspec.Struct, eq=False):
     def grant_devices(
         self, frame: GrantDevices, way: GpuLink, digest_part: DigestPart
     ) -> None:
-        """As :meth:`grant`, of memory of the peer's GPU; what rides rides."""
+        """As :meth:`grant`, of memory of the peer's GPU; what rides rides.
+
+        :raises RemoteProtocolError: not all of it is on this side's GPU
+        """
+        if not _is_on_gpu(self.entry):
+            raise RemoteProtocolError("a grant of a GPU's memory for what is on none")
         by_gpu = GpuSending(way, self.stream, frame, digest_part)
         self.grant(frame.transfer, by_gpu)
 
@@ -245,6 +251,12 @@ class Offering(msgspec.Struct, eq=False):
                 stream.send(Done(transfer, index, digest))
 
         return sent
+
+
+def _is_on_gpu(entry: StoredEntry) -> bool:
+    """Whether NCCL may send all that does not ride."""
+    large = [part.region for part in entry.parts if not rides(part.spec.nbytes)]
+    return bool(large) and all(one is not None and one.is_on_device for one in large)
 
 
 def _pieces(entry: StoredEntry, preamble: bytes) -> list[bytes | memoryview] | None:

@@ -176,7 +176,7 @@ class ServedPushes:
     def _grant(self, frame: Push, region: Region, *, again: bool = False) -> None:
         by_gpu = None
         if region.is_on_device and not again:
-            by_gpu = self._service.devices.arrivals()
+            by_gpu = self._service.devices.arrivals(on_gpu=frame.on_gpu)
         link = self._service.link
         pushed: Pushed
         if by_gpu is not None:

@@ -73,7 +73,7 @@ class GpuLink:
         self.is_open = False
         """Whether deliveries may go this way now."""
         self.transport = NcclTransport(
-            *(use.worker, False, loop, self._on_lost, _SETTINGS, self._peer_finished)
+            *(use.worker, loop, self._on_lost, _SETTINGS, self._peer_finished)
         )
         self.progress = Progress(self.transport, self._stalled)
         self._use = use
@@ -208,6 +208,10 @@ class GpuLink:
         """All that was offered has landed; of some the peer may never say so."""
         if any(arrivals.are_awaited for arrivals in self._arrivals):
             self._on_lost(PeerLost("the peer closed its side"))
+        elif self.is_open:
+            self.is_open = False
+            if self.link.is_open:
+                self.link.use_lanes()
 
     def _on_lost(self, error: Exception) -> None:
         was_open = self.is_open

@@ -44,6 +44,7 @@ class Arrival:
 
     __slots__ = (
         "_by_gpu",
+        "_may_come_by_gpu",
         "_reading",
         "_shown",
         "_was_on_gpu",
@@ -66,6 +67,7 @@ class Arrival:
         self.is_verified = False
         self._by_gpu: GpuArrivals | None = None
         self._was_on_gpu = False
+        self._may_come_by_gpu = isinstance(frame, Push) and frame.on_gpu
         self._shown = frame if isinstance(frame, PushShared) else None
         self._reading: asyncio.Task[None] | None = None
 
@@ -98,12 +100,13 @@ class Arrival:
 
         Returns what the peer is told then. Never waits.
         """
-        by_gpu = None if self._was_on_gpu else gpus.arrivals()
+        by_gpu = gpus.arrivals() if self._may_come_by_gpu else None
         region = None if by_gpu is None else gpus.spare(self.nbytes)
         if self.spec is None or by_gpu is None or region is None:
             return None
         place = _place(region, self.spec)
         self.region, self._by_gpu, self._was_on_gpu = region, by_gpu, True
+        self._may_come_by_gpu = False
         self.reception = Reception(
             *(link, self.transfer, [place], self),
             payload=by_gpu,

@@ -73,7 +73,7 @@ class GpuSide:
         if isinstance(source, KVOnGpu):
             is_near = source.memory.device == self._device.index
             has_way = is_near and (self.sharing.is_open or self.opening.way is not None)
-        else:  # from the host NCCL takes it by itself
+        else:  # from the host it goes by lanes
             has_way = self.sharing.is_open
         return self.spare(nbytes) if has_way else None
 

@@ -19,12 +19,10 @@ from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import Parcel
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
-from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.ipc_frames import PushShared
 from asynckv.protocol.payload_frames import Done, Grant
-from asynckv.tensors.device_copying import EDGE_NBYTES
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
 
@@ -94,12 +92,14 @@ class Leaving:
 
         If this side's way is over, the peer will hear of that, and grant it again.
 
-        :raises RemoteProtocolError: it waits for none, or there is no way
+        :raises RemoteProtocolError: it waits for none, there is no way, or it is not
+            on this side's GPU
         """
         gpus, transfer = self.gpus, frame.transfer
         way = None if gpus is None else gpus.opening.agreed_way
         parcel = self._waiting.pop(transfer, None)
-        if parcel is None or gpus is None or way is None:
+        is_here = parcel is not None and parcel.memory is None
+        if parcel is None or not is_here or gpus is None or way is None:
             raise RemoteProtocolError("a GrantDevices for what waits for none")
         kind = strictest(gpus.digest, frame.kind)
         self._by_gpu[transfer] = parcel
@@ -109,7 +109,7 @@ class Leaving:
                 self._start(parcel, partial(self._tell_sent, gpus, parcel, kind))
 
         try:
-            way.transport.send(transfer, 0, parcel.source(), sent)
+            way.transport.send(transfer, 0, parcel.place(), sent)
         except LocalProtocolError as exc:
             raise RemoteProtocolError("GPUs that are not connected") from exc
 
@@ -158,11 +158,6 @@ class Leaving:
     async def _digest(self, gpus: GpuSide, parcel: Parcel, kind: DigestMode) -> bytes:
         if kind == "off":
             return b""
-        if parcel.memory is not None and kind == "edges":
-            view = bytes_of(parcel.memory)
-            return digest_of(bytes(view[:EDGE_NBYTES]) + bytes(view[-EDGE_NBYTES:]))
-        if parcel.memory is not None and parcel.digest:
-            return parcel.digest
         read = gpus.pool.edges if kind == "edges" else gpus.pool.digest
         (digest,) = await read([parcel.place()])
         return digest

@@ -230,7 +230,8 @@ class Outbound:
             self._send(shown, memoryview(b""))
             return
         digest = parcel.digest if inline else b""
-        push = Push(parcel.transfer, 0, inline, parcel.spec, digest)
+        on_gpu = parcel.memory is None and parcel.region is not None
+        push = Push(parcel.transfer, 0, inline, parcel.spec, digest, on_gpu)
         parcel.is_sent = inline
         if not inline:
             self.leaving.add(parcel)

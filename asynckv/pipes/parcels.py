@@ -9,7 +9,6 @@ import torch
 
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec
 
 __all__ = ("INLINE_NBYTES", "MAX_TENSORS", "Parcel")
@@ -59,10 +58,6 @@ class Parcel:
         """Whoever waits for its room looks again."""
         if self.turn is not None and not self.turn.done():
             self.turn.set_result(None)
-
-    def source(self) -> memoryview | DeviceMemory:
-        """Return the bytes of the pipe's own copy, wherever it is."""
-        return self.place() if self.memory is None else bytes_of(self.memory)
 
     def place(self) -> DeviceMemory:
         """Return the bytes of the copy on the GPU; whoever has them keeps them."""

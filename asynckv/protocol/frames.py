@@ -182,7 +182,8 @@ class Insert(_Base, frozen=True, tag="insert"):
     """Commit an entry. Body: :class:`Contents`, tokens, roi, inline tensors.
 
     ``streaming``: tensors come one by one, each announced by a :class:`Push`.
-    ``digest`` is the entry's, when the sender knows it already.
+    ``digest`` is the entry's, when the sender knows it already. ``on_gpu``: all that
+    does not ride lies on the sender's GPU.
     """
 
     entry_id: Id
@@ -192,6 +193,7 @@ class Insert(_Base, frozen=True, tag="insert"):
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = 600.0
     deliveries: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
     digest: Digest = b""
+    on_gpu: bool = False
 
 
 class Select(_Base, frozen=True, tag="select"):
@@ -305,7 +307,8 @@ class Push(_Base, frozen=True, tag="push"):
 
     The body holds its bytes if ``inline``; otherwise it comes by payload, as
     ``part`` of ``transfer``. On a pipe ``spec`` says what comes (``None`` is
-    the value None) and each tensor is a transfer of its own.
+    the value None) and each tensor is a transfer of its own. ``on_gpu``: it lies on
+    the sender's GPU.
     """
 
     transfer: Count
@@ -313,6 +316,7 @@ class Push(_Base, frozen=True, tag="push"):
     inline: bool
     spec: TensorSpec | None = None
     digest: Digest = b""
+    on_gpu: bool = False
 
 
 class Read(_Base, frozen=True, tag="read"):
@@ -337,7 +341,8 @@ class Offer(_Base, frozen=True, tag="offer"):
 
     An offer that is not ``complete`` may still be retracted; its parts come as
     they land, then a :class:`Complete`. ``attempt`` counts deliveries. What is
-    ``mapped`` is read where it lies.
+    ``mapped`` is read where it lies. ``on_gpu``: all that does not ride lies on the
+    sender's GPU.
     """
 
     transfer: Count
@@ -348,6 +353,7 @@ class Offer(_Base, frozen=True, tag="offer"):
     matched_tokens: Count = 0
     complete: bool = True
     mapped: MappedOffer | None = None
+    on_gpu: bool = False
 
 
 class Complete(_Base, frozen=True, tag="complete"):

@@ -31,7 +31,7 @@ DIGEST = digest_of(KEY)
 
 async def begin(pair: NcclBuffers) -> RawInsert:
     """Ask for a large tensor and a small one, and wait for memory of the GPU."""
-    raw = RawInsert(pair.peer._linked(), MIB, 8)
+    raw = RawInsert(pair.peer._linked(), MIB, 8, on_gpu=True)
     assert await raw.hearer.next() == (GrantDevices(raw.transfer, "full"), b"")
     return raw
 

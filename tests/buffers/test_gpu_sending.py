@@ -5,6 +5,7 @@ import asyncio
 from asynckv.buffers.gpu_sending import GpuSending
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Get
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.types import TensorSpec
@@ -28,9 +29,9 @@ async def test_of_what_was_not_sent_the_peer_hears_nothing(
     way.transport.abort()
     sending = GpuSending(way, stream, GrantDevices(1, "full"), no_digest)
     sending.send(0, entry.regions[0], TensorSpec((MIB,), "uint8"), b"")
-    way.transport.send(
-        3, 0, memoryview(b"after it"), lambda _, error: errors.append(error)
-    )
+    after = entry.regions[0].place(TensorSpec((MIB,), "uint8"))
+    assert isinstance(after, DeviceMemory)
+    way.transport.send(3, 0, after, lambda _, error: errors.append(error))
     await until(lambda: bool(errors))
     assert errors[0] is not None and link.is_open
     sending.stop()

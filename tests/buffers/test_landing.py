@@ -68,7 +68,8 @@ class Ground:
         return Landing(link, stream, targets, self.budget, self)
 
     def offer(self, transfer: int = 2, body: bytes = BODY) -> Delivery:
-        return read_offer(self.links.near, Offer(transfer, inline=False), body, None)
+        offer = Offer(transfer, inline=False, on_gpu=self.gpus is not None)
+        return read_offer(self.links.near, offer, body, None)
 
     async def heard(self, count: int = 1) -> list[Frame]:
         """Return what the peer was sent, once it is so much."""

@@ -28,14 +28,12 @@ from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Accepted, Cancel, Frame, Put
 from asynckv.protocol.ipc_frames import GrantShared, SentShared
 from asynckv.protocol.payload_frames import Done, Grant, Riders
-from asynckv.shielding import wait_shielded
 from asynckv.tensors.copying import CopyPool
-from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
 from asynckv.transports.lane_sockets import LaneSocket
-from asynckv.transports.nccl.parts import DevicePart
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus
 from harness.link_pairs import LinkPair, linked
@@ -133,23 +131,6 @@ async def test_what_is_not_where_the_peer_reads_waits_for_another_grant() -> Non
         hearer = one.pair.service.hearers[0]
         said = SentShared(one.transfer, 0, "off")
         assert await hearer.next() == (said, b"") and one.sending.may_be_in
-        one.pair.service.asked[0][0].send(Accepted())
-        assert await one.sending.accepted()
-
-
-async def test_what_a_lost_way_cannot_send_waits_for_another_grant() -> None:
-    async with asked(NoWay()) as one:
-        await one.grant(GrantDevices)
-        target, landed = memoryview(bytearray(MIB)), list[object]()
-        one.pair.far.payload.receive(
-            one.transfer, 0, target, lambda *end: landed.append(end)
-        )
-        await one.grant(Grant)
-        hearer = one.pair.service.hearers[0]
-        frame, _ = await hearer.next()
-        assert isinstance(frame, Done) and one.sending.may_be_in
-        await until(lambda: bool(landed))
-        assert is_same(torch.frombuffer(target, dtype=torch.uint8), one.value)
         one.pair.service.asked[0][0].send(Accepted())
         assert await one.sending.accepted()
 
@@ -307,44 +288,3 @@ async def test_an_entry_that_is_accepted_early_is_not_digested_any_more(
         await inserting
         assert digesting[0] is not None and digesting[0].done()
         await until(lambda: not pair.staged_bytes)
-
-
-async def test_an_insert_that_is_cancelled_twice_waits_for_all_that_read(
-    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digested = asyncio.get_running_loop().create_future()
-    entered, returns = threading.Event(), threading.Event()
-    reading, digesting = list[DevicePart](), list[object]()
-    enter = DevicePart._enter
-
-    async def wait(places: object) -> list[bytes]:
-        digesting.append(places)
-        await wait_shielded(digested)
-        return [b""]
-
-    def keep(part: DevicePart, start: int, end: int) -> object:
-        pieces = enter(part, start, end)
-        if start >= 16 * MIB and not returns.is_set():  # the key has left before
-            reading.append(part)
-            entered.set()
-            returns.wait(60)
-        return pieces
-
-    async with open_nccl_buffers(two_gpus, buffer_bytes=64 * MIB) as pair:
-        await pair.opened()
-        monkeypatch.setattr(pair.peer.pool, "digest", wait)
-        monkeypatch.setattr(DevicePart, "_enter", keep)
-        value, key = noise(24 * MIB), pair.theirs.tensor(noise(MIB))
-        insert = pair.peer.lookup.insert
-        task = asyncio.create_task(insert([1], None, key, value, None))
-        await until(lambda: bool(digesting) and entered.is_set())
-        for _ in range(2):
-            task.cancel()
-            await until_blocked(task)
-        digested.set_result(None)
-        await until_blocked(task)
-        is_early = task.done()
-        returns.set()
-        await asyncio.wait({task})
-        assert task.cancelled() and not is_early
-        assert not any(part.is_touched for part in reading)

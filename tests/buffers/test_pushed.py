@@ -56,7 +56,7 @@ class RawWriter:
     async def push(self) -> int:
         """Announce the first tensor, and wait until memory of the GPU is granted."""
         transfer = self.link.new_transfer()
-        self.say(Push(transfer, 0, inline=False))
+        self.say(Push(transfer, 0, inline=False, on_gpu=True))
         while await self.raw.hearer.next() != (GrantDevices(transfer, "full"), b""):
             pass
         return transfer

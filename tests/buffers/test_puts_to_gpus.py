@@ -82,7 +82,9 @@ async def test_what_was_put_is_sent_on_with_its_digest(
     assert pair.has_moved == (way == "nccl")
 
 
-async def test_each_tensor_is_put_from_wherever_it_was(pair: PutPair) -> None:
+async def test_each_tensor_is_put_from_wherever_it_was(
+    pair: PutPair, way: PutWay
+) -> None:
     gpu, host = pair.theirs.tensor, noise(MIB, 2).view(4, -1)
     pool = gpu(noise(MIB, 3).view(8, -1))
     await pair.peer.lookup.insert(
@@ -93,7 +95,7 @@ async def test_each_tensor_is_put_from_wherever_it_was(pair: PutPair) -> None:
         gpu(noise(8)),
         extras={"little": noise(9), "some": gpu(noise(PIECE, 5))},
     )
-    assert pair.has_put
+    assert pair.has_put == (way != "nccl")  # which takes no memory of the host
     await until(lambda: not pair.puts.staged_bytes)
     entry = await pair.buffer.drop_select([1])
     assert isinstance(entry.key, dict) and isinstance(entry.value, dict)
@@ -105,14 +107,12 @@ async def test_each_tensor_is_put_from_wherever_it_was(pair: PutPair) -> None:
     assert is_same(entry.extras["some"], noise(PIECE, 5))
 
 
-async def test_a_tensor_of_another_gpu_goes_through_host_memory(
-    pair: PutPair, way: PutWay
-) -> None:
+async def test_a_tensor_of_another_gpu_goes_through_host_memory(pair: PutPair) -> None:
     other = fake_device_of(pair.theirs.process, 1 - pair.theirs.index)
     await pair.peer.lookup.insert([1], None, other.tensor(noise(MIB)), None, None)
     entry = await pair.buffer.drop_select([1])
     assert is_same(only(entry.key), noise(MIB))
-    assert pair.has_put == (way == "nccl")  # from there it is sent on
+    assert not pair.has_put
 
 
 async def test_few_bytes_ride_with_their_frame(pair: PutPair) -> None:

@@ -69,7 +69,7 @@ async def test_what_is_to_be_sent_is_not_shown(two_gpus: FakeGpus) -> None:
     async with open_nccl_buffers(two_gpus, reconnect_s=0) as pair:
         await pair.opened()
         link = pair.peer._linked()
-        raw = RawInsert(link, MIB)
+        raw = RawInsert(link, MIB, on_gpu=True)
         assert await raw.hearer.next() == (GrantDevices(raw.transfer, "full"), b"")
         raw.stream.send(SentShared(raw.transfer, 0, "full", 0))
         await until(lambda: not link.is_open)

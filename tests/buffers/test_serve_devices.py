@@ -47,7 +47,8 @@ async def test_nothing_comes_to_host_memory_from_a_gpu(
 ) -> None:
     async with connect(mappable.url):
         (services,) = mappable._services
-        assert services.devices is not None and services.devices.arrivals() is None
+        assert services.devices is not None
+        assert services.devices.arrivals(on_gpu=True) is None
 
 
 async def test_a_server_whose_url_asks_for_lanes_leads_nowhere(gpus: FakeGpus) -> None:

@@ -13,6 +13,7 @@ from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.tensors.paged_arena import PagedArena
+from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect, expect_same, noise
 from asynckv.testing.pipe_checks import LARGE, PIPE_BYTES
 from harness.fake_devices import FakeDevice
@@ -93,6 +94,9 @@ async def expect_by_host(pair: GpuPipes) -> None:
         found = await receives.recv_tensor()
         expect(found is not None and found.is_cuda, "it is not on the GPU")
         expect_same(found, noise(LARGE, 2))
+    if "inline" in {pair.near.transport, pair.far.transport}:
+        # The other side hears of it, but may not have heard yet.
+        await until(lambda: pair.near.transport == pair.far.transport)
     ways = {pair.near.transport, pair.far.transport}
     expect(ways == {"inline"}, f"it came by {ways}")
 

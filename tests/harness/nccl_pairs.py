@@ -6,16 +6,23 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import ClassVar
 
+from asynckv.abc import PayloadTransport
 from asynckv.protocol.device_frames import DeviceFrame
+from asynckv.protocol.digests import digest_of
 from asynckv.shielding import wait_shielded
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.runs import Memory
 from asynckv.testing.blocked import until
 from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.transport import NcclTransport
 from asynckv.transports.nccl.worker import DeviceWorker
+from asynckv.transports.parts import DoneCallback
 from harness.fake_gpus import FakeGpus, FakeProcess
+from harness.fake_gpus.cuda import FakeCuda
 
-__all__ = ("LoopChannel", "NcclPair", "loop_channels", "open_nccl_pair")
+__all__ = ("HostMemory", "LoopChannel", "NcclPair", "loop_channels", "open_nccl_pair")
 
 
 class LoopChannel:
@@ -68,6 +75,95 @@ def loop_channels() -> tuple[LoopChannel, LoopChannel]:
     return near, far
 
 
+class HostMemory(PayloadTransport):
+    """An NCCL transport for who has memory of the host: it is the GPU's meanwhile.
+
+    It digests what was moved, so that it keeps the contract of all transports.
+    """
+
+    name: ClassVar[str] = "nccl"
+
+    def __init__(
+        self, inner: NcclTransport, cuda: FakeCuda, device: int, *, digest: bool
+    ) -> None:
+        self.inner = inner
+        self._cuda = cuda
+        self._device = device
+        self._digest = digest
+        self._adopted: collections.defaultdict[int, list[DeviceMemory]]
+        self._adopted = collections.defaultdict(list)
+
+    def describe(self) -> bytes:
+        return self.inner.describe()
+
+    async def open(self, peer_description: bytes, side_channel: object) -> None:
+        await self.inner.open(peer_description, side_channel)
+
+    def send(
+        self,
+        transfer: int,
+        part: int,
+        source: Memory,
+        done: DoneCallback,
+        *,
+        digest: bytes | None = None,
+    ) -> None:
+        memory, tell = self._adopt(transfer, source, done, digest)
+        self.inner.send(transfer, part, memory, tell)
+
+    def receive(
+        self, transfer: int, part: int, target: Memory, done: DoneCallback
+    ) -> None:
+        memory, tell = self._adopt(transfer, target, done, None)
+        self.inner.receive(transfer, part, memory, tell)
+
+    def announce(self, transfer: int) -> None:
+        self.inner.announce(transfer)
+
+    def landed_bytes(self, transfer: int) -> int:
+        return self.inner.landed_bytes(transfer)
+
+    def stop(self, transfer: int) -> None:
+        self.inner.stop(transfer)
+
+    async def quiesce(self, transfer: int) -> None:
+        try:
+            await self.inner.quiesce(transfer)
+        finally:
+            for memory in list(self._adopted[transfer]):
+                self._disown(transfer, memory)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def _adopt(
+        self, transfer: int, memory: Memory, done: DoneCallback, known: bytes | None
+    ) -> tuple[DeviceMemory, DoneCallback]:
+        if not isinstance(memory, memoryview):
+            raise TypeError("memory that lies in several places")
+        adopted = DeviceMemory(0, 0, self._device)
+        if memory.nbytes:
+            adopted = self._cuda.adopt(memory, self._device)
+            self._adopted[transfer].append(adopted)
+
+        def tell(_: bytes, error: BaseException | None) -> None:
+            self._disown(transfer, adopted)
+            digest = b""
+            if self._digest and error is None:
+                digest = digest_of(memory) if known is None else known
+            done(digest, error)
+
+        return adopted, tell
+
+    def _disown(self, transfer: int, memory: DeviceMemory) -> None:
+        if memory in self._adopted[transfer]:
+            self._adopted[transfer].remove(memory)
+            self._cuda.disown(memory)
+
+
 class NcclPair:
     """Two processes with a GPU each, their workers, channels and transports."""
 
@@ -77,7 +173,6 @@ class NcclPair:
         near_lost: Callable[[Exception], None],
         far_lost: Callable[[Exception], None],
         *,
-        digest: bool = True,
         settings: NcclSettings | None = None,
         stuck_s: float = 60.0,
         abort_grace_s: float = 5.0,
@@ -99,12 +194,24 @@ class NcclPair:
         self.lost: tuple[list[Exception], list[Exception]] = ([], [])
         """Why each end was lost, near and far."""
         ends = [
-            NcclTransport(worker, digest, loop, _both(lost.append, tell), settings)
+            NcclTransport(worker, loop, _both(lost.append, tell), settings)
             for worker, lost, tell in zip(
                 self.workers, self.lost, (near_lost, far_lost), strict=True
             )
         ]
         self.near, self.far = ends
+
+    def memory(self, side: int, content: bytes) -> DeviceMemory:
+        """Allocate memory of one side's GPU that holds ``content``."""
+        cuda = self.processes[side].cuda
+        cuda.use_device(side)
+        memory = cuda.malloc(len(content))
+        cuda.view(memory)[:] = list(content)
+        return memory
+
+    def content(self, side: int, memory: DeviceMemory) -> bytes:
+        """Look at what is there now."""
+        return self.processes[side].cuda.view(memory).tobytes()
 
     async def open(self) -> None:
         """Open both ends, the near one in the calling task."""
@@ -158,16 +265,18 @@ async def open_nccl_pair(
     digest: bool = True,
     max_delay: int = 0,
     settings: NcclSettings | None = None,
-) -> AsyncIterator[tuple[NcclTransport, NcclTransport]]:
+) -> AsyncIterator[tuple[HostMemory, HostMemory]]:
     """Open a pair on fake GPUs, and look for faults when it is left.
 
     :raises AssertionError: somebody did what real GPUs punish
     """
     gpus = FakeGpus(2, max_delay=max_delay)
-    pair = NcclPair(gpus, near_lost, far_lost, digest=digest, settings=settings)
+    pair = NcclPair(gpus, near_lost, far_lost, settings=settings)
+    cudas = [process.cuda for process in pair.processes]
     try:
         await pair.open()
-        yield pair.near, pair.far
+        near = HostMemory(pair.near, cudas[0], 0, digest=digest)
+        yield near, HostMemory(pair.far, cudas[1], 1, digest=digest)
     finally:
         try:
             await pair.aclose()

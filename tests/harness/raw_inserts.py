@@ -33,12 +33,16 @@ class RawInsert:
         streaming: bool = False,
         inline: bytes | None = None,
         digest: bytes = b"",
+        on_gpu: bool = False,
     ) -> None:
         self.hearer = Hearer()
         self.transfer = link.new_transfer()
         self._link = link
         frame = Insert(
-            "it", self.transfer, inline=inline is not None, streaming=streaming
+            *("it", self.transfer),
+            inline=inline is not None,
+            streaming=streaming,
+            on_gpu=on_gpu,
         )
         pieces = [] if inline is None else [memoryview(inline)]
         records = [

@@ -31,4 +31,4 @@ async def test_a_channel_keeps_back_what_it_is_told_to() -> None:
 async def test_a_pair_tells_of_what_real_gpus_punish() -> None:
     with pytest.raises(AssertionError, match="a fault of the test"):
         async with open_nccl_pair(lambda _: None, lambda _: None) as (near, _):
-            near._worker.cuda._gpus.note("a fault of the test")  # type: ignore[attr-defined]
+            near.inner._worker.cuda._gpus.note("a fault of the test")  # type: ignore[attr-defined]

@@ -17,6 +17,6 @@ async def test_what_moves_is_counted_and_what_is_kept_is_seen(
     two_gpus: FakeGpus,
 ) -> None:
     async with open_nccl_pipes(two_gpus) as pair:
-        await pair.near.send_tensor(noise(LARGE, 1))
+        await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, 1)))
         await pair.near.flush()
         assert pair.moved == 1 and pair.used_bytes == LARGE

@@ -5,7 +5,7 @@ import pytest
 from asynckv.transports.nccl.worker import DeviceWorker, _Flight
 from harness.nccl_schedules import Outcome, run_schedule
 
-QUICK = 8
+QUICK = 12
 BATCH = 500
 BATCHES = 20
 

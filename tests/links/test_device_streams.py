@@ -61,22 +61,20 @@ async def opened() -> AsyncIterator[tuple[NcclPair, LinkPair]]:
 
 async def test_payload_moves_by_what_is_said_on_a_link() -> None:
     async with opened() as (pair, _):
-        source, target = bytes(range(256)) * 64, bytearray(2**14)
-        landed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        pair.far.receive(
-            2, 0, memoryview(target), lambda digest, _: landed.set_result(digest)
-        )
-        pair.near.send(2, 0, memoryview(source), lambda digest, error: None)
-        assert await landed
-        assert target == source
+        content = bytes(range(256)) * 64
+        source, target = pair.memory(0, content), pair.memory(1, bytes(2**14))
+        landed = asyncio.Event()
+        pair.far.receive(2, 0, target, lambda digest, error: landed.set())
+        pair.near.send(2, 0, source, lambda digest, error: None)
+        await landed.wait()
+        assert pair.content(1, target) == content
 
 
 async def test_a_lost_link_ends_the_transport() -> None:
     async with opened() as (pair, link):
         told: list[BaseException | None] = []
-        pair.near.receive(
-            1, 0, memoryview(bytearray(4)), lambda _, error: told.append(error)
-        )
+        target = pair.memory(0, bytes(4))
+        pair.near.receive(1, 0, target, lambda _, error: told.append(error))
         link.near.abort()
         await until(lambda: bool(told))
         assert isinstance(told[0], PeerLost)

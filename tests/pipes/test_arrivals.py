@@ -37,7 +37,8 @@ async def test_what_was_granted_again_may_have_been_sent_meanwhile(
     inbound = pair.far._inbound
     gpus = inbound.granting.gpus
     assert gpus is not None
-    arrival = Arrival(inbound, Push(1, 0, False, TensorSpec((LARGE,), "uint8")))
+    push = Push(1, 0, False, TensorSpec((LARGE,), "uint8"), on_gpu=True)
+    arrival = Arrival(inbound, push)
     assert arrival.land_on_gpu(pair.far._link, gpus) is not None
     assert arrival.reception is not None
     arrival.reception.stop()

@@ -152,7 +152,7 @@ async def test_what_has_no_room_on_a_gpu_comes_by_host(two_gpus: FakeGpus) -> No
     async with open_nccl_pipes(two_gpus) as pair:
         kept = []
         for seed in range(10):
-            await pair.near.send_tensor(noise(LARGE, seed))
+            await pair.near.send_tensor(pair.ours.tensor(noise(LARGE, seed)))
             found = await pair.far.recv_tensor()
             assert found is not None and is_same(found, noise(LARGE, seed))
             kept.append(found)

@@ -9,7 +9,6 @@ from asynckv.transports.nccl.channel import DeviceChannel
 from asynckv.transports.nccl.receiver import Receiver
 from asynckv.transports.nccl.sender import Sender
 from asynckv.transports.nccl.settings import NcclSettings
-from asynckv.transports.nccl.staging import Staging
 from asynckv.transports.nccl.worker import DeviceWorker
 
 __all__ = ("make_ends",)
@@ -18,7 +17,6 @@ __all__ = ("make_ends",)
 def make_ends(
     worker: DeviceWorker,
     loop: asyncio.AbstractEventLoop,
-    staging: Staging,
     channel: DeviceChannel,
     settings: NcclSettings,
     *,
@@ -29,7 +27,6 @@ def make_ends(
     sender = Sender(
         worker,
         loop,
-        staging.to_send,
         chunk_bytes=min(settings.chunk_bytes, peer_chunk_bytes),
         max_bytes=settings.max_bytes,
         timeout_s=settings.timeout_s,
@@ -39,8 +36,7 @@ def make_ends(
     receiver = Receiver(
         worker,
         loop,
-        staging.to_receive,
-        max_operations=settings.slots,
+        max_operations=settings.max_operations,
         max_bytes=settings.max_bytes,
         timeout_s=settings.timeout_s,
         say=channel.send,

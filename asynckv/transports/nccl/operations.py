@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.transports.nccl.parts import DevicePart
-from asynckv.transports.nccl.slots import Slot
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
 
-__all__ = ("Operation", "ReceiveJob", "SendJob", "call_on")
+__all__ = ("Operation", "OperationJob", "call_on")
 
 
 def call_on(loop: asyncio.AbstractEventLoop, fn: Callable[[], None]) -> None:
@@ -22,39 +21,23 @@ def call_on(loop: asyncio.AbstractEventLoop, fn: Callable[[], None]) -> None:
 
 
 class Operation:
-    """Bytes of ``part`` from ``offset``; with a ``slot`` they go through it."""
+    """The next ``nbytes`` of ``part``, whose memory it keeps until it has ended."""
 
-    def __init__(
-        self, part: DevicePart, offset: int, nbytes: int, slot: Slot | None
-    ) -> None:
+    def __init__(self, part: DevicePart, nbytes: int) -> None:
         self.part = part
-        self.offset = offset
+        self.offset = part.begun_bytes
         self.nbytes = nbytes
-        self.slot = slot
+        self.memory: DeviceMemory = part.begin(nbytes)
         self.number = -1
         self.is_posted = False
         """Whether the worker has it."""
         self.is_done = False
         """Whether the peer says so."""
 
-    def address(self) -> int:
-        """Where NCCL reads or writes."""
-        if self.slot is not None:
-            return self.slot.device.address
-        return self._place().address
 
-    def wait_until_ready(self, pipe: WorkerPipe) -> None:
-        """Let the pipe's stream wait for whoever used the memory before."""
-        if self.slot is None and (ready := self._place().ready) is not None:
-            pipe.stream.wait(ready)
+class OperationJob:
+    """Bytes leave or land, as the pipe's direction is, where they lie."""
 
-    def _place(self) -> DeviceMemory:
-        if self.part.device is None:
-            raise ValueError("bytes of the host need a slot")
-        return self.part.device.part(self.offset, self.offset + self.nbytes)
-
-
-class _Job:
     def __init__(
         self,
         operation: Operation,
@@ -67,45 +50,17 @@ class _Job:
         self._loop = loop
         self._settled = settled
 
+    def issue(self, pipe: WorkerPipe) -> Event:
+        """Post it behind whoever used the memory before."""
+        memory = self._operation.memory
+        if memory.ready is not None:
+            pipe.stream.wait(memory.ready)
+        pipe.post(memory.address, memory.nbytes)
+        return pipe.mark()
+
     def settle(self, error: Exception | None) -> None:
         """Nothing touches its memory any more: tell the loop."""
         operation, settled = self._operation, self._settled
         call_on(self._loop, lambda: settled(operation, error))
 
-    def abandon(self, error: Exception) -> None:
-        """The worker was given up: tell the loop."""
-        operation, settled = self._operation, self._settled
-        call_on(self._loop, lambda: settled(operation, error))
-
-
-class SendJob(_Job):
-    """Bytes leave: those of the host were copied to pinned memory before."""
-
-    def issue(self, pipe: WorkerPipe) -> Event:
-        operation = self._operation
-        operation.wait_until_ready(pipe)
-        if slot := operation.slot:
-            place, pinned = slot.device.address, slot.pinned.address
-            pipe.cuda.copy(place, pinned, operation.nbytes, pipe.stream)
-        pipe.post(operation.address(), operation.nbytes)
-        return pipe.mark()
-
-
-class ReceiveJob(_Job):
-    """Bytes land: those of the host in pinned memory, and then where they belong."""
-
-    def issue(self, pipe: WorkerPipe) -> Event:
-        operation = self._operation
-        operation.wait_until_ready(pipe)
-        pipe.post(operation.address(), operation.nbytes)
-        if slot := operation.slot:
-            place, pinned = slot.device.address, slot.pinned.address
-            pipe.cuda.copy(pinned, place, operation.nbytes, pipe.stream)
-        return pipe.mark()
-
-    def settle(self, error: Exception | None) -> None:
-        operation = self._operation
-        if error is None and operation.slot is not None:
-            view = operation.slot.pinned.view[: operation.nbytes]
-            operation.part.copy_in(operation.offset, view)
-        super().settle(error)
+    abandon = settle

@@ -8,13 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from asynckv.errors import LocalProtocolError
 from asynckv.protocol.device_frames import DeviceFrame, DeviceOffer, DeviceWithdraw
 from asynckv.transports.nccl.arrivals import Arrivals
-from asynckv.transports.nccl.operations import Operation, ReceiveJob
+from asynckv.transports.nccl.operations import Operation, OperationJob
 from asynckv.transports.nccl.parts import DevicePart
 from asynckv.transports.nccl.rendezvous import Receiving, Step
-from asynckv.transports.nccl.slots import SlotPool
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
 
@@ -31,7 +29,6 @@ class Receiver:
         self,
         worker: DeviceWorker,
         loop: asyncio.AbstractEventLoop,
-        slots: SlotPool,
         *,
         max_operations: int,
         max_bytes: int,
@@ -42,7 +39,6 @@ class Receiver:
         self.arrivals = Arrivals()
         self._worker = worker
         self._loop = loop
-        self._slots = slots
         self._timeout_s = timeout_s
         self._say = say
         self._settled = settled
@@ -94,11 +90,7 @@ class Receiver:
 
     def is_touched(self, transfer: int) -> bool:
         """Whether anything may still write to memory of it."""
-        return any(
-            operation.part.is_touched
-            for operation in self._under_way
-            if operation.part.transfer == transfer
-        )
+        return any(operation.part.transfer == transfer for operation in self._under_way)
 
     def take_all(self) -> list[DevicePart]:
         """Forget and return the parts that nobody was told of."""
@@ -134,13 +126,8 @@ class Receiver:
         part = self.arrivals.find(offer)
         if part is None:
             return None
-        slot = self._slots.take() if part.device is None else None
-        if slot is None and part.device is None:
-            raise LocalProtocolError("more operations granted than there are slots")
-        operation = Operation(part, offer.offset, offer.nbytes, slot)
+        operation = Operation(part, offer.nbytes)
         operation.number = offer.number
-        part.begun_bytes += offer.nbytes
-        part.operations += 1
         part.posted += 1
         return operation
 
@@ -150,7 +137,7 @@ class Receiver:
         for operation in step.posts:
             self._under_way.add(operation)
             timeout_s = self._timeout_s(operation.nbytes)
-            job = ReceiveJob(operation, self._loop, self._landed, timeout_s)
+            job = OperationJob(operation, self._loop, self._landed, timeout_s)
             if self._pipe is not None:
                 self._worker.issue(self._pipe, job)
 
@@ -159,9 +146,6 @@ class Receiver:
         part = operation.part
         part.operations -= 1
         part.posted -= 1
-        part.let_go_if_over()
-        if operation.slot is not None:
-            self._slots.give(operation.slot)
         if error is None:
             part.moved_bytes += operation.nbytes
             if part.moved_bytes == part.nbytes:

@@ -1,7 +1,6 @@
-"""What leaves by NCCL: parts are cut into operations, filled, offered, posted, done.
+"""What leaves by NCCL: parts are cut into operations, offered, posted, done.
 
-On the loop only. An operation's bytes are fixed before they are offered: those of the
-host lie in a slot then, those of a GPU are not to be changed before they are quiet.
+On the loop only. What was offered is not to be changed before it is quiet.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from asynckv.protocol.device_frames import (
     DeviceGrant,
     DeviceSkip,
 )
-from asynckv.transports.nccl.operations import Operation, SendJob, call_on
+from asynckv.transports.nccl.operations import Operation, OperationJob
 from asynckv.transports.nccl.parts import DevicePart
 from asynckv.transports.nccl.rendezvous import Sending
-from asynckv.transports.nccl.slots import SlotPool
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
 
@@ -36,7 +34,6 @@ class Sender:
         self,
         worker: DeviceWorker,
         loop: asyncio.AbstractEventLoop,
-        slots: SlotPool,
         *,
         chunk_bytes: int,
         max_bytes: int,
@@ -47,7 +44,6 @@ class Sender:
         self.chunk_bytes = chunk_bytes
         self._worker = worker
         self._loop = loop
-        self._slots = slots
         self._timeout_s = timeout_s
         self._say = say
         self._settled = settled
@@ -56,8 +52,6 @@ class Sender:
         self._parts: dict[int, set[DevicePart]] = {}
         self._stopped: set[DevicePart] = set()
         self._queue: collections.deque[DevicePart] = collections.deque()
-        self._ready: collections.deque[Operation] = collections.deque()
-        self._filling = 0
         self._at_worker = 0
 
     def __bool__(self) -> bool:
@@ -95,10 +89,10 @@ class Sender:
     def is_touched(self, transfer: int) -> bool:
         """Whether anything may still read memory of it.
 
-        Of a GPU's memory also what the peer may still grant: it would be posted.
+        Also what the peer may still grant: it would be posted.
         """
         return any(
-            part.is_touched or (part.device and part.operations and self._pipe)
+            part.posted or (part.operations and self._pipe)
             for part in self._all_parts()
             if part.transfer == transfer
         )
@@ -109,7 +103,6 @@ class Sender:
         self._parts.clear()
         self._stopped.clear()
         self._queue.clear()
-        self._ready.clear()
         self._sending.forget()
         return left
 
@@ -133,7 +126,7 @@ class Sender:
             operation.part.posted += 1
             self._at_worker += 1
             timeout_s = self._timeout_s(operation.nbytes)
-            job = SendJob(operation, self._loop, self._sent, timeout_s)
+            job = OperationJob(operation, self._loop, self._sent, timeout_s)
             self._worker.issue(self._pipe, job)
 
     def on_skip(self, frame: DeviceSkip) -> None:
@@ -160,15 +153,7 @@ class Sender:
         return [*told, *self._stopped]
 
     def _pump(self) -> None:
-        """Offer and fill what there is room for."""
-        while self._pipe is not None and self._ready:
-            operation = self._ready[0]
-            if operation.part.is_over or operation.part.is_skipped:
-                self._end(self._ready.popleft())
-            elif self._sending.may_offer(operation.nbytes):
-                self._offer(self._ready.popleft())
-            else:
-                return
+        """Offer what there is room for."""
         while self._pipe is not None and self._queue and self._begin(self._queue[0]):
             pass
 
@@ -178,34 +163,10 @@ class Sender:
             self._queue.popleft()
             return True
         nbytes = min(part.left_bytes, self.chunk_bytes)
-        slot = self._slots.take() if part.device is None else None
-        is_full = not self._sending.may_offer(nbytes + self._filling)
-        if is_full or (slot is None and part.device is None):
-            if slot is not None:
-                self._slots.give(slot)
+        if not self._sending.may_offer(nbytes):
             return False
-        operation = Operation(part, part.begun_bytes, nbytes, slot)
-        part.begun_bytes += nbytes
-        part.operations += 1
-        if slot is None:
-            self._offer(operation)
-            return True
-        self._filling += nbytes
-        self._at_worker += 1
-
-        def fill() -> None:
-            part.copy_out(operation.offset, slot.pinned.view[:nbytes])
-            call_on(self._loop, lambda: self._filled(operation))
-
-        self._worker.run(fill)
+        self._offer(Operation(part, nbytes))
         return True
-
-    def _filled(self, operation: Operation) -> None:
-        self._filling -= operation.nbytes
-        self._at_worker -= 1
-        self._ready.append(operation)
-        self._settled()
-        self._pump()
 
     def _offer(self, operation: Operation) -> None:
         part = operation.part
@@ -229,35 +190,12 @@ class Sender:
         part = operation.part
         part.operations -= 1
         part.moved_bytes += operation.nbytes
-        if operation.slot is not None:
-            self._slots.give(operation.slot)
         if not part.operations:
             self._stopped.discard(part)
-            part.let_go_if_over()
-            self._tell_if_left(part)
+            if part.is_skipped or part.moved_bytes == part.nbytes:
+                self._tell(part)
         self._settled()
         self._pump()
-
-    def _tell_if_left(self, part: DevicePart) -> None:
-        if part.is_over:
-            return
-        if part.is_skipped and part.needs_rest:
-            part.operations += 1
-            self._at_worker += 1
-
-            def digest() -> None:
-                part.digest_rest()
-                call_on(self._loop, lambda: self._digested(part))
-
-            self._worker.run(digest)
-        elif part.is_skipped or part.moved_bytes == part.nbytes:
-            self._tell(part)
-
-    def _digested(self, part: DevicePart) -> None:
-        part.operations -= 1
-        self._at_worker -= 1
-        self._stopped.discard(part)
-        self._tell(part)
 
     def _tell(self, part: DevicePart) -> None:
         parts = self._parts.get(part.transfer)

@@ -11,13 +11,13 @@ __all__ = ("NcclSettings",)
 class NcclSettings:
     """Of one transport: each side's own, but for the smaller ``chunk_bytes`` of both.
 
-    An operation moves at most ``chunk_bytes``; ``slots`` of them are staged each way,
-    and ``max_bytes`` bound what is offered, and what is granted. It may take
+    An operation moves at most ``chunk_bytes``; at most ``max_operations`` of them, of
+    ``max_bytes``, are granted at a time, and ``max_bytes`` offered. It may take
     ``patience_s``, and more if it were slower than ``least_bytes_per_s``.
     """
 
     chunk_bytes: int = 4 * 2**20
-    slots: int = 4
+    max_operations: int = 4
     max_bytes: int = 64 * 2**20
     open_s: float = 30.0
     patience_s: float = 10.0

@@ -1,4 +1,4 @@
-"""The memory that a transport brings along: slots both ways, a byte to begin with."""
+"""The memory that a transport brings along: some bytes to begin with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.transports.nccl.operations import call_on
-from asynckv.transports.nccl.slots import SlotPool
 from asynckv.transports.nccl.worker import DeviceWorker
 
 __all__ = ("Staging",)
@@ -21,9 +20,7 @@ class Staging:
     Of a worker that was given up it is never freed.
     """
 
-    def __init__(self, worker: DeviceWorker, count: int, nbytes: int) -> None:
-        self.to_send = SlotPool(count, nbytes)
-        self.to_receive = SlotPool(count, nbytes)
+    def __init__(self, worker: DeviceWorker) -> None:
         self.scratch: DeviceMemory | None = None
         self._worker = worker
         self._is_freed = False
@@ -67,16 +64,10 @@ class Staging:
             self._worker.kept.append(self)
 
     def _allocate(self) -> DeviceMemory:
-        cuda = self._worker.cuda
-        self.scratch = scratch = cuda.malloc(_SCRATCH_NBYTES)
-        self.to_send.allocate(cuda)
-        self.to_receive.allocate(cuda)
+        self.scratch = scratch = self._worker.cuda.malloc(_SCRATCH_NBYTES)
         return scratch
 
     def _free(self) -> None:
-        cuda = self._worker.cuda
         scratch, self.scratch = self.scratch, None
         if scratch is not None:
-            cuda.free(scratch)
-        self.to_send.free(cuda)
-        self.to_receive.free(cuda)
+            self._worker.cuda.free(scratch)

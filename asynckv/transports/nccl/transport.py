@@ -2,9 +2,8 @@
 
 Both directions have a communicator of their own. Nothing is posted before the peer has
 granted it, and what is granted is posted by both: it ends, or both sides abort their
-communicators and the transport is over, for as long as its link lives. Memory of the
-host goes through staging; that of a GPU is read and written where it lies, without a
-digest.
+communicators and the transport is over, for as long as its link lives. Memory is read
+and written where it lies, without a digest. That of the host goes by lanes.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from typing import ClassVar, Final
 from asynckv.abc import PayloadTransport
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.protocol.device_frames import DeviceFrame, DevicesFinish
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.runs import Memory
 from asynckv.transports.ending import Ending
 from asynckv.transports.nccl.channel import DeviceChannel
 from asynckv.transports.nccl.connecting import Connector
@@ -26,7 +27,7 @@ from asynckv.transports.nccl.environment import (
     nccl_environment_digest,
 )
 from asynckv.transports.nccl.hearing import hear
-from asynckv.transports.nccl.parts import AnyMemory, DevicePart
+from asynckv.transports.nccl.parts import DevicePart
 from asynckv.transports.nccl.receiver import Receiver
 from asynckv.transports.nccl.sender import Sender
 from asynckv.transports.nccl.settings import NcclSettings
@@ -47,10 +48,11 @@ class NcclTransport(PayloadTransport):
 
     ``side_channel`` of :meth:`open` is a
     :class:`~asynckv.transports.nccl.channel.DeviceChannel`. ``source`` and ``target``
-    may be :class:`~asynckv.tensors.cuda.DeviceMemory` of the worker's GPU; it belongs
+    are :class:`~asynckv.tensors.cuda.DeviceMemory` of the worker's GPU; it belongs
     to the transfer until it is quiet. ``on_lost`` and ``done`` are called as
-    :class:`~asynckv.transports.inline.InlineTransport` calls them; ``on_peer_finished``
-    when the peer has closed its side and nothing was under way, which is no loss.
+    :class:`~asynckv.transports.inline.InlineTransport` calls them, but with no digest;
+    ``on_peer_finished`` when the peer has closed its side and nothing was under way,
+    which is no loss.
 
     A transfer that is stopped withdraws what was not granted. What is granted cannot
     be cancelled: it has 1 s to end by itself, then the transport is lost;
@@ -62,20 +64,16 @@ class NcclTransport(PayloadTransport):
     def __init__(
         self,
         worker: DeviceWorker,
-        digest: bool,
         loop: asyncio.AbstractEventLoop,
         on_lost: Callable[[Exception], None],
         settings: NcclSettings | None = None,
         on_peer_finished: Callable[[], None] = lambda: None,
     ) -> None:
         self._worker = worker
-        self._digest = digest
         self._loop = loop
         self._on_peer_finished = on_peer_finished
         self._settings = settings or NcclSettings()
-        self._staging = Staging(
-            worker, self._settings.slots, self._settings.chunk_bytes
-        )
+        self._staging = Staging(worker)
         self._own = DeviceDescription(
             worker.uuid,
             worker.nccl_version,
@@ -140,24 +138,29 @@ class NcclTransport(PayloadTransport):
         self,
         transfer: int,
         part: int,
-        source: AnyMemory,
+        source: Memory | DeviceMemory,
         done: DoneCallback,
         *,
         digest: bytes | None = None,
     ) -> None:
-        leaving = self._part(transfer, part, source, done, digest)
+        leaving = self._part(transfer, part, source, done)
         if not self._is_too_late(leaving):
             self.sender.send(leaving)
 
     def receive(
-        self, transfer: int, part: int, target: AnyMemory, done: DoneCallback
+        self,
+        transfer: int,
+        part: int,
+        target: Memory | DeviceMemory,
+        done: DoneCallback,
     ) -> None:
         """As the contract says.
 
         :raises LocalProtocolError: the part is waited for already, or the transport is
             not open yet
+        :raises TypeError: ``target`` is memory of the host
         """
-        arriving = self._part(transfer, part, target, done, None)
+        arriving = self._part(transfer, part, target, done)
         if not self._is_too_late(arriving):
             self.receiver.receive(arriving)
 
@@ -197,7 +200,6 @@ class NcclTransport(PayloadTransport):
         self.sender, self.receiver = make_ends(
             self._worker,
             self._loop,
-            self._staging,
             channel,
             self._settings,
             peer_chunk_bytes=peer.chunk_bytes,
@@ -226,14 +228,14 @@ class NcclTransport(PayloadTransport):
         self,
         transfer: int,
         number: int,
-        memory: AnyMemory,
+        memory: Memory | DeviceMemory,
         done: DoneCallback,
-        digest: bytes | None,
     ) -> DevicePart:
+        if not isinstance(memory, DeviceMemory):
+            raise TypeError("memory of the host does not go by NCCL")
         if self._connector is None:
             raise LocalProtocolError("the payload transport is not open yet")
-        known = digest if self._digest else b""
-        return DevicePart(transfer, number, memory, done, known)
+        return DevicePart(transfer, number, memory, done)
 
     def _is_too_late(self, part: DevicePart) -> bool:
         """Whether the transport or its peer has ended: then it is told so."""

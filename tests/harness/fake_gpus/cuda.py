@@ -106,6 +106,23 @@ class FakeCuda:
                 self._process.owned.remove(allocation)
                 allocation.drop()
 
+    def adopt(self, view: memoryview, device: int) -> DeviceMemory:
+        """Let memory of the host be a GPU's, as no program could: for tests.
+
+        Until :meth:`disown`; its owner sees what the GPU writes.
+        """
+        with self._gpus.lock:
+            allocation = Allocation(numpy.frombuffer(view, numpy.uint8), device)
+            return DeviceMemory(self._space.map(allocation), view.nbytes, device)
+
+    def disown(self, memory: DeviceMemory) -> None:
+        """Nothing of the GPU may be at it any more."""
+        with self._gpus.lock:
+            allocation = self._space.unmap(memory.address)
+            if allocation.users:
+                self._gpus.note("memory was taken back while a copy was under way")
+            allocation.array, allocation.is_gone = numpy.empty(0, numpy.uint8), True
+
     def host_alloc(self, nbytes: int) -> PinnedMemory:
         return self._pin(numpy.zeros(nbytes, numpy.uint8))
 

@@ -27,8 +27,8 @@ from harness.nccl_pairs import NcclPair
 
 __all__ = ("record_gpus",)
 
-_SETTINGS: Final = NcclSettings(chunk_bytes=4096, slots=2)
-_NBYTES: Final = 10_000
+_SETTINGS: Final = NcclSettings(chunk_bytes=4096, max_operations=2)
+_CONTENT: Final = bytes(range(250)) * 40
 
 
 async def record_gpus() -> Recording:
@@ -82,8 +82,8 @@ class _Using:
         try:
             await open_devices(link, near)
             await self.accepting.opening
-            await _move(near, far, 1)
-            await _move(far, near, 2)
+            await self._move(0, 1)
+            await self._move(1, 2)
             await self._offer_what_nobody_wants()
             await self._abort()
             await near.aclose()
@@ -95,7 +95,7 @@ class _Using:
         """And take back what the other side may have refused already."""
         near, far = self.pair.near, self.pair.far
         far.announce(5)
-        near.send(5, 0, self._memory(0), _ignore)
+        near.send(5, 0, self.pair.memory(0, _CONTENT), _ignore)
         near.stop(5)
         await near.quiesce(5)
 
@@ -104,33 +104,34 @@ class _Using:
         near, far = self.pair.near, self.pair.far
         peers_nccl = self.pair.processes[0].nccl
         peers_nccl.is_silent = True
-        far.receive(7, 0, self._memory(1), _ignore)
-        near.send(7, 0, self._memory(0), _ignore)
+        source, target = self._memory(0)
+        far.receive(7, 0, target, _ignore)
+        near.send(7, 0, source, _ignore)
         await until(lambda: far.receiver.nbytes > 0)
         await far.quiesce(7)
         peers_nccl.is_silent = False
 
-    def _memory(self, device: int) -> DeviceMemory:
-        """Of a GPU: it is offered where it lies, so at once."""
-        cuda = self.pair.processes[device].cuda
-        cuda.use_device(device)
-        return cuda.malloc(_NBYTES)
+    def _memory(self, side: int) -> tuple[DeviceMemory, DeviceMemory]:
+        """Of one side's GPU what is sent, and of the other's where it lands."""
+        source = self.pair.memory(side, _CONTENT)
+        return source, self.pair.memory(1 - side, bytes(len(_CONTENT)))
 
+    async def _move(self, side: int, transfer: int) -> None:
+        ends = (self.pair.near, self.pair.far)
+        source, target = self._memory(side)
+        landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-async def _move(one: NcclTransport, other: NcclTransport, transfer: int) -> None:
-    source, target = bytes(range(250)) * (_NBYTES // 250), bytearray(_NBYTES)
-    landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        def tell(digest: bytes, error: BaseException | None) -> None:
+            if error is None:
+                landed.set_result(None)
+            else:
+                landed.set_exception(error)
 
-    def tell(digest: bytes, error: BaseException | None) -> None:
-        if error is None:
-            landed.set_result(None)
-        else:
-            landed.set_exception(error)
-
-    other.receive(transfer, 0, memoryview(target), tell)
-    one.send(transfer, 0, memoryview(source), _ignore)
-    await landed
-    expect(target == source, "other bytes landed")
+        ends[1 - side].receive(transfer, 0, target, tell)
+        ends[side].send(transfer, 0, source, _ignore)
+        await landed
+        is_same = self.pair.content(1 - side, target) == _CONTENT
+        expect(is_same, "other bytes landed")
 
 
 def _ignore(digest: bytes, error: BaseException | None) -> None:

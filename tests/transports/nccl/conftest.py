@@ -13,7 +13,7 @@ from asynckv.transports.nccl.worker import DeviceWorker
 from harness.fake_gpus import FakeGpus
 from harness.nccl_pairs import NcclPair
 
-QUICK = NcclSettings(chunk_bytes=64, slots=2, patience_s=0.2, open_s=5.0)
+QUICK = NcclSettings(chunk_bytes=64, max_operations=2, patience_s=0.2, open_s=5.0)
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ import pytest
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.device_frames import DeviceOffer
+from asynckv.tensors.cuda import DeviceMemory
 from asynckv.transports.nccl.arrivals import Arrivals
 from asynckv.transports.nccl.parts import DevicePart
 
 
 def part(transfer: int, number: int = 0, nbytes: int = 10) -> DevicePart:
-    memory = memoryview(bytearray(nbytes))
-    return DevicePart(transfer, number, memory, lambda digest, error: None, None)
+    memory = DeviceMemory(4096, nbytes, 0)
+    return DevicePart(transfer, number, memory, lambda digest, error: None)
 
 
 def offer(transfer: int, offset: int = 0, nbytes: int = 5) -> DeviceOffer:

@@ -8,7 +8,6 @@ import pytest
 
 from asynckv.errors import GPUFailed, IncompatiblePeer, LocalProtocolError, PeerLost
 from asynckv.protocol.device_frames import DeviceOffer, DeviceWithdraw
-from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from harness.fake_gpus import FakeGpus
 from harness.nccl_pairs import NcclPair
@@ -20,11 +19,7 @@ class Part:
     def __init__(self, pair: NcclPair, transfer: int, nbytes: int = 200) -> None:
         self.pair, self.transfer = pair, transfer
         self.content = bytes(range(nbytes))
-        self.ends: list[DeviceMemory] = []
-        for device, process in enumerate(pair.processes):
-            process.cuda.use_device(device)
-            self.ends.append(process.cuda.malloc(nbytes))
-        pair.processes[0].cuda.view(self.ends[0])[:] = list(self.content)
+        self.ends = [pair.memory(0, self.content), pair.memory(1, bytes(nbytes))]
         self.told: list[tuple[str, BaseException | None]] = []
 
     def start(self) -> None:
@@ -40,7 +35,7 @@ class Part:
         self.told.append((side, error))
 
     def has_landed(self) -> bool:
-        found = self.pair.processes[1].cuda.view(self.ends[1]).tobytes()
+        found = self.pair.content(1, self.ends[1])
         return ("far", None) in self.told and found == self.content
 
 
@@ -161,6 +156,7 @@ async def test_two_versions_of_nccl_are_refused_before_anything_is_opened() -> N
 
 async def test_nothing_moves_before_it_is_open() -> None:
     pair = NcclPair(FakeGpus(2), lambda _: None, lambda _: None)
+    source = pair.memory(0, b"abc")
     with pytest.raises(LocalProtocolError, match="not open"):
-        pair.near.send(1, 0, memoryview(b"abc"), lambda digest, error: None)
+        pair.near.send(1, 0, source, lambda digest, error: None)
     await pair.aclose()

@@ -31,9 +31,10 @@ async def test_turns_are_over_when_all_is_open(pair: NcclPair) -> None:
 async def test_a_pipe_that_breaks_ends_the_transport_on_both_sides(
     pair: NcclPair,
 ) -> None:
+    source, target = pair.memory(0, b"abc"), pair.memory(1, bytes(3))
     pair.processes[0].nccl.async_error = GPUFailed("remote", code=6)
-    pair.near.send(1, 0, memoryview(b"abc"), lambda digest, error: None)
-    pair.far.receive(1, 0, memoryview(bytearray(3)), lambda digest, error: None)
+    pair.near.send(1, 0, source, lambda digest, error: None)
+    pair.far.receive(1, 0, target, lambda digest, error: None)
     await until(lambda: bool(pair.lost[0] and pair.lost[1]))
     assert [type(error) for error in (*pair.lost[0], *pair.lost[1])] == [PeerLost] * 2
     assert [worker.health for worker in pair.workers] == ["ok", "ok"]

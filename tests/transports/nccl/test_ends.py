@@ -4,7 +4,6 @@ import asyncio
 
 from asynckv.transports.nccl.ends import make_ends
 from asynckv.transports.nccl.settings import NcclSettings
-from asynckv.transports.nccl.staging import Staging
 from asynckv.transports.nccl.worker import DeviceWorker
 from harness.nccl_pairs import loop_channels
 
@@ -15,7 +14,6 @@ async def test_the_smaller_chunk_of_both_sides_counts(worker: DeviceWorker) -> N
         sender, receiver = make_ends(
             worker,
             asyncio.get_running_loop(),
-            Staging(worker, 1, 64),
             loop_channels()[0],
             settings,
             peer_chunk_bytes=theirs,

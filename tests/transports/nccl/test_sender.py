@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from asynckv.protocol.device_frames import DeviceOffer
-from asynckv.protocol.digests import digest_of
 from asynckv.testing.blocked import until
 from harness.nccl_pairs import NcclPair
 
@@ -16,8 +17,9 @@ async def test_a_part_is_cut_into_operations_of_one_size_and_a_rest(
     pair: NcclPair,
 ) -> None:
     told = asyncio.Event()
-    pair.far.receive(1, 0, memoryview(bytearray(150)), lambda digest, error: None)
-    pair.near.send(1, 0, memoryview(bytes(150)), lambda digest, error: told.set())
+    source, target = pair.memory(0, bytes(150)), pair.memory(1, bytes(150))
+    pair.far.receive(1, 0, target, lambda digest, error: None)
+    pair.near.send(1, 0, source, lambda digest, error: told.set())
     await told.wait()
     assert [one.nbytes for one in offers(pair)] == [64, 64, 22]
     assert [one.offset for one in offers(pair)] == [0, 64, 128]
@@ -25,21 +27,16 @@ async def test_a_part_is_cut_into_operations_of_one_size_and_a_rest(
 
 
 async def test_to_the_sender_what_nobody_wants_has_left(pair: NcclPair) -> None:
-    told: list[bytes] = []
-    content = bytes(range(200))
+    told, source = list[object](), pair.memory(0, bytes(range(200)))
     pair.far.announce(1)
-    pair.near.send(1, 0, memoryview(content), lambda digest, error: told.append(digest))
+    pair.near.send(1, 0, source, lambda *found: told.append(found))
     await until(lambda: bool(told))
-    assert told == [digest_of(content)]
+    assert told == [(b"", None)]
     assert not pair.near.sender
 
 
-async def test_no_more_is_filled_than_there_are_slots(pair: NcclPair) -> None:
-    pair.channels[1].holds = True
-    pair.far.announce(1)
-    pair.near.send(1, 0, memoryview(bytes(1000)), lambda digest, error: None)
-    await until(lambda: len(offers(pair)) == 2)
-    assert pair.near.sender.nbytes == 128
-    pair.channels[1].holds = False
-    pair.channels[1].pass_on()
-    await until(lambda: not pair.near.sender)
+@pytest.mark.parametrize("call", ["send", "receive"])
+async def test_memory_of_the_host_is_refused(pair: NcclPair, call: str) -> None:
+    move = getattr(pair.near, call)
+    with pytest.raises(TypeError, match="memory of the host"):
+        move(1, 0, memoryview(bytearray(3)), lambda digest, error: None)
