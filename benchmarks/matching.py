@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from asynckv.buffers.matching import PrefixIndex
-from asynckv.buffers.places import Place
+from asynckv.buffers.entries.prefix_index import Place, PrefixIndex
 
 __all__ = ("main",)
 

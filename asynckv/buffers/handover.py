@@ -11,7 +11,7 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.contents import unflatten
-from asynckv.buffers.entries import Lease, Part
+from asynckv.buffers.entries.entries import Lease, Part
 from asynckv.buffers.queries import tensor_of
 from asynckv.buffers.targets import match_targets
 from asynckv.errors import LeaseLost

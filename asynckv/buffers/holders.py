@@ -6,8 +6,8 @@ import asyncio
 import itertools
 from typing import Final
 
-from asynckv.buffers.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.leases import Leases, entry_taken
+from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
+from asynckv.buffers.entries.leases import Leases, entry_taken
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.observability.waits import LoggedWait

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynckv.buffers.drafts import Draft
+from asynckv.buffers.entries.entries import Draft
 from asynckv.buffers.gpu_staging import Source, StagedTensor, are_staged
 from asynckv.buffers.leaving_parts import OutwardWays
 from asynckv.buffers.manifest import INLINE_NBYTES, check_body, content_digest, pack

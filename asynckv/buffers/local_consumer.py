@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from asynckv.abc import KVEntry, SelectStream
-from asynckv.buffers.entries import Lease
+from asynckv.buffers.entries.entries import Lease
+from asynckv.buffers.entries.leases import Leases
 from asynckv.buffers.handover import hand_over, lend
 from asynckv.buffers.holders import LocalHolder
-from asynckv.buffers.leases import Leases
 from asynckv.buffers.queries import Query
 from asynckv.buffers.streaming import LocalStream, LocalViews
 from asynckv.errors import BufferClosed

@@ -8,9 +8,8 @@ from typing import Final
 
 import torch
 
-from asynckv.buffers.admission import Landed
-from asynckv.buffers.drafts import Draft
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.admission import Landed
+from asynckv.buffers.entries.entries import Draft, StoredEntry
 from asynckv.buffers.manifest import content_digest
 from asynckv.errors import LeaseLost
 from asynckv.protocol.values import TensorRecord

@@ -19,13 +19,13 @@ from asynckv.abc import (
     SelectStream,
     TokenIds,
 )
-from asynckv.buffers.admission import Admission
 from asynckv.buffers.arguments import as_specs, as_text
 from asynckv.buffers.contents import check_names, flatten
-from asynckv.buffers.drafts import make_draft, specs_in
 from asynckv.buffers.drop_select import PendingSelect
+from asynckv.buffers.entries.admission import Admission, Room
+from asynckv.buffers.entries.entries import make_draft, specs_in
+from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.in_memory import InMemoryBuffer
-from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.local_consumer import LocalConsumer
 from asynckv.buffers.local_source import LocalSource
 from asynckv.buffers.queries import (
@@ -34,7 +34,6 @@ from asynckv.buffers.queries import (
     key_of,
     make_query,
 )
-from asynckv.buffers.room import Room
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.buffers.streaming import LocalWriter
 from asynckv.buffers.targets import check_targets

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.part_landing import PartLanding, lift_landed
 from asynckv.links.progress import OWN_WORK_S
 from asynckv.tensors.arena import Region

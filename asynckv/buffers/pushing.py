@@ -12,7 +12,7 @@ import torch
 from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.declared import Declared
-from asynckv.buffers.drafts import Draft
+from asynckv.buffers.entries.entries import Draft
 from asynckv.buffers.gpu_room import GpuRoom, StagingWriter
 from asynckv.buffers.gpu_sources import gpu_source, until_made
 from asynckv.buffers.gpu_staging import (

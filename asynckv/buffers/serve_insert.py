@@ -7,11 +7,10 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from asynckv.buffers.admission import Landed
 from asynckv.buffers.arriving_parts import ArrivingParts, hear_arriving
 from asynckv.buffers.contents import check_names
-from asynckv.buffers.drafts import Draft
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.admission import Landed
+from asynckv.buffers.entries.entries import Draft, StoredEntry
 from asynckv.buffers.manifest import Manifest, unpack, verify_inline
 from asynckv.buffers.part_landing import PartLanding, lift_landed
 from asynckv.buffers.queries import check_mask, check_tokens

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asynckv.buffers.entries import EntryState
+from asynckv.buffers.entries.entries import EntryState
 from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import TOKEN_NBYTES

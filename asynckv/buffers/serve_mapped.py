@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.manifest import INLINE_NBYTES
 from asynckv.links.sharing import MapHolder, Pin
 from asynckv.protocol.values import MappedOffer, Place

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from asynckv.buffers.entries import Lease, StoredEntry
+from asynckv.buffers.entries.entries import Lease, StoredEntry
 from asynckv.buffers.gpu_sending import GpuSending
 from asynckv.buffers.hoisting import HostCopy
 from asynckv.buffers.manifest import check_body

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.part_landing import PartLanding, on_gpu
 from asynckv.buffers.part_lifts import PartLifts
 from asynckv.buffers.pushed import Pushed, PushedByGpu, PushedByHost

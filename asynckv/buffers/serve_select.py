@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asynckv.buffers.entries import Lease, Waiter
+from asynckv.buffers.entries.entries import Lease, Waiter
+from asynckv.buffers.entries.leases import entry_taken
 from asynckv.buffers.hoisting import HostCopy
-from asynckv.buffers.leases import entry_taken
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.serve_offer import Offering, make_offer, may_begin
 from asynckv.buffers.serve_shown import ShownSending, reads_gpu

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.serve_mapped import place_of
 from asynckv.buffers.telling import Telling
 from asynckv.errors import GPUFailed

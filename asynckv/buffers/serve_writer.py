@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from asynckv.buffers.entries import EntryState, StoredEntry
+from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.manifest import unpack
 from asynckv.buffers.serve_insert import answer, draft_of, kept_nbytes
 from asynckv.buffers.serve_pushes import ServedPushes

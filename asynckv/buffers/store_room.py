@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from asynckv.buffers.changes import Changes
+from asynckv.buffers.entries.admission import Changes
 from asynckv.buffers.store_ledger import PendingPut, StoreLedger, StoreName
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.observability.waits import LoggedWait

@@ -9,10 +9,10 @@ import torch
 
 from asynckv.abc import InsertWriter, SelectStream
 from asynckv.buffers.declared import Declared
-from asynckv.buffers.entries import Lease, StoredEntry
+from asynckv.buffers.entries.entries import Lease, StoredEntry
+from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.handover import tensors_of, view_of
 from asynckv.buffers.holders import LocalHolder
-from asynckv.buffers.ledger import Ledger
 from asynckv.buffers.queries import tensor_of
 from asynckv.buffers.targets import match_targets
 from asynckv.errors import EntryAborted

@@ -10,7 +10,7 @@ from typing import Final
 import anyio
 
 from asynckv.abc import KVLookupBuffer
-from asynckv.buffers.entries import EntryState
+from asynckv.buffers.entries.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
 from asynckv.config import KVTransferConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asynckv.abc import KVEntry
-from asynckv.buffers.entries import EntryState, StoredEntry
+from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve_lookup import LookupService

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.entries import Lease, StoredEntry, Waiter
+from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.handover import (
     build_entry,
     hand_over,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asynckv.buffers.entries import StoredEntry, Waiter
+from asynckv.buffers.entries.entries import StoredEntry, Waiter
 from asynckv.buffers.queries import make_query
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger

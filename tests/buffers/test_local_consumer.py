@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.buffers.ledger import Ledger
+from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local_consumer import LocalConsumer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import Query

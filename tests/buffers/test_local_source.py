@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.local_source import LocalSource
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import Query

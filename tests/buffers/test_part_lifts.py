@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asynckv.buffers import part_lifts
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.part_lifts import PartLifts
 from asynckv.errors import GPUFailed
 from asynckv.tensors.arena import HeapArena

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import torch
 
-from asynckv.buffers.drafts import make_draft
+from asynckv.buffers.entries.entries import make_draft
 from asynckv.buffers.gpu_room import GpuRoom
 from asynckv.buffers.gpu_staging import GpuStaging
 from asynckv.buffers.host_copies import HostCopies

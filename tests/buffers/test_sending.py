@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.buffers.drafts import make_draft
+from asynckv.buffers.entries.entries import make_draft
 from asynckv.buffers.inserting import begin_insert
 from asynckv.buffers.sending import Sending
 from asynckv.errors import PeerLost, RemoteProtocolError

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from asynckv.buffers.entries import Lease, StoredEntry, Waiter
+from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.manifest import unpack
 from asynckv.buffers.queries import Query
 from asynckv.buffers.serve_offer import make_offer, may_begin

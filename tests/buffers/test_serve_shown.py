@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.manifest import unpack_mapped
 from asynckv.buffers.serve_shown import reads_gpu, show_parts

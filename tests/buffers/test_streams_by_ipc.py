@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asynckv.buffers import serve_shown
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote import Peer, connect

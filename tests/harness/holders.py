@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from asynckv.buffers.drafts import Draft
-from asynckv.buffers.entries import Lease
+from asynckv.buffers.entries.entries import Draft, Lease
 from asynckv.buffers.queries import as_tokens
 from asynckv.types import TensorSpec
 
@@ -11,7 +10,7 @@ __all__ = ("RecordingHolder", "draft_of")
 
 
 class RecordingHolder:
-    """A :class:`~asynckv.buffers.entries.Holder` without a life of its own.
+    """A :class:`~asynckv.buffers.entries.entries.Holder` without a life of its own.
 
     ``heard`` lists what it was told; ``bound`` is its receive bound in bytes.
     """

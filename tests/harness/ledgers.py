@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from asynckv.buffers.entries import StoredEntry, Waiter
-from asynckv.buffers.ledger import Ledger
+from asynckv.buffers.entries.admission import Room
+from asynckv.buffers.entries.entries import StoredEntry, Waiter
+from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.queries import Query, make_query
-from asynckv.buffers.room import Room
 from asynckv.tensors.arena import HeapArena
 from harness.holders import RecordingHolder, draft_of
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.buffers.entries import EntryState
+from asynckv.buffers.entries.entries import EntryState
 from harness.ledgers import SteppedLedger
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asynckv.buffers.entries import Lease
+from asynckv.buffers.entries.entries import Lease
 from asynckv.buffers.lookup import LookupBuffer
 
 __all__ = ("watch_acknowledgements",)

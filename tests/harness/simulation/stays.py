@@ -7,8 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from asynckv.buffers.drafts import Draft
-from asynckv.buffers.entries import StoredEntry
+from asynckv.buffers.entries.entries import Draft, StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 
 __all__ = ("Stay", "Stays")

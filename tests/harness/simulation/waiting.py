@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asynckv.buffers.entries import Holder, Waiter
+from asynckv.buffers.entries.entries import Holder, Waiter
+from asynckv.buffers.entries.leases import find_by_id
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.matchmaker import find_by_id
 from asynckv.buffers.queries import Query
 from asynckv.types import KVFingerprint
 

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from asynckv.buffers.entries import Lease
-from asynckv.buffers.leases import Leases
+from asynckv.buffers.entries.entries import Lease
+from asynckv.buffers.entries.leases import Leases
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.testing.blocked import until

@@ -9,13 +9,12 @@ from typing import Any, Final
 
 import pytest
 
-from asynckv.buffers.book import EntryBook
-from asynckv.buffers.changes import Changes
-from asynckv.buffers.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.leases import Leases
-from asynckv.buffers.ledger import Ledger
-from asynckv.buffers.matching import PrefixIndex
-from asynckv.buffers.matchmaker import Matchmaker
+from asynckv.buffers.entries.admission import Changes
+from asynckv.buffers.entries.book import EntryBook
+from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
+from asynckv.buffers.entries.leases import Leases, Matchmaker
+from asynckv.buffers.entries.ledger import Ledger
+from asynckv.buffers.entries.prefix_index import PrefixIndex
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.links.receiving import Reception
 from asynckv.tensors.arena import Arena

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from asynckv.buffers.entries.leases import Matchmaker
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.matchmaker import Matchmaker
 from asynckv.testing.blocked import until_blocked
 from harness.simulation.waiting import WaitingSelects
 

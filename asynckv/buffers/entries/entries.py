@@ -1,8 +1,9 @@
-"""What a lookup buffer holds: entries, their parts, and the leases on them.
+"""What a lookup buffer holds: entries, their parts, the leases on them, and drafts.
 
 Values and small facts about them only; every change of state is made in
-:mod:`~asynckv.buffers.book`, :mod:`~asynckv.buffers.leases` and
-:mod:`~asynckv.buffers.ledger`.
+:mod:`~asynckv.buffers.entries.book`, :mod:`~asynckv.buffers.entries.entries.leases` and
+:mod:`~asynckv.buffers.entries.ledger`. A draft is what an insert says about its entry,
+checked: the same for every lookup buffer.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from asynckv.buffers.drafts import Draft
+from asynckv.abc import TokenIds
+from asynckv.buffers.arguments import as_count, as_entry_id, as_seconds
+from asynckv.buffers.entries.prefix_index import Place
 from asynckv.buffers.manifest import INLINE_NBYTES, content_digest, pack
-from asynckv.buffers.places import Place
-from asynckv.buffers.queries import Query, key_of
+from asynckv.buffers.queries import Query, Tokens, as_mask, as_tokens, key_of
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.arena import Region
+from asynckv.tensors.blocks import KVMemory, spec_in
+from asynckv.tensors.on_gpu import KVOnGpu
+from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import KVFingerprint, TensorSpec
 
 if TYPE_CHECKING:
     from asynckv.buffers.serve_mapped import Shown
 
 __all__ = (
+    "Draft",
     "EntryState",
     "Holder",
     "Lease",
@@ -35,7 +42,93 @@ __all__ = (
     "Payer",
     "StoredEntry",
     "Waiter",
+    "make_draft",
+    "specs_in",
 )
+
+
+_AT_A_TIME: Final = 32
+"""As many tensors are looked at in less than half a millisecond."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draft:
+    """Everything an insert says about its entry, checked."""
+
+    entry_id: str
+    input_tokens: Tokens | None
+    roi: Tokens | None
+    specs: dict[str, TensorSpec]
+    fingerprint: KVFingerprint | None = None
+    ttl_s: float | None = 600.0
+    deliveries: int = 1
+    streaming: bool = False
+    lent: tuple[SlabRegion | None, ...] = ()
+    """Memory of the arena's own that a tensor is in already, if any is."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [spec.nbytes for spec in self.specs.values()]
+
+    @property
+    def charges(self) -> list[int]:
+        """Bytes of the tokens and the roi, which need no memory of the arena."""
+        return [len(t.data) for t in (self.input_tokens, self.roi) if t is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors and of its tokens."""
+        return sum(self.sizes) + sum(self.charges)
+
+
+async def specs_in(tensors: Mapping[str, KVMemory | KVOnGpu]) -> dict[str, TensorSpec]:
+    """Return shape and dtype of each tensor, so many in a step of the loop.
+
+    :raises ValueError: one cannot be sent
+    """
+    specs = dict[str, TensorSpec]()
+    for index, (name, tensor) in enumerate(tensors.items(), 1):
+        specs[name] = spec_in(tensor)
+        if not index % _AT_A_TIME:
+            await asyncio.sleep(0)
+    return specs
+
+
+def make_draft(
+    input_tokens: TokenIds | None,
+    roi: TokenIds | None,
+    specs: Mapping[str, TensorSpec],
+    *,
+    entry_id: str | None,
+    ttl_s: float | None,
+    deliveries: int,
+    fingerprint: KVFingerprint | None = None,
+    streaming: bool = False,
+    lent: tuple[SlabRegion | None, ...] = (),
+) -> Draft:
+    """Check what a caller says about an entry, but for the names of its tensors.
+
+    :raises ValueError: tokens and roi do not fit each other, or a number is out
+        of range
+    :raises TypeError: ``entry_id`` is no str, or a number none
+    """
+    deliveries = as_count(deliveries, "deliveries")
+    ttl_s = as_seconds(ttl_s, "ttl_s")
+    entry_id = uuid.uuid4().hex if entry_id is None else as_entry_id(entry_id)
+    tokens = as_tokens(input_tokens)
+    return Draft(
+        entry_id=entry_id,
+        input_tokens=tokens,
+        roi=as_mask(roi, tokens),
+        specs=dict(specs),
+        fingerprint=fingerprint,
+        ttl_s=ttl_s,
+        deliveries=deliveries,
+        streaming=streaming,
+        lent=lent,
+    )
+
 
 _ACCOUNT_NBYTES: Final = 2048
 _PART_NBYTES: Final = 1024

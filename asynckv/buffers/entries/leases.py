@@ -1,26 +1,250 @@
 """Who holds which entry: queries, the deliveries they get, and how those end.
 
-Rule of this file: every function is plain. Who waits is called back as
-:class:`~asynckv.buffers.entries.Holder`.
+Among entries the longest match wins, then the first in; among waiting queries the one
+that has waited longest, and a query that lost its entry again is back in its old place.
+Only equal fingerprints match. Rule of this file: every function is plain. Who waits is
+called back as :class:`~asynckv.buffers.entries.entries.Holder`.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from asynckv.buffers.book import EntryBook
-from asynckv.buffers.entries import EntryState, Holder, Lease, StoredEntry, Waiter
-from asynckv.buffers.matchmaker import Matchmaker, find_by_id
-from asynckv.buffers.queries import Query
+from asynckv.buffers.entries.book import EntryBook
+from asynckv.buffers.entries.entries import (
+    EntryState,
+    Holder,
+    Lease,
+    StoredEntry,
+    Waiter,
+)
+from asynckv.buffers.entries.prefix_index import PrefixIndex
+from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.statistics import Counters
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.types import KVFingerprint
 
-__all__ = ("Leases", "entry_taken")
+__all__ = (
+    "Leases",
+    "Matchmaker",
+    "WaitingQueries",
+    "entry_taken",
+    "find_by_id",
+    "matched_by_id",
+)
+
+
+_Accept = Callable[[Waiter], bool]
+
+
+class WaitingQueries:
+    """The waiting queries of one fingerprint."""
+
+    def __init__(self) -> None:
+        self._by_key: PrefixIndex[Waiter] = PrefixIndex()
+        self._any: PrefixIndex[Waiter] = PrefixIndex()
+        self._by_id: dict[str, PrefixIndex[Waiter]] = {}
+
+    def add(self, waiter: Waiter) -> None:
+        """Put ``waiter`` in line, in the place its ``seq`` gives."""
+        query = waiter.query
+        if query.entry_id is not None:
+            named = self._by_id.setdefault(query.entry_id, PrefixIndex())
+            waiter.place = named.add(b"", waiter.seq, waiter)
+        elif query.key is None:
+            waiter.place = self._any.add(b"", waiter.seq, waiter)
+        else:
+            waiter.place = self._by_key.add(query.key, waiter.seq, waiter)
+
+    def remove(self, waiter: Waiter) -> None:
+        """Take ``waiter`` out of the line; nothing happens if it is not in it."""
+        query, place = waiter.query, waiter.place
+        waiter.place = None
+        if place is None:
+            return
+        if query.entry_id is None:
+            (self._any if query.key is None else self._by_key).remove(place)
+            return
+        named = self._by_id[query.entry_id]
+        named.remove(place)
+        if not len(named):
+            del self._by_id[query.entry_id]
+
+    def oldest(self, entry: StoredEntry, accept: _Accept) -> tuple[Waiter, int] | None:
+        """Return who has waited longest of all that match, and the matched tokens."""
+        candidates: list[tuple[Waiter, int]] = []
+        key = entry.key() if len(self._by_key) else b""
+        if key:
+            found = self._by_key.oldest(
+                key,
+                accept=lambda waiter, matched: (
+                    _is_enough(waiter, matched, len(key)) and accept(waiter)
+                ),
+            )
+            if found is not None:
+                candidates.append(found)
+        if (any_waiter := self._any.first(accept=accept)) is not None:
+            candidates.append((any_waiter, 0))
+        named = self._by_id.get(entry.entry_id)
+        if named and (by_id := _first_named(named, entry, accept)) is not None:
+            candidates.append(by_id)
+        return min(candidates, key=lambda found: found[0].seq, default=None)
+
+    def first_named(self, entry_id: str) -> Waiter | None:
+        """Return who has waited longest for this very entry, if anybody waits."""
+        named = self._by_id.get(entry_id)
+        return None if named is None else named.first()
+
+    def everyone(self) -> Iterator[Waiter]:
+        """Take all that wait out, in no order."""
+        for line in [self._by_key, self._any, *self._by_id.values()]:
+            while (waiter := line.first()) is not None:
+                self.remove(waiter)
+                yield waiter
+
+
+def _first_named(
+    named: PrefixIndex[Waiter], entry: StoredEntry, accept: _Accept
+) -> tuple[Waiter, int] | None:
+    """Return who has waited longest for this very entry, and the matched tokens."""
+    waiter = named.first(
+        accept=lambda w: matched_by_id(w, entry) is not None and accept(w)
+    )
+    return None if waiter is None else (waiter, matched_by_id(waiter, entry) or 0)
+
+
+def matched_by_id(waiter: Waiter, entry: StoredEntry) -> int | None:
+    """Return the matched tokens if the entry also satisfies the query's tokens."""
+    query = waiter.query
+    if query.key is None:
+        return 0
+    key = entry.key()
+    shorter = min(len(key), len(query.key))
+    if not shorter or key[:shorter] != query.key[:shorter]:
+        return None
+    matched = shorter // TOKEN_NBYTES
+    return matched if _is_enough(waiter, matched, len(key)) else None
+
+
+def _is_enough(waiter: Waiter, matched: int, key_nbytes: int) -> bool:
+    query = waiter.query
+    if query.match == "exact":
+        return query.key is not None and len(query.key) == key_nbytes
+    return matched >= query.min_matched_tokens
+
+
+_NOT_SELECTABLE = (EntryState.DIRECT, EntryState.GONE)
+
+
+class Matchmaker:
+    """Entries that can be selected and queries that wait. Changes no entry's state."""
+
+    def __init__(self) -> None:
+        self.waiting_count = 0
+        self._indexes: dict[KVFingerprint | None, PrefixIndex[StoredEntry]] = (
+            collections.defaultdict(PrefixIndex)
+        )
+        self._lines: dict[KVFingerprint | None, WaitingQueries] = (
+            collections.defaultdict(WaitingQueries)
+        )
+
+    def show(self, entry: StoredEntry) -> None:
+        """Make the index agree with the entry: does it have a delivery left?"""
+        if (
+            len(entry.leases) >= entry.deliveries_left
+            or entry.state in _NOT_SELECTABLE
+            or entry.owner_gone  # it is its present consumers' alone
+        ):
+            self.hide(entry)
+        elif entry.place is None:
+            index = self._indexes[entry.draft.fingerprint]
+            entry.place = index.add(entry.key(), entry.seq, entry)
+
+    def hide(self, entry: StoredEntry) -> None:
+        """Let no query find the entry. Shown again, it has its old place."""
+        if entry.place is not None:
+            self._indexes[entry.draft.fingerprint].remove(entry.place)
+            entry.place = None
+
+    def find(self, waiter: Waiter) -> tuple[StoredEntry, int] | None:
+        """Return the entry that a query without an id may have now, and its match."""
+        query = waiter.query
+        index = self._indexes[waiter.fingerprint]
+        if query.key is None:
+            first = index.first(accept=waiter.may_have)
+            return None if first is None else (first, 0)
+        return index.best(
+            query.key,
+            min_tokens=query.min_matched_tokens,
+            exact=query.match == "exact",
+            accept=waiter.may_have,
+        )
+
+    def next_for(self, entry: StoredEntry) -> tuple[Waiter, int] | None:
+        """Take the query out of the line that has waited longest for such an entry."""
+        if not self.waiting_count or entry.place is None:
+            return None
+        line = self._lines[entry.draft.fingerprint]
+        found = line.oldest(entry, lambda waiter: waiter.may_have(entry))
+        if found is not None:
+            self.dequeue(found[0])
+        return found
+
+    def peek(self, key: bytes, fingerprint: KVFingerprint | None) -> int:
+        """Return the longest match among entries that could be selected now."""
+        found = self._indexes[fingerprint].best(key)
+        return 0 if found is None else found[1]
+
+    def enqueue(self, waiter: Waiter) -> None:
+        """Let the query wait, in the place its ``seq`` gives."""
+        self.waiting_count += 1
+        waiter.is_waiting = True
+        self._lines[waiter.fingerprint].add(waiter)
+
+    def dequeue(self, waiter: Waiter) -> None:
+        """The query waits no longer."""
+        waiter.is_waiting = False
+        self.waiting_count -= 1
+        self._lines[waiter.fingerprint].remove(waiter)
+
+    def take_named(self, entry_id: str) -> list[Waiter]:
+        """Take those out of their lines that wait for this very entry."""
+        waiters: list[Waiter] = []
+        for line in self._lines.values() if self.waiting_count else ():
+            while (waiter := line.first_named(entry_id)) is not None:
+                self.dequeue(waiter)
+                waiters.append(waiter)
+        return waiters
+
+    def everyone(self) -> list[Waiter]:
+        """Take every waiting query out of its line, who waits longest first."""
+        waiters = [w for line in self._lines.values() for w in line.everyone()]
+        for waiter in waiters:
+            waiter.is_waiting = False
+        self.waiting_count = 0
+        return sorted(waiters, key=lambda waiter: waiter.seq)
+
+
+def find_by_id(
+    entries: dict[str, StoredEntry], waiter: Waiter
+) -> tuple[StoredEntry, int] | None:
+    """Return the entry of the query's id, if it may be had and its tokens agree."""
+    entry = entries.get(waiter.query.entry_id or "")
+    if (
+        entry is None
+        or entry.place is None
+        or entry.draft.fingerprint != waiter.fingerprint
+        or not waiter.may_have(entry)
+    ):
+        return None
+    matched = matched_by_id(waiter, entry)
+    return None if matched is None else (entry, matched)
+
 
 _TOKEN_NBYTES: Final = 16
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.buffers.entries import EntryState, Lease, Part, StoredEntry, Waiter
+from asynckv.buffers.entries.entries import EntryState, Lease, Part, StoredEntry, Waiter
 from asynckv.buffers.manifest import content_digest
 from asynckv.buffers.queries import Query, as_tokens
 from asynckv.tensors.arena import HeapArena

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asynckv.buffers.changes import Changes
+from asynckv.buffers.entries.admission import Changes
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 
 

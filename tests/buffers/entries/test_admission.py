@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers.admission import Admission, Landed
-from asynckv.buffers.entries import EntryState, StoredEntry
-from asynckv.buffers.ledger import Ledger
+from asynckv.buffers.entries.admission import Admission, Landed, Room
+from asynckv.buffers.entries.entries import EntryState, StoredEntry
+from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.queries import make_query
-from asynckv.buffers.room import Room
 from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until_blocked

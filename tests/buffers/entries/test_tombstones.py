@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.buffers.tombstones import Tombstone, Tombstones
+from asynckv.buffers.entries.book import Tombstone, Tombstones
 
 
 def stone(left_at: float, reason: str = "") -> Tombstone:

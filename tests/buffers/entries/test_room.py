@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from asynckv.buffers.entries import EntryState, StoredEntry
-from asynckv.buffers.room import Room, check_not_aborted
+from asynckv.buffers.entries.admission import Room, check_not_aborted
+from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.errors import BufferClosed, EntryAborted
 from asynckv.testing.blocked import until_blocked
 from harness.holders import draft_of

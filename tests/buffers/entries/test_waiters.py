@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from asynckv.buffers.entries import StoredEntry, Waiter
+from asynckv.buffers.entries.entries import StoredEntry, Waiter
+from asynckv.buffers.entries.leases import WaitingQueries, matched_by_id
 from asynckv.buffers.queries import Query, make_query
-from asynckv.buffers.waiters import WaitingQueries, matched_by_id
 from harness.holders import RecordingHolder, draft_of
 
 ENTRY = StoredEntry(draft_of("a", (1, 2)), 1)

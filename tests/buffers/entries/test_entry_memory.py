@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers import entry_memory
-from asynckv.buffers.entries import EntryState
+from asynckv.buffers.entries import book as entry_memory
+from asynckv.buffers.entries.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryTooLarge

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.buffers.prefix_tree import Node, PrefixTree
+from asynckv.buffers.entries.prefix_index import Node, PrefixTree
 
 ONE, TWO, THREE = (bytes([n]) * 8 for n in (1, 2, 3))
 

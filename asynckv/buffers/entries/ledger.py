@@ -1,7 +1,7 @@
 """The state of a lookup buffer, and what an insert does to it step by step.
 
 Rule of this file: every function is plain. Nothing here waits, copies payload
-or talks to a peer; :class:`~asynckv.buffers.admission.Admission` does.
+or talks to a peer; :class:`~asynckv.buffers.entries.admission.Admission` does.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from asynckv.buffers.book import EntryBook
-from asynckv.buffers.entries import EntryState, StoredEntry
-from asynckv.buffers.entry_memory import EntryMemory
-from asynckv.buffers.leases import Leases
-from asynckv.buffers.matchmaker import Matchmaker
+from asynckv.buffers.entries.book import EntryBook, EntryMemory
+from asynckv.buffers.entries.entries import EntryState, StoredEntry
+from asynckv.buffers.entries.leases import Leases, Matchmaker
 from asynckv.buffers.statistics import Counters
 from asynckv.tensors.arena import Arena
 

@@ -19,8 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from asynckv.buffers.matching import PrefixIndex
-from asynckv.buffers.places import Place
+from asynckv.buffers.entries.prefix_index import Place, PrefixIndex
 
 # Ids that share their low bytes: an edge may branch inside a token.
 ALPHABET = (0, 1, 256, 1 << 40)

@@ -2,8 +2,15 @@ from __future__ import annotations
 
 import random
 
-from asynckv.buffers.places import Frontier, Place, ascending, put, take
-from asynckv.buffers.prefix_tree import Node, PrefixTree
+from asynckv.buffers.entries.prefix_index import (
+    Frontier,
+    Node,
+    Place,
+    PrefixTree,
+    ascending,
+    put,
+    take,
+)
 
 ONE, TWO = (bytes([n]) * 8 for n in (1, 2))
 

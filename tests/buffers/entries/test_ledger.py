@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.buffers.entries import EntryState
+from asynckv.buffers.entries.entries import EntryState
 from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryAborted
 from harness.holders import RecordingHolder

@@ -1,0 +1,363 @@
+"""How an entry gets in: room first, then its bytes, then the commit.
+
+Local and remote inserts differ only in their :class:`Source`. Room is given first come,
+first served, on one Condition, which plain functions notify. Tickets are the entries
+themselves: one that somebody selected while it waited needs no room for now and lets
+others pass, but keeps its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
+from asynckv.buffers.entries.ledger import Ledger
+from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge
+from asynckv.observability.waits import LoggedWait
+from asynckv.tensors.arena import no_memory
+
+__all__ = (
+    "Admission",
+    "Changes",
+    "Landed",
+    "Room",
+    "Source",
+    "check_not_aborted",
+)
+
+
+class Changes:
+    """Wakes whoever waits for a predicate over an object's state."""
+
+    def __init__(self) -> None:
+        self._condition = asyncio.Condition()
+        self._notifying: asyncio.Task[None] | None = None
+        self.waiting = 0
+
+    async def until(self, predicate: Callable[[], bool]) -> None:
+        """Wait until ``predicate()`` is true. Cancelling leaves no trace."""
+        if predicate():
+            return
+        self.waiting += 1
+        try:
+            async with self._condition:
+                await self._condition.wait_for(predicate)
+        finally:
+            self.waiting -= 1
+
+    def notify_soon(self) -> None:
+        """Let everybody look at the state again. Never waits."""
+        # A Condition is notified under its lock, which a plain function cannot take.
+        if self.waiting and (self._notifying is None or self._notifying.done()):
+            self._notifying = asyncio.get_running_loop().create_task(
+                self._notify(), name="asynckv: a buffer has changed"
+            )
+
+    async def aclose(self) -> None:
+        """Wait for the last notification."""
+        if self._notifying is not None:
+            await asyncio.wait({self._notifying})
+
+    async def _notify(self) -> None:
+        async with self._condition:
+            self._condition.notify_all()
+
+
+_ENDS_WITH = "a drop_select, a withdraw or aclose"
+
+
+class Room:
+    """The line of entries that have no room in the arena yet.
+
+    ``give_room`` and ``adopt`` try to take memory for the first in line, and
+    ``check_size`` raises ``EntryTooLarge`` for what can have none any more;
+    ``bound`` says in logs what it is that has no room.
+    """
+
+    def __init__(
+        self,
+        give_room: Callable[[StoredEntry], bool],
+        adopt: Callable[[StoredEntry], bool],
+        bound: str = "the buffer",
+        *,
+        check_size: Callable[[StoredEntry], None] = lambda entry: None,
+    ) -> None:
+        self._give_room = give_room
+        self._adopt = adopt
+        self._check_size = check_size
+        self._bound = bound
+        self._line: dict[int, tuple[StoredEntry, float]] = {}
+        self._changes = Changes()
+        self.closed = False
+
+    def __len__(self) -> int:
+        return sum(
+            entry.state is EntryState.WAITING for entry, _ in self._line.values()
+        )
+
+    def __contains__(self, seq: object) -> bool:
+        return seq in self._line
+
+    def entries(self) -> list[StoredEntry]:
+        """Return the entries in line, the first one first."""
+        return [entry for entry, _ in self._line.values()]
+
+    def oldest_wait_s(self, now: float) -> float:
+        """How long the first in line has waited."""
+        for entry, since in self._line.values():
+            if entry.state is EntryState.WAITING:
+                return now - since
+        return 0.0
+
+    def join(self, entry: StoredEntry) -> bool:
+        """Get in line; ``True`` if nobody was before it and room was had at once.
+
+        :raises BufferClosed: no more entries are taken
+        """
+        if self.closed:
+            raise BufferClosed("the buffer takes no more entries")
+        self._line[entry.seq] = (entry, asyncio.get_running_loop().time())
+        self.advance()
+        return entry.seq not in self._line and entry.state is not EntryState.WAITING
+
+    def quit(self, entry: StoredEntry) -> None:
+        """Leave the line; nothing happens if the entry is not in it."""
+        if self._line.pop(entry.seq, None) is not None:
+            self.change()
+
+    async def turn(self, entry: StoredEntry) -> None:
+        """Wait until the entry has room, or was selected without.
+
+        Cancelling leaves the entry in line: whoever cancels calls :meth:`quit`.
+
+        :raises BufferClosed: the buffer was closed meanwhile
+        :raises EntryAborted: the entry was withdrawn meanwhile
+        :raises EntryTooLarge: it can never fit, since memory was refused
+        """
+        if entry.state is EntryState.WAITING and not self.closed:
+            who = f"insert of {entry.entry_id} ({entry.nbytes} bytes)"
+            with LoggedWait(who, f"room in {self._bound}", _ENDS_WITH):
+                await self.until(
+                    lambda: (
+                        entry.state is not EntryState.WAITING
+                        or self.closed
+                        or entry.seq not in self._line
+                    )
+                )
+        check_not_aborted(entry)
+        if entry.state is EntryState.WAITING:
+            if not self.closed:
+                self._check_size(entry)
+            raise BufferClosed("the buffer was closed while the insert waited")
+
+    async def until(self, predicate: Callable[[], bool]) -> None:
+        """Wait for a change of any state. Cancelling leaves no trace."""
+        await self._changes.until(predicate)
+
+    def change(self) -> None:
+        """Room or a state may have changed. Never waits."""
+        if self._line:
+            self.advance()
+        if self._changes.waiting:
+            self._changes.notify_soon()
+
+    def advance(self) -> None:
+        """Give room to the first in line, and to the next, while it lasts."""
+        while self._line and (entry := self._first_without_room()) is not None:
+            if entry.state is EntryState.WAITING:
+                moved = not self.closed and self._give_room(entry)
+            elif entry.state is not EntryState.GONE and not entry.in_arena:
+                moved = self._adopt(entry)
+            else:
+                moved = True
+            if not moved and (self.closed or self._could_fit(entry)):
+                break
+            self._line.pop(entry.seq, None)
+
+    def _could_fit(self, entry: StoredEntry) -> bool:
+        try:
+            self._check_size(entry)
+        except EntryTooLarge:
+            return False
+        return True
+
+    def _first_without_room(self) -> StoredEntry | None:
+        for entry, _ in self._line.values():
+            if entry.state is not EntryState.DIRECT:
+                return entry
+        return None
+
+    async def aclose(self) -> None:
+        """Refuse whoever waits or comes. Waits for the last notification."""
+        self.closed = True
+        self.change()
+        await self._changes.aclose()
+
+
+def check_not_aborted(entry: StoredEntry) -> None:
+    """Tell the insert of an entry that left by anything but an acknowledgement.
+
+    :raises BufferClosed: the buffer was closed
+    :raises EntryAborted: it left in another way
+    """
+    if entry.state is EntryState.GONE and entry.left_by:
+        if entry.left_by == "closed":
+            raise BufferClosed("the buffer was closed while the entry came in")
+        raise EntryAborted(reason=entry.left_by)
+
+
+Landed = Callable[[int, bytes], None]
+"""Called with the number of a part and the digest of its bytes."""
+
+
+class Source(Protocol):
+    """Where the bytes of an entry come from."""
+
+    async def fill(self, entry: StoredEntry, landed: Landed) -> None:
+        """Put every part's bytes in its region and call ``landed`` for each.
+
+        When it ends, also by an error or a cancellation, nothing touches the
+        regions or the caller's memory any more. It may be called again.
+        """
+
+
+class Admission:
+    """Takes entries into one buffer's ledger."""
+
+    def __init__(self, ledger: Ledger, room: Room) -> None:
+        self._ledger = ledger
+        self._book = ledger.book
+        self._room = room
+
+    async def insert(
+        self, draft: Draft, source: Source, digest: bytes | None = None
+    ) -> None:
+        """Bring a whole entry in.
+
+        Returns when it is committed, or acknowledged by a consumer that took it
+        while there was no room, or at once if the same entry (``digest``) was
+        inserted before. What is under way under its id it waits for. Cancelled, it
+        leaves as :meth:`Ledger.forsake` says.
+        """
+        self.check_open()
+        await self._until_decided(draft.entry_id)
+        if digest is not None and digest == self._book.known_digest(draft.entry_id):
+            return
+        entry = self._book.admit(draft)
+        if digest is not None:
+            self._book.resume(entry, digest)
+        try:
+            while not await self._attempt(entry, source):
+                pass
+        except BaseException as exc:
+            self._ledger.forsake(entry)
+            if isinstance(exc, MemoryError):
+                raise no_memory(entry.nbytes) from exc
+            raise
+        finally:
+            self._room.quit(entry)
+
+    async def begin(self, draft: Draft) -> StoredEntry:
+        """Reserve room for a streaming entry; its parts land one by one.
+
+        What is under way under its id it waits for first. A cancelled call leaves no
+        trace.
+        """
+        self.check_open()
+        await self._until_decided(draft.entry_id)
+        entry = self._book.admit(draft)
+        try:
+            await self._wait_for_room(entry)
+        except BaseException:
+            self._room.quit(entry)
+            self._ledger.forsake(entry)
+            raise
+        return entry
+
+    async def finish(self, entry: StoredEntry) -> None:
+        """Commit a streaming entry whose parts have all landed.
+
+        Waits, if it began without room, until it has room or was acknowledged; it
+        can turn out that it will never have any, where memory was refused.
+        Cancelling that wait aborts the entry, unless a consumer holds it: then
+        it is that consumer's alone.
+        """
+        self._ledger.commit(entry)
+        try:
+            await self._room.until(
+                lambda: (
+                    entry.in_arena
+                    or entry.owner_gone
+                    or entry.state is EntryState.GONE
+                    or entry.seq not in self._room
+                )
+            )
+            if not entry.in_arena and entry.state is not EntryState.GONE:
+                self._check_owned(entry)
+                self._book.memory.check_size(entry)
+        except BaseException:
+            self.abort(entry)
+            raise
+        self._room.quit(entry)
+        self._check_owned(entry)
+
+    def abort(self, entry: StoredEntry) -> None:
+        """The writer of a streaming entry failed. Never waits."""
+        self._room.quit(entry)
+        self._ledger.abort_streaming(entry)
+
+    async def _attempt(self, entry: StoredEntry, source: Source) -> bool:
+        await self._wait_for_room(entry)
+        if entry.state is EntryState.GONE:
+            return True  # acknowledged already, without its bytes
+        await source.fill(
+            entry, lambda index, digest: self._ledger.landed(entry, index, digest)
+        )
+        self._ledger.commit(entry)
+        await self._room.until(
+            lambda: (
+                entry.state is not EntryState.DIRECT
+                or not entry.complete  # given back, and selected again at once
+                or entry.owner_gone
+            )
+        )
+        self._check_owned(entry)
+        return entry.state in (EntryState.READY, EntryState.GONE)
+
+    async def _wait_for_room(self, entry: StoredEntry) -> None:
+        if entry.seq not in self._room and self._room.join(entry):
+            return
+        self._ledger.announce(entry)
+        if entry.state is EntryState.WAITING:
+            is_full = not self._book.memory.is_growing_for(entry)
+            self._ledger.counters.room_waits += is_full
+        await self._room.turn(entry)
+
+    def check_open(self) -> None:
+        """Refuse new entries once the buffer is being closed.
+
+        :raises BufferClosed: it is
+        """
+        if self._room.closed:
+            raise BufferClosed("the buffer takes no more entries")
+
+    async def _until_decided(self, entry_id: str) -> None:
+        """Wait while another insert under that id is under way, or ending."""
+        if not self._book.is_undecided(entry_id):
+            return
+        what = "the end of another insert under that id"
+        with LoggedWait(f"insert of {entry_id}", what, "its commit or its cancel"):
+            await self._room.until(
+                lambda: self._room.closed or not self._book.is_undecided(entry_id)
+            )
+        self.check_open()
+
+    def _check_owned(self, entry: StoredEntry) -> None:
+        check_not_aborted(entry)
+        if entry.owner_gone:
+            raise BufferClosed(
+                "the buffer was closed before the consumer that holds the entry "
+                "acknowledged it"
+            )
