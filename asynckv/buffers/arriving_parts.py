@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from asynckv.buffers.part_landing import PartLanding, lift_landed, on_gpu
 from asynckv.buffers.sent_parts import PartsOnGpu, SentOnGpu, note_sent
-from asynckv.buffers.watchers import Watchers
 from asynckv.errors import GPUFailed, RemoteProtocolError
+from asynckv.links.answers import Watchers
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.link import Link
 from asynckv.links.receiving import Reception

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from asynckv.buffers.answers import Answer, fail_by
 from asynckv.errors import PeerLost
+from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
 

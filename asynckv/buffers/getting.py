@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.landing import Landing, read_offer
 from asynckv.buffers.lifting import lift_all, on_host
 from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.errors import PeerLost, RemoteProtocolError
+from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
     Cancel,

@@ -13,9 +13,9 @@ import logging
 from collections.abc import Sequence
 
 from asynckv.abc import InsertWriter
-from asynckv.buffers.answers import Answer
 from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.errors import PeerLost
+from asynckv.links.answers import Answer
 from asynckv.observability.waits import LoggedWait
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.mapped import (
     MAP_S,
     MappedMemory,
@@ -25,6 +24,7 @@ from asynckv.buffers.mapped import (
 )
 from asynckv.buffers.shown_sources import ShownSources
 from asynckv.errors import AsyncKVError, GPUFailed, PeerLost
+from asynckv.links.answers import Answer, fail_by
 from asynckv.links.device_streams import open_devices
 from asynckv.links.exports import Export, check_same_host, open_export
 from asynckv.links.gpu_link import GpuLink

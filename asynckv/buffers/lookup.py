@@ -21,13 +21,12 @@ from asynckv.abc import (
 )
 from asynckv.buffers.arguments import as_specs, as_text
 from asynckv.buffers.contents import check_names, flatten
-from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.entries.admission import Admission, Room
 from asynckv.buffers.entries.entries import make_draft, specs_in
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.in_memory import InMemoryBuffer
-from asynckv.buffers.local_consumer import LocalConsumer
-from asynckv.buffers.local_source import LocalSource
+from asynckv.buffers.local.consumer import LocalConsumer, PendingSelect
+from asynckv.buffers.local.writer import LocalSource, LocalWriter
 from asynckv.buffers.queries import (
     as_mask,
     as_tokens,
@@ -35,7 +34,6 @@ from asynckv.buffers.queries import (
     make_query,
 )
 from asynckv.buffers.statistics import LookupStatistics
-from asynckv.buffers.streaming import LocalWriter
 from asynckv.buffers.targets import check_targets
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.blocks import KVMemory

@@ -19,13 +19,13 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Final
 
-from asynckv.buffers.answers import Answer, fail_by
 from asynckv.errors import (
     AsyncKVError,
     IncompatiblePeer,
     PeerLost,
     RemoteProtocolError,
 )
+from asynckv.links.answers import Answer, fail_by
 from asynckv.links.exports import check_same_host
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asynckv.buffers.answers import Answer, fail_by
 from asynckv.errors import LeaseLost, PeerLost
+from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Cancel, Cancelled, Frame
 from asynckv.protocol.pin_frames import Pin, Pinned

@@ -9,9 +9,7 @@ from typing import Final, Protocol, TypeAlias
 
 import torch
 
-from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.asking import ANSWER_S
-from asynckv.buffers.declared import Declared
 from asynckv.buffers.entries.entries import Draft
 from asynckv.buffers.gpu_room import GpuRoom, StagingWriter
 from asynckv.buffers.gpu_sources import gpu_source, until_made
@@ -22,8 +20,10 @@ from asynckv.buffers.gpu_staging import (
     release_staged,
 )
 from asynckv.buffers.leaving_parts import LeavingParts, OutwardWays
+from asynckv.buffers.local.writer import Declared
 from asynckv.buffers.manifest import INLINE_NBYTES, check_body, pack
 from asynckv.errors import EntryAborted, PeerLost
+from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.digests import digest_of

@@ -11,8 +11,8 @@ from typing import Final
 import anyio
 
 from asynckv.buffers.backoff import Backoff
-from asynckv.buffers.watchers import Watchers
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
+from asynckv.links.answers import Watchers
 from asynckv.links.link import Link
 
 __all__ = ("ReconnectingLink",)

@@ -22,11 +22,11 @@ from asynckv.buffers.arguments import MAX_ID_LENGTH, as_specs, as_text
 from asynckv.buffers.asking import ask
 from asynckv.buffers.consuming import RemoteConsumer
 from asynckv.buffers.contents import check_names, flatten
-from asynckv.buffers.drop_select import PendingSelect
 from asynckv.buffers.entries.entries import Draft, make_draft, specs_in
 from asynckv.buffers.gpu_sources import until_made
 from asynckv.buffers.gpu_staging import Source, places_of, release_staged
 from asynckv.buffers.inserting import begin_insert
+from asynckv.buffers.local.consumer import PendingSelect
 from asynckv.buffers.pushing import RemoteWriter, source_of
 from asynckv.buffers.queries import (
     as_mask,

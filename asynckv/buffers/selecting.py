@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from asynckv.buffers.answers import fail_by
 from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.landing import Landing, read_offer
@@ -20,8 +19,8 @@ from asynckv.buffers.lifting import on_host
 from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.receive_budget import ReceiveBudget
-from asynckv.buffers.watchers import Watchers
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
+from asynckv.links.answers import Watchers, fail_by
 from asynckv.links.gpu_arrivals import Ways
 from asynckv.links.link import Link
 from asynckv.protocol.device_frames import SentDevices

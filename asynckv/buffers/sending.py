@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynckv.buffers.answers import Answer, fail_by
 from asynckv.buffers.gpu_staging import Source
 from asynckv.buffers.leaving_parts import LeavingParts, OutwardWays
 from asynckv.errors import PeerLost
+from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import (

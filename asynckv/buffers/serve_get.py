@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asynckv.buffers.manifest import INLINE_NBYTES, pack
-from asynckv.buffers.store_ledger import PinnedValue
+from asynckv.buffers.values.ledger import PinnedValue
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from asynckv.buffers.arriving_parts import ArrivingParts, hear_arriving
 from asynckv.buffers.serve_insert import answer
-from asynckv.buffers.store_ledger import PendingPut
+from asynckv.buffers.values.ledger import PendingPut
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES
 from asynckv.errors import ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream

@@ -11,7 +11,7 @@ from asynckv.buffers.serve_lookup import Answered
 from asynckv.buffers.serve_pins import ServedPin
 from asynckv.buffers.serve_put import ServedPut
 from asynckv.buffers.store import StoreBuffer
-from asynckv.buffers.store_ledger import PinnedValue
+from asynckv.buffers.values.ledger import PinnedValue
 from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
 from asynckv.errors import BufferClosed
 from asynckv.links.link import Link

@@ -12,8 +12,8 @@ import logging
 import weakref
 from typing import TYPE_CHECKING, Final
 
-from asynckv.buffers.answers import Answer, fail_by
 from asynckv.errors import ConfigError, PeerLost
+from asynckv.links.answers import Answer, fail_by
 from asynckv.links.exporting import LEAST_NBYTES
 from asynckv.links.link import Link
 from asynckv.links.sharing import MapHolder, Sharing

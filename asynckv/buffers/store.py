@@ -13,8 +13,12 @@ from asynckv.abc import KVStoreBuffer
 from asynckv.buffers.arguments import as_key, as_keys
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.statistics import StoreStatistics
-from asynckv.buffers.store_ledger import PendingPut, PinnedValue, StoreLedger
-from asynckv.buffers.store_room import StoreRoom
+from asynckv.buffers.values.ledger import (
+    PendingPut,
+    PinnedValue,
+    StoreLedger,
+    StoreRoom,
+)
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
 from asynckv.types import KVFingerprint, TensorSpec

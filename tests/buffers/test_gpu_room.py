@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from asynckv.buffers.answers import Answer
 from asynckv.buffers.gpu_room import GpuRoom
 from asynckv.buffers.gpu_staging import GpuStaging, StagedTensor, release_staged
 from asynckv.errors import GPUFailed, PeerLost
+from asynckv.links.answers import Answer
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena

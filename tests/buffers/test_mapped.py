@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from asynckv.buffers import mapped as mapped_module
-from asynckv.buffers.answers import Answer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.mapped import MappedMemory, _Asking
 from asynckv.buffers.remote import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.showing import _Proof
 from asynckv.errors import IncompatiblePeer, LeaseLost, PeerLost
+from asynckv.links.answers import Answer
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream
 from asynckv.links.sharing import MapHolder

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asynckv.abc import SelectStream
+from asynckv.buffers.local.writer import LocalViews
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.streaming import LocalViews
 from asynckv.connectors.whole_entries import WholeEntry, open_entry
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same

@@ -1,4 +1,4 @@
-"""What a peer says last on a stream: an answer, or why there is none."""
+"""Waiting for the one answer to a question, or until something has changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from asynckv.errors import AsyncKVError, RemoteProtocolError
 from asynckv.protocol.failures import from_failure
 from asynckv.protocol.frames import Cancelled, Failure, Frame
 
-__all__ = ("Answer", "fail_by")
+__all__ = (
+    "Answer",
+    "Watchers",
+    "fail_by",
+)
+
 
 T = TypeVar("T")
 
@@ -67,3 +72,40 @@ def fail_by(frame: Frame, request: str, fail: Callable[[Exception], None]) -> No
             error = RemoteProtocolError(f"no {type(frame).__name__} belongs here")
             fail(error)  # of a last frame's stream nobody else is told
             raise error
+
+
+class Watchers:
+    """Futures of those who wait for the next change of one object.
+
+    Of ten thousand objects each has one who waits: he costs no list.
+    """
+
+    __slots__ = ("_first", "_others")
+
+    def __init__(self) -> None:
+        self._first: asyncio.Future[None] | None = None
+        self._others: list[asyncio.Future[None]] | None = None
+
+    def next_change(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        """Return what is done when the object has changed; look at it then."""
+        # The loop is known to who waits; asked of asyncio it costs a system call.
+        future: asyncio.Future[None] = loop.create_future()
+        if self._first is None:
+            self._first = future
+        elif self._others is None:
+            self._others = [future]
+        else:
+            self._others.append(future)
+        return future
+
+    def wake(self) -> None:
+        """The object has changed. Never waits."""
+        first, others = self._first, self._others
+        if first is None:
+            return  # nor is there any other
+        self._first = self._others = None
+        if not first.done():
+            first.set_result(None)
+        for future in others or ():
+            if not future.done():
+                future.set_result(None)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from asynckv.abc import KVEntry
-from asynckv.buffers.drop_select import PendingSelect
+from asynckv.buffers.local.consumer import PendingSelect
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import Query
 from asynckv.tensors.blocks import KVMemory

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.watchers import Watchers
+from asynckv.links.answers import Watchers
 from asynckv.testing.blocked import until_blocked
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
-from asynckv.buffers.store_ledger import (
+from asynckv.buffers.values.ledger import (
     PendingPut,
     PinnedValue,
     StoreLedger,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asynckv.buffers.entries.ledger import Ledger
-from asynckv.buffers.local_consumer import LocalConsumer
+from asynckv.buffers.local.consumer import LocalConsumer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import Query
 from asynckv.errors import BufferClosed, LeaseLost

@@ -1,22 +1,77 @@
-"""What a store buffer holds, and every change of it: plain functions, no waiting.
+"""What a store buffer holds, and every change of it.
 
-A value is charged to the arena until it is no longer stored *and* nobody reads
-it. A value is replaced whole: readers keep the one they began with.
+A value is charged to the arena until it is no longer stored *and* nobody reads it. A
+value is replaced whole: readers keep the one they began with. Puts wait for room first
+come, first served; which key is dropped to make room is pure state, without memory or
+waiting.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Final, Generic, TypeAlias, TypeVar
 
-from asynckv.buffers.eviction import EvictionOrder
+from asynckv.buffers.entries.admission import Changes
 from asynckv.buffers.statistics import StoreCounters
-from asynckv.errors import BufferClosed
+from asynckv.errors import BufferClosed, EntryTooLarge
+from asynckv.observability.waits import LoggedWait
 from asynckv.tensors.arena import Arena, Region
 from asynckv.types import KVFingerprint, TensorSpec
 
-__all__ = ("MAX_KEYS", "PendingPut", "PinnedValue", "StoreLedger", "StoreName")
+__all__ = (
+    "MAX_KEYS",
+    "EvictionOrder",
+    "PendingPut",
+    "PinnedValue",
+    "StoreLedger",
+    "StoreName",
+    "StoreRoom",
+)
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class EvictionOrder(Generic[K]):
+    """Keys that may be dropped, from the least to the most recently used.
+
+    A key in use is not in here: it is taken out when its use begins and added
+    again, as the most recently used, when that ends. Everything is O(1).
+    """
+
+    def __init__(self) -> None:
+        self._nbytes_of: OrderedDict[K, int] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._nbytes_of)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._nbytes_of
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._nbytes_of)
+
+    def add(self, key: K, nbytes: int) -> None:
+        """Make ``key`` the most recently used; it would free ``nbytes``."""
+        self.discard(key)
+        self._nbytes_of[key] = nbytes
+        self.nbytes += nbytes
+
+    def discard(self, key: K) -> None:
+        """Take ``key`` out; nothing happens if it is not in here."""
+        self.nbytes -= self._nbytes_of.pop(key, 0)
+
+    def victim(self, spare: K | None = None) -> K | None:
+        """Return what to drop next: ``spare`` only when nothing else is left."""
+        for key in self._nbytes_of:
+            if key != spare:
+                return key
+        return spare if spare in self._nbytes_of else None
+
 
 MAX_KEYS: Final = 2**20
 """Keys cost memory too, which the arena does not count: a bound for tiny values."""
@@ -210,3 +265,88 @@ class StoreLedger:
         value.is_stored = False
         if not value.readers:
             value.region.release()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Ticket:
+    """One put's place in the line; ``pending`` is what it waited for.
+
+    Over without it, it can never have any.
+    """
+
+    name: StoreName
+    spec: TensorSpec
+    since_s: float
+    pending: PendingPut | None = None
+    is_over: bool = False
+
+
+class StoreRoom:
+    """The line before a store's ledger."""
+
+    def __init__(self, ledger: StoreLedger) -> None:
+        self._ledger = ledger
+        self._changes = Changes()
+        self._line: collections.deque[_Ticket] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def longest_wait_s(self, now_s: float) -> float:
+        """How long the first in line has waited."""
+        return now_s - self._line[0].since_s if self._line else 0.0
+
+    def reserve_nowait(self, name: StoreName, spec: TensorSpec) -> PendingPut | None:
+        """Take memory for a value; ``None`` where there is none, or a line for it."""
+        return None if self._line else self._ledger.reserve(name, spec)
+
+    async def reserve(
+        self, name: StoreName, spec: TensorSpec, *, now_s: float
+    ) -> PendingPut:
+        """Wait for memory, last in line. A cancelled call leaves no trace.
+
+        :raises BufferClosed: the ledger was closed meanwhile
+        :raises EntryTooLarge: it can never fit, since memory was refused
+        """
+        ticket = _Ticket(name, spec, now_s)
+        self._line.append(ticket)
+        self._ledger.counters.room_waits += not self._ledger.is_growing_for(spec)
+        try:
+            return await self._turn_of(ticket)
+        except BaseException:
+            self._quit(ticket)
+            raise
+
+    def advance(self) -> None:
+        """Give room to the first in line, and to the next, while it lasts."""
+        while self._line and not self._ledger.closed:
+            ticket = self._line[0]
+            ticket.pending = self._ledger.reserve(ticket.name, ticket.spec)
+            if ticket.pending is None and self._ledger.could_ever_fit(ticket.spec):
+                break
+            ticket.is_over = True
+            self._line.popleft()
+        self._changes.notify_soon()
+
+    async def aclose(self) -> None:
+        """Wait until whoever waited was told."""
+        await self._changes.aclose()
+
+    async def _turn_of(self, ticket: _Ticket) -> PendingPut:
+        who = f"put of {ticket.name[0]!r} ({ticket.spec.nbytes} bytes)"
+        with LoggedWait(who, "room", "the end of a get or put, or aclose"):
+            await self._changes.until(lambda: ticket.is_over or self._ledger.closed)
+        if self._ledger.closed:
+            raise BufferClosed("the buffer was closed while the put waited")
+        if ticket.pending is None:
+            raise EntryTooLarge(
+                nbytes=ticket.spec.nbytes, max_bytes=self._ledger.max_bytes
+            )
+        return ticket.pending
+
+    def _quit(self, ticket: _Ticket) -> None:
+        if ticket.pending is not None:
+            self._ledger.discard(ticket.pending)
+        elif not ticket.is_over:
+            self._line.remove(ticket)
+            self.advance()

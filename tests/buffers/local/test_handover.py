@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.handover import (
+from asynckv.buffers.local.handover import (
     build_entry,
     hand_over,
     lend,

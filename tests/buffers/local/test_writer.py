@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
+from asynckv.buffers.local.writer import LocalStream, LocalViews, LocalWriter
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.streaming import LocalStream, LocalViews, LocalWriter
 from asynckv.errors import EntryAborted, EntryTooLarge, LeaseLost
 from asynckv.testing.blocked import until_blocked
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise, same

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.local_source import LocalSource
+from asynckv.buffers.local.writer import LocalSource
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import Query
 from asynckv.errors import LeaseLost

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.answers import Answer, fail_by
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
+from asynckv.links.answers import Answer, fail_by
 from asynckv.protocol.frames import (
     Cancelled,
     Failure,

@@ -6,7 +6,7 @@ import pytest
 
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
-from asynckv.buffers.holders import LocalHolder
+from asynckv.buffers.local.holders import LocalHolder
 from asynckv.buffers.queries import Query, make_query
 from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.tensors.arena import HeapArena

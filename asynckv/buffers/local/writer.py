@@ -1,0 +1,285 @@
+"""Layer by layer, locally: the writer of an entry and the reader of one.
+
+Tensors of this process are copied into an entry's memory, each of those that were
+declared once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from asynckv.abc import InsertWriter, SelectStream
+from asynckv.buffers.entries.admission import Landed
+from asynckv.buffers.entries.entries import Draft, Lease, StoredEntry
+from asynckv.buffers.entries.ledger import Ledger
+from asynckv.buffers.gpu_staging import StagedTensor
+from asynckv.buffers.local.handover import tensors_of, view_of
+from asynckv.buffers.local.holders import LocalHolder
+from asynckv.buffers.manifest import content_digest
+from asynckv.buffers.queries import tensor_of
+from asynckv.buffers.targets import match_targets
+from asynckv.errors import EntryAborted, LeaseLost
+from asynckv.protocol.values import TensorRecord
+from asynckv.tensors.blocks import KVMemory, spec_in
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.on_gpu import KVOnGpu
+from asynckv.tensors.runs import Runs
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "Declared",
+    "LocalSource",
+    "LocalStream",
+    "LocalViews",
+    "LocalWriter",
+)
+
+
+class Declared:
+    """What a writer has promised, and what it has kept of it."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        self._specs = specs
+        self._begun: set[str] = set()
+        self._put: set[str] = set()
+
+    @contextmanager
+    def putting(self, name: str, tensor: KVMemory | StagedTensor) -> Iterator[None]:
+        """Note a put. One that fails has put nothing, and may be made again.
+
+        :raises ValueError: unknown name, put before, other shape or dtype
+        :raises TypeError: no tensor
+        """
+        self._check(name, tensor)
+        self._begun.add(name)
+        try:
+            yield
+        except BaseException:
+            self._begun.discard(name)
+            raise
+        self._put.add(name)
+
+    def check_whole(self) -> None:
+        """Refuse to commit what is not whole.
+
+        :raises ValueError: a tensor was never put, or is still being put
+        """
+        missing = [name for name in self._specs if name not in self._put]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} declared tensors were not put: "
+                f"{', '.join(missing[:5])}; the entry is aborted "
+                "(await writer.put(name, tensor) for each)"
+            )
+
+    def _check(self, name: str, tensor: KVMemory | StagedTensor) -> None:
+        if name not in self._specs:
+            declared = ", ".join(self._specs)
+            raise ValueError(f"{name!r} was not declared; declared: {declared}")
+        if name in self._begun:
+            raise ValueError(f"{name!r} was put before")
+        if not isinstance(tensor, KVMemory | StagedTensor):
+            raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+        found = tensor.spec if isinstance(tensor, StagedTensor) else spec_in(tensor)
+        spec = self._specs[name]
+        if found != spec:
+            raise ValueError(
+                f"{name!r} is {found.dtype} {found.shape}, declared was "
+                f"{spec.dtype} {spec.shape}"
+            )
+
+
+class LocalWriter(InsertWriter):
+    """Copies each tensor into the entry's memory."""
+
+    def __init__(self, entry: StoredEntry, ledger: Ledger, pool: CopyPool) -> None:
+        self.entry_id = entry.entry_id
+        self._entry = entry
+        self._ledger = ledger
+        self._pool = pool
+        self._declared = Declared(entry.draft.specs)
+        self._is_closed = False
+        self._indexes = {part.name: i for i, part in enumerate(entry.parts)}
+
+    async def put(self, name: str, tensor: KVMemory) -> None:
+        if self._is_closed:
+            raise RuntimeError("the writer was left already")
+        with self._declared.putting(name, tensor):
+            await self._copy(self._indexes[name], tensor)
+
+    def check_whole(self) -> None:
+        """Refuse to commit what is not whole.
+
+        :raises ValueError: a declared tensor was never put, or is still being put
+        """
+        self._declared.check_whole()
+
+    def close(self) -> None:
+        """No more puts."""
+        self._is_closed = True
+
+    async def _copy(self, index: int, tensor: KVMemory) -> None:
+        entry, part = self._entry, self._entry.parts[index]
+        if part.region is not None:
+            (digest,) = await self._pool.copy([tensor], [part.region.place(part.spec)])
+            self._ledger.landed(entry, index, digest)
+        elif entry.left_by:
+            raise EntryAborted(reason=entry.left_by)
+        # else it left by being acknowledged early: nobody needs the rest
+
+
+class LocalStream(SelectStream):
+    """Copies each tensor out as it lands. The iteration and ``wait_for`` may mix."""
+
+    def __init__(
+        self,
+        holder: LocalHolder,
+        lease: Lease,
+        pool: CopyPool,
+        targets: Mapping[str, KVMemory],
+    ) -> None:
+        entry = lease.entry
+        match_targets(entry.draft.specs, targets)
+        self.entry_id = entry.entry_id
+        self.attempt = lease.attempt
+        self.matched_tokens = lease.matched_tokens
+        self.input_tokens = tensor_of(entry.input_tokens)
+        self.roi = tensor_of(entry.roi)
+        self.specs: Mapping[str, TensorSpec] = dict(entry.draft.specs)
+        self._holder = holder
+        self._lease = lease
+        self._pool = pool
+        self._targets = targets
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._copying = asyncio.Lock()
+        self._next = 0
+        self._is_closed = False
+
+    async def __anext__(self) -> tuple[str, torch.Tensor]:
+        entry = self._lease.entry
+        await self._wait_for_landed(self._next)
+        if self._next >= len(entry.parts):
+            raise StopAsyncIteration
+        index = entry.landed[self._next]
+        tensor = await self._tensor(index)
+        self._next += 1
+        return entry.parts[index].name, tensor
+
+    async def wait_for(self, name: str) -> torch.Tensor:
+        parts = self._lease.entry.parts
+        if name not in self.specs:
+            raise KeyError(name)
+        index = next(i for i, part in enumerate(parts) if part.name == name)
+        while parts[index].digest is None:
+            await self._wait_for_landed(len(self._lease.entry.landed))
+        return await self._tensor(index)
+
+    def close(self) -> None:
+        """No more tensors; whoever waits for one learns it."""
+        self._is_closed = True
+        self._holder.wake()
+
+    async def _wait_for_landed(self, count: int) -> None:
+        if self._is_closed:
+            raise RuntimeError("the stream was left already")
+        await self._holder.landed(self._lease, count)
+
+    async def _tensor(self, index: int) -> torch.Tensor:
+        async with self._copying:
+            if index not in self._tensors:
+                self._holder.check_held(self._lease)
+                part = self._lease.entry.parts[index]
+                (tensor,) = await tensors_of([part], self._pool, self._targets)
+                # Memory of an ended delivery may be somebody else's by now.
+                self._holder.check_held(self._lease)
+                self._tensors[index] = tensor
+        return self._tensors[index]
+
+
+class LocalViews(LocalStream):
+    """Shows each tensor where it lies, once it has landed. It keeps none itself."""
+
+    async def _tensor(self, index: int) -> torch.Tensor:
+        self._holder.check_held(self._lease)
+        return view_of(self._lease.entry.parts[index])
+
+
+_BATCH_NBYTES: Final = 8 * 2**20
+
+_BATCH_TENSORS: Final = 16
+"""Views of an arena's memory take their time to be made: 40 us, on the loop."""
+
+
+class LocalSource:
+    """The caller's own tensors: where an entry's bytes come from."""
+
+    def __init__(
+        self, tensors: Mapping[str, KVMemory | KVOnGpu], pool: CopyPool
+    ) -> None:
+        self._tensors = list(tensors.values())
+        self._pool = pool
+        self._digests: dict[int, bytes] = {}
+
+    async def digest(self, draft: Draft) -> bytes:
+        """Return what the entry's digest will be."""
+        digests = await self._pool.digest(self._tensors)
+        records = [
+            TensorRecord(name, spec, digest)
+            for (name, spec), digest in zip(draft.specs.items(), digests, strict=True)
+        ]
+        return content_digest(records, draft.input_tokens, draft.roi)
+
+    async def fill(self, entry: StoredEntry, landed: Landed) -> None:
+        regions = [part.region for part in entry.parts if part.region is not None]
+        if len(regions) != len(self._tensors):
+            raise LeaseLost("the entry has left already")
+        lent = entry.draft.lent
+        in_place = {
+            index
+            for index, region in enumerate(lent)
+            if region is not None and region is entry.parts[index].region
+        }
+        for some in _batches(self._tensors):
+            if len(regions) > _BATCH_TENSORS:
+                await asyncio.sleep(0)
+            targets = {
+                index: regions[index].place(entry.parts[index].spec)
+                for index in some
+                if index not in in_place
+            }
+            try:
+                await self._move(some, targets)
+            finally:
+                targets.clear()  # an error's traceback would keep the memory in use
+            for index in some:
+                landed(index, self._digests[index])
+
+    async def _move(
+        self, some: range, targets: dict[int, torch.Tensor | Runs | DeviceMemory]
+    ) -> None:
+        """Copy and digest some tensors; those without a target are there already."""
+        there = [index for index in some if index not in targets]
+        others = list(targets)
+        sources = [self._tensors[index] for index in others]
+        digests = await self._pool.copy(sources, list(targets.values()))
+        self._digests.update(zip(others, digests, strict=True))
+        if there:
+            digests = await self._pool.digest([self._tensors[i] for i in there])
+            self._digests.update(zip(there, digests, strict=True))
+
+
+def _batches(tensors: Sequence[KVMemory | KVOnGpu]) -> Iterator[range]:
+    """Tensors to copy at a time: who waits for them is sent the first ones early."""
+    first, nbytes = 0, 0
+    for end, tensor in enumerate(tensors, 1):
+        nbytes += tensor.nbytes
+        is_full = nbytes >= _BATCH_NBYTES or end - first == _BATCH_TENSORS
+        if is_full or end == len(tensors):
+            yield range(first, end)
+            first, nbytes = end, 0

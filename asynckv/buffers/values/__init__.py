@@ -1,0 +1,5 @@
+"""What a store buffer holds."""
+
+from __future__ import annotations
+
+__all__: tuple[str, ...] = ()
