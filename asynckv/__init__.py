@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         SelectStream as SelectStream,
     )
     from asynckv.buffers.lookup import LookupBuffer as LookupBuffer
-    from asynckv.buffers.remote import Peer as Peer, connect as connect
+    from asynckv.buffers.remote.peer import Peer as Peer, connect as connect
     from asynckv.buffers.serve import Server as Server, serve as serve
     from asynckv.buffers.store import StoreBuffer as StoreBuffer
     from asynckv.config import KVTransferConfig as KVTransferConfig
@@ -85,7 +85,7 @@ _HOME: Final = {
     "LookupBuffer": "asynckv.buffers.lookup",
     "Node": "asynckv.node",
     "Overloaded": "asynckv.errors",
-    "Peer": "asynckv.buffers.remote",
+    "Peer": "asynckv.buffers.remote.peer",
     "PeerLost": "asynckv.errors",
     "PeerRestarted": "asynckv.errors",
     "PipeBroken": "asynckv.errors",
@@ -97,7 +97,7 @@ _HOME: Final = {
     "TensorSpec": "asynckv.types",
     "WrongLoop": "asynckv.errors",
     "WrongRole": "asynckv.errors",
-    "connect": "asynckv.buffers.remote",
+    "connect": "asynckv.buffers.remote.peer",
     "join_group": "asynckv.pipes.group",
     "listen_pipe": "asynckv.pipes.opening",
     "open": "asynckv.node",

@@ -14,7 +14,7 @@ from typing import Final
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.roles import LookupByRole
 from asynckv.buffers.serve import Server, serve
 from asynckv.config import KVRole, KVTransferConfig

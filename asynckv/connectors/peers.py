@@ -12,7 +12,7 @@ from typing import Final
 
 import anyio
 
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine
 from asynckv.connectors.options import ConnectorOptions

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from asynckv.abc import KVLookupBuffer, KVStoreBuffer, PayloadTransport
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.links.securing import wait_readable

@@ -8,7 +8,7 @@ import pytest
 
 from asynckv.buffers import hoisting
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets

@@ -16,7 +16,7 @@ import torch
 from asynckv.buffers import importing
 from asynckv.buffers.importing import GpuImports, ImportedMemory
 from asynckv.buffers.mapped import MappedPin
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.errors import ChecksumError, ConfigError, GPUFailed, PeerLost
 from asynckv.links import exports, sharing
 from asynckv.links.exports import Export

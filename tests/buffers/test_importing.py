@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asynckv.abc import KVEntry
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.errors import ChecksumError
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.tensors.cuda import DeviceMemory

@@ -9,7 +9,7 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import GPUFailed

@@ -7,7 +7,7 @@ import torch
 
 from asynckv.buffers import serve_mapped, serve_shown
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets

@@ -14,7 +14,7 @@ from asynckv.buffers.gpu_places import ready_memory
 from asynckv.buffers.landing import Landing, read_offer
 from asynckv.buffers.manifest import pack
 from asynckv.buffers.receive_budget import ReceiveBudget
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_arrivals import GpuArrivals

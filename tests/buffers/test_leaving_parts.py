@@ -16,9 +16,9 @@ from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.leaving_parts import LeavingParts
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.putting import begin_put
-from asynckv.buffers.remote import Peer, connect
-from asynckv.buffers.sending import Sending
+from asynckv.buffers.remote.insert import Sending
+from asynckv.buffers.remote.peer import Peer, connect
+from asynckv.buffers.remote.store import begin_put
 from asynckv.buffers.serve import serve
 from asynckv.buffers.shown_parts import ShownTo
 from asynckv.errors import GPUFailed

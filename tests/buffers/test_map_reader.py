@@ -13,7 +13,7 @@ import torch
 from asynckv.abc import KVEntry
 from asynckv.buffers import map_reader, serve_mapped
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import (

@@ -16,7 +16,7 @@ import torch
 from asynckv.buffers import mapped as mapped_module
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.mapped import MappedMemory, _Asking
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.showing import _Proof
 from asynckv.errors import IncompatiblePeer, LeaseLost, PeerLost

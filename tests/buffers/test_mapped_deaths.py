@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.testing.blocked import until

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from asynckv.buffers.host_copies import HostCopies
-from asynckv.buffers.putting import begin_put
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote.peer import Peer
+from asynckv.buffers.remote.store import begin_put
 from asynckv.buffers.shown_parts import ShownTo
 from asynckv.errors import GPUFailed
 from asynckv.links.gpu_link import GpuLink

@@ -16,7 +16,7 @@ import torch
 from asynckv.abc import KVEntry
 from asynckv.buffers.arriving_parts import ArrivingParts
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed
 from asynckv.links.dial import dial

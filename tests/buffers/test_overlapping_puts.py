@@ -15,8 +15,8 @@ import torch
 
 from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
-from asynckv.buffers.sending import Sending
+from asynckv.buffers.remote.insert import Sending
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import ChecksumError, GPUFailed

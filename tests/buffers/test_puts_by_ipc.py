@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asynckv.buffers.gpu_staging import release_staged
-from asynckv.buffers.pushing import RemoteWriter
+from asynckv.buffers.remote.insert import RemoteWriter
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.ipc_arrivals import IpcArrivals

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.errors import ChecksumError, EntryConflict
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest

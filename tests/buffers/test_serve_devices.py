@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.errors import ConfigError, LocalProtocolError, PeerLost
 from asynckv.links.device_streams import DeviceStream

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed

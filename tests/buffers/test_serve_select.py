@@ -7,7 +7,7 @@ import torch
 
 from asynckv.buffers import serve_select
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serve_select import query_of
 from asynckv.errors import EntryTooLarge, LeaseLost, RemoteProtocolError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.serve_pushes import ServedPushes
 from asynckv.errors import EntryAborted, PeerLost

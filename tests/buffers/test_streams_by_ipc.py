@@ -13,7 +13,7 @@ from asynckv.buffers import serve_shown
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, PeerLost
 from asynckv.links import sharing

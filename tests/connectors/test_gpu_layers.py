@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.peer_ways import PeerWays
-from asynckv.buffers.pushing import RemoteWriter
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote.insert import RemoteWriter
+from asynckv.buffers.remote.links import PeerWays
+from asynckv.buffers.remote.peer import Peer
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.gpu_layers import GpuLayers
 from asynckv.connectors.p2p_worker import P2PWorker

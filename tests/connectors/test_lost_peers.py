@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.connectors.options import Direction
 from asynckv.connectors.p2p_orders import LoadOrder, P2PMetadata
 from asynckv.testing.blocked import until

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serve import Server, serve
 from asynckv.config import KVTransferConfig
 from asynckv.connectors import peers as module

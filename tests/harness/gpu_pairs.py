@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.links.options import Digest
 from asynckv.testing.blocked import until

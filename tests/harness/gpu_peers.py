@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serve import Server
 from asynckv.buffers.serve_devices import DeviceService
 from asynckv.links.gpu_link import GpuLink

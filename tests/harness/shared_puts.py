@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from asynckv.buffers.importing import GpuImports
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote.peer import Peer
 from asynckv.links.sharing import MapHolder
 from asynckv.tensors.paged_arena import PagedArena
 

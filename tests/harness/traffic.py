@@ -11,7 +11,7 @@ import torch
 
 from asynckv.abc import KVEntry, KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.errors import AsyncKVError, EntryConflict
 from asynckv.testing.blocked import until
 

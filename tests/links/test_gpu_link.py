@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links import gpu_link, progress

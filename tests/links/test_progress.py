@@ -11,7 +11,7 @@ import torch
 
 from asynckv.abc import KVLookupBuffer, PayloadTransport
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.progress import OWN_WORK_S, STALL_S, Progress

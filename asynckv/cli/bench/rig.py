@@ -14,7 +14,7 @@ from typing import Final, ParamSpec, TypeVar
 import msgspec
 
 from asynckv.abc import KVLookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.cli.bench.meeting import MEETING_KEY, Meeting, meeting_from
 from asynckv.cli.bench.raw import RawConnection
 from asynckv.cli.bench.raw_streams import RawStreams

@@ -24,7 +24,7 @@ from starlette.requests import HTTPConnection
 
 from asynckv.abc import KVLookupBuffer, KVStoreBuffer
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect as connect_to
+from asynckv.buffers.remote.peer import Peer, connect as connect_to
 from asynckv.buffers.serve import Server, serve as serve_at
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig

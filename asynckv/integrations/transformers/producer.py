@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from asynckv.abc import InsertWriter, KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote_lookup import RemoteLookupBuffer
+from asynckv.buffers.remote.lookup import RemoteLookupBuffer
 from asynckv.errors import ConfigError
 from asynckv.integrations.transformers.carried import (
     DEFAULT_CARRY,

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import asynckv
 from asynckv import abc as contracts
-from asynckv.buffers.consuming import RemoteConsumer
 from asynckv.buffers.local.consumer import LocalConsumer
+from asynckv.buffers.remote.select import RemoteConsumer
 
 __all__ = ("ONE_STEP", "codes_of_coroutines", "public_coroutines", "uncovered")
 

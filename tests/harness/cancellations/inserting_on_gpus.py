@@ -8,8 +8,8 @@ from typing import Final, TypeAlias
 
 import torch
 
-from asynckv.buffers.remote import Peer, connect
-from asynckv.buffers.remote_lookup import RemoteLookupBuffer
+from asynckv.buffers.remote.lookup import RemoteLookupBuffer
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.testing.blocked import until

@@ -8,7 +8,7 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.links.link import Link
 from asynckv.pipes.opening import PipeListener, listen_pipe, open_pipe

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serve import Server
 from asynckv.buffers.store import StoreBuffer
 from asynckv.links.link import Link

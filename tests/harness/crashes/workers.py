@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from asynckv.abc import KVEntry, KVLookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.errors import (
     BufferClosed,
     EntryAborted,

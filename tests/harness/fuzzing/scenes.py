@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import AsyncKVError, EntryTooLarge

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer
-from asynckv.buffers.remote_lookup import RemoteLookupBuffer
+from asynckv.buffers.remote.lookup import RemoteLookupBuffer
+from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serve_devices import DeviceService
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.buffers.serve_store import StoreService

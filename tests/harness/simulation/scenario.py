@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from asynckv.abc import KVLookupBuffer
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.statistics import LookupStatistics
 from asynckv.errors import AsyncKVError

@@ -8,7 +8,7 @@ import math
 from typing import Final
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote.peer import Peer
 from asynckv.errors import EntryAborted
 from harness.simulation.history import History, Verb
 from harness.simulation.nodes import Node, Process

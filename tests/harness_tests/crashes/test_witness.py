@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from harness.crashes.witness import watch_acknowledgements
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.buffers import selecting
+from asynckv.buffers.remote import select as selecting
 from asynckv.buffers.serve_lookup import LookupService
 from asynckv.buffers.serve_select import ServedSelect
 from asynckv.links.link import Link

@@ -20,7 +20,8 @@ from typing import Any, Final, TypeAlias
 
 import pytest
 
-from asynckv.buffers import remote, serve
+from asynckv.buffers import serve
+from asynckv.buffers.remote import peer as remote
 from asynckv.links.dial import dial
 from asynckv.links.listen import listen
 from asynckv.pipes import opening

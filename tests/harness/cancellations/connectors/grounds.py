@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from asynckv.abc import KVConnectorWorker
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer
+from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.config import KVTransferConfig
 from asynckv.connectors.engine import KVEngine

@@ -11,7 +11,7 @@ from asynckv.buffers.gpu_room import GpuRoom
 from asynckv.buffers.gpu_staging import GpuStaging
 from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.pushing import RemoteWriter, dense, lendable
+from asynckv.buffers.remote.insert import RemoteWriter, dense, lendable
 from asynckv.buffers.shown_parts import ShownTo
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.gpu_link import GpuLink

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import EntryTooLarge, PeerLost

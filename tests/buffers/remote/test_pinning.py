@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asynckv.abc import KVStoreBuffer
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import LeaseLost, Overloaded

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.getting import Getting
 from asynckv.buffers.manifest import pack
 from asynckv.buffers.receive_budget import ReceiveBudget
+from asynckv.buffers.remote.store import Getting
 from asynckv.errors import AsyncKVError, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream

@@ -14,11 +14,10 @@ import anyio
 from asynckv.abc.closing import AsyncWithOnly
 from asynckv.buffers.importing import GpuImports
 from asynckv.buffers.mapped import Mappings
-from asynckv.buffers.peer_ways import PeerWays
 from asynckv.buffers.receive_budget import ReceiveBudget
-from asynckv.buffers.reconnecting import ReconnectingLink
-from asynckv.buffers.remote_lookup import RemoteLookupBuffer
-from asynckv.buffers.remote_store import RemoteStoreBuffer
+from asynckv.buffers.remote.links import PeerWays, ReconnectingLink
+from asynckv.buffers.remote.lookup import RemoteLookupBuffer
+from asynckv.buffers.remote.store import RemoteStoreBuffer
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.links.options import (

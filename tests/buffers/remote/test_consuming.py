@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.remote import Peer, connect
+from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server
 from asynckv.errors import LeaseLost, PeerLost
 from asynckv.links.link import Link

@@ -1,4 +1,7 @@
-"""The asking side of one remote ``open_insert``: tensors leave one by one."""
+"""The asking side of remote inserts: whole ones, and tensors that leave one by one.
+
+A request takes tensors along from the caller's memory, or copies of them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Final, Protocol, TypeAlias
 
 import torch
 
-from asynckv.buffers.asking import ANSWER_S
 from asynckv.buffers.entries.entries import Draft
 from asynckv.buffers.gpu_room import GpuRoom, StagingWriter
 from asynckv.buffers.gpu_sources import gpu_source, until_made
@@ -17,11 +19,13 @@ from asynckv.buffers.gpu_staging import (
     GpuStaging,
     Source,
     StagedTensor,
+    are_staged,
     release_staged,
 )
 from asynckv.buffers.leaving_parts import LeavingParts, OutwardWays
 from asynckv.buffers.local.writer import Declared
-from asynckv.buffers.manifest import INLINE_NBYTES, check_body, pack
+from asynckv.buffers.manifest import INLINE_NBYTES, check_body, content_digest, pack
+from asynckv.buffers.remote.links import ANSWER_S
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link
@@ -35,6 +39,7 @@ from asynckv.protocol.frames import (
     Frame,
     Insert,
     Push,
+    Put,
     Retract,
 )
 from asynckv.protocol.ipc_frames import GrantShared
@@ -47,7 +52,152 @@ from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import joined
 from asynckv.types import TensorSpec
 
-__all__ = ("BUSY_BYTES", "PushingBy", "RemoteWriter", "dense", "lendable", "source_of")
+__all__ = (
+    "BUSY_BYTES",
+    "PushingBy",
+    "RemoteWriter",
+    "Sending",
+    "begin_insert",
+    "dense",
+    "lendable",
+    "source_of",
+)
+
+
+class Sending:
+    """One entry or value on its way to the buffer at the other end of ``link``.
+
+    Tensors of few bytes are in ``body``; ``sources`` of the others are sent once
+    they are granted, and stay untouched until :meth:`accepted` has ended.
+    ``digests`` are theirs where they are known already. ``may_be_in`` once the
+    peer has what it needs to commit it, and to hand it on.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        frame: Insert | Put,
+        body: bytes | memoryview,
+        sources: Sequence[Source],
+        digests: Sequence[bytes] | None = None,
+        ways: OutwardWays | None = None,
+    ) -> None:
+        self.may_be_in = frame.inline
+        self._link = link
+        self._transfer = frame.transfer
+        self._request = type(frame).__name__.lower()
+        self._answer: Answer[None] = Answer()
+        self._stream = link.open_stream(self, frame, body)
+        self._leaving = LeavingParts(
+            *(self._stream, frame.transfer, sources, digests, ways),
+            left=self._left,
+            failed=self._answer.fail,
+        )
+
+    async def accepted(self) -> bool:
+        """Wait until the peer has it, or ``False`` if the link was lost before.
+
+        Cancelled, it is withdrawn, if it is not in yet. However this ends, no
+        thread reads the tensors any more.
+
+        :raises Exception: what the peer says
+        :raises GPUFailed: what is on this side's GPU cannot be read back
+        """
+        try:
+            await self._answer
+        except PeerLost:
+            await self.quiesce()
+            if self._link.is_open:
+                raise  # the peer says so, of something else
+            return False
+        except BaseException:
+            self.cancel()
+            await self.quiesce()
+            raise
+        if self._leaving.is_busy:
+            await self.quiesce()
+        return True
+
+    def cancel(self) -> None:
+        """Withdraw it, if it is not in yet. Never waits."""
+        self._stream.send(Cancel())
+        self._leaving.stop()
+
+    async def quiesce(self) -> None:
+        """Wait until no thread reads the tensors (shielded).
+
+        As long as :meth:`LeavingParts.quiesce` does.
+        """
+        await self._leaving.quiesce()
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        match frame:
+            case Grant(transfer=self._transfer):
+                self.may_be_in = True
+                self._leaving.on_grant()
+            case GrantDevices(transfer=self._transfer):
+                self.may_be_in = True
+                self._leaving.on_grant_devices(frame)
+            case GrantShared(transfer=self._transfer):
+                self.may_be_in = True
+                self._leaving.on_grant_shared(frame)
+            case Accepted():
+                self._leaving.end()
+                self._leaving.let_go()
+                self._answer.give(None)
+            case _:
+                self._leaving.let_go()  # the last word, or the link ends
+                fail_by(frame, self._request, self._answer.fail)
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._answer.fail(error)
+
+    def _left(self, index: int, digest: bytes, error: BaseException | None) -> None:
+        if error is None:  # else the link ends
+            self._stream.send(Done(self._transfer, index, digest))
+
+
+def begin_insert(
+    link: Link,
+    draft: Draft,
+    sources: Sequence[Source],
+    digests: Sequence[bytes] | None,
+    ways: OutwardWays | None = None,
+) -> Sending:
+    """Ask for an entry to be put in. ``sources`` are dense, or blocks; some are read on
+    a GPU only if there are too many bytes to ride. Never waits.
+
+    :raises EntryTooLarge: tokens, roi and names do not fit in one frame
+    """
+    inline = sum(source.nbytes for source in sources) <= INLINE_NBYTES
+    views = [joined(memory_of(source)) for source in _in_host(sources) if inline]
+    if link.digest == "off":
+        # Equal is then what has equal tokens, names and shapes.
+        digests = [b""] * len(sources)
+    elif inline and digests is None:
+        digests = [digest_of(view) for view in views]
+    records = [
+        TensorRecord(name, spec, b"" if digests is None else digests[i])
+        for i, (name, spec) in enumerate(draft.specs.items())
+    ]
+    tokens = draft.input_tokens, draft.roi
+    frame = Insert(
+        entry_id=draft.entry_id,
+        transfer=link.new_transfer(),
+        inline=inline,
+        ttl_s=draft.ttl_s,
+        deliveries=draft.deliveries,
+        digest=b"" if digests is None else content_digest(records, *tokens),
+        on_gpu=are_staged(sources),
+    )
+    body = pack(records, *tokens, views)
+    check_body(link.limits.max_body_bytes, body)
+    return Sending(link, frame, body, sources, digests, ways)
+
+
+def _in_host(sources: Sequence[Source]) -> list[KVMemory]:
+    return [s for s in sources if not isinstance(s, StagedTensor | KVOnGpu)]
+
 
 BUSY_BYTES: Final = 4 * 2**20
 """With so much unwritten for a peer, the next small tensor waits its turn."""

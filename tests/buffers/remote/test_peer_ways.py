@@ -5,7 +5,7 @@ from __future__ import annotations
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.manifest import INLINE_NBYTES
 from asynckv.buffers.map_reader import MapReader
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import open_gpu_pair

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from asynckv.buffers.putting import begin_put
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.peer import connect
+from asynckv.buffers.remote.store import begin_put
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.links.link import Link

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from asynckv.buffers.entries.entries import make_draft
-from asynckv.buffers.inserting import begin_insert
-from asynckv.buffers.sending import Sending
+from asynckv.buffers.remote.insert import Sending, begin_insert
 from asynckv.errors import PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (

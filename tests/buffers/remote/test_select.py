@@ -11,8 +11,8 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.manifest import pack
 from asynckv.buffers.queries import make_query
 from asynckv.buffers.receive_budget import ReceiveBudget
-from asynckv.buffers.remote import connect
-from asynckv.buffers.selecting import Selecting
+from asynckv.buffers.remote.peer import connect
+from asynckv.buffers.remote.select import Selecting
 from asynckv.buffers.serve import serve
 from asynckv.errors import AsyncKVError, ChecksumError, EntryTooLarge, LeaseLost
 from asynckv.links.requests import LinkStream

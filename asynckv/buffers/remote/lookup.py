@@ -19,22 +19,20 @@ from asynckv.abc import (
     TokenIds,
 )
 from asynckv.buffers.arguments import MAX_ID_LENGTH, as_specs, as_text
-from asynckv.buffers.asking import ask
-from asynckv.buffers.consuming import RemoteConsumer
 from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.entries.entries import Draft, make_draft, specs_in
 from asynckv.buffers.gpu_sources import until_made
 from asynckv.buffers.gpu_staging import Source, places_of, release_staged
-from asynckv.buffers.inserting import begin_insert
 from asynckv.buffers.local.consumer import PendingSelect
-from asynckv.buffers.pushing import RemoteWriter, source_of
 from asynckv.buffers.queries import (
     as_mask,
     as_tokens,
     key_of,
     make_query,
 )
-from asynckv.buffers.selecting import check_key_fits
+from asynckv.buffers.remote.insert import RemoteWriter, begin_insert, source_of
+from asynckv.buffers.remote.links import ask
+from asynckv.buffers.remote.select import RemoteConsumer, check_key_fits
 from asynckv.buffers.targets import check_targets
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Peek, Taken, Withdraw
@@ -43,7 +41,7 @@ from asynckv.tensors.views import spec_like
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
-    from asynckv.buffers.remote import Peer
+    from asynckv.buffers.remote.peer import Peer
 
 __all__ = ("RemoteLookupBuffer", "RemoteStatistics")
 

@@ -5,9 +5,8 @@ import dataclasses
 
 import pytest
 
-from asynckv.buffers.asking import ask
-from asynckv.buffers.backoff import Backoff
-from asynckv.buffers.remote import connect
+from asynckv.buffers.remote.links import Backoff, ask
+from asynckv.buffers.remote.peer import connect
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
 from asynckv.links.listen import listen
 from asynckv.links.requests import LinkStream

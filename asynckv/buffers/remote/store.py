@@ -1,0 +1,384 @@
+"""A store buffer at the other end of a link, with the same face as a local one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from asynckv.abc import KVStoreBuffer, KVStoreStatistics
+from asynckv.buffers.arguments import as_key, as_keys
+from asynckv.buffers.delivery import Delivery
+from asynckv.buffers.gpu_sources import until_made
+from asynckv.buffers.landing import Landing, read_offer
+from asynckv.buffers.leaving_parts import OutwardWays
+from asynckv.buffers.lifting import lift_all, on_host
+from asynckv.buffers.manifest import INLINE_NBYTES
+from asynckv.buffers.receive_budget import ReceiveBudget
+from asynckv.buffers.remote.insert import Sending, dense
+from asynckv.buffers.remote.links import ANSWER_S, ask
+from asynckv.buffers.store import check_place, check_value
+from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
+from asynckv.links.answers import Answer, fail_by
+from asynckv.links.link import Link
+from asynckv.observability.waits import LoggedWait
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import (
+    Cancel,
+    Cancelled,
+    Contains,
+    Delete,
+    Frame,
+    Get,
+    Offer,
+    Put,
+    Result,
+    Took,
+)
+from asynckv.protocol.payload_frames import Done, Riders
+from asynckv.protocol.pin_frames import Pin, Pinned
+from asynckv.tensors.blocks import KVMemory
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.on_gpu import KVOnGpu
+from asynckv.tensors.views import bytes_of, check_into, spec_of
+
+if TYPE_CHECKING:
+    from asynckv.buffers.remote.peer import Peer
+
+__all__ = (
+    "Getting",
+    "Pinning",
+    "RemoteStoreBuffer",
+    "RemoteStoreStatistics",
+    "begin_put",
+)
+
+
+class Getting:
+    """One value on its way here, on one link. Given up, it needs :meth:`cancel`.
+
+    It lands in memory of ``budget``. ``pool`` is of the GPU that it is wanted on, if it
+    is.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        key: str,
+        into: torch.Tensor | None,
+        budget: ReceiveBudget,
+        pool: CopyPool,
+    ) -> None:
+        self._key = key
+        self._link = link
+        self._into = into
+        self._budget = budget
+        self._pool = pool
+        self._delivery: Delivery | None = None
+        self._landing: Landing | None = None
+        self._offer: Answer[Delivery | None] = Answer()
+        self._landed: Answer[None] = Answer()
+        self._stream = link.open_stream(self, Get(key))
+
+    async def value(self) -> torch.Tensor | None:
+        """Return the tensor, verified, or ``None``.
+
+        :raises Exception: what the peer says, or ``PeerLost``
+        """
+        delivery = await self._offer
+        if delivery is None:
+            return None
+        (record,) = delivery.manifest.records
+        targets: dict[str, KVMemory] = {}
+        if self._into is not None:
+            check_into(self._into, record.spec, self._key)
+            targets = {record.name: self._into}
+        await self._land(delivery, targets)
+        await lift_all(delivery, targets, self._pool)
+        if not delivery.offer.inline:
+            self._stream.send(Took(b""))
+        return delivery.tensors[record.name]
+
+    def release(self) -> None:
+        """The tensor is the application's now, or nobody's. Never waits."""
+        if self._delivery is not None:
+            self._delivery.uncharge(self._budget)
+            self._delivery.forget()
+
+    def cancel(self) -> None:
+        """The value is not wanted any more. Never waits."""
+        self._stream.send(Cancel())
+        if self._delivery is not None and self._delivery.reception is not None:
+            self._delivery.reception.stop()
+
+    async def quiesce(self) -> None:
+        """Wait until nothing touches memory that the caller lent (at most 1 s)."""
+        if self._landing is not None:
+            await self._landing.quiesce()
+
+    def part_verified(self, index: int, digest: bytes) -> None:
+        self._landed.give(None)
+
+    def reception_failed(self, error: Exception) -> None:
+        self._landed.fail(error)
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        match frame:
+            case Offer():
+                self._on_offer(frame, body)
+            case Done() | Riders():
+                self._on_parts(frame, body)
+            case Result():
+                self._offer.give(None)
+            case _:
+                fail_by(frame, "get", self._fail)
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._fail(error)
+
+    def _on_offer(self, offer: Offer, body: bytes) -> None:
+        delivery = read_offer(self._link, offer, body, None)
+        if len(delivery.manifest.records) != 1:
+            delivery.let_go()  # the error would keep it
+            raise RemoteProtocolError("a value is one tensor")
+        if not self._offer.is_in:  # else nobody wants it: let it go
+            self._delivery = delivery
+            self._offer.give(delivery)
+
+    def _on_parts(self, frame: Done | Riders, body: bytes) -> None:
+        reception = None if self._delivery is None else self._delivery.reception
+        if self._landing is not None and reception is not None:
+            self._landing.on_parts(reception, frame, body)
+
+    async def _land(self, delivery: Delivery, targets: dict[str, KVMemory]) -> None:
+        """Let the value land, verified: in ``targets``, or in memory of its own."""
+        if delivery.offer.inline:
+            delivery.read_inline(on_host(targets))
+        else:
+            self._landing = Landing(
+                *(self._link, self._stream, targets, self._budget, None)
+            )
+            await self._landing.accept(delivery, self, self._stands)
+            await self._landed
+
+    def _stands(self) -> bool:
+        return not self._landed.is_in
+
+    def _fail(self, error: Exception) -> None:
+        self._offer.fail(error)
+        self._landed.fail(error)
+
+
+class Pinning:
+    """Values that are kept at the other end of one link."""
+
+    def __init__(self, link: Link, keys: tuple[str, ...]) -> None:
+        self.found: Answer[tuple[bool, ...]] = Answer()
+        self._is_over = False
+        self._lost: PeerLost | None = None
+        self._stream = link.open_stream(self, Pin(keys))
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        match frame:
+            case Pinned():
+                self.found.give(frame.flags)
+            case Cancelled() if self._is_over:
+                pass
+            case _:
+                fail_by(frame, "pin", self.found.fail)
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._lost = error
+        self.found.fail(error)
+
+    def let_go(self) -> None:
+        """The values may be dropped again. Never waits; again is nothing."""
+        if not self._is_over and self._lost is None:
+            self._stream.send(Cancel())
+        self._is_over = True
+
+    def check(self) -> None:
+        """:raises LeaseLost: the link was lost, and the hold with it"""
+        if self._lost is not None:
+            raise LeaseLost("the link was lost, and what was pinned with it")
+
+
+def begin_put(
+    link: Link,
+    key: str,
+    source: torch.Tensor | KVOnGpu,
+    ways: OutwardWays | None = None,
+) -> Sending:
+    """Ask for a value to be stored. ``source`` is dense; if it is read on a GPU, its
+    bytes are too many to ride. Never waits.
+    """
+    view, inline = memoryview(b""), False
+    if isinstance(source, KVOnGpu):
+        spec = source.spec
+    else:
+        spec, inline = spec_of(source), source.nbytes <= INLINE_NBYTES
+        view = bytes_of(source) if inline else view
+    frame = Put(
+        key=key,
+        transfer=link.new_transfer(),
+        inline=inline,
+        spec=spec,
+        digest=digest_of(view) if inline and link.digest != "off" else b"",
+    )
+    return Sending(link, frame, view, [source], ways=ways)
+
+
+_BATCH_KEYS: Final = 4096
+_BATCH_NBYTES: Final = 32 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteStoreStatistics(KVStoreStatistics):
+    """This side of a store buffer at a peer."""
+
+    getting: int
+    is_connected: bool
+
+
+class RemoteStoreBuffer(KVStoreBuffer):
+    """The store buffer that a peer serves. It is closed with its peer."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._getting = 0
+        self._putting = 0
+        self._hits = 0
+        self._misses = 0
+
+    def __repr__(self) -> str:
+        return f"<RemoteStoreBuffer of {self._peer!r}>"
+
+    async def put(self, key: str, value: torch.Tensor | None) -> None:
+        self._peer.check()
+        key = as_key(key)
+        if value is None:
+            await self.delete(key)
+            return
+        check_value(value)
+        pool = self._peer.pool
+        memory = pool.catch(value)
+        is_read_there = isinstance(memory, KVOnGpu) and value.nbytes > INLINE_NBYTES
+        source = memory if is_read_there else await dense(memory, pool)
+        self._putting += 1
+        try:
+            await until_made([source], pool)
+            await self._put(key, source)
+        finally:
+            self._putting -= 1
+
+    async def get(
+        self, key: str, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        self._peer.check()
+        key = as_key(key)
+        if into is not None:
+            check_place(into)
+        self._getting += 1
+        try:
+            value = await self._get(key, into)
+        finally:
+            self._getting -= 1
+        self._hits += value is not None
+        self._misses += value is None
+        return value
+
+    async def delete(self, key: str) -> bool:
+        self._peer.check()
+        key = as_key(key)
+        return bool((await ask(self._peer, Delete(key))).value)
+
+    async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
+        self._peer.check()
+        keys = as_keys(keys)
+        flags: list[bool] = []
+        for some in _batches(keys):
+            flags.extend((await ask(self._peer, Contains(some))).flags)
+        return tuple(flags)
+
+    @asynccontextmanager
+    async def pin(self, keys: Sequence[str]) -> AsyncIterator[tuple[bool, ...]]:
+        self._peer.check()
+        keys = as_keys(keys)
+        link = await self._peer.link()
+        held = [Pinning(link, some) for some in _batches(keys)]
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                found = [flag for one in held for flag in await one.found]
+            yield tuple(found)
+        finally:
+            for one in held:
+                one.let_go()
+        for one in held:
+            one.check()
+
+    def statistics(self) -> RemoteStoreStatistics:
+        return RemoteStoreStatistics(
+            max_bytes=self._peer.budget.max_bytes,
+            used_bytes=self._peer.budget.used_bytes,
+            waiting_puts=self._putting,
+            hits=self._hits,
+            misses=self._misses,
+            getting=self._getting,
+            is_connected=self._peer.is_connected,
+        )
+
+    async def aclose(self) -> None:
+        """Close the peer, which is this buffer's only way."""
+        await self._peer.aclose()
+
+    def abort(self) -> None:
+        """Abort the peer."""
+        self._peer.abort()
+
+    async def _put(self, key: str, source: torch.Tensor | KVOnGpu) -> None:
+        """A put that was cut off is made again: the last one counts."""
+        who = f"put of {key!r} ({source.nbytes} bytes)"
+        room = f"room in the store at {self._peer.url}"
+        incarnation = ""
+        while True:
+            link = await self._peer.link(incarnation)
+            incarnation = link.peer.incarnation
+            with LoggedWait(who, room, "the end of a get or put there"):
+                if await begin_put(link, key, source, self._peer.ways).accepted():
+                    return
+
+    async def _get(self, key: str, into: torch.Tensor | None) -> torch.Tensor | None:
+        while True:
+            link = await self._peer.link()
+            getting = Getting(link, key, into, self._peer.budget, self._peer.pool)
+            try:
+                return await getting.value()
+            except PeerLost:
+                await getting.quiesce()
+                if link.is_open:
+                    raise  # the peer says so, of something else
+            except BaseException:
+                getting.cancel()
+                await getting.quiesce()
+                raise
+            finally:
+                getting.release()
+
+
+def _batches(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield ``keys`` in as many at a time as fit in one frame."""
+    some: list[str] = []
+    nbytes = 0
+    for key in keys:
+        size = len(key.encode()) + 5
+        if nbytes + size > _BATCH_NBYTES or len(some) == _BATCH_KEYS:
+            yield tuple(some)
+            some, nbytes = [], 0
+        some.append(key)
+        nbytes += size
+    if some:
+        yield tuple(some)
