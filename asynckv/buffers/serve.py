@@ -12,11 +12,11 @@ import anyio
 
 from asynckv.abc.closing import AsyncWithOnly
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve_devices import DeviceService
-from asynckv.buffers.serve_lookup import LookupService
-from asynckv.buffers.serve_store import StoreService
+from asynckv.buffers.serving.devices import DeviceService
+from asynckv.buffers.serving.limits import LinkBytes, WaitingBytes
+from asynckv.buffers.serving.lookup import LookupService
+from asynckv.buffers.serving.store import StoreService
 from asynckv.buffers.store import StoreBuffer
-from asynckv.buffers.waiting_bytes import LinkBytes, WaitingBytes
 from asynckv.errors import ConfigError
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen

@@ -14,7 +14,7 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serve_lookup import LookupService
+from asynckv.buffers.serving.lookup import LookupService
 from asynckv.errors import ChecksumError, GPUFailed, LeaseLost
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.views import empty_tensor

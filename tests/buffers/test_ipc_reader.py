@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from asynckv.buffers import serve_mapped, serve_shown
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
+from asynckv.buffers.serving import offer as serve_mapped, offer as serve_shown
 from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.values import Place

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from asynckv.abc import KVEntry
-from asynckv.buffers import map_reader, serve_mapped
+from asynckv.buffers import map_reader
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
+from asynckv.buffers.serving import offer as serve_mapped
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import (
     AsyncKVError,

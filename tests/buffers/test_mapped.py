@@ -18,7 +18,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.mapped import MappedMemory, _Asking
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.showing import _Proof
+from asynckv.buffers.serving.devices import _Proof
 from asynckv.errors import IncompatiblePeer, LeaseLost, PeerLost
 from asynckv.links.answers import Answer
 from asynckv.links.fd_socket import has_fd_sockets

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from asynckv.buffers.serve_insert import ServedInsert
+from asynckv.buffers.serving.insert import ServedInsert
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Frame

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers import importing, peer_sources, shown_sources
+from asynckv.buffers import importing, shown_sources
 from asynckv.buffers.remote.peer import connect
+from asynckv.buffers.serving import devices as peer_sources
 from asynckv.buffers.shown_sources import ShownSources
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost
 from asynckv.links import sharing

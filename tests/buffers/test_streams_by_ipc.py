@@ -9,12 +9,12 @@ import logging
 import pytest
 import torch
 
-from asynckv.buffers import serve_shown
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
+from asynckv.buffers.serving import offer as serve_shown
 from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, PeerLost
 from asynckv.links import sharing
 from asynckv.links.fd_socket import has_fd_sockets

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.serve_offer import Offering
+from asynckv.buffers.serving.offer import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuPathLost

@@ -31,7 +31,7 @@ from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.types import KVFingerprint, TensorSpec
 
 if TYPE_CHECKING:
-    from asynckv.buffers.serve_mapped import Shown
+    from asynckv.buffers.serving.offer import Shown
 
 __all__ = (
     "Draft",

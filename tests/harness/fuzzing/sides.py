@@ -15,11 +15,11 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.lookup import RemoteLookupBuffer
 from asynckv.buffers.remote.peer import Peer
-from asynckv.buffers.serve_devices import DeviceService
-from asynckv.buffers.serve_lookup import LookupService
-from asynckv.buffers.serve_store import StoreService
+from asynckv.buffers.serving.devices import DeviceService
+from asynckv.buffers.serving.limits import WaitingBytes
+from asynckv.buffers.serving.lookup import LookupService
+from asynckv.buffers.serving.store import StoreService
 from asynckv.buffers.store import StoreBuffer
-from asynckv.buffers.waiting_bytes import WaitingBytes
 from asynckv.errors import ConfigError, PeerLost
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from asynckv.buffers.manifest import unpack, verify_inline
-from asynckv.buffers.serve_select import query_of
+from asynckv.buffers.serving.select import query_of
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.events import Came, Opened, Refused

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from asynckv.buffers.remote import select as selecting
-from asynckv.buffers.serve_lookup import LookupService
-from asynckv.buffers.serve_select import ServedSelect
+from asynckv.buffers.serving.lookup import LookupService
+from asynckv.buffers.serving.select import ServedSelect
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Frame, Get, Result, Select
 from asynckv.protocol.header import TYPE_CONTROL

@@ -10,12 +10,10 @@ from asynckv.buffers.entries.entries import EntryState
 from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.queries import TOKEN_NBYTES
-from asynckv.buffers.serve_devices import DeviceService
-from asynckv.buffers.serve_insert import ServedInsert
-from asynckv.buffers.serve_select import ServedSelect, query_of
-from asynckv.buffers.serve_writer import ServedWriter
-from asynckv.buffers.showing import Showing
-from asynckv.buffers.waiting_bytes import REQUEST_NBYTES, LinkBytes
+from asynckv.buffers.serving.devices import DeviceService, Showing
+from asynckv.buffers.serving.insert import ServedInsert, ServedWriter
+from asynckv.buffers.serving.limits import REQUEST_NBYTES, LinkBytes
+from asynckv.buffers.serving.select import ServedSelect, query_of
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.serve_mapped import place_of
+from asynckv.buffers.serving.offer import place_of
 from asynckv.errors import EntryTooLarge
 from asynckv.links import sharing
 from asynckv.protocol.frames import (
@@ -87,7 +87,7 @@ async def test_an_offer_that_is_too_long_pins_nothing(
 
     await local.insert([1], None, LARGE, None, None)
     await mapper.map()
-    monkeypatch.setattr("asynckv.buffers.serve_offer.check_body", refuse)
+    monkeypatch.setattr("asynckv.buffers.serving.offer.check_body", refuse)
     hearer = Hearer()
     mapper.link.open_stream(hearer, Select(has_key=False))
     assert isinstance((await hearer.next())[0], Failure)

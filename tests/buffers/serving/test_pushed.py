@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers import serve_pushes, silence
 from asynckv.buffers.gpu_places import ready_memory
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.pushed import PushedByGpu
 from asynckv.buffers.serve import serve
-from asynckv.buffers.silence import Silence
+from asynckv.buffers.serving import limits as silence, pushes as serve_pushes
+from asynckv.buffers.serving.limits import Silence
+from asynckv.buffers.serving.pushes import PushedByGpu
 from asynckv.errors import GPUFailed, LeaseLost, PeerLost
 from asynckv.links.dial import dial
 from asynckv.protocol.device_frames import GrantDevices, SentDevices

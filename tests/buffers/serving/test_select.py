@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.buffers import serve_select
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serve_select import query_of
+from asynckv.buffers.serving import select as serve_select
+from asynckv.buffers.serving.select import query_of
 from asynckv.errors import EntryTooLarge, LeaseLost, RemoteProtocolError
 from asynckv.links.dial import dial
 from asynckv.links.link import Link

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from asynckv.buffers import part_lifts, silence
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.part_landing import PartLanding
 from asynckv.buffers.serve import serve
-from asynckv.buffers.silence import Silence
+from asynckv.buffers.serving import limits as silence, pushes as part_lifts
+from asynckv.buffers.serving.limits import Silence
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers import part_lifts
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.part_lifts import PartLifts
+from asynckv.buffers.serving import pushes as part_lifts
+from asynckv.buffers.serving.pushes import PartLifts
 from asynckv.errors import GPUFailed
 from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.copying import CopyPool

@@ -9,7 +9,7 @@ import torch
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.manifest import unpack_mapped
-from asynckv.buffers.serve_shown import reads_gpu, show_parts
+from asynckv.buffers.serving.offer import reads_gpu, show_parts
 from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream

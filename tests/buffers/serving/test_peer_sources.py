@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers import peer_sources
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.peer_sources import PeerSources
 from asynckv.buffers.serve import Server, serve
+from asynckv.buffers.serving import devices as peer_sources
+from asynckv.buffers.serving.devices import PeerSources
 from asynckv.errors import GPUFailed
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets

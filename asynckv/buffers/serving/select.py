@@ -16,8 +16,13 @@ from asynckv.buffers.entries.entries import Lease, Waiter
 from asynckv.buffers.entries.leases import entry_taken
 from asynckv.buffers.hoisting import HostCopy
 from asynckv.buffers.queries import TOKEN_NBYTES, Query
-from asynckv.buffers.serve_offer import Offering, make_offer, may_begin
-from asynckv.buffers.serve_shown import ShownSending, reads_gpu
+from asynckv.buffers.serving.offer import (
+    Offering,
+    ShownSending,
+    make_offer,
+    may_begin,
+    reads_gpu,
+)
 from asynckv.buffers.telling import Telling
 from asynckv.errors import (
     BufferClosed,
@@ -49,7 +54,7 @@ from asynckv.tensors.arena import Region
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:
-    from asynckv.buffers.serve_lookup import LookupService
+    from asynckv.buffers.serving.lookup import LookupService
 
 __all__ = ("ServedSelect", "query_of")
 

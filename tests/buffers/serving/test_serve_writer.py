@@ -9,7 +9,7 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.serve_pushes import ServedPushes
+from asynckv.buffers.serving.pushes import ServedPushes
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.dial import dial
 from asynckv.links.link import Link

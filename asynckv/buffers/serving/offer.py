@@ -1,44 +1,187 @@
 """One delivery on its way to a peer: the offer, then the parts that do not ride along.
 
-Plain functions; nothing here waits or knows how a delivery ends.
+Its tensors may be places in a file that the peer has mapped, or in memory of a GPU that
+the peer has open: where they will lie is told with the offer, and of each that it lies
+there when it does. All are the peer's to read until it lets them go. Plain functions;
+nothing here waits or knows how a delivery ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from asynckv.buffers.entries.entries import Lease, StoredEntry
 from asynckv.buffers.gpu_sending import GpuSending
 from asynckv.buffers.hoisting import HostCopy
-from asynckv.buffers.manifest import check_body
-from asynckv.buffers.serve_mapped import can_be_mapped, map_entry
-from asynckv.buffers.serve_shown import ShownSending, show_parts
-from asynckv.buffers.telling import DigestPart
-from asynckv.errors import RemoteProtocolError
+from asynckv.buffers.manifest import INLINE_NBYTES, check_body
+from asynckv.buffers.telling import DigestPart, Telling
+from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.links.riding import RidingParts, rides
 from asynckv.links.sharing import MapHolder, Pin
 from asynckv.protocol.device_frames import GrantDevices
-from asynckv.protocol.frames import (
-    Complete,
-    Offer,
-    Retract,
-)
+from asynckv.protocol.frames import Complete, Offer, Retract
 from asynckv.protocol.payload_frames import Done
-from asynckv.protocol.values import MappedOffer
+from asynckv.protocol.values import MappedOffer, Place
 from asynckv.tensors.arena import Region
+from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
+from asynckv.tensors.slab_regions import SlabRegion
+from asynckv.tensors.slabs import PAGE_NBYTES
 from asynckv.types import TensorSpec
 
-__all__ = ("Hoist", "Offering", "make_offer", "may_begin")
+__all__ = (
+    "Hoist",
+    "Offering",
+    "Shown",
+    "ShownSending",
+    "can_be_mapped",
+    "make_offer",
+    "map_entry",
+    "may_begin",
+    "place_of",
+    "reads_gpu",
+    "show_parts",
+)
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+class Shown(NamedTuple):
+    """A whole entry as every peer is told of it who maps the arena.
+
+    ``edges`` stay those of the first time: memory that changes later is noticed.
+    """
+
+    regions: Sequence[SlabRegion]
+    places: bytes
+    edges: bytes
+
+
+def can_be_mapped(entry: StoredEntry, holder: MapHolder | None) -> bool:
+    """Will the peer read the entry where it lies, once it is whole?
+
+    What is on the heap rides along, if it is little.
+    """
+    if holder is None or not holder.is_usable or entry.is_small or not entry.in_arena:
+        return False
+    regions = entry.regions[: len(entry.parts)]
+    others = [r.nbytes for r in regions if not isinstance(r, SlabRegion)]
+    return len(others) < len(regions) and sum(others) <= INLINE_NBYTES
+
+
+def map_entry(entry: StoredEntry, holder: MapHolder) -> tuple[Pin, MappedOffer, bytes]:
+    """Pin a whole entry; return how an offer says so, and how its body ends."""
+    regions = entry.regions[: len(entry.parts)]
+    shown = entry.shown = entry.shown or _show(regions, holder)
+    pin = holder.pin(shown.regions)
+    mapped = MappedOffer(pin.number, len(shown.places), shown.edges)
+    return pin, mapped, b"".join((shown.places, *_heap_bytes(regions)))
+
+
+def _show(regions: Sequence[Region], holder: MapHolder) -> Shown:
+    places = [place_of(region) for region in regions]
+    shared = [region for region in regions if isinstance(region, SlabRegion)]
+    edges = holder.memory_file.edges(regions, places)
+    return Shown(shared, _encoder.encode(places), edges)
+
+
+def place_of(region: Region) -> Place | None:
+    """Return where a region's bytes are in the file; ``None`` if they are not."""
+    if not isinstance(region, SlabRegion) or region.pages is None:
+        return None
+    runs = region.pages.runs
+    return Place(
+        tuple([(first * PAGE_NBYTES, pages * PAGE_NBYTES) for first, pages in runs]),
+        region.offset,
+        region.generation,
+    )
+
+
+def _heap_bytes(regions: Sequence[Region]) -> list[memoryview]:
+    return [r.view() for r in regions if not isinstance(r, SlabRegion)]
+
+
+logger = logging.getLogger(__name__)
+
+
+def reads_gpu(holder: MapHolder | None) -> bool:
+    """Has the peer memory of a GPU open, rather than some of the host's?"""
+    return holder is not None and holder.memory_file.must_be_closed_there
+
+
+def show_parts(
+    entry: StoredEntry, holder: MapHolder | None, max_nbytes: int
+) -> tuple[Pin, MappedOffer, bytes] | None:
+    """Pin what does not ride; return how an offer says so, and how its body ends.
+
+    ``None`` if the peer cannot read all of that where it lies, or there is nothing, or
+    to say so takes more than ``max_nbytes``.
+    """
+    if holder is None or not reads_gpu(holder) or not holder.is_usable:
+        return None
+    if not entry.in_arena:
+        return None
+    places, shown = list[Place | None](), list[DeviceRegion]()
+    for region in entry.regions[: len(entry.parts)]:
+        if rides(region.nbytes):
+            places.append(None)
+        elif isinstance(region, DeviceRegion):
+            places.append(place_of(region))
+            shown.append(region)
+        else:
+            return None
+    if not shown:
+        return None
+    encoded = _encoder.encode(places)
+    if len(encoded) > max_nbytes:
+        return None
+    pin = holder.pin(shown)
+    return pin, MappedOffer(pin.number, len(encoded)), encoded
+
+
+class ShownSending:
+    """One transfer whose parts ``holder`` reads where they lie, once it is told.
+
+    ``lost`` is told if it has closed the memory: what it would read then may be
+    another's.
+    """
+
+    def __init__(
+        self, holder: MapHolder, telling: Telling, lost: Callable[[Exception], None]
+    ) -> None:
+        self._holder = holder
+        self._telling = telling
+        self._lost = lost
+
+    def send(
+        self, index: int, region: Region, spec: TensorSpec, digest: bytes | None
+    ) -> None:
+        """Say that a part lies there; ``digest`` is its own, if that is known."""
+        if self._holder.is_connected:
+            self._telling.tell(index, region, spec, digest)
+        else:  # once: it ends the delivery
+            logger.warning(
+                "%s has closed the memory that it was shown: what it asks for from "
+                "here on goes through host memory",
+                self._holder.peer_id,
+            )
+            self._lost(GPUFailed("the peer has closed the memory that it was shown"))
+
+    def stop(self) -> None:
+        """Say nothing more."""
+        self._telling.stop()
+
 
 Hoist: TypeAlias = Callable[
     [Region, TensorSpec, Callable[[HostCopy], None]], "asyncio.Task[None]"

@@ -8,7 +8,7 @@ import pytest
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.manifest import unpack
 from asynckv.buffers.queries import Query
-from asynckv.buffers.serve_offer import make_offer, may_begin
+from asynckv.buffers.serving.offer import make_offer, may_begin
 from asynckv.errors import EntryTooLarge
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream

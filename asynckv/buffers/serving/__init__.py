@@ -1,0 +1,5 @@
+"""What a buffer answers its peers."""
+
+from __future__ import annotations
+
+__all__: tuple[str, ...] = ()

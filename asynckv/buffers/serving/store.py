@@ -1,0 +1,337 @@
+"""A store buffer's answers to one peer: values wanted, stored, and kept for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from asynckv.buffers.arriving_parts import ArrivingParts, hear_arriving
+from asynckv.buffers.manifest import INLINE_NBYTES, pack
+from asynckv.buffers.serving.insert import answer
+from asynckv.buffers.serving.limits import REQUEST_NBYTES, LinkBytes
+from asynckv.buffers.serving.lookup import Answered
+from asynckv.buffers.store import StoreBuffer
+from asynckv.buffers.values.ledger import PendingPut, PinnedValue
+from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import (
+    Cancel,
+    Cancelled,
+    Contains,
+    Delete,
+    Frame,
+    Get,
+    Nack,
+    Offer,
+    OpeningFrame,
+    Put,
+    Result,
+    Took,
+)
+from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.pin_frames import Pin, Pinned
+from asynckv.protocol.values import TensorRecord
+from asynckv.tensors.runs import fill, joined
+from asynckv.tensors.views import dtype_of
+
+__all__ = (
+    "ServedGet",
+    "ServedPin",
+    "ServedPut",
+    "StoreService",
+)
+
+
+_BUSY_BYTES = 4 * 2**20
+"""With so much unwritten for a peer, the next value waits its turn."""
+
+
+class ServedGet:
+    """One remote get: read from the store's memory, which stays pinned meanwhile."""
+
+    def __init__(
+        self, service: StoreService, stream: LinkStream, pinned: PinnedValue
+    ) -> None:
+        self._service = service
+        self._stream = stream
+        self._pinned = pinned
+        self._transfer = service.link.new_transfer()
+        self._is_offered = self._is_sending = False
+        service.under_way.add(self)
+        self._offer_when_writable()
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        match frame:
+            case Grant() if self._is_offered and not self._is_sending:
+                self._send()
+            case Took():
+                self._end(None)
+            case Cancel() | Nack():
+                self._end(Cancelled())
+            case _:
+                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._end(None)
+
+    def _offer_when_writable(self) -> None:
+        service, pinned = self._service, self._pinned
+        if self not in service.under_way:
+            return
+        if service.link.outgoing_bytes > _BUSY_BYTES:
+            service.link.call_when_drained(self._offer_when_writable)
+            return
+        self._is_offered = True
+        record = TensorRecord("value", pinned.spec, pinned.digest)
+        inline = pinned.spec.nbytes <= INLINE_NBYTES
+        pieces = [joined(pinned.region.memory())] if inline else []
+        body = pack([record], None, None, pieces)
+        self._stream.send(Offer(self._transfer, inline), body)
+        if inline:
+            self._end(Result(1))
+
+    def _send(self) -> None:
+        self._is_sending = True
+        memory, digest = self._pinned.region.memory(), self._pinned.digest or None
+        payload = self._service.link.payload
+        payload.send(self._transfer, 0, memory, self._sent, digest=digest)
+
+    def _sent(self, digest: bytes, error: BaseException | None) -> None:
+        if error is None:  # or else the link ends
+            self._stream.send(Done(self._transfer, 0, digest))
+
+    def _end(self, last: Frame | None) -> None:
+        if self._is_sending:
+            self._service.link.payload.stop(self._transfer)
+        if last is not None:
+            self._stream.send(last)
+        self._stream.close()
+        self._service.buffer.release(self._pinned)
+        self._service.kept.queries.give(REQUEST_NBYTES)
+        self._service.ended(self)
+
+
+class ServedPin:
+    """One peer's hold on some values, until it lets go or is lost.
+
+    It keeps no server from leaving: what is pinned is no request under way.
+    """
+
+    def __init__(
+        self, service: StoreService, stream: LinkStream, keys: Sequence[str]
+    ) -> None:
+        fingerprint = service.link.fingerprint
+        self._service = service
+        self._stream = stream
+        self._charged = REQUEST_NBYTES + sum(len(key.encode()) for key in keys)
+        service.kept.queries.take(self._charged)
+        try:
+            self._pinned = service.buffer.hold(keys, fingerprint)
+        except BaseException:
+            service.kept.queries.give(self._charged)
+            raise
+        stream.send(Pinned(tuple(pinned is not None for pinned in self._pinned)))
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        if not isinstance(frame, Cancel):
+            raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+        self._end()
+        self._stream.send(Cancelled())
+        self._stream.close()
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._end()
+        self._stream.close()
+
+    def _end(self) -> None:
+        for pinned in self._pinned:
+            if pinned is not None:
+                self._service.buffer.release(pinned)
+        self._pinned = []
+        self._service.kept.queries.give(self._charged)
+        self._charged = 0
+
+
+class ServedPut:
+    """One remote put: received straight into the store's memory."""
+
+    def __init__(
+        self, service: StoreService, stream: LinkStream, frame: Put, body: bytes
+    ) -> None:
+        if frame.spec is None or frame.inline != (frame.spec.nbytes == len(body)):
+            raise RemoteProtocolError("a put's body is not the tensor it declares")
+        try:
+            dtype_of(frame.spec.dtype)
+        except ValueError as exc:
+            raise RemoteProtocolError(str(exc)) from exc
+        self._service = service
+        self._stream = stream
+        self._frame = frame
+        self._spec = frame.spec
+        # What rode along in vain is asked for by payload once there is room.
+        fits = frame.inline and service.kept.inserts.fits(REQUEST_NBYTES + len(body))
+        self._inline = body if fits else None
+        nbytes = REQUEST_NBYTES + (len(body) if fits else 0)
+        service.link.payload.announce(frame.transfer)
+        self._arriving: ArrivingParts | None = None
+        self._digest = b""
+        self._task = service.run(self._run, f"put of {frame.key}", nbytes)
+        self._task.add_done_callback(lambda task: answer(stream, task))
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        hear_arriving(self._task, self._arriving, frame, body)
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        store, link = self._service.buffer, self._service.link
+        pending = await store.reserve(self._frame.key, self._spec, link.fingerprint)
+        try:
+            store.commit(pending, await self._fill(pending))
+        finally:
+            try:
+                if self._arriving is not None:
+                    await self._arriving.quiesce()
+            finally:  # also if it was cancelled again meanwhile
+                store.discard(pending)
+
+    async def _fill(self, pending: PendingPut) -> bytes:
+        if self._inline is not None:
+            return self._take_inline(self._inline, pending)
+        part = pending.region, self._spec
+        self._arriving = ArrivingParts(
+            *(self._stream, self._frame.transfer, [part]),
+            *(self._service.buffer.pool, None, self._landed),
+        )
+        await self._arriving.arrive()
+        return self._digest
+
+    def _take_inline(self, body: bytes, pending: PendingPut) -> bytes:
+        digest = digest_of(body)
+        if self._frame.digest and self._frame.digest != digest:
+            raise ChecksumError(f"{self._frame.key!r} changed on its way")
+        fill(pending.region.memory(), memoryview(body))
+        return digest
+
+    def _landed(self, index: int, digest: bytes) -> None:
+        self._digest = digest
+
+
+class StoreService:
+    """Answers the requests that one link makes of ``buffer``.
+
+    ``kept`` is charged for what they keep while they are open.
+    """
+
+    def __init__(self, buffer: StoreBuffer, link: Link, kept: LinkBytes) -> None:
+        self.buffer = buffer
+        self.link = link
+        self.kept = kept
+        self.loop = asyncio.get_running_loop()
+        self.is_leaving = False
+        self.under_way: set[object] = set()
+        self._idle: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended_callback: Callable[[], None] | None = None
+
+    def open(
+        self, stream: LinkStream, frame: OpeningFrame, body: bytes
+    ) -> StreamHandler | None:
+        """Answer a request; ``None`` if it is none of a store buffer's."""
+        fingerprint = self.link.fingerprint
+        if not isinstance(frame, Put | Get | Delete | Contains | Pin):
+            return None
+        if self.is_leaving:
+            raise BufferClosed("the server is leaving; it takes no new requests")
+        match frame:
+            case Put(spec=None, key=key) | Delete(key=key):
+                was_there = self.buffer.remove(key, fingerprint)
+                return self._answer(stream, Result(int(was_there)))
+            case Put():
+                return ServedPut(self, stream, frame, body)
+            case Get(key=key):
+                pinned = self._lookup(key)
+                if pinned is None:
+                    return self._answer(stream, Result(0))
+                return ServedGet(self, stream, pinned)
+            case Pin():
+                return ServedPin(self, stream, frame.keys)
+            case _:
+                flags = self.buffer.has(frame.keys, fingerprint)
+                return self._answer(stream, Result(sum(flags), flags))
+
+    def run(
+        self, run: Callable[[], Coroutine[Any, Any, None]], name: str, nbytes: int
+    ) -> asyncio.Task[None]:
+        """Own a task of one request, which keeps so many bytes until it ends.
+
+        :raises Overloaded: they cannot be kept; nothing was begun
+        """
+        self.kept.inserts.take(nbytes)
+        task = self.loop.create_task(run(), name=f"asynckv: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self.kept.inserts.give(nbytes))
+        self.under_way.add(task)
+        task.add_done_callback(self.ended)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def ended(self, request: object) -> None:
+        """One request is over."""
+        self.under_way.discard(request)
+        if not self.under_way and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    @property
+    def has_ended(self) -> bool:
+        """No task of this peer is left."""
+        return not self._tasks
+
+    def call_when_ended(self, callback: Callable[[], None]) -> None:
+        """Call back each time that the last task of this peer has ended."""
+        self._ended_callback = callback
+
+    def leave(self) -> None:
+        """Begin nothing new. What is under way goes on."""
+        self.is_leaving = True
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing is under way. Cancelling leaves no trace."""
+        while self.under_way:
+            self._idle = self.loop.create_future()
+            await self._idle
+
+    def abort(self) -> None:
+        """End what is under way. Never waits."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_ended(self) -> None:
+        """Wait for the tasks of an aborted service."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._ended_callback is not None and self.has_ended:
+            self._ended_callback()
+
+    def _lookup(self, key: str) -> PinnedValue | None:
+        """Return what is stored as ``key``, and charge for it if something is."""
+        pinned = None
+        self.kept.queries.take(REQUEST_NBYTES)
+        try:
+            pinned = self.buffer.lookup(key, self.link.fingerprint)
+        finally:
+            if pinned is None:
+                self.kept.queries.give(REQUEST_NBYTES)
+        return pinned
+
+    def _answer(self, stream: LinkStream, last: Result) -> StreamHandler:
+        stream.send(last)
+        stream.close()
+        return Answered()
