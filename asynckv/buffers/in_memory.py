@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Self
 
 from asynckv.abc import KVCacheBuffer
-from asynckv.links.sharing import Sharing
 from asynckv.loops import LoopBound
+from asynckv.sharing.owner import Sharing
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.devices import Device, DeviceName, device_named
 from asynckv.tensors.growth import Growth

@@ -19,26 +19,26 @@ from asynckv.abc import (
     SelectStream,
     TokenIds,
 )
-from asynckv.buffers.arguments import as_specs, as_text
-from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.entries.admission import Admission, Room
 from asynckv.buffers.entries.entries import make_draft, specs_in
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.local.consumer import LocalConsumer, PendingSelect
 from asynckv.buffers.local.writer import LocalSource, LocalWriter
-from asynckv.buffers.queries import (
+from asynckv.buffers.statistics import LookupStatistics
+from asynckv.shielding import wait_shielded
+from asynckv.tensors.blocks import KVMemory
+from asynckv.tensors.devices import DeviceName
+from asynckv.tensors.views import spec_like
+from asynckv.transfers.arguments import as_specs, as_text
+from asynckv.transfers.manifest import check_names, flatten
+from asynckv.transfers.queries import (
     as_mask,
     as_tokens,
     key_of,
     make_query,
 )
-from asynckv.buffers.statistics import LookupStatistics
-from asynckv.buffers.targets import check_targets
-from asynckv.shielding import wait_shielded
-from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.devices import DeviceName
-from asynckv.tensors.views import spec_like
+from asynckv.transfers.targets import check_targets
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = ("LookupBuffer",)

@@ -30,7 +30,6 @@ from asynckv.links.options import (
     payload_digest,
 )
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.links.sharing import MapDigest
 from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.protocol.frames import (
@@ -47,6 +46,7 @@ from asynckv.protocol.pin_frames import Pin
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
+from asynckv.sharing.owner import MapDigest
 from asynckv.types import parse_bytes
 
 __all__ = ("Server", "serve")

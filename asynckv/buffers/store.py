@@ -10,7 +10,6 @@ import anyio
 import torch
 
 from asynckv.abc import KVStoreBuffer
-from asynckv.buffers.arguments import as_key, as_keys
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.values.ledger import (
@@ -21,6 +20,7 @@ from asynckv.buffers.values.ledger import (
 )
 from asynckv.errors import BufferClosed, EntryTooLarge
 from asynckv.tensors.views import check_into, check_landing_place, spec_of
+from asynckv.transfers.arguments import as_key, as_keys
 from asynckv.types import KVFingerprint, TensorSpec
 
 __all__ = ("StoreBuffer", "check_place", "check_value")

@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from asynckv.abc import InsertWriter
-from asynckv.buffers.gpu_room import StagingWriter
-from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.connectors.block_moves import BlockMoves
 from asynckv.connectors.gathering import LayerGathering
 from asynckv.connectors.staging import Staging
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.cuda import Event
+from asynckv.transfers.staging import StagedTensor, StagingWriter, release_staged
 
 __all__ = ("GpuLayers",)
 

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import torch
 
 from asynckv.abc import KVEntry, KVLookupBuffer, SelectStream
-from asynckv.buffers.contents import flatten
 from asynckv.buffers.local.writer import LocalViews
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.lookup import RemoteLookupBuffer
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.blocks import KVBlocks
 from asynckv.tensors.views import spec_of
+from asynckv.transfers.manifest import flatten
 
 __all__ = ("WholeEntry", "are_views", "open_entry")
 

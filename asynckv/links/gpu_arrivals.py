@@ -38,7 +38,7 @@ class _Part:
 
 
 class GpuArrivals:
-    """One transfer; fits :class:`~asynckv.links.receiving.PartReceiver`.
+    """One transfer; fits :class:`~asynckv.transfers.reception.PartReceiver`.
 
     Errors that it tells are :exc:`GpuPathLost` where the way itself was lost.
     ``digest`` is what this side wants to be compared, by default as of all that comes

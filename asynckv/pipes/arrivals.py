@@ -10,7 +10,6 @@ import torch
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.link import Link
-from asynckv.links.receiving import Reception
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Push
@@ -18,6 +17,7 @@ from asynckv.protocol.ipc_frames import PushShared
 from asynckv.protocol.payload_frames import Done
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.transfers.reception import Reception
 from asynckv.types import TensorSpec
 
 __all__ = ("Arrival", "ArrivalSink")

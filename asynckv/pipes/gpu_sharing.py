@@ -20,16 +20,15 @@ from asynckv.errors import (
     ConfigError,
     PeerLost,
 )
-from asynckv.links.exporting import LEAST_NBYTES
-from asynckv.links.exports import check_same_host, open_export
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.links.options import new_identity
-from asynckv.links.peer_memory import PeerMemory
-from asynckv.links.sharing import MapHolder, Sharing
 from asynckv.pipes.sharing_stream import SharingStream
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, PushShared
+from asynckv.sharing.exports import check_same_host, open_export
+from asynckv.sharing.imports import PeerMemory
+from asynckv.sharing.owner import LEAST_NBYTES, MapHolder, Sharing
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion

@@ -8,13 +8,13 @@ from __future__ import annotations
 import anyio
 import torch
 
-from asynckv.links.exporting import LEAST_NBYTES
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
 from asynckv.pipes.gpu_opening import GpuOpening
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.protocol.handshake import DigestMode
+from asynckv.sharing.owner import LEAST_NBYTES
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion

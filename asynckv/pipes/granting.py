@@ -8,7 +8,6 @@ from typing import Final
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.links.receiving import Reception
 from asynckv.pipes.arrivals import Arrival
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.protocol.device_frames import SentDevices
@@ -17,6 +16,7 @@ from asynckv.protocol.ipc_frames import PushShared
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
+from asynckv.transfers.reception import Reception
 
 __all__ = ("Granting",)
 

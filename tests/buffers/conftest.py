@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from asynckv.buffers import hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
@@ -19,6 +18,7 @@ from asynckv.protocol.frames import Frame
 from asynckv.tensors import growth
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.testing.pairs import Peers, open_peers
+from asynckv.transfers import host_copies as hoisting
 from harness.device_memory import open_device_pool
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus

@@ -13,21 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.buffers import importing
-from asynckv.buffers.importing import GpuImports, ImportedMemory
-from asynckv.buffers.mapped import MappedPin
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.errors import ChecksumError, ConfigError, GPUFailed, PeerLost
-from asynckv.links import exports, sharing
-from asynckv.links.exports import Export
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream
-from asynckv.links.sharing import MapHolder
 from asynckv.protocol.device_frames import OpenDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
 from asynckv.protocol.ipc_frames import Exported
 from asynckv.protocol.payload_frames import Grant
+from asynckv.sharing import exports, imports as importing, owner as sharing
+from asynckv.sharing.exports import Export
+from asynckv.sharing.imports import GpuImports, ImportedMemory
+from asynckv.sharing.mappings import MappedPin
+from asynckv.sharing.owner import MapHolder
 from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.growth import Growth

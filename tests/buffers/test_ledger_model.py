@@ -7,7 +7,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asynckv.buffers.entries.entries import StoredEntry, Waiter
-from asynckv.buffers.queries import make_query
+from asynckv.transfers.queries import make_query
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger
 

@@ -14,9 +14,9 @@ import torch
 
 from asynckv.abc import KVEntry
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.mapped import MappedMemory
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server
+from asynckv.sharing.mappings import MappedMemory
 from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.shared_file import MappedFile
 from asynckv.testing.blocked import until

@@ -13,10 +13,8 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.remote.peer import Peer
 from asynckv.buffers.remote.store import begin_put
-from asynckv.buffers.shown_parts import ShownTo
 from asynckv.errors import GPUFailed
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
@@ -28,6 +26,8 @@ from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.transfers.host_copies import HostCopies
+from asynckv.transfers.outgoing import ShownTo
 from asynckv.transports.lane_sockets import LaneSocket
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus

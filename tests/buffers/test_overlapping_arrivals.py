@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from asynckv.abc import KVEntry
-from asynckv.buffers.arriving_parts import ArrivingParts
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
@@ -29,6 +28,7 @@ from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.transfers.incoming import ArrivingParts
 from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
 from harness.held_copies import held_copies

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.insert import Sending
 from asynckv.buffers.remote.peer import Peer, connect
@@ -26,6 +25,7 @@ from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.transfers.host_copies import HostCopies
 from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
 from harness.held_copies import bytes_of_tensor, held_copies

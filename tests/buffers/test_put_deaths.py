@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 SERVER = """
-from asynckv.links.ipc_arrivals import IpcArrivals
+from asynckv.transfers.ipc_route import IpcArrivals
 
 def hold_reads():
     copy = IpcArrivals._copy

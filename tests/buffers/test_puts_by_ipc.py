@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers.gpu_staging import release_staged
 from asynckv.buffers.remote.insert import RemoteWriter
 from asynckv.errors import GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.links.ipc_arrivals import IpcArrivals
 from asynckv.protocol.frames import Cancelled
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.transfers.ipc_route import IpcArrivals
+from asynckv.transfers.staging import release_staged
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair

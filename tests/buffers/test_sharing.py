@@ -12,9 +12,9 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
-from asynckv.links import sharing
 from asynckv.links.dial import dial
 from asynckv.protocol.frames import Accepted, Ack, Nack
+from asynckv.sharing import owner as sharing
 from asynckv.testing.blocked import until
 from harness.link_pairs import name_of
 from harness.raw_maps import RawMapper

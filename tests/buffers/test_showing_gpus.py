@@ -7,7 +7,6 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import Server, serve
-from asynckv.links import sharing
 from asynckv.links.dial import dial
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link
@@ -15,6 +14,7 @@ from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.payload_frames import Grant
+from asynckv.sharing import owner as sharing
 from harness.fake_devices import FakeDevice
 from harness.link_pairs import Hearer, name_of
 

@@ -10,22 +10,22 @@ import pytest
 import torch
 
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import offer as serve_shown
 from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, PeerLost
-from asynckv.links import sharing
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
 from asynckv.protocol.device_frames import SentDevices
+from asynckv.sharing import owner as sharing
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.transfers.host_copies import Hoisting
 from asynckv.types import TensorSpec
 from harness.fake_devices import fake_device_of
 from harness.fake_gpus import FakeGpus

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asynckv.buffers.entries.entries import Draft, Lease
-from asynckv.buffers.queries import as_tokens
+from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec
 
 __all__ = ("RecordingHolder", "draft_of")

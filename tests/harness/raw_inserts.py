@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asynckv.buffers.manifest import pack
 from asynckv.links.link import Link
 from asynckv.protocol.frames import (
     Accepted,
@@ -14,6 +13,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.values import TensorRecord
+from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec
 from harness.link_pairs import Hearer
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from asynckv.buffers.importing import GpuImports
 from asynckv.buffers.remote.peer import Peer
-from asynckv.links.sharing import MapHolder
+from asynckv.sharing.imports import GpuImports
+from asynckv.sharing.owner import MapHolder
 from asynckv.tensors.paged_arena import PagedArena
 
 __all__ = ("SharedPuts",)

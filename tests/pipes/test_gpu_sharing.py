@@ -17,15 +17,14 @@ from asynckv.errors import (
     PeerLost,
     PipeBroken,
 )
-from asynckv.links import peer_memory, sharing
-from asynckv.links.exporting import LEAST_NBYTES
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
-from asynckv.links.sharing import MapHolder
 from asynckv.pipes import gpu_sharing
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.protocol.frames import Failure
 from asynckv.protocol.ipc_frames import Exported, OpenIpc
+from asynckv.sharing import imports as peer_memory, owner as sharing
+from asynckv.sharing.owner import LEAST_NBYTES, MapHolder
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same, noise

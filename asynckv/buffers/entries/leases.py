@@ -24,9 +24,9 @@ from asynckv.buffers.entries.entries import (
     Waiter,
 )
 from asynckv.buffers.entries.prefix_index import PrefixIndex
-from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.statistics import Counters
 from asynckv.errors import EntryAborted, LeaseLost
+from asynckv.transfers.queries import TOKEN_NBYTES, Query
 from asynckv.types import KVFingerprint
 
 __all__ = (

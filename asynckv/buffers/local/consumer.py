@@ -18,10 +18,10 @@ from asynckv.buffers.entries.leases import Leases
 from asynckv.buffers.local.handover import hand_over, lend
 from asynckv.buffers.local.holders import LocalHolder
 from asynckv.buffers.local.writer import LocalStream, LocalViews
-from asynckv.buffers.queries import Query
 from asynckv.errors import BufferClosed
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
+from asynckv.transfers.queries import Query
 from asynckv.types import KVFingerprint
 
 __all__ = (

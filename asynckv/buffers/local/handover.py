@@ -10,10 +10,7 @@ from typing import Final, TypeAlias
 import torch
 
 from asynckv.abc import KVEntry
-from asynckv.buffers.contents import unflatten
 from asynckv.buffers.entries.entries import Lease, Part
-from asynckv.buffers.queries import tensor_of
-from asynckv.buffers.targets import match_targets
 from asynckv.errors import LeaseLost
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import (
@@ -23,6 +20,9 @@ from asynckv.tensors.blocks import (
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Runs
+from asynckv.transfers.manifest import unflatten
+from asynckv.transfers.queries import tensor_of
+from asynckv.transfers.targets import match_targets
 
 __all__ = (
     "build_entry",

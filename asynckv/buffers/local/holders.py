@@ -8,9 +8,9 @@ from typing import Final
 
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.entries.leases import Leases, entry_taken
-from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.observability.waits import LoggedWait
+from asynckv.transfers.queries import TOKEN_NBYTES, Query
 from asynckv.types import KVFingerprint
 
 __all__ = ("LocalHolder",)

@@ -17,12 +17,8 @@ from asynckv.abc import InsertWriter, SelectStream
 from asynckv.buffers.entries.admission import Landed
 from asynckv.buffers.entries.entries import Draft, Lease, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
-from asynckv.buffers.gpu_staging import StagedTensor
 from asynckv.buffers.local.handover import tensors_of, view_of
 from asynckv.buffers.local.holders import LocalHolder
-from asynckv.buffers.manifest import content_digest
-from asynckv.buffers.queries import tensor_of
-from asynckv.buffers.targets import match_targets
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVMemory, spec_in
@@ -30,6 +26,10 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import Runs
+from asynckv.transfers.manifest import content_digest
+from asynckv.transfers.queries import tensor_of
+from asynckv.transfers.staging import StagedTensor
+from asynckv.transfers.targets import match_targets
 from asynckv.types import TensorSpec
 
 __all__ = (

@@ -13,18 +13,7 @@ from typing import Final, Protocol, TypeAlias
 import torch
 
 from asynckv.buffers.entries.entries import Draft
-from asynckv.buffers.gpu_room import GpuRoom, StagingWriter
-from asynckv.buffers.gpu_sources import gpu_source, until_made
-from asynckv.buffers.gpu_staging import (
-    GpuStaging,
-    Source,
-    StagedTensor,
-    are_staged,
-    release_staged,
-)
-from asynckv.buffers.leaving_parts import LeavingParts, OutwardWays
 from asynckv.buffers.local.writer import Declared
-from asynckv.buffers.manifest import INLINE_NBYTES, check_body, content_digest, pack
 from asynckv.buffers.remote.links import ANSWER_S
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.answers import Answer, fail_by
@@ -50,6 +39,19 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_tensors import gpu_of
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.runs import joined
+from asynckv.transfers.manifest import INLINE_NBYTES, check_body, content_digest, pack
+from asynckv.transfers.outgoing import LeavingParts, OutwardWays
+from asynckv.transfers.staging import (
+    GpuRoom,
+    GpuStaging,
+    Source,
+    StagedTensor,
+    StagingWriter,
+    are_staged,
+    gpu_source,
+    release_staged,
+    until_made,
+)
 from asynckv.types import TensorSpec
 
 __all__ = (
@@ -228,7 +230,7 @@ async def source_of(
     nbytes: int,
 ) -> Source:
     """Return what can be sent as it lies, of a request of ``nbytes``: what is read on a
-    GPU (see :func:`~asynckv.buffers.gpu_sources.gpu_source`), else as :func:`lendable`.
+    GPU (see :func:`~asynckv.transfers.staging.gpu_source`), else as :func:`lendable`.
     """
     return await gpu_source(memory, staging, nbytes) or await lendable(memory, pool)
 

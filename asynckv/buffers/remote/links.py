@@ -15,25 +15,23 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from asynckv.buffers.gpu_room import GpuRoom
-from asynckv.buffers.gpu_staging import GpuStaging
-from asynckv.buffers.host_copies import HostCopies
-from asynckv.buffers.importing import GpuImports, ImportedMemory
-from asynckv.buffers.ipc_reader import IpcReader
-from asynckv.buffers.manifest import INLINE_NBYTES
-from asynckv.buffers.map_reader import MapReader
-from asynckv.buffers.mapped import MappedMemory, Mappings
-from asynckv.buffers.receive_budget import ReceiveBudget
-from asynckv.buffers.shown_parts import ShownTo
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.answers import Answer, Watchers, fail_by
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
+from asynckv.sharing.imports import GpuImports, ImportedMemory
+from asynckv.sharing.mappings import MappedMemory, Mappings
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.growth import Growth
+from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.host_copies import HostCopies
+from asynckv.transfers.manifest import INLINE_NBYTES
+from asynckv.transfers.outgoing import ShownTo
+from asynckv.transfers.readers import IpcReader, MapReader
+from asynckv.transfers.staging import GpuRoom, GpuStaging
 
 if TYPE_CHECKING:
     from asynckv.buffers.remote.peer import Peer

@@ -18,26 +18,25 @@ from asynckv.abc import (
     SelectStream,
     TokenIds,
 )
-from asynckv.buffers.arguments import MAX_ID_LENGTH, as_specs, as_text
-from asynckv.buffers.contents import check_names, flatten
 from asynckv.buffers.entries.entries import Draft, make_draft, specs_in
-from asynckv.buffers.gpu_sources import until_made
-from asynckv.buffers.gpu_staging import Source, places_of, release_staged
 from asynckv.buffers.local.consumer import PendingSelect
-from asynckv.buffers.queries import (
+from asynckv.buffers.remote.insert import RemoteWriter, begin_insert, source_of
+from asynckv.buffers.remote.links import ask
+from asynckv.buffers.remote.select import RemoteConsumer, check_key_fits
+from asynckv.observability.waits import LoggedWait
+from asynckv.protocol.frames import Peek, Taken, Withdraw
+from asynckv.tensors.blocks import KVMemory
+from asynckv.tensors.views import spec_like
+from asynckv.transfers.arguments import MAX_ID_LENGTH, as_specs, as_text
+from asynckv.transfers.manifest import check_names, flatten
+from asynckv.transfers.queries import (
     as_mask,
     as_tokens,
     key_of,
     make_query,
 )
-from asynckv.buffers.remote.insert import RemoteWriter, begin_insert, source_of
-from asynckv.buffers.remote.links import ask
-from asynckv.buffers.remote.select import RemoteConsumer, check_key_fits
-from asynckv.buffers.targets import check_targets
-from asynckv.observability.waits import LoggedWait
-from asynckv.protocol.frames import Peek, Taken, Withdraw
-from asynckv.tensors.blocks import KVMemory
-from asynckv.tensors.views import spec_like
+from asynckv.transfers.staging import Source, places_of, release_staged, until_made
+from asynckv.transfers.targets import check_targets
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:

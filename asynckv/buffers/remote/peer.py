@@ -12,9 +12,6 @@ from typing import Literal, Self
 import anyio
 
 from asynckv.abc.closing import AsyncWithOnly
-from asynckv.buffers.importing import GpuImports
-from asynckv.buffers.mapped import Mappings
-from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote.links import PeerWays, ReconnectingLink
 from asynckv.buffers.remote.lookup import RemoteLookupBuffer
 from asynckv.buffers.remote.store import RemoteStoreBuffer
@@ -35,8 +32,11 @@ from asynckv.protocol.handshake import ONE_FINGERPRINT
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
+from asynckv.sharing.imports import GpuImports
+from asynckv.sharing.mappings import Mappings
 from asynckv.tensors.devices import Device, DeviceName, device_named
 from asynckv.tensors.growth import Growth
+from asynckv.transfers.budget import ReceiveBudget
 from asynckv.types import KVFingerprint, parse_bytes
 
 __all__ = ("Peer", "connect")

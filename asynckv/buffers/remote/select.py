@@ -16,12 +16,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from asynckv.abc import KVEntry, SelectStream
-from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.landing import Landing, read_offer
-from asynckv.buffers.lifting import lift, lift_all, lift_some, on_host
-from asynckv.buffers.map_reader import MapReader
-from asynckv.buffers.queries import TOKEN_NBYTES, Query, tensor_of
-from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote.links import ANSWER_S, ask
 from asynckv.errors import (
     EntryAborted,
@@ -55,6 +49,11 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done, Riders
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
+from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.delivery import Delivery, lift, lift_all, lift_some, on_host
+from asynckv.transfers.landing import Landing, read_offer
+from asynckv.transfers.queries import TOKEN_NBYTES, Query, tensor_of
+from asynckv.transfers.readers import MapReader
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:

@@ -11,14 +11,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from asynckv.abc import KVStoreBuffer, KVStoreStatistics
-from asynckv.buffers.arguments import as_key, as_keys
-from asynckv.buffers.delivery import Delivery
-from asynckv.buffers.gpu_sources import until_made
-from asynckv.buffers.landing import Landing, read_offer
-from asynckv.buffers.leaving_parts import OutwardWays
-from asynckv.buffers.lifting import lift_all, on_host
-from asynckv.buffers.manifest import INLINE_NBYTES
-from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote.insert import Sending, dense
 from asynckv.buffers.remote.links import ANSWER_S, ask
 from asynckv.buffers.store import check_place, check_value
@@ -45,6 +37,13 @@ from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.views import bytes_of, check_into, spec_of
+from asynckv.transfers.arguments import as_key, as_keys
+from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.delivery import Delivery, lift_all, on_host
+from asynckv.transfers.landing import Landing, read_offer
+from asynckv.transfers.manifest import INLINE_NBYTES
+from asynckv.transfers.outgoing import OutwardWays
+from asynckv.transfers.staging import until_made
 
 if TYPE_CHECKING:
     from asynckv.buffers.remote.peer import Peer

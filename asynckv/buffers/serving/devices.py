@@ -13,29 +13,29 @@ import logging
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.sent_parts import PartsOnGpu
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
-from asynckv.links.exports import open_export
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuLink
-from asynckv.links.ipc_arrivals import IpcArrivals
 from asynckv.links.link import Link
-from asynckv.links.peer_memory import PeerMemory
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.links.sharing import MapDigest, MapHolder, Sharing
 from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame, OpeningFrame
 from asynckv.protocol.handshake import strictest
 from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, ShowIpc
 from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
+from asynckv.sharing.exports import open_export
+from asynckv.sharing.imports import PeerMemory
+from asynckv.sharing.owner import MapDigest, MapHolder, Sharing
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.devices import Device
+from asynckv.transfers.host_copies import HostCopies
+from asynckv.transfers.incoming import PartsOnGpu
+from asynckv.transfers.ipc_route import IpcArrivals
 
 __all__ = (
     "DeviceService",

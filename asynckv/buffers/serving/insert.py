@@ -7,13 +7,8 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from asynckv.buffers.arriving_parts import ArrivingParts, hear_arriving
-from asynckv.buffers.contents import check_names
 from asynckv.buffers.entries.admission import Landed
 from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
-from asynckv.buffers.manifest import Manifest, unpack, verify_inline
-from asynckv.buffers.part_landing import PartLanding, lift_landed
-from asynckv.buffers.queries import check_mask, check_tokens
 from asynckv.buffers.serving.limits import REQUEST_NBYTES
 from asynckv.buffers.serving.pushes import ServedPushes
 from asynckv.errors import AsyncKVError, EntryAborted, PeerLost, RemoteProtocolError
@@ -33,6 +28,14 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.ipc_frames import SentShared
 from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.tensors.arena import Region
+from asynckv.transfers.incoming import (
+    ArrivingParts,
+    PartLanding,
+    hear_arriving,
+    lift_landed,
+)
+from asynckv.transfers.manifest import Manifest, check_names, unpack, verify_inline
+from asynckv.transfers.queries import check_mask, check_tokens
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asynckv.buffers.entries.entries import EntryState
-from asynckv.buffers.hoisting import Hoisting
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.queries import TOKEN_NBYTES
 from asynckv.buffers.serving.devices import DeviceService, Showing
 from asynckv.buffers.serving.insert import ServedInsert, ServedWriter
 from asynckv.buffers.serving.limits import REQUEST_NBYTES, LinkBytes
@@ -17,7 +15,6 @@ from asynckv.buffers.serving.select import ServedSelect, query_of
 from asynckv.errors import BufferClosed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.links.sharing import MapDigest
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Cancel,
@@ -34,6 +31,9 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.ipc_frames import OpenIpc
 from asynckv.protocol.map_frames import OpenMap
+from asynckv.sharing.owner import MapDigest
+from asynckv.transfers.host_copies import Hoisting
+from asynckv.transfers.queries import TOKEN_NBYTES
 
 __all__ = ("Answered", "LookupService")
 

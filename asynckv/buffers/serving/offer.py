@@ -17,26 +17,25 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from asynckv.buffers.entries.entries import Lease, StoredEntry
-from asynckv.buffers.gpu_sending import GpuSending
-from asynckv.buffers.hoisting import HostCopy
-from asynckv.buffers.manifest import INLINE_NBYTES, check_body
-from asynckv.buffers.telling import DigestPart, Telling
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.links.riding import RidingParts, rides
-from asynckv.links.sharing import MapHolder, Pin
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Complete, Offer, Retract
 from asynckv.protocol.payload_frames import Done
 from asynckv.protocol.values import MappedOffer, Place
+from asynckv.sharing.owner import MapHolder, Pin
 from asynckv.tensors.arena import Region
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, joined
 from asynckv.tensors.slab_regions import SlabRegion
 from asynckv.tensors.slabs import PAGE_NBYTES
+from asynckv.transfers.eager import RidingParts, rides
+from asynckv.transfers.host_copies import HostCopy
+from asynckv.transfers.manifest import INLINE_NBYTES, check_body
+from asynckv.transfers.outgoing import DigestPart, GpuSending, Telling
 from asynckv.types import TensorSpec
 
 __all__ = (

@@ -12,15 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.part_landing import PartLanding, lift_landed, on_gpu
-from asynckv.buffers.sent_parts import PartsOnGpu, SentOnGpu, note_sent
 from asynckv.buffers.serving.limits import Silence
 from asynckv.errors import ChecksumError, EntryTooLarge, GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuPathLost
-from asynckv.links.ipc_arrivals import IpcArrivals
 from asynckv.links.link import Link
 from asynckv.links.progress import OWN_WORK_S
-from asynckv.links.receiving import Reception
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.digests import digest_of
@@ -30,6 +26,16 @@ from asynckv.protocol.payload_frames import Done, Grant
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
 from asynckv.tensors.cuda import DeviceMemory
+from asynckv.transfers.incoming import (
+    PartLanding,
+    PartsOnGpu,
+    SentOnGpu,
+    lift_landed,
+    note_sent,
+    on_gpu,
+)
+from asynckv.transfers.ipc_route import IpcArrivals
+from asynckv.transfers.reception import Reception
 
 if TYPE_CHECKING:
     from asynckv.buffers.serving.lookup import LookupService

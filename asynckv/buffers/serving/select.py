@@ -14,8 +14,6 @@ import msgspec
 
 from asynckv.buffers.entries.entries import Lease, Waiter
 from asynckv.buffers.entries.leases import entry_taken
-from asynckv.buffers.hoisting import HostCopy
-from asynckv.buffers.queries import TOKEN_NBYTES, Query
 from asynckv.buffers.serving.offer import (
     Offering,
     ShownSending,
@@ -23,7 +21,6 @@ from asynckv.buffers.serving.offer import (
     may_begin,
     reads_gpu,
 )
-from asynckv.buffers.telling import Telling
 from asynckv.errors import (
     BufferClosed,
     EntryAborted,
@@ -33,7 +30,6 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.requests import LinkStream
-from asynckv.links.sharing import MapHolder
 from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
@@ -50,7 +46,11 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.handshake import strictest
 from asynckv.protocol.payload_frames import Grant
+from asynckv.sharing.owner import MapHolder
 from asynckv.tensors.arena import Region
+from asynckv.transfers.host_copies import HostCopy
+from asynckv.transfers.outgoing import Telling
+from asynckv.transfers.queries import TOKEN_NBYTES, Query
 from asynckv.types import TensorSpec
 
 if TYPE_CHECKING:

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from asynckv.buffers.arriving_parts import ArrivingParts, hear_arriving
-from asynckv.buffers.manifest import INLINE_NBYTES, pack
 from asynckv.buffers.serving.insert import answer
 from asynckv.buffers.serving.limits import REQUEST_NBYTES, LinkBytes
 from asynckv.buffers.serving.lookup import Answered
@@ -36,6 +34,8 @@ from asynckv.protocol.pin_frames import Pin, Pinned
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of
+from asynckv.transfers.incoming import ArrivingParts, hear_arriving
+from asynckv.transfers.manifest import INLINE_NBYTES, pack
 
 __all__ = (
     "ServedGet",

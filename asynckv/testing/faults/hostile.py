@@ -16,8 +16,6 @@ from typing import Final, Self, TypeVar
 
 import msgspec
 
-from asynckv.buffers.manifest import pack
-from asynckv.buffers.queries import as_tokens
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.securing import wait_readable
 from asynckv.protocol.chunks import encode_chunk_header
@@ -37,6 +35,8 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.values import Limits, PeerIdentity, TensorRecord
 from asynckv.testing.faults.places import place_of, prepared
 from asynckv.testing.faults.proxy import close_with_reset
+from asynckv.transfers.manifest import pack
+from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec
 
 __all__ = (

@@ -8,10 +8,10 @@ import pytest
 from asynckv.buffers.entries.admission import Admission, Landed, Room
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
-from asynckv.buffers.queries import make_query
 from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until_blocked
+from asynckv.transfers.queries import make_query
 from harness.holders import RecordingHolder, draft_of
 
 ONE = make_query([1], None)

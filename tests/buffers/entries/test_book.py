@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryAborted, EntryConflict
 from asynckv.testing.blocked import until
+from asynckv.transfers.queries import make_query
 from harness.ledgers import SteppedLedger
 
 ONE = make_query([1], None)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers.arguments import MAX_ID_LENGTH
 from asynckv.buffers.entries.entries import make_draft
+from asynckv.transfers.arguments import MAX_ID_LENGTH
 from asynckv.types import TensorSpec
 
 SPECS = {"key": TensorSpec((3,), "float32")}

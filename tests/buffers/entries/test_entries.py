@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from asynckv.buffers.entries.entries import EntryState, Lease, Part, StoredEntry, Waiter
-from asynckv.buffers.manifest import content_digest
-from asynckv.buffers.queries import Query, as_tokens
 from asynckv.tensors.arena import HeapArena
+from asynckv.transfers.manifest import content_digest
+from asynckv.transfers.queries import Query, as_tokens
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
 

@@ -9,9 +9,9 @@ import pytest
 from asynckv.buffers.entries import book as entry_memory
 from asynckv.buffers.entries.entries import EntryState
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryTooLarge
 from asynckv.testing.blocked import until
+from asynckv.transfers.queries import make_query
 from harness.holders import RecordingHolder
 from harness.ledgers import SteppedLedger
 

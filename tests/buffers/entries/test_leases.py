@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
-from asynckv.buffers.queries import Query, make_query
 from asynckv.errors import EntryAborted, LeaseLost
 from asynckv.testing.blocked import until
+from asynckv.transfers.queries import Query, make_query
 from harness.ledgers import SteppedLedger
 
 ONE = make_query([1], None)

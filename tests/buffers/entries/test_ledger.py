@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from asynckv.buffers.entries.entries import EntryState
-from asynckv.buffers.queries import make_query
 from asynckv.errors import EntryAborted
+from asynckv.transfers.queries import make_query
 from harness.holders import RecordingHolder
 from harness.ledgers import SteppedLedger
 

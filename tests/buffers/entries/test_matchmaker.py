@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from asynckv.buffers.entries.entries import EntryState, StoredEntry, Waiter
 from asynckv.buffers.entries.leases import Matchmaker, find_by_id
-from asynckv.buffers.queries import Query, make_query
+from asynckv.transfers.queries import Query, make_query
 from asynckv.types import KVFingerprint
 from harness.holders import RecordingHolder, draft_of
 

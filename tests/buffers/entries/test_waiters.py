@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from asynckv.buffers.entries.entries import StoredEntry, Waiter
 from asynckv.buffers.entries.leases import WaitingQueries, matched_by_id
-from asynckv.buffers.queries import Query, make_query
+from asynckv.transfers.queries import Query, make_query
 from harness.holders import RecordingHolder, draft_of
 
 ENTRY = StoredEntry(draft_of("a", (1, 2)), 1)

@@ -9,8 +9,8 @@ import pytest
 from asynckv.abc import KVEntry
 from asynckv.buffers.local.consumer import PendingSelect
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.queries import Query
 from asynckv.tensors.blocks import KVMemory
+from asynckv.transfers.queries import Query
 
 QUERY = Query(b"12345678")
 ENTRY = KVEntry(None, None, None, None, None, entry_id="it")

@@ -13,10 +13,10 @@ from asynckv.buffers.local.handover import (
     tensors_of,
 )
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.queries import Query
 from asynckv.errors import LeaseLost
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.tensors.copying import CopyPool
+from asynckv.transfers.queries import Query
 from asynckv.types import TensorSpec
 from harness.holders import RecordingHolder, draft_of
 

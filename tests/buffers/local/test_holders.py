@@ -7,10 +7,10 @@ import pytest
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.local.holders import LocalHolder
-from asynckv.buffers.queries import Query, make_query
 from asynckv.errors import BufferClosed, EntryAborted, LeaseLost
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until_blocked
+from asynckv.transfers.queries import Query, make_query
 from harness.holders import draft_of
 
 

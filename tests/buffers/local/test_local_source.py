@@ -7,11 +7,11 @@ import pytest
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.local.writer import LocalSource
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.queries import Query
 from asynckv.errors import LeaseLost
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, cancelled, noise
+from asynckv.transfers.queries import Query
 from harness.holders import RecordingHolder, draft_of
 from harness.ledgers import SteppedLedger
 

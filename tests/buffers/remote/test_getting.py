@@ -5,8 +5,6 @@ import asyncio
 import pytest
 import torch
 
-from asynckv.buffers.manifest import pack
-from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote.store import Getting
 from asynckv.errors import AsyncKVError, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
@@ -26,6 +24,8 @@ from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, spec_of
 from asynckv.testing.blocked import until
+from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec
 from harness.link_pairs import LinkPair, linked
 

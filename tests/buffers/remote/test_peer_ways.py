@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.manifest import INLINE_NBYTES
-from asynckv.buffers.map_reader import MapReader
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server, serve
+from asynckv.transfers.manifest import INLINE_NBYTES
+from asynckv.transfers.readers import MapReader
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import open_gpu_pair
 

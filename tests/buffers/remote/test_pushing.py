@@ -7,12 +7,8 @@ import pytest
 import torch
 
 from asynckv.buffers.entries.entries import make_draft
-from asynckv.buffers.gpu_room import GpuRoom
-from asynckv.buffers.gpu_staging import GpuStaging
-from asynckv.buffers.host_copies import HostCopies
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.insert import RemoteWriter, dense, lendable
-from asynckv.buffers.shown_parts import ShownTo
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
@@ -27,6 +23,9 @@ from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.pairs import Peers
+from asynckv.transfers.host_copies import HostCopies
+from asynckv.transfers.outgoing import ShownTo
+from asynckv.transfers.staging import GpuRoom, GpuStaging
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus
 from harness.fake_gpus.tensors import FakeTensors

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from asynckv.buffers.delivery import Delivery
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.manifest import pack
-from asynckv.buffers.queries import make_query
-from asynckv.buffers.receive_budget import ReceiveBudget
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.remote.select import Selecting
 from asynckv.buffers.serve import serve
@@ -34,6 +30,10 @@ from asynckv.protocol.payload_frames import Done, Grant, Riders
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.delivery import Delivery
+from asynckv.transfers.manifest import pack
+from asynckv.transfers.queries import make_query
 from asynckv.types import TensorSpec
 from harness.link_pairs import LinkPair, linked
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import pytest
 
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
-from asynckv.buffers.manifest import unpack
-from asynckv.buffers.queries import Query
 from asynckv.buffers.serving.offer import make_offer, may_begin
 from asynckv.errors import EntryTooLarge
 from asynckv.links.link import Link
@@ -22,6 +20,8 @@ from asynckv.protocol.payload_frames import Done
 from asynckv.protocol.values import Limits
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until
+from asynckv.transfers.manifest import unpack
+from asynckv.transfers.queries import Query
 from harness.holders import RecordingHolder, draft_of
 from harness.link_pairs import Hearer, linked
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from asynckv.buffers.gpu_places import ready_memory
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import limits as silence, pushes as serve_pushes
@@ -26,6 +25,7 @@ from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import is_same
 from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.transfers.landing import ready_memory
 from harness.fake_gpus import FakeGpus
 from harness.link_pairs import name_of
 from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers

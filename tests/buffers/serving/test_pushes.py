@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
-from asynckv.buffers.part_landing import PartLanding
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import limits as silence, pushes as part_lifts
 from asynckv.buffers.serving.limits import Silence
@@ -26,6 +25,7 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.payload_frames import Done
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
+from asynckv.transfers.incoming import PartLanding
 from asynckv.transports.mem import MemTransport
 from harness.link_pairs import name_of
 from harness.raw_inserts import RawInsert

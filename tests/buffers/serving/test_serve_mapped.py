@@ -9,7 +9,6 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.offer import place_of
 from asynckv.errors import EntryTooLarge
-from asynckv.links import sharing
 from asynckv.protocol.frames import (
     Failure,
     Nack,
@@ -17,6 +16,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.payload_frames import Grant
 from asynckv.protocol.values import Place
+from asynckv.sharing import owner as sharing
 from asynckv.tensors.arena import Region
 from asynckv.tensors.shared_file import edges_of
 from harness.link_pairs import Hearer

@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from asynckv.buffers.entries.entries import StoredEntry
-from asynckv.buffers.hoisting import Hoisting
-from asynckv.buffers.manifest import unpack_mapped
 from asynckv.buffers.serving.offer import reads_gpu, show_parts
 from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream
-from asynckv.links.sharing import MapHolder
 from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Ack, Cancel, Offer, Select
 from asynckv.protocol.payload_frames import Grant, Riders
 from asynckv.protocol.values import Place
+from asynckv.sharing.owner import MapHolder
 from asynckv.tensors.arena import Region
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.transfers.host_copies import Hoisting
+from asynckv.transfers.manifest import unpack_mapped
 from harness.fake_gpus import FakeGpus
 from harness.gpu_pairs import GpuPair, open_gpu_pair
 from harness.link_pairs import Hearer

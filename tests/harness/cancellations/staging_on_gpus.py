@@ -6,11 +6,15 @@ from typing import Final
 
 import torch
 
-from asynckv.buffers.gpu_room import GpuRoom, StagingWriter
-from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
 from asynckv.testing.expectations import expect, expect_same, noise
+from asynckv.transfers.staging import (
+    GpuRoom,
+    StagedTensor,
+    StagingWriter,
+    release_staged,
+)
 from asynckv.types import TensorSpec
 from harness.cancellations.entries import LARGE, TOKENS
 from harness.cancellations.grounds import Ground

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import msgspec
 
-from asynckv.buffers.manifest import pack
-from asynckv.buffers.queries import Tokens
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.header import TYPE_CONTROL
 from asynckv.protocol.values import Contents
+from asynckv.transfers.manifest import pack
+from asynckv.transfers.queries import Tokens
 from asynckv.types import TensorSpec
 from harness.fuzzing.mutations import (
     Item,

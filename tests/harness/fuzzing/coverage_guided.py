@@ -15,7 +15,11 @@ from typing import Any, Final
 __all__ = ("main",)
 
 _SEEDS: Final = 300
-_INSTRUMENTED: Final = ("asynckv.protocol", "asynckv.buffers.manifest", "asynckv.links")
+_INSTRUMENTED: Final = (
+    "asynckv.protocol",
+    "asynckv.transfers.manifest",
+    "asynckv.links",
+)
 
 
 def main(arguments: list[str]) -> None:

@@ -8,10 +8,10 @@ from typing import Final
 
 import msgspec
 
-from asynckv.buffers.manifest import Manifest, unpack, verify_inline
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.frames import Frame, Insert, Offer
 from asynckv.protocol.values import TensorRecord
+from asynckv.transfers.manifest import Manifest, unpack, verify_inline
 from harness.fuzzing.recording import Connection
 from harness.fuzzing.wire_frames import WireFrame
 

@@ -6,15 +6,6 @@ import random
 import struct
 from typing import Final
 
-from asynckv.buffers.contents import check_names
-from asynckv.buffers.manifest import (
-    Manifest,
-    content_digest,
-    pack,
-    unpack,
-    verify_inline,
-)
-from asynckv.buffers.queries import check_mask, check_tokens
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.chunks import (
     CHUNK_HEADER_BYTES,
@@ -22,6 +13,15 @@ from asynckv.protocol.chunks import (
     encode_chunk_header,
 )
 from asynckv.protocol.header import TYPE_CHUNK
+from asynckv.transfers.manifest import (
+    Manifest,
+    check_names,
+    content_digest,
+    pack,
+    unpack,
+    verify_inline,
+)
+from asynckv.transfers.queries import check_mask, check_tokens
 from asynckv.transports.parts import Part, PartTable
 from harness.fuzzing.corpus import Corpus
 from harness.fuzzing.mutations import change_bytes, change_tree

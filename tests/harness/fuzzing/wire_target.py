@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from asynckv.buffers.manifest import unpack, verify_inline
 from asynckv.buffers.serving.select import query_of
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.codec import FrameDecoder, encode_frame
@@ -30,6 +29,7 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
+from asynckv.transfers.manifest import unpack, verify_inline
 from harness.fuzzing.corpus import Corpus
 from harness.fuzzing.oracle import Target, expect, pieces_of
 

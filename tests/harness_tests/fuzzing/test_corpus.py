@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import random
 
-from asynckv.buffers.manifest import unpack
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Insert, Peek, Ping
+from asynckv.transfers.manifest import unpack
 from harness.fuzzing.corpus import OF_THE_LINK, OPENING, Corpus, body_of
 from harness.fuzzing.mutations import join
 from harness.fuzzing.samples import frame_makers

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from asynckv.buffers.manifest import pack
 from asynckv.protocol.frames import Accepted, Cancelled, Frame, Offer, Result
 from asynckv.protocol.header import TYPE_CONTROL
 from asynckv.protocol.values import TensorRecord
+from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec
 from harness.fuzzing.fuzzer import TARGETS
 from harness.fuzzing.mutations import Item, join

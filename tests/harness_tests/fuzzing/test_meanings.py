@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.buffers.manifest import pack
-from asynckv.buffers.queries import as_tokens
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Get, Insert, Select
 from asynckv.protocol.values import TensorRecord
+from asynckv.transfers.manifest import pack
+from asynckv.transfers.queries import as_tokens
 from asynckv.types import TensorSpec
 from harness.fuzzing.meanings import changed_meanings, meaning_of
 from harness.fuzzing.recording import Connection, Segment

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.buffers import manifest
 from asynckv.protocol.values import Contents
+from asynckv.transfers import manifest
 from asynckv.transports import parts
 from harness.fuzzing import payload_targets
 from harness.fuzzing.corpus import Corpus

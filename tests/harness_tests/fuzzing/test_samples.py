@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.buffers.manifest import pack, unpack
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Frame
+from asynckv.transfers.manifest import pack, unpack
 from asynckv.types import TensorSpec
 from harness.fuzzing.samples import (
     Maker,

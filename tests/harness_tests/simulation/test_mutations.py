@@ -15,9 +15,9 @@ from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.entries.leases import Leases, Matchmaker
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.buffers.entries.prefix_index import PrefixIndex
-from asynckv.buffers.receive_budget import ReceiveBudget
-from asynckv.links.receiving import Reception
 from asynckv.tensors.arena import Arena
+from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.reception import Reception
 from asynckv.transports.inline import InlineTransport
 from harness.simulation.verdict import simulate
 

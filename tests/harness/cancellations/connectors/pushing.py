@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 from typing import Final
 
-from asynckv.buffers.gpu_staging import StagedTensor, release_staged
 from asynckv.connectors.gpu_layers import GpuLayers
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import Outcome
+from asynckv.transfers.staging import StagedTensor, release_staged
 from harness.cancellations.connectors.grounds import P2PGround
 from harness.cancellations.connectors.scenario import ConnectorScenario
 from harness.cancellations.sweeper import Sweeper

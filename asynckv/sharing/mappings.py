@@ -1,0 +1,359 @@
+"""A peer's memory that this process reads where it lies, and what it has of it.
+
+Each delivery is a :class:`MappedPin`, which lives as long as a view of it does. Its
+end is told by a socket of its own, from whatever thread it comes in, also when the
+link, or the loop, is long gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import queue
+import socket
+import struct
+import threading
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from asynckv.errors import (
+    AsyncKVError,
+    IncompatiblePeer,
+    PeerLost,
+    RemoteProtocolError,
+)
+from asynckv.links.answers import Answer, fail_by
+from asynckv.links.fd_socket import fetch_file
+from asynckv.links.link import Link
+from asynckv.processes import ProcessBound
+from asynckv.protocol.frames import Accepted, Cancel, Frame
+from asynckv.protocol.handshake import strictest
+from asynckv.protocol.map_frames import (
+    Mappable,
+    Mapped,
+    OpenMap,
+)
+from asynckv.sharing.exports import check_same_host
+from asynckv.tensors.forking import watch_forks
+from asynckv.tensors.private_pages import Claim
+from asynckv.tensors.shared_file import MappedFile
+
+if TYPE_CHECKING:
+    from asynckv.sharing.owner import MapDigest
+
+__all__ = ("MAP_S", "MappedMemory", "MappedPin", "Mappings", "taken_as_proof")
+
+logger = logging.getLogger(__name__)
+
+MAP_S: Final = 2.0
+"""What two processes of one host need at most to agree; else lanes do."""
+
+_PROOF_S: Final = 10.0
+_LOOKED_AT_ONCE_NBYTES: Final = 4 * 2**20
+"""What takes a tenth of a millisecond to look through; a thread does with more."""
+
+_NUMBER: Final = struct.Struct("!Q")
+
+
+class MappedPin:
+    """One delivery's memory: the owner's to use again when this is gone."""
+
+    __slots__ = ("_memory", "claim", "number")
+
+    def __init__(self, memory: MappedMemory, number: int) -> None:
+        self._memory = memory
+        self.number = number
+        self.claim: Claim | None = None
+        """The pages of the kept mapping that it has, if it has some."""
+
+    def __del__(self) -> None:
+        self._memory.let_go(self.number, self.claim)
+
+
+class MappedMemory(ProcessBound):
+    """What one link shows of its peer's memory. It outlives the link.
+
+    ``digest`` says what is compared of each delivery.
+    """
+
+    def __init__(
+        self, sock: socket.socket, file: MappedFile, digest: MapDigest
+    ) -> None:
+        self._own()
+        self.file = file
+        self.digest: MapDigest = digest
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._last_number = 0
+        self._live: set[int] = set()
+        self._kept: set[int] = set()
+        self._unsent: collections.deque[int] = collections.deque()
+        self._ended: queue.SimpleQueue[tuple[int, Claim | None, bool]] = (
+            queue.SimpleQueue()
+        )
+        self._is_releasing = False
+        self._is_link_over = False
+        watch_forks(self)
+
+    def __del__(self) -> None:
+        self._sock.close()
+
+    @property
+    def pins(self) -> int:
+        """Of how many deliveries there are views."""
+        return len(self._live)
+
+    def take(self, number: int) -> MappedPin:
+        """The peer has offered memory under that number.
+
+        :raises RemoteProtocolError: it was offered before
+        """
+        if number <= self._last_number:
+            raise RemoteProtocolError(f"pin {number} after pin {self._last_number}")
+        self._last_number = number
+        self._live.add(number)
+        return MappedPin(self, number)
+
+    def let_go(self, number: int, claim: Claim | None = None) -> None:
+        """The last view of it is gone. Called by finalizers: in any thread.
+
+        What was written to it is dropped before the peer hears of it.
+        """
+        if self._is_copy:
+            return
+        # Now: no child that is forked while that takes its time has a view.
+        work = number, claim, number in self._kept
+        if claim is None or claim.shown_nbytes <= _LOOKED_AT_ONCE_NBYTES:
+            self._release(*work)
+            return
+        self._ended.put(work)
+        if self._is_releasing:
+            return
+        self._is_releasing = True
+        try:
+            threading.Thread(target=self._release_all, name="asynckv-release").start()
+        except RuntimeError:  # there are no more, or the interpreter ends
+            self._release_all()
+
+    def _release_all(self) -> None:
+        """End what has much to look through. The thread ends when nothing is left."""
+        while not self._ended.empty():
+            try:
+                while True:
+                    self._release(*self._ended.get_nowait())
+            except queue.Empty:
+                pass
+            finally:
+                self._is_releasing = False  # what comes now starts another thread
+
+    def _release(self, number: int, claim: Claim | None, is_kept: bool) -> None:
+        if claim is not None:
+            self.file.release(claim)
+        if not is_kept:
+            self._tell(number)
+        self._live.discard(number)
+        self._close_if_over()
+
+    def link_over(self) -> None:
+        """Nothing more is offered. The kernel tells the peer when all is let go."""
+        self._is_link_over = True
+        self._close_if_over()
+
+    def keep_for_child(self) -> None:
+        """A child will have the views of now too: only its own end lets them go."""
+        self._kept |= self._live.copy()
+
+    def _tell(self, number: int) -> None:
+        try:
+            self._sock.send(_NUMBER.pack(number))
+        except BlockingIOError:
+            self._unsent.append(number)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._tell_later)
+        except OSError:  # the peer is gone, and its memory is ours alone
+            pass
+
+    def _tell_later(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_writer(self._sock, self._tell_unsent)
+
+    def _tell_unsent(self) -> None:
+        self._loop.remove_writer(self._sock)
+        for _ in range(len(self._unsent)):
+            self._tell(self._unsent.popleft())
+
+    def _close_if_over(self) -> None:
+        # What was not told is told by the end of the connection.
+        if self._is_link_over and not self._live:
+            if self._unsent:
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._close)
+            else:
+                self._hang_up()
+
+    def _close(self) -> None:
+        if self._sock.fileno() >= 0:  # two threads may have let the last two go
+            self._loop.remove_writer(self._sock)
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """The peer hears that nothing of its memory is used here. In any thread."""
+        self._sock.close()
+
+
+class _Asking:
+    """The stream on which a mapping is agreed on."""
+
+    def __init__(self, link: Link) -> None:
+        self.mappable: Answer[Mappable] = Answer()
+        self.accepted: Answer[None] = Answer()
+        self._stream = link.open_stream(self, OpenMap())
+
+    def prove(self, nonce: bytes) -> None:
+        self._stream.send(Mapped(nonce))
+
+    def cancel(self) -> None:
+        self._stream.send(Cancel())
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        match frame:
+            case Mappable() if not self.mappable.is_in or self.mappable.is_given_up:
+                self.mappable.give(frame)
+            case Accepted():
+                self.accepted.give(None)
+            case _:
+                fail_by(frame, "mapping", self._fail)
+
+    def on_lost(self, error: PeerLost) -> None:
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.mappable.fail(error)
+        self.accepted.fail(error)
+
+
+async def taken_as_proof(link: Link, accepted: Answer[None]) -> None:
+    """Wait until the peer has accepted what was found in its memory; at most 10 s.
+
+    What it would offer meanwhile nobody could know: a peer that does not say has lost
+    the link.
+
+    :raises PeerLost: it did not say, or the link was lost
+    """
+    try:
+        async with asyncio.timeout(_PROOF_S):
+            await accepted
+    except TimeoutError:
+        link.abort()
+        raise PeerLost(
+            f"{link.peer.id} did not say for {_PROOF_S:g} s that its memory is shared",
+            hint="is that process stopped, or very busy?",
+        ) from None
+
+
+class Mappings:
+    """Maps the memory of one peer, again on each link, but each file only once.
+
+    ``is_forced``: no link of that peer is to do without.
+    """
+
+    def __init__(
+        self, digest: MapDigest, boot_id: str, *, is_forced: bool = False
+    ) -> None:
+        self._digest: MapDigest = digest
+        self._is_forced = is_forced
+        self._boot_id = boot_id
+        self._file: MappedFile | None = None
+        self._of_links: weakref.WeakKeyDictionary[Link, MappedMemory] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(self, link: Link) -> MappedMemory | None:
+        """Return what ``link`` shows of the memory of entries, if it does."""
+        return self._of_links.get(link) if link.may_map else None
+
+    def leave(self, link: Link) -> None:
+        """End a link that was not opened. Never waits."""
+        link.abort()
+
+    def close(self) -> None:
+        """Forget the file. What there are views of stays mapped. Never waits."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    async def aclose(self) -> None:
+        """As :meth:`close`: the kernel unmaps."""
+        self.close()
+
+    async def open(self, link: Link) -> None:
+        """Map the memory at the other end of ``link``, if that can be.
+
+        If not, one line of the log says why. Waits at most 2 s for a live peer's
+        memory, and 10 s for its last word; a cancelled call leaves nothing behind.
+
+        :raises IncompatiblePeer: it cannot, and no other way is wanted
+        :raises PeerLost: the link was lost meanwhile
+        """
+        if not link.may_map:
+            return
+        why_not = await self._open(link)
+        if not why_not:
+            return
+        if self._is_forced:
+            raise IncompatiblePeer(
+                f"the memory of {link.peer.id} cannot be mapped: {why_not}",
+                field="payload_paths",
+                hint="leave ?payload=map out of the URL, and lanes are used",
+            )
+        logger.info(
+            "payload of the link to %s moves by lanes: its memory cannot be mapped: %s",
+            *(link.peer.id, why_not),
+        )
+
+    async def _open(self, link: Link) -> str:
+        """Return why it is not mapped, if so.
+
+        :raises PeerLost: the link was lost meanwhile
+        """
+        try:
+            check_same_host(link, self._boot_id)
+            memory = await self._agree(link)
+        except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
+            if isinstance(exc, PeerLost) and not link.is_open:
+                raise
+            return str(exc) or "no answer"  # who keeps the error keeps the memory
+        self._of_links[link] = memory
+        link.call_when_lost(lambda _: memory.link_over())
+        link.use_map()
+        logger.info("entries at %s are read in its memory of the host", link.peer.id)
+        return ""
+
+    async def _agree(self, link: Link) -> MappedMemory:
+        asking = _Asking(link)
+        sock = None
+        try:
+            async with asyncio.timeout(MAP_S):
+                mappable = await asking.mappable
+                sock, fd = await fetch_file(mappable.address, mappable.ticket)
+                file = self._file = _open_file(fd, mappable.nbytes, self._file)
+            asking.prove(file.nonce)
+            # From here on the peer may offer what only a mapping can read.
+            await taken_as_proof(link, asking.accepted)
+        except BaseException:
+            asking.cancel()
+            if sock is not None:
+                sock.close()
+            raise
+        digest = strictest(self._digest, mappable.digest)
+        return MappedMemory(sock, file, digest)
+
+
+def _open_file(fd: int, nbytes: int, known: MappedFile | None) -> MappedFile:
+    if known is not None and known.nbytes == nbytes and known.is_same_as(fd):
+        os.close(fd)
+        return known
+    return MappedFile(fd, nbytes)

@@ -1,0 +1,522 @@
+"""Peers of this host that read memory of this process where it lies.
+
+Rule of this file: every function is plain. Memory that a peer was shown is pinned
+until the peer says that it has no view of it, or the kernel says that it is gone; what
+becomes of the entry, or of the link, is nothing to it. Memory of a GPU is one
+allocation, shown on each link anew; what is put lies there for the buffer's side to
+read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Final, Literal, Protocol, TypeAlias
+
+from asynckv.errors import ConfigError, PeerLost
+from asynckv.links.answers import Answer, fail_by
+from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
+from asynckv.links.link import Link
+from asynckv.protocol.digests import Digester
+from asynckv.protocol.frames import Accepted, Cancel, Frame
+from asynckv.protocol.ipc_frames import Exported, Imported, ShowIpc
+from asynckv.protocol.map_frames import Mappable
+from asynckv.protocol.values import Place
+from asynckv.tensors.arena import Hold, Region
+from asynckv.tensors.device_arena import DeviceArena
+from asynckv.tensors.device_pages import DeviceAllocation
+from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.paged_arena import PagedArena
+from asynckv.tensors.shared_file import SharedFile
+from asynckv.tensors.slab_arena import SlabArena
+from asynckv.tensors.slab_regions import SlabRegion
+
+__all__ = (
+    "LEAST_NBYTES",
+    "MAX_PINS",
+    "ExportedMemory",
+    "MapDigest",
+    "MapHolder",
+    "Pin",
+    "Sharing",
+    "ShownMemory",
+    "ShownSources",
+    "edges_in",
+)
+
+
+LEAST_NBYTES: Final = 2 * 2**20
+"""Of less CUDA shows the peer what lies beside it too."""
+
+
+class ExportedMemory:
+    """One allocation, which is not freed while this refers to it.
+
+    What is sent for a ticket is nothing: the connection is what counts, whose end tells
+    that the peer has let everything go, or is gone.
+    """
+
+    must_be_closed_there: ClassVar[bool] = True
+
+    def __init__(self, allocation: DeviceAllocation) -> None:
+        self.handle = allocation.handle
+        self.nbytes = allocation.memory.nbytes
+        self.nonce = allocation.nonce
+        self._allocation: DeviceAllocation | None = allocation
+        self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be sent. It is open until :meth:`close`."""
+        return self._fd
+
+    def close(self) -> None:
+        """Show it to nobody any more. Whoever holds this object holds the memory."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def drop(self) -> None:
+        """Let the memory go: freed now, if the buffer has dropped it. In a thread.
+
+        While an operation there waits for a peer it waits too, at most 5 s.
+        """
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            with allocation.quiet().allocating():
+                del allocation
+
+    def edges(self, regions: Sequence[Region], places: Sequence[Place | None]) -> bytes:
+        """Return the digest of the first and last bytes of what lies there.
+
+        Empty where those of some tensor were never read back.
+        """
+        edges = [r.edges if isinstance(r, DeviceRegion) else b"" for r in regions]
+        return edges_in(places, edges)
+
+
+def edges_in(places: Sequence[Place | None], edges: Sequence[bytes]) -> bytes:
+    """Return one digest of the generations, and the edges, of what has a place."""
+    found = [
+        (place.generation, edge)
+        for place, edge in zip(places, edges, strict=True)
+        if place is not None
+    ]
+    if not all(edge for _, edge in found):
+        return b""
+    digester = Digester()
+    generations = [generation for generation, _ in found]
+    digester.update(struct.pack(f"!{len(generations)}Q", *generations))
+    for _, edge in found:
+        digester.update(edge)
+    return digester.digest()
+
+
+logger = logging.getLogger(__name__)
+
+MAX_PINS: Final = 1024
+"""A peer that keeps so many deliveries gets the next ones by its lanes."""
+
+_LEAVE_S: Final = 2.0
+
+_NUMBER: Final = struct.Struct("!Q")
+
+MapDigest: TypeAlias = Literal["full", "edges", "off"]
+
+
+class Pin:
+    """Memory of one delivery that a peer may have views of."""
+
+    __slots__ = ("_holds", "number", "regions")
+
+    def __init__(self, number: int, regions: Sequence[SlabRegion]) -> None:
+        self.number = number
+        self.regions = len(regions)
+        self._holds: list[Hold] = [region.hold() for region in regions]
+
+    def end(self) -> None:
+        """The peer has no view of it any more."""
+        while self._holds:
+            self._holds.pop().release()
+
+
+class ShownMemory(Protocol):
+    """What peers are shown: a memory file, or an allocation on a GPU."""
+
+    nonce: bytes
+    must_be_closed_there: ClassVar[bool]
+    """Must the memory outlive what a peer has open of it?"""
+
+    def fileno(self) -> int:
+        """Return the descriptor that is sent for a ticket."""
+
+    def edges(self, regions: Sequence[Region], places: Sequence[Place | None]) -> bytes:
+        """Return the digest of the first and last bytes of what lies there."""
+
+    def close(self) -> None:
+        """Show it to nobody any more."""
+
+    def drop(self) -> None:
+        """Let the memory go too. Blocks: in a thread."""
+
+
+class MapHolder:
+    """One peer's mapping, made on one link, which it outlives.
+
+    It ends with its connection: by then nothing there has the memory any more.
+    """
+
+    def __init__(self, sharing: Sharing, file: ShownMemory, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self.ticket = b""
+        self.is_verified = False
+        self._sharing = sharing
+        self._file = file
+        self._connection: FdConnection | None = None
+        self._is_link_over = False
+        self._last_number = 0
+        self._pins: dict[int, Pin] = {}
+
+    @property
+    def is_connected(self) -> bool:
+        """Has it the memory open, and its link too?"""
+        is_mapped = self.is_verified and self._connection is not None
+        return is_mapped and not self._is_link_over
+
+    @property
+    def is_usable(self) -> bool:
+        """May one more delivery be read where it lies?"""
+        return self.is_connected and len(self._pins) < MAX_PINS
+
+    @property
+    def pinned_regions(self) -> int:
+        """Of how many tensors it may have views."""
+        return sum(pin.regions for pin in self._pins.values())
+
+    @property
+    def memory_file(self) -> ShownMemory:
+        """What it has mapped."""
+        return self._file
+
+    def verify(self, nonce: bytes) -> bool:
+        """Has it read through its mapping what we have written?"""
+        is_there = self._connection is not None
+        self.is_verified = is_there and secrets.compare_digest(nonce, self._file.nonce)
+        return self.is_verified
+
+    def pin(self, regions: Sequence[SlabRegion]) -> Pin:
+        """Let the peer have these, until it says otherwise."""
+        self._last_number += 1
+        pin = self._pins[self._last_number] = Pin(self._last_number, regions)
+        return pin
+
+    def unpin(self, number: int) -> None:
+        """The peer does not have that pin, or not any more. Again is nothing."""
+        pin = self._pins.pop(number, None)
+        if pin is not None:
+            pin.end()
+
+    def link_over(self) -> None:
+        """Its link is lost: nothing more is offered. What it has it keeps."""
+        self._is_link_over = True
+        self._sharing.expel(self)
+        self._close_if_over()
+
+    def close(self) -> None:
+        """Hang up: what the peer may have is let go."""
+        self._sharing.expel(self)
+        if self._connection is not None:
+            self._connection.close()
+        else:
+            self._sharing.forget(self)
+
+    def _close_if_over(self) -> None:
+        is_there = self._connection is not None
+        if is_there and self._file.must_be_closed_there:
+            return  # it says that it has closed what it has by hanging up
+        if self._is_link_over and not self._pins:
+            self.close()
+
+    def leave(self) -> None:
+        """Hang up; what the peer may have stays its own for good.
+
+        But where the peer has to close it first, that is waited for.
+        """
+        if self._connection is not None and self._file.must_be_closed_there:
+            self._is_link_over = True
+            return
+        self._pins.clear()  # whose holds do not end
+        self.close()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def on_connected(self, connection: FdConnection) -> None:
+        self._connection = connection
+
+    def on_message(self, data: bytes) -> None:
+        if len(data) % _NUMBER.size:
+            logger.warning("%s releases no pin we know of", self.peer_id)
+            self.close()
+            return
+        for (number,) in _NUMBER.iter_unpack(data):
+            if number > self._last_number:
+                logger.warning("%s releases what it was never shown", self.peer_id)
+                self.close()
+                return
+            self.unpin(number)
+        self._close_if_over()
+        self._sharing.changed()
+
+    def on_end(self) -> None:
+        self._connection = None
+        while self._pins:
+            self._pins.popitem()[1].end()
+        self._sharing.forget(self)
+        self._sharing.changed()
+
+
+class Sharing:
+    """Shows the memory of ``arena`` to peers of this host.
+
+    ``changed`` is called when memory may have become free, ``drop`` with what nobody
+    has open any more, to be dropped in a thread. Where there is no
+    memory that can be shared, :meth:`invite` returns nothing.
+    """
+
+    def __init__(
+        self,
+        arena: object,
+        changed: Callable[[], None],
+        drop: Callable[[ShownMemory], None] = lambda memory: None,
+    ) -> None:
+        self._drop = drop
+        self._left: asyncio.Future[None] | None = None
+        self._arena = arena if isinstance(arena, PagedArena) else None
+        self.changed = changed
+        self._door: FdDoor | None = None
+        self._file: ShownMemory | None = None
+        self._holders: set[MapHolder] = set()
+
+    @property
+    def mapped_by(self) -> dict[str, int]:
+        """Of how many tensors each peer may have views, if it may of any."""
+        found: dict[str, int] = {}
+        for holder in self._holders:
+            if count := holder.pinned_regions:
+                found[holder.peer_id] = found.get(holder.peer_id, 0) + count
+        return found
+
+    def invite(
+        self, link: Link, digest: MapDigest
+    ) -> tuple[MapHolder, Mappable] | None:
+        """Make a place for one more peer; ``None`` if there is nothing to share."""
+        if not isinstance(self._arena, SlabArena) or not has_fd_sockets():
+            return None
+        slabs = self._arena.pages.open_slabs()
+        if slabs is None:
+            return None
+        admitted = self._admit(link, lambda: SharedFile(slabs))
+        if admitted is None:
+            return None
+        holder, address = admitted
+        nbytes = slabs.file_nbytes
+        return holder, Mappable(address, holder.ticket, nbytes, digest)
+
+    def export(
+        self, link: Link, uuid: str, digest: MapDigest
+    ) -> tuple[MapHolder, Exported] | None:
+        """As :meth:`invite`, for memory of the GPU of that name."""
+        arena = self._arena
+        if not isinstance(arena, DeviceArena) or not has_fd_sockets():
+            return None
+        allocation = arena.pages.allocation if arena.pages.is_open else None
+        if allocation is None or not allocation.handle or allocation.uuid != uuid:
+            return None
+        admitted = self._admit(link, lambda: ExportedMemory(allocation))
+        if admitted is None:
+            return None
+        holder, address = admitted
+        nbytes, handle = allocation.memory.nbytes, allocation.handle
+        return holder, Exported(address, holder.ticket, handle, nbytes, digest)
+
+    def _admit(
+        self, link: Link, show: Callable[[], ShownMemory]
+    ) -> tuple[MapHolder, str] | None:
+        try:
+            self._file = self._file or show()
+            self._door = self._door or FdDoor()
+        except OSError as exc:
+            # Not the error: whoever keeps the record would keep the memory.
+            logger.warning("peers cannot map this buffer's memory: %s", str(exc))
+            return None
+        holder = MapHolder(self, self._file, link.peer.id)
+        holder.ticket = self._door.admit(holder)
+        self._holders.add(holder)
+        link.call_when_lost(lambda _: holder.link_over())
+        return holder, self._door.address
+
+    def expel(self, holder: MapHolder) -> None:
+        """It gets no file any more."""
+        if self._door is not None:
+            self._door.expel(holder.ticket)
+
+    def forget(self, holder: MapHolder) -> None:
+        """It has nothing of ours. With the last one the door is closed."""
+        self._holders.discard(holder)
+        if not self._holders:
+            self._close_door()
+            self._close_file()
+            if self._left is not None and not self._left.done():
+                self._left.set_result(None)
+
+    def close(self) -> None:
+        """The memory is not used again: nobody needs to say what he has of it."""
+        self._arena = None
+        for holder in list(self._holders):
+            holder.leave()
+        self._close_door()
+        if not self._holders:
+            self._close_file()
+
+    async def aclose(self) -> None:
+        """Wait, at most 2 s, for peers that have to close memory before it is freed.
+
+        One that keeps views of it, or stands still, keeps the memory.
+        """
+        if self._holders:
+            self._left = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._left}, timeout=_LEAVE_S)
+
+    def _close_door(self) -> None:
+        door, self._door = self._door, None
+        if door is not None:
+            door.close()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+            if file.must_be_closed_there:
+                self._drop(file)
+
+
+_SHOW_S: Final = 2.0
+_TELL_S: Final = 0.1
+
+
+class ShownSources:
+    """Shows memory of ``growth``, which is on a GPU; ``digest`` is what is compared."""
+
+    def __init__(self, growth: Growth, digest: MapDigest) -> None:
+        self._growth = growth
+        self._digest: MapDigest = digest
+        self._sharing = Sharing(growth.arena, self._look, growth.drop_soon)
+        self._holders: weakref.WeakKeyDictionary[Link, MapHolder] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def holder(self, link: Link) -> MapHolder | None:
+        """Return who reads at the other end of ``link``, if somebody does."""
+        holder = self._holders.get(link)
+        return holder if holder is not None and holder.is_usable else None
+
+    async def show(self, link: Link, uuid: str) -> None:
+        """Let the other end of ``link``, which has that GPU too, open the memory.
+
+        Waits at most 2 s. A cancelled call leaves nothing behind.
+
+        :raises AsyncKVError: one of both cannot, or will not
+        :raises TimeoutError: the peer did not answer
+        """
+        found = self._sharing.export(link, uuid, self._digest)
+        if found is None:
+            raise ConfigError("this side has no memory of that GPU to show")
+        holder, exported = found
+        link.call_when_lost(lambda _: holder.link_over())
+        try:
+            if exported.nbytes < LEAST_NBYTES:
+                raise ConfigError("this side has too little memory of that GPU to show")
+            async with asyncio.timeout(_SHOW_S):
+                await _shown(link, uuid, exported, holder)
+        except BaseException:
+            holder.link_over()
+            raise
+        self._holders[link] = holder
+        logger.info("what is put at %s is read in memory of a GPU", link.peer.id)
+
+    def close(self) -> None:
+        """Show nothing more. Never waits."""
+        self._sharing.close()
+
+    async def aclose(self) -> None:
+        """As :meth:`close`; wait until every peer has closed it, at most 2 s.
+
+        Who has not then keeps the memory.
+        """
+        self.close()
+        await self._sharing.aclose()
+
+    def _look(self) -> None:
+        """A peer is gone, or has closed the memory."""
+        for link, holder in list(self._holders.items()):
+            if not holder.is_connected:
+                del self._holders[link]
+                # A peer that is gone has closed both: that is no news then.
+                loop = asyncio.get_running_loop()
+                loop.call_later(_TELL_S, _tell_loss, link)
+
+
+async def _shown(link: Link, uuid: str, exported: Exported, holder: MapHolder) -> None:
+    showing = _Showing(link, uuid, exported, holder)
+    try:
+        await showing.accepted
+    except BaseException:
+        showing.cancel()
+        raise
+
+
+class _Showing:
+    """The stream on which a peer is shown memory, and proves that it reads it."""
+
+    def __init__(
+        self, link: Link, uuid: str, exported: Exported, holder: MapHolder
+    ) -> None:
+        self.accepted: Answer[None] = Answer()
+        self._holder = holder
+        self._stream = link.open_stream(self, ShowIpc(uuid))
+        self._stream.send(exported)
+
+    def cancel(self) -> None:
+        self._stream.send(Cancel())
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        match frame:
+            case Imported(found=found):
+                if not self._holder.verify(found):
+                    error = ConfigError("that is not what the memory holds")
+                    self.accepted.fail(error)
+            case Accepted():
+                self.accepted.give(None)
+            case _:
+                fail_by(frame, "reading of a GPU's memory", self.accepted.fail)
+
+    def on_lost(self, error: PeerLost) -> None:
+        self.accepted.fail(error)
+
+
+def _tell_loss(link: Link) -> None:
+    if link.is_open:
+        logger.warning(
+            "what is put at %s goes through host memory from here on: "
+            "the peer has closed memory of this side's GPU",
+            link.peer.id,
+        )

@@ -1,0 +1,251 @@
+"""One offer of a peer and what has come of it: from its manifest to an entry.
+
+What came through host memory is brought to the GPU where it is wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import torch
+
+from asynckv.abc import KVEntry
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import Offer
+from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.device_tensors import gpu_of
+from asynckv.tensors.runs import Memory, fill
+from asynckv.tensors.views import tensor_from
+from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.manifest import INLINE_NBYTES, Manifest, unflatten, verify
+from asynckv.transfers.queries import tensor_of
+from asynckv.transfers.reception import Reception
+from asynckv.transfers.targets import match_targets
+
+if TYPE_CHECKING:
+    from asynckv.transfers.readers import MappedParts
+
+__all__ = (
+    "Delivery",
+    "lift",
+    "lift_all",
+    "lift_some",
+    "on_host",
+)
+
+
+_AT_A_TIME: Final = 16
+"""Tensors take their time to be made, on the loop."""
+
+
+class Delivery(msgspec.Struct, eq=False):
+    """One offer and what has come of it. Nothing here waits for anybody.
+
+    ``landed`` names those of its ``tensors`` that are verified, in the order in
+    which they came. ``charged_bytes`` is what the receive bound holds for it. What
+    is ``mapped`` lies in memory of the peer.
+    """
+
+    offer: Offer
+    manifest: Manifest
+    mapped: MappedParts | None = None
+    has_completed: bool = False
+    landed: list[str] = []
+    tensors: dict[str, torch.Tensor] = {}
+    reception: Reception | None = None
+    charged_bytes: int = 0
+
+    def __repr__(self) -> str:
+        # Of no token and no tensor: reading one of a GPU would wait for that.
+        return f"<Delivery {self.offer.transfer} of {self.manifest.nbytes} bytes>"
+
+    @property
+    def is_complete(self) -> bool:
+        """The entry is committed, be it since its offer or before it."""
+        return self.offer.complete or self.has_completed
+
+    @property
+    def is_whole(self) -> bool:
+        """Every part is verified and the entry committed."""
+        is_complete = self.offer.complete or self.has_completed
+        return is_complete and len(self.landed) == len(self.manifest.records)
+
+    @property
+    def is_small(self) -> bool:
+        """Small enough for an acknowledgement that is not waited for."""
+        return self.offer.inline or self.manifest.nbytes <= INLINE_NBYTES
+
+    def read_inline(self, targets: Mapping[str, KVMemory]) -> None:
+        """Verify what rode with the offer, and copy it to memory of its own.
+
+        :raises ChecksumError: some bytes changed on their way
+        :raises ValueError: ``targets`` do not fit the entry
+        """
+        manifest = self.manifest
+        if targets:
+            match_targets(manifest.specs, targets)
+        for record, piece in zip(manifest.records, manifest.inline, strict=True):
+            verify(record, digest_of(piece))
+            if record.name in targets:
+                target = targets[record.name]
+                fill(memory_of(target), piece)  # at most 64 KiB
+                self.tensors[record.name] = tensor_at(target)
+            else:
+                self.tensors[record.name] = tensor_from(piece, record.spec)
+        self.landed = [*self.tensors]
+
+    def own_nbytes(self, targets: Mapping[str, KVMemory]) -> int:
+        """Return how many bytes need memory of their own.
+
+        :raises ValueError: ``targets`` do not fit the entry
+        """
+        specs = self.manifest.specs
+        match_targets(specs, targets)
+        return sum(spec.nbytes for name, spec in specs.items() if name not in targets)
+
+    async def allocate(
+        self, targets: Mapping[str, KVMemory], budget: ReceiveBudget
+    ) -> list[Memory]:
+        """Make the tensors, and return the memory that is to be filled.
+
+        The loop goes on in between. A cancelled call leaves nothing.
+        """
+        tensors, memory = dict[str, torch.Tensor](), list[Memory]()
+        for index, (name, spec) in enumerate(self.manifest.specs.items(), 1):
+            place = targets[name] if name in targets else budget.empty(spec)
+            tensors[name] = tensor_at(place)
+            memory.append(memory_of(place))
+            if not index % _AT_A_TIME:
+                await asyncio.sleep(0)
+        self.tensors = tensors
+        return memory
+
+    def land(self, tensors: dict[str, torch.Tensor]) -> None:
+        """All of it is there: the peer's memory is kept by views of it alone."""
+        self.tensors = tensors
+        self.landed = [*tensors]
+        self.mapped = None
+
+    def forget(self) -> None:
+        """Keep no tensor alive: they were handed out."""
+        self.tensors = {}
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Nothing more is read in the peer's memory, whoever keeps this object."""
+        if self.mapped is not None:
+            self.mapped.let_go()
+            self.mapped = None
+
+    def uncharge(self, budget: ReceiveBudget) -> None:
+        """Give what it was charged with back, once."""
+        if self.charged_bytes:
+            budget.release(self.charged_bytes)
+            self.charged_bytes = 0
+
+    def entry(self) -> KVEntry:
+        """Return the entry, whole."""
+        offer, manifest = self.offer, self.manifest
+        key, value, hidden, extras = unflatten(self.tensors.items())
+        return KVEntry(
+            tensor_of(manifest.input_tokens),
+            tensor_of(manifest.roi),
+            key,
+            value,
+            hidden,
+            extras,
+            entry_id=offer.entry_id,
+            matched_tokens=offer.matched_tokens,
+            attempt=offer.attempt,
+        )
+
+
+def on_host(targets: Mapping[str, KVMemory]) -> dict[str, KVMemory]:
+    """Return those in which bytes can land that come over a socket."""
+    return {name: target for name, target in targets.items() if not _is_on_gpu(target)}
+
+
+async def lift_all(
+    delivery: Delivery, targets: Mapping[str, KVMemory], pool: CopyPool
+) -> None:
+    """Let all of a whole delivery be where it is wanted, by a copy to a GPU.
+
+    That is in ``targets``, or on the GPU of ``pool``, if it has one. A cancelled call
+    ends when no target is written any more. After that, and after an error, the
+    delivery keeps no tensor.
+
+    :raises ValueError: ``targets`` do not fit the entry
+    """
+    try:
+        match_targets(delivery.manifest.specs, targets)
+    except BaseException:
+        delivery.forget()
+        raise
+    await lift_some(delivery, [*delivery.tensors], targets, pool)
+
+
+async def lift_some(
+    delivery: Delivery,
+    names: Sequence[str],
+    targets: Mapping[str, KVMemory],
+    pool: CopyPool,
+) -> None:
+    """As :func:`lift_all`, of some that have landed; their ``targets`` fit.
+
+    What these had of the host's memory is let go.
+    """
+    lifted = [
+        name
+        for name in names
+        if gpu_of(delivery.tensors[name]) is None
+        and _goes_to_gpu(targets.get(name), pool)
+    ]
+    if not lifted:
+        return
+    try:
+        places = await _lifted(delivery, lifted, targets, pool)
+    except BaseException:
+        delivery.forget()
+        raise
+    delivery.tensors |= dict(zip(lifted, places, strict=True))
+
+
+async def lift(
+    delivery: Delivery, name: str, targets: Mapping[str, KVMemory], pool: CopyPool
+) -> torch.Tensor:
+    """As :func:`lift_all`, of one tensor that has landed."""
+    tensor = delivery.tensors[name]
+    if gpu_of(tensor) is not None or not _goes_to_gpu(targets.get(name), pool):
+        return tensor
+    (tensor,) = await _lifted(delivery, [name], targets, pool)
+    return tensor
+
+
+async def _lifted(
+    delivery: Delivery,
+    names: list[str],
+    targets: Mapping[str, KVMemory],
+    pool: CopyPool,
+) -> list[torch.Tensor]:
+    specs = delivery.manifest.specs
+    places = [
+        targets[name] if name in targets else pool.empty(specs[name]) for name in names
+    ]
+    # No list of them here: an error's traceback would keep the peer's memory in use.
+    await pool.copy([delivery.tensors[n] for n in names], places, digest=False)
+    return [tensor_at(place) for place in places]
+
+
+def _goes_to_gpu(target: KVMemory | None, pool: CopyPool) -> bool:
+    if target is None:
+        return isinstance(pool, DeviceCopyPool)
+    return _is_on_gpu(target)
+
+
+def _is_on_gpu(target: KVMemory) -> bool:
+    return gpu_of(target.pool if isinstance(target, KVBlocks) else target) is not None

@@ -1,0 +1,254 @@
+"""Copies in host memory of what peers get of a GPU by sockets, and their bound.
+
+What is longer than a piece leaves while the rest of it is on its way to the host. What
+is copied stays until a lane has sent it, which a slow peer delays for as long as it
+likes. So the bytes are counted from the copy's turn until its memory is gone, wherever
+that is: a lane may be at it when nobody wants it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Final, Protocol, TypeAlias
+
+import numpy
+import numpy.typing
+import torch
+
+from asynckv.shielding import clear_all_frames
+from asynckv.tensors.arena import Region
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.feeds import Feed
+from asynckv.tensors.on_gpu import KVOnGpu
+from asynckv.tensors.runs import Runs
+from asynckv.tensors.views import tensor_over
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "HOST_COPIES_NBYTES",
+    "PIECE_NBYTES",
+    "Hoisting",
+    "HostCopies",
+    "HostCopy",
+    "OnGpu",
+)
+
+
+HOST_COPIES_NBYTES: Final = 64 * 2**20
+"""Of one link; a longer tensor is alone."""
+
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
+
+class HostCopies:
+    """Memory of the host for one link's copies, first come, first served."""
+
+    def __init__(self, max_bytes: int = HOST_COPIES_NBYTES) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        """What there is now; more than the bound only if it is one tensor's."""
+        self._loop = asyncio.get_running_loop()
+        self._line: collections.deque[tuple[int, asyncio.Future[None]]] = (
+            collections.deque()
+        )
+
+    async def empty(self, nbytes: int) -> memoryview:
+        """Return new memory, which counts as long as anything refers to it.
+
+        Waits behind those who asked before, until others' is gone. A cancelled call
+        leaves no trace.
+        """
+        if self._line or not self._fits(nbytes):
+            await self._turn(nbytes)
+        else:
+            self.used_bytes += nbytes
+        try:
+            memory = numpy.empty(nbytes, numpy.uint8)
+        except BaseException:
+            self._gone(nbytes)
+            raise
+        return numpy.asarray(_Counted(self, memory)).data
+
+    def gone_soon(self, nbytes: int) -> None:
+        """Some memory is gone. Called by finalizers: in any thread, at any moment."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._gone, nbytes)
+
+    async def _turn(self, nbytes: int) -> None:
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._line.append((nbytes, turn))
+        try:
+            await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self._gone(nbytes)  # it was given in the same tick
+            else:
+                self._line.remove((nbytes, turn))
+                self._advance()
+            raise
+
+    def _gone(self, nbytes: int) -> None:
+        self.used_bytes -= nbytes
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._line:
+            nbytes, turn = self._line[0]
+            # One that is cancelled leaves the line by itself, and calls again.
+            if turn.cancelled() or not self._fits(nbytes):
+                break
+            self._line.popleft()
+            self.used_bytes += nbytes
+            turn.set_result(None)
+
+    def _fits(self, nbytes: int) -> bool:
+        return not self.used_bytes or self.used_bytes + nbytes <= self.max_bytes
+
+
+class _Counted:
+    """What all views of one copy are based on: its life is what counts."""
+
+    __slots__ = ("__array_interface__", "_copies", "_memory")
+
+    def __init__(self, copies: HostCopies, memory: _Bytes) -> None:
+        self._copies = copies
+        self._memory = memory
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._copies.gone_soon(self._memory.nbytes)
+
+
+logger = logging.getLogger(__name__)
+
+PIECE_NBYTES: Final = 8 * 2**20
+
+HostCopy: TypeAlias = memoryview | Feed
+"""A copy that is whole, or one that has begun and is fed."""
+
+
+class OnGpu(Protocol):
+    """Whatever says where a tensor of a GPU lies, while it does."""
+
+    def place(self, spec: TensorSpec) -> torch.Tensor | Runs | DeviceMemory | KVOnGpu:
+        """Return what a copy of it is made from."""
+
+
+class Hoisting:
+    """Copies for one peer, by ``pool``, one at a time, to memory of ``copies``.
+
+    ``feeds`` of them may be fed at a time, as the link's payload says, and their pieces
+    take turns; with none each is copied whole.
+    """
+
+    def __init__(self, pool: CopyPool, copies: HostCopies, feeds: int = 0) -> None:
+        self._piece_nbytes = PIECE_NBYTES
+        self._pool = pool
+        self._copies = copies
+        self._may_feed = bool(feeds)
+        self._feeding = asyncio.Semaphore(max(feeds, 1))
+        self._turn = asyncio.Lock()
+
+    async def digest(
+        self,
+        region: Region,
+        spec: TensorSpec,
+        digested: Callable[[bytes], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Digest a region that came without one, then call one of the two.
+
+        ``failed`` is called too if ``digested`` raises. Waits for no copy to be sent.
+        A cancelled call has called neither.
+        """
+        async with self._turn:
+            try:
+                (digest,) = await self._pool.digest([region.place(spec)])
+                digested(digest)
+            except Exception as exc:
+                # Whatever it is: who waits for the digest would wait for ever.
+                logger.exception("an entry cannot be digested")
+                failed(exc)
+
+    async def hoist(
+        self,
+        region: OnGpu,
+        spec: TensorSpec,
+        copied: Callable[[HostCopy], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """As :meth:`copy`; ``failed`` is called, and it is logged, if that raises."""
+        try:
+            await self.copy(region, spec, copied)
+        except Exception as exc:
+            # Whatever it is: who waits for the bytes would wait for ever.
+            clear_all_frames(exc)  # they keep the copy
+            logger.exception("an entry cannot be read from its GPU")
+            failed(exc)
+
+    async def copy(
+        self, region: OnGpu, spec: TensorSpec, copied: Callable[[HostCopy], None]
+    ) -> None:
+        """Copy a region as there is room for it; call ``copied`` once, with all of it,
+        or, if it is fed, when its first piece is there.
+
+        The room is others' when nothing refers to the copy any more. When this ends, be
+        it cancelled or by an error, no GPU reads the region; a feed that has begun
+        waits then for bytes that never come: whoever was given it is to stop it.
+
+        :raises GPUFailed: the GPU failed
+        """
+        if self._may_feed and spec.nbytes > self._piece_nbytes:
+            async with self._feeding:
+                await self._feed(region, spec, copied)
+            return
+        memory = None
+        try:
+            memory = await self._copies.empty(spec.nbytes)
+            async with self._turn:
+                await self._copy(region, spec, memory)
+            copied(memory)
+        finally:
+            memory = None  # whoever keeps the task keeps this frame
+
+    async def _feed(
+        self, region: OnGpu, spec: TensorSpec, copied: Callable[[HostCopy], None]
+    ) -> None:
+        feed, memory = Feed(spec.nbytes), None
+        try:
+            for start in range(0, spec.nbytes, self._piece_nbytes):
+                stop = min(start + self._piece_nbytes, spec.nbytes)
+                memory = await self._copies.empty(stop - start)
+                async with self._turn:
+                    await self._copy_piece(region, spec, start, memory)
+                feed.put(memory)
+                memory = None
+                if not start:
+                    copied(feed)
+        finally:
+            del feed, memory  # as there
+
+    async def _copy(self, region: OnGpu, spec: TensorSpec, memory: memoryview) -> None:
+        copying = self._pool.copy(
+            [region.place(spec)], [tensor_over(memory, spec)], digest=False
+        )
+        del memory  # as there
+        await copying
+
+    async def _copy_piece(
+        self, region: OnGpu, spec: TensorSpec, start: int, memory: memoryview
+    ) -> None:
+        place, nbytes = region.place(spec), memory.nbytes
+        if not isinstance(place, DeviceMemory | KVOnGpu):
+            raise TypeError("what is fed lies on a GPU")
+        target = tensor_over(memory, TensorSpec((nbytes,), "uint8"))
+        copying = self._pool.copy(
+            [place.part(start, start + nbytes)], [target], digest=False
+        )
+        del memory, target, place
+        await copying

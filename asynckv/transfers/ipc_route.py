@@ -1,0 +1,148 @@
+"""What is read in memory of one GPU that a peer shows, into this side's own there.
+
+A part counts as landed when it was copied, and what the peer has said of it was
+computed once more of what lies in this side's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
+from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links.progress import Progress
+from asynckv.protocol.handshake import DigestMode, strictest
+from asynckv.protocol.ipc_frames import GrantShared, SentShared
+from asynckv.sharing.imports import PeerMemory
+from asynckv.shielding import wait_shielded
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.runs import Memory
+
+__all__ = ("IpcArrivals",)
+
+_Done = Callable[[bytes, BaseException | None], None]
+
+
+class IpcArrivals:
+    """One transfer; fits :class:`~asynckv.transfers.reception.PartReceiver`.
+
+    ``digest`` is what this side wants to be compared. With ``is_kept`` the digest of a
+    part that has landed is of all its bytes, whatever was compared. Errors are
+    :exc:`GpuPathLost` where the peer does not have a part there, or it cannot be read.
+    """
+
+    compares: ClassVar[bool] = True
+    is_given_up: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        memory: PeerMemory,
+        pool: DeviceCopyPool,
+        progress: Progress,
+        digest: DigestMode,
+        *,
+        is_kept: bool,
+    ) -> None:
+        self.digest: DigestMode = digest
+        self.progress = progress
+        self._memory = memory
+        self._pool = pool
+        self._is_kept = is_kept
+        self._awaited: dict[int, tuple[DeviceMemory, _Done]] = {}
+        self._reading: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
+
+    def grant(self, transfer: int) -> GrantShared:
+        """Return what the peer is told once :meth:`receive` was called."""
+        return GrantShared(transfer, self.digest)
+
+    def receive(
+        self, transfer: int, part: int, target: Memory | DeviceMemory, done: _Done
+    ) -> None:
+        if not isinstance(target, DeviceMemory):
+            raise TypeError("memory of the host does not come this way")
+        self._awaited[part] = target, done
+
+    def sent(self, frame: SentShared) -> None:
+        """The peer says where a part lies, and what its digest is of.
+
+        :raises RemoteProtocolError: there is no such part, or it was said before; it
+            lies beyond what is shown; or less is to be compared than this side asks for
+        """
+        if self._is_stopped:
+            return
+        part, own = frame.part, self.digest
+        if part not in self._awaited:
+            raise RemoteProtocolError(f"part {part} lies there, which makes no sense")
+        if frame.offset is None:
+            _, done = self._awaited.pop(part)
+            done(b"", _lost(GPUFailed("the peer has it elsewhere")))
+            return
+        if strictest(own, frame.kind) != frame.kind:
+            raise RemoteProtocolError(f"digests of {frame.kind}, not of {own}")
+        self._memory.check(frame.offset, self._awaited[part][0].nbytes)
+        target, done = self._awaited.pop(part)
+        self._read(frame, frame.offset, target, done)
+
+    def landed_bytes(self, transfer: int) -> int:
+        """Bytes of parts that are not whole yet: nobody knows."""
+        return 0
+
+    def stop(self, transfer: int) -> None:
+        self._is_stopped = True
+        self._awaited.clear()
+        for task in self._reading:
+            task.cancel()
+
+    async def quiesce(self, transfer: int) -> None:
+        self.stop(transfer)
+        # All of them, however often the wait is cancelled: the peer is told then.
+        await wait_shielded(asyncio.gather(*self._reading, return_exceptions=True))
+
+    def _read(
+        self, frame: SentShared, offset: int, target: DeviceMemory, done: _Done
+    ) -> None:
+        found = list[bytes]()
+        nbytes = target.nbytes
+
+        def read(error: Exception | None) -> None:
+            if error is None:
+                self.progress.note(nbytes)
+                done(found[0], None)
+            elif isinstance(error, ChecksumError):
+                done(b"", error)
+            else:
+                done(b"", _lost(error))
+
+        copy = partial(self._copy, frame, found)
+        task = self._memory.read(offset, target, copy, read)
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
+
+    async def _copy(
+        self,
+        frame: SentShared,
+        found: list[bytes],
+        source: DeviceMemory,
+        target: DeviceMemory,
+    ) -> None:
+        is_digested = self._is_kept or frame.kind == "full"
+        with self.progress.working(frame.transfer):
+            (whole,) = await self._pool.copy([source], [target], digest=is_digested)
+            landed = whole if frame.kind == "full" else b""
+            if frame.kind == "edges":
+                (landed,) = await self._pool.edges([target])
+        if landed != frame.digest:
+            raise ChecksumError(
+                "a part arrived with other bytes than were sent",
+                hint="it was refused; nothing of it was used",
+            )
+        found.append(whole if self._is_kept else b"")
+
+
+def _lost(error: BaseException) -> GpuPathLost:
+    return GpuPathLost(error, None)

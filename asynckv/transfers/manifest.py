@@ -1,0 +1,336 @@
+"""An entry as the body of a frame: what it holds, its tokens, its small tensors.
+
+Tensors are called ``key``, ``LAYER.key``, ``extras.NAME``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Final
+
+import msgspec
+import torch
+
+from asynckv.abc import KVSource, KVTensors
+from asynckv.errors import ChecksumError, EntryTooLarge, RemoteProtocolError
+from asynckv.observability.lines import as_line
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.values import Contents, Place, TensorRecord
+from asynckv.tensors.blocks import KVMemory
+from asynckv.tensors.views import MISSING_DTYPES, dtype_of
+from asynckv.transfers.arguments import as_text
+from asynckv.transfers.queries import Tokens
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "INLINE_NBYTES",
+    "Manifest",
+    "check_body",
+    "check_names",
+    "content_digest",
+    "flatten",
+    "pack",
+    "unflatten",
+    "unpack",
+    "unpack_mapped",
+    "verify",
+    "verify_inline",
+)
+
+
+INLINE_NBYTES: Final = 64 * 1024
+"""Tensors of so many bytes in all ride with their frame."""
+
+_LENGTH_NBYTES: Final = 4
+_FEW_NBYTES: Final = 1024
+_name_of: Final = attrgetter("name")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Contents)
+_decode: Final = _decoder.decode
+_decode_places: Final = msgspec.msgpack.Decoder(tuple[Place | None, ...]).decode
+
+
+class Manifest(msgspec.Struct, frozen=True, gc=False):
+    """A body, read: records, tokens, and the tensors' bytes if they rode along."""
+
+    records: tuple[TensorRecord, ...]
+    input_tokens: Tokens | None
+    roi: Tokens | None
+    inline: Sequence[memoryview]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {record.name: record.spec for record in self.records}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, without tokens and roi."""
+        return sum(record.spec.nbytes for record in self.records)
+
+
+def pack(
+    records: Sequence[TensorRecord],
+    input_tokens: Tokens | None,
+    roi: Tokens | None,
+    inline: Iterable[memoryview] = (),
+) -> bytes:
+    """Return the body of an entry."""
+    contents = _encoder.encode(
+        Contents(
+            tensors=tuple(records),
+            input_tokens=None if input_tokens is None else input_tokens.spec,
+            roi=None if roi is None else roi.spec,
+        )
+    )
+    length = len(contents).to_bytes(_LENGTH_NBYTES, "big")
+    token_bytes = b"" if input_tokens is None else input_tokens.data
+    roi_bytes = b"" if roi is None else roi.data
+    return b"".join((length, contents, token_bytes, roi_bytes, *inline))
+
+
+def check_body(max_body_bytes: int, body: bytes) -> None:
+    """Refuse a body that the link cannot carry.
+
+    :raises EntryTooLarge: tokens, roi and names are longer than that
+    """
+    if len(body) > max_body_bytes:
+        raise EntryTooLarge(
+            nbytes=len(body),
+            max_bytes=max_body_bytes,
+            hint="tokens, roi and names of an entry ride in one frame",
+        )
+
+
+def unpack(body: bytes, *, inline: bool) -> Manifest:
+    """Read a body that a peer sent.
+
+    :raises RemoteProtocolError: if it is not exactly what it says
+    """
+    contents, tokens, roi, end = _read_head(body)
+    records = contents.tensors
+    pieces = _read_pieces(body, end, records if inline else ())
+    return Manifest(records, tokens, roi, pieces)
+
+
+def unpack_mapped(
+    body: bytes, nbytes: int, *, inline: bool = True
+) -> tuple[Manifest, Sequence[Place | None]]:
+    """Read a body that says, in ``nbytes``, where its tensors lie; nothing is checked.
+
+    Those that lie nowhere are the manifest's ``inline`` ones, if they came along.
+
+    :raises RemoteProtocolError: if it is not exactly what it says
+    """
+    contents, tokens, roi, end = _read_head(body)
+    try:
+        places = _decode_places(body[end : end + nbytes])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise RemoteProtocolError(f"an offer's places are broken: {exc}") from exc
+    records = contents.tensors
+    if len(places) != len(records):
+        raise RemoteProtocolError(f"{len(places)} places for {len(records)} tensors")
+    others = [r for r, place in zip(records, places, strict=True) if place is None]
+    pieces = _read_pieces(body, end + nbytes, others if inline else ())
+    return Manifest(records, tokens, roi, pieces), places
+
+
+def _read_head(body: bytes) -> tuple[Contents, Tokens | None, Tokens | None, int]:
+    end = _LENGTH_NBYTES + int.from_bytes(body[:_LENGTH_NBYTES], "big")
+    contents = _read_contents(body[_LENGTH_NBYTES:end])
+    tokens = roi = None
+    if (spec := contents.input_tokens) is not None:
+        start, end = end, end + spec.nbytes
+        tokens = Tokens(body[start:end], spec)
+    if (spec := contents.roi) is not None:
+        start, end = end, end + spec.nbytes
+        roi = Tokens(body[start:end], spec)
+    return contents, tokens, roi, end
+
+
+def _read_pieces(
+    body: bytes, end: int, records: Sequence[TensorRecord]
+) -> list[memoryview]:
+    """Return the bytes of these tensors, which end the body."""
+    pieces: list[memoryview] = []
+    if records:
+        begin, view = end, memoryview(body)[end:]
+        if begin > _FEW_NBYTES:  # who keeps a tensor shall not keep the tokens twice
+            view = memoryview(bytes(view))
+        for record in records:
+            start, end = end, end + record.spec.nbytes
+            pieces.append(view[start - begin : end - begin])
+    if end != len(body):
+        raise RemoteProtocolError(
+            f"an entry's body holds {len(body)} bytes, its manifest says {end}"
+        )
+    return pieces
+
+
+def _read_contents(encoded: bytes) -> Contents:
+    try:
+        contents = _decode(encoded)
+        if MISSING_DTYPES:
+            _check_dtypes(contents)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise RemoteProtocolError(f"an entry's manifest is broken: {exc}") from exc
+    records = contents.tensors
+    if len(records) > 1 and len({record.name for record in records}) != len(records):
+        raise RemoteProtocolError("an entry's manifest names a tensor twice")
+    return contents
+
+
+def _check_dtypes(contents: Contents) -> None:
+    for spec in (contents.input_tokens, contents.roi):
+        if spec is not None:
+            dtype_of(spec.dtype)
+    for record in contents.tensors:
+        dtype_of(record.spec.dtype)
+
+
+def content_digest(
+    records: Sequence[TensorRecord],
+    input_tokens: Tokens | None,
+    roi: Tokens | None,
+) -> bytes:
+    """Return the digest of a whole entry: records, tokens and roi.
+
+    The order of ``records`` does not matter: names are unique in an entry.
+    """
+    ordered = sorted(records, key=_name_of)
+    return digest_of(pack(ordered, input_tokens, roi))
+
+
+def verify(record: TensorRecord, found: bytes) -> None:
+    """Compare the digest of what arrived with what was announced.
+
+    Empty digests mean that the link carries none.
+
+    :raises ChecksumError: they differ
+    """
+    if record.digest and record.digest != found:
+        raise ChecksumError(
+            f"{as_line(record.name)} arrived with other bytes than were sent",
+            hint="the delivery was refused; nothing of it was used",
+        )
+
+
+def verify_inline(manifest: Manifest) -> list[bytes]:
+    """Digest what rode along, and verify it.
+
+    :raises ChecksumError: some bytes changed on their way
+    """
+    digests: list[bytes] = []
+    for record, piece in zip(manifest.records, manifest.inline, strict=True):
+        digest = digest_of(piece)
+        verify(record, digest)
+        digests.append(digest)
+    return digests
+
+
+_WHOLE = ("key", "value", "hidden")
+_EXTRAS = "extras."
+_MAX_TENSORS = 16384
+
+
+def flatten(
+    key: KVSource,
+    value: KVSource,
+    hidden: KVMemory | None,
+    extras: Mapping[str, KVMemory] | None,
+) -> dict[str, KVMemory]:
+    """Name every tensor of an entry.
+
+    :raises TypeError: if one of them is no tensor, or a layer's name no text
+    :raises ValueError: if a layer's name makes its tensors ambiguous
+    """
+    named: dict[str, KVMemory] = {}
+    for field, tensors in (("key", key), ("value", value)):
+        if isinstance(tensors, Mapping):
+            for layer in tensors:
+                _check_layer(layer)
+            named.update({f"{layer}.{field}": t for layer, t in tensors.items()})
+        elif tensors is not None:
+            named[field] = tensors
+    if hidden is not None:
+        named["hidden"] = hidden
+    if extras is not None:
+        if not isinstance(extras, Mapping):
+            raise TypeError(
+                f"extras maps names to tensors; it is a {type(extras).__name__}"
+            )
+        for name, tensor in extras.items():
+            named[_EXTRAS + as_text(name, "an extra's name")] = tensor
+    for name, tensor in named.items():
+        if not isinstance(tensor, KVMemory):
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}, not a tensor: pass a torch "
+                "tensor or KVBlocks; layers as {name: tensor}"
+            )
+    check_names(named)
+    return named
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names that no entry can have.
+
+    :raises TypeError: one is no str
+    :raises ValueError: UTF-8 has no bytes for one, or it is none of ``key``,
+        ``value``, ``hidden``, ``LAYER.key``, ``LAYER.value``, ``extras.NAME``, or
+        both a whole tensor and a layer's are named
+    """
+    names = tuple(as_text(name, "a tensor's name") for name in names)
+    if len(names) > _MAX_TENSORS:
+        raise ValueError(f"{len(names)} tensors; an entry has at most {_MAX_TENSORS}")
+    for name in names:
+        if len(name) > 512:
+            raise ValueError(f"the name {name[:40]!r}... is longer than 512 characters")
+        layer, _, field = name.rpartition(".")
+        known = name in _WHOLE or name.startswith(_EXTRAS)
+        if not known and not (layer and field in ("key", "value")):
+            raise ValueError(
+                f"{name!r} is no tensor's name; write key, value, hidden, "
+                "LAYER.key, LAYER.value or extras.NAME"
+            )
+    for field in ("key", "value"):
+        layered = any(_layer_of(name, field) is not None for name in names)
+        if field in names and layered:
+            raise ValueError(f"{field} is either one tensor or one a layer, not both")
+
+
+def unflatten(
+    named: Iterable[tuple[str, torch.Tensor]],
+) -> tuple[KVTensors, KVTensors, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Put named tensors back in their fields: key, value, hidden, extras."""
+    key = value = hidden = None
+    keys: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    extras: dict[str, torch.Tensor] = {}
+    for name, tensor in named:
+        if name == "key":
+            key = tensor
+        elif name == "value":
+            value = tensor
+        elif name == "hidden":
+            hidden = tensor
+        elif name.startswith(_EXTRAS):
+            extras[name.removeprefix(_EXTRAS)] = tensor
+        elif name.endswith(".key"):
+            keys[name.removesuffix(".key")] = tensor
+        elif name.endswith(".value"):
+            values[name.removesuffix(".value")] = tensor
+    return keys or key, values or value, hidden, extras
+
+
+def _check_layer(layer: object) -> None:
+    if not isinstance(layer, str):
+        raise TypeError(f"a layer's name is text, not {layer!r}: write {str(layer)!r}")
+    if f"{layer}.".startswith(_EXTRAS):
+        raise ValueError(f"a layer called {layer!r} cannot be told from the extras")
+
+
+def _layer_of(name: str, field: str) -> str | None:
+    """Return the layer of ``LAYER.field``, or ``None`` if it is something else."""
+    layer, _, last = name.rpartition(".")
+    is_layer = bool(layer) and last == field and not name.startswith(_EXTRAS)
+    return layer if is_layer else None

@@ -1,0 +1,215 @@
+"""Token ids as keys: ``tokens[roi]`` in eight bytes a token.
+
+Ids are compared exactly, across integer dtypes and devices: no float, no
+tolerance.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import msgspec
+import numpy
+import torch
+
+from asynckv.abc import Match, TokenIds
+from asynckv.tensors.views import bytes_of, check_sendable, spec_of, tensor_from
+from asynckv.transfers.arguments import as_count, as_entry_id
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "TOKEN_NBYTES",
+    "Query",
+    "Tokens",
+    "as_mask",
+    "as_tokens",
+    "check_mask",
+    "check_tokens",
+    "key_of",
+    "make_query",
+    "tensor_of",
+)
+
+TOKEN_NBYTES = 8
+
+_ID_DTYPES = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"})
+
+
+class Tokens(msgspec.Struct, frozen=True, gc=False):
+    """Token ids, or a roi: the bytes of a 1-d tensor, and what they are."""
+
+    data: bytes
+    spec: TensorSpec
+
+    def __len__(self) -> int:
+        return self.spec.shape[0]
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor with memory of its own."""
+        return tensor_from(self.data, self.spec)
+
+
+class Query(msgspec.Struct, frozen=True, gc=False):
+    """What a ``drop_select`` asks for. ``key`` is ``None`` for "any entry"."""
+
+    key: bytes | None
+    entry_id: str | None = None
+    match: Match = "prefix"
+    min_matched_tokens: int = 1
+
+
+def as_tokens(input_tokens: TokenIds | None) -> Tokens | None:
+    """Return a copy of token ids.
+
+    :raises ValueError: if they have more than one dimension or are no integers
+    """
+    if input_tokens is None:
+        return None
+    if _are_plain_ids(input_tokens):
+        return Tokens(
+            _key_of_ids(input_tokens), TensorSpec((len(input_tokens),), "int64")
+        )
+    tokens = _copied(input_tokens, "input_tokens")
+    check_tokens(tokens)
+    return tokens
+
+
+def check_tokens(tokens: Tokens) -> None:
+    """Refuse what are no token ids.
+
+    :raises ValueError: if they have more than one dimension or are no integers
+    """
+    if tokens.spec.dtype not in _ID_DTYPES:
+        raise ValueError(
+            f"token ids are integers that fit in int64, not {tokens.spec.dtype}"
+        )
+    _check_one_dimensional(tokens, "input_tokens")
+
+
+def as_mask(roi: TokenIds | None, tokens: Tokens | None) -> Tokens | None:
+    """Return a copy of the region of interest, which has the tokens' length.
+
+    :raises ValueError: if there are no tokens, the lengths differ, or it holds
+        anything but 0 and 1
+    """
+    if roi is None:
+        return None
+    mask = _copied(roi, "roi")
+    check_mask(mask, tokens)
+    return mask
+
+
+def check_mask(mask: Tokens, tokens: Tokens | None) -> None:
+    """Refuse what is no region of interest of ``tokens``.
+
+    :raises ValueError: there are no tokens, the lengths differ, or it holds
+        anything but 0 and 1
+    """
+    if tokens is None:
+        raise ValueError("a roi without input_tokens selects nothing; pass both")
+    _check_one_dimensional(mask, "roi")
+    if len(mask) != len(tokens):
+        raise ValueError(f"roi has {len(mask)} places for {len(tokens)} tokens")
+    values = mask.tensor()
+    if values.dtype.is_floating_point:
+        values = values.to(torch.float64)
+    if not bool(((values == 0) | (values == 1)).all()):
+        raise ValueError("a roi holds nothing but 0 and 1: it says which tokens count")
+
+
+def key_of(tokens: Tokens | None, mask: Tokens | None) -> bytes:
+    """Return ``tokens[mask]`` as little-endian int64."""
+    if tokens is None or not tokens.data:
+        return b""
+    if mask is None and tokens.spec.dtype == "int64":
+        return tokens.data
+    ids = numpy.frombuffer(tokens.data, tokens.spec.dtype)
+    if mask is not None:
+        ids = ids[mask.tensor().bool().numpy()]
+    return ids.astype(numpy.int64).tobytes()
+
+
+def tensor_of(tokens: Tokens | None) -> torch.Tensor | None:
+    """Return what an application is handed."""
+    return None if tokens is None else tokens.tensor()
+
+
+def make_query(
+    input_tokens: TokenIds | None,
+    roi: TokenIds | None,
+    *,
+    entry_id: str | None = None,
+    match: Match = "prefix",
+    min_matched_tokens: int = 1,
+) -> Query:
+    """Check what a caller asks for.
+
+    :raises ValueError: see :func:`as_tokens` and :func:`as_mask`; also if
+        ``match`` is unknown, ``min_matched_tokens`` is below 1, or no token is
+        selected (nothing could ever match)
+    :raises TypeError: ``entry_id`` is no str, or ``min_matched_tokens`` no whole number
+    """
+    if not isinstance(match, str) or match not in ("prefix", "exact"):
+        raise ValueError(f"match is 'prefix' or 'exact', not {match!r}")
+    min_matched_tokens = as_count(min_matched_tokens, "min_matched_tokens")
+    if entry_id is not None:
+        entry_id = as_entry_id(entry_id)
+    key: bytes | None
+    if roi is None and _are_plain_ids(input_tokens):
+        key = _key_of_ids(input_tokens)
+    else:
+        tokens = as_tokens(input_tokens)
+        mask = as_mask(roi, tokens)
+        key = None if tokens is None else key_of(tokens, mask)
+    if key == b"":
+        if entry_id is None:
+            raise ValueError("no token is selected, so nothing could ever match")
+        key = None
+    return Query(key, entry_id, match, min_matched_tokens)
+
+
+def _are_plain_ids(values: object) -> TypeGuard[list[int]]:
+    """Can the short way take them? What begins with a bool is torch's to judge."""
+    return type(values) is list and bool(values) and type(values[0]) is int
+
+
+def _key_of_ids(ids: list[int]) -> bytes:
+    """As :func:`key_of` for plain ids, without a tensor in between."""
+    try:
+        return array.array("q", ids).tobytes()
+    except (TypeError, OverflowError) as exc:
+        raise ValueError(
+            f"input_tokens is no list of whole numbers below 2**63: {exc}"
+        ) from exc
+
+
+def _copied(values: TokenIds, name: str) -> Tokens:
+    tensor = (
+        values if isinstance(values, torch.Tensor) else _number_tensor(values, name)
+    )
+    if tensor.device.type != "meta":
+        tensor = tensor.detach().cpu()
+    check_sendable(tensor)
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    return Tokens(bytes(bytes_of(dense)), spec_of(dense))
+
+
+def _number_tensor(values: Sequence[int], name: str) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
+        raise ValueError(
+            f"{name} is a list, tuple, array or tensor of whole numbers, not "
+            f"{values!r:.40}"
+        ) from exc
+    return tensor.to(torch.int64) if tensor.numel() == 0 else tensor
+
+
+def _check_one_dimensional(tokens: Tokens, name: str) -> None:
+    dimensions = len(tokens.spec.shape)
+    if dimensions != 1:
+        raise ValueError(
+            f"{name} has {dimensions} dimensions; pass the ids of one sequence"
+        )

@@ -1,0 +1,572 @@
+"""Reading an offer's tensors in memory that its owner shows: views, or one copy.
+
+The memory is mapped from the host's, or a GPU's that is open here. Of a stream the
+peer has offered where parts will lie, and says of each when it lies there. What is not
+copied is not used: the memory may be somebody else's once it was let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Final, NamedTuple, TypeAlias
+
+import msgspec
+import numpy
+import numpy.typing
+import torch
+
+from asynckv.errors import AsyncKVError, ChecksumError, RemoteProtocolError
+from asynckv.links.link import Link
+from asynckv.links.progress import Progress
+from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import Offer
+from asynckv.protocol.handshake import DigestMode, strictest
+from asynckv.protocol.values import MappedOffer, Place, TensorRecord
+from asynckv.sharing.imports import ImportedMemory
+from asynckv.sharing.mappings import MappedMemory, MappedPin
+from asynckv.sharing.owner import edges_in
+from asynckv.shielding import clear_all_frames, wait_shielded
+from asynckv.tensors.blocks import KVMemory, memory_of, tensor_at
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.jobs import CopyJob
+from asynckv.tensors.long_copies import RunsCopy, long_copies
+from asynckv.tensors.packing import SHARED_PAGES_BELOW
+from asynckv.tensors.runs import Memory, Runs, fill
+from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
+from asynckv.tensors.views import tensor_from, tensor_over
+from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.delivery import Delivery, on_host
+from asynckv.transfers.eager import rides
+from asynckv.transfers.manifest import Manifest, unpack_mapped, verify
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "IpcReader",
+    "MapReader",
+    "MappedParts",
+    "ShownArrivals",
+    "ShownParts",
+)
+
+
+_BYTES: Final = "uint8"
+
+_AT_A_TIME: Final = 16
+"""Views of mapped memory take their time to be made, on the loop."""
+
+_Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
+
+
+class MappedParts(msgspec.Struct, eq=False):
+    """Where the parts of one offer lie, checked, and who keeps them there."""
+
+    places: Sequence[Place | None]
+    sizes: Sequence[int]
+    edges: bytes
+    pin: MappedPin | None
+
+    def let_go(self) -> None:
+        """Only views keep them there from now on."""
+        self.pin = None
+
+
+class MapReader:
+    """Reads what ``memory`` shows, for any number of calls.
+
+    With ``views`` nothing is copied but what lands in memory of the caller. What
+    ``is_for_gpu`` is shown until :func:`~asynckv.transfers.delivery.lift_all` has
+    copied it to the GPU, and counts as received.
+    """
+
+    reads_host: ClassVar[bool] = True
+    """Is it memory of the host that is read?"""
+
+    def __init__(
+        self,
+        memory: MappedMemory,
+        pool: CopyPool,
+        *,
+        views: bool,
+        is_for_gpu: bool = False,
+    ) -> None:
+        self.views = views or is_for_gpu
+        self.is_charged = is_for_gpu or not views
+        """Does what it returns count as received?"""
+        self._is_in_host = self.reads_host and not is_for_gpu
+        self.memory = memory
+        self._pool = pool
+
+    def unpack(
+        self,
+        offer: Offer,
+        mapped: MappedOffer,
+        body: bytes,
+        *,
+        by_parts: bool = False,
+    ) -> tuple[Manifest, MappedParts]:
+        """Read the offer; from here on its memory is ours to let go.
+
+        Of a stream, ``by_parts``, no tensor's bytes came along.
+
+        :raises RemoteProtocolError: it is not exactly what it says, or does not lie
+            in the memory that we have mapped
+        """
+        manifest, places = unpack_mapped(body, mapped.nbytes, inline=not by_parts)
+        sizes = [record.spec.nbytes for record in manifest.records]
+        file_nbytes = self.memory.file.nbytes
+        try:
+            for place, nbytes in zip(places, sizes, strict=True):
+                if place is not None:
+                    check_place(place, nbytes, file_nbytes)
+        except ValueError as exc:
+            raise RemoteProtocolError(f"an offer of {exc}") from exc
+        # Not before: the error would keep it, as long as somebody keeps the error.
+        pin = self.memory.take(mapped.pin)
+        return manifest, MappedParts(places, sizes, mapped.edges, pin)
+
+    async def take(
+        self,
+        delivery: Delivery,
+        targets: Mapping[str, KVMemory],
+        budget: ReceiveBudget,
+        stands: Callable[[Delivery], bool],
+    ) -> None:
+        """Let all of a delivery land, verified: in ``targets`` what is named there.
+
+        Others are views, of which those below 64 KiB are copies that ``budget`` counts,
+        or are copied to memory of ``budget``; so is what is to land on a GPU, where
+        this reads memory of the host. If the delivery does not
+        ``stand`` any more nothing has landed. A cancelled call ends when no
+        thread touches memory of the caller any more. However it ends, the peer's
+        memory is kept by views alone.
+
+        :raises ChecksumError: some bytes are not those that were inserted
+        :raises AsyncKVError: others here have views of it, and this process can map
+            nothing more
+        :raises ValueError: ``targets`` do not fit the entry
+        """
+        parts = delivery.mapped
+        if self.reads_host:
+            targets = on_host(targets)
+        nbytes = 0
+        if targets or self.is_charged:
+            nbytes = delivery.own_nbytes(targets)
+        if not self.is_charged:
+            nbytes = _small_nbytes(delivery.manifest, parts, targets) if parts else 0
+        if nbytes:
+            await budget.reserve(nbytes, in_host=self._is_in_host and self.is_charged)
+            delivery.charged_bytes = nbytes
+        tensors = None
+        if parts is not None and stands(delivery):
+            tensors = await self._read(delivery.manifest, parts, targets, budget.empty)
+        if tensors is not None and stands(delivery):
+            delivery.land(tensors)
+        else:
+            delivery.uncharge(budget)
+
+    async def _read(
+        self,
+        manifest: Manifest,
+        parts: MappedParts,
+        targets: Mapping[str, KVMemory],
+        empty: Callable[[TensorSpec], torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        file = self._file_for(parts)
+        job = _Job(file, parts.pin, targets, empty, views=self.views)
+        try:
+            if self.memory.digest == "edges":
+                _verify_edges(file, parts)
+            inline = iter(manifest.inline)
+            every = zip(manifest.records, parts.places, parts.sizes, strict=True)
+            for index, (record, place, nbytes) in enumerate(every, 1):
+                if place is None:
+                    job.land(record, next(inline))
+                else:
+                    job.add(record, place, nbytes)
+                if not index % _AT_A_TIME:
+                    await asyncio.sleep(0)
+            await job.run(self._pool, is_full=self.memory.digest == "full")
+            return job.take()
+        finally:
+            job.take()  # an error's traceback would keep what is in it
+            parts.let_go()
+
+    def _file_for(self, parts: MappedParts) -> MappedFile:
+        """Return a mapping that shows what the owner has there, to nobody else here.
+
+        :raises AsyncKVError: this process can map nothing more
+        """
+        file = self.memory.file
+        if parts.pin is not None:  # by no name of its own, that an error would keep
+            parts.pin.claim = file.claim(parts.places)
+            if parts.pin.claim is not None:
+                return file
+        try:
+            return file.again()
+        except OSError as exc:
+            raise AsyncKVError(
+                f"memory of which there are views here cannot be mapped again: {exc}",
+                hint="let go of views of the same entry or value, and ask again",
+            ) from exc
+
+
+def _small_nbytes(
+    manifest: Manifest, parts: MappedParts, targets: Mapping[str, KVMemory]
+) -> int:
+    """Return how many bytes are copied for views: of tensors that share pages."""
+    every = zip(manifest.records, parts.places, parts.sizes, strict=True)
+    return sum(
+        nbytes
+        for record, place, nbytes in every
+        if place is not None
+        and nbytes < SHARED_PAGES_BELOW
+        and record.name not in targets
+    )
+
+
+def _verify_edges(file: MappedFile, parts: MappedParts) -> None:
+    found = edges_of(file.memory, parts.places, parts.sizes)
+    if parts.edges and found != parts.edges:
+        raise ChecksumError(
+            "what lies in shared memory is not what was offered",
+            hint="the delivery was refused; nothing of it was used",
+        )
+
+
+class _Job:
+    """The tensors of one delivery: shown at once, or copied by :meth:`run`."""
+
+    def __init__(
+        self,
+        file: MappedFile,
+        keeper: MappedPin | None,
+        targets: Mapping[str, KVMemory],
+        empty: Callable[[TensorSpec], torch.Tensor],
+        *,
+        views: bool,
+    ) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._file = file
+        self._claim = None if keeper is None else keeper.claim
+        self._lent: _Bytes | None = file.lend(keeper)
+        self._targets = targets
+        self._empty = empty
+        self._views = views
+        self._from: list[torch.Tensor] = []
+        self._to: list[torch.Tensor] = []
+        self._scattered: list[CopyJob] = []
+        self._records: list[TensorRecord] = []
+        self._places: list[KVMemory] = []
+
+    def land(self, record: TensorRecord, piece: memoryview) -> None:
+        """Take a tensor whose few bytes rode along."""
+        verify(record, digest_of(piece))
+        target = self._targets.get(record.name)
+        if target is None:
+            target = tensor_from(piece, record.spec)
+        else:
+            fill(memory_of(target), piece)
+        self._tensors[record.name] = tensor_at(target)
+
+    def add(self, record: TensorRecord, place: Place, nbytes: int) -> None:
+        """Show a tensor, or note what is to be copied for it."""
+        spec, target = record.spec, self._targets.get(record.name)
+        self._records.append(record)
+        if target is None and self._views and self._lent is not None:
+            if nbytes < SHARED_PAGES_BELOW:
+                piece = b"".join(one.data for one in self._file.pieces(place, nbytes))
+                target = tensor_from(piece, spec)
+                self._places.append(target)
+                self._tensors[record.name] = target
+                return
+            try:
+                tensor = self._file.view(place, spec, nbytes, self._lent)
+                if self._claim is not None and len(place.runs) == 1:
+                    self._claim.shown += place.runs
+                self._places.append(tensor)
+                self._tensors[record.name] = tensor
+                return
+            except OSError:  # it lies apart, and the process has too many mappings
+                pass
+        target = self._empty(spec) if target is None else target
+        self._places.append(target)
+        self._tensors[record.name] = tensor_at(target)
+        memory, start = memory_of(target), 0
+        pieces = self._file.pieces(place, nbytes)
+        if isinstance(memory, Runs):
+            self._scattered.append(RunsCopy([piece.data for piece in pieces], memory))
+            return
+        for source in pieces:
+            there = memory[start : start + source.nbytes]
+            some = TensorSpec((source.nbytes,), _BYTES)
+            self._from.append(tensor_over(source, some))
+            self._to.append(tensor_over(there, some))
+            start += source.nbytes
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, and keep none."""
+        tensors, self._tensors = self._tensors, {}
+        self._from.clear()
+        self._to.clear()
+        self._scattered.clear()
+        self._places.clear()
+        self._lent = None
+        return tensors
+
+    async def run(self, pool: CopyPool, *, is_full: bool) -> None:
+        """Copy what is to be copied; with ``is_full`` verify every byte."""
+        if is_full and len(self._from) == len(self._records):
+            # While they are hot, where each tensor lies in one piece.
+            digests = await pool.copy(self._from, self._to)
+        else:
+            if self._from or self._scattered:
+                copies = long_copies(self._from, self._to)
+                await pool.run([*self._scattered, *copies])
+                del copies  # they keep what they have copied
+            if not is_full:
+                return
+            digests = await pool.digest(self._places)
+        for record, found in zip(self._records, digests, strict=True):
+            verify(record, found)
+
+
+class ShownParts(MappedParts):
+    """Where the parts of a stream will lie in ``memory``, but for those that ride."""
+
+    memory: ImportedMemory
+    pool: DeviceCopyPool
+
+    def source(self, index: int) -> DeviceMemory:
+        """Return a part's bytes; whoever has them keeps the memory of all parts."""
+        place = self.places[index]
+        if place is None or self.pin is None:
+            raise ValueError(f"part {index} does not lie there, or was let go")
+        return self.memory.imported.part(place, self.sizes[index], self.pin)
+
+
+class _Awaited(NamedTuple):
+    """Where a part is to land, and who is told."""
+
+    target: DeviceMemory
+    done: Callable[[bytes, BaseException | None], None]
+
+
+class ShownArrivals:
+    """One transfer; fits :class:`~asynckv.transfers.reception.PartReceiver`.
+
+    ``digest`` is what both sides want to be compared of what has landed.
+    """
+
+    def __init__(self, link: Link, parts: ShownParts) -> None:
+        self.pool = parts.pool
+        self.digest: DigestMode = parts.memory.digest
+        self.progress: Progress = link.progress
+        self._parts = parts
+        self._awaited: dict[int, _Awaited] = {}
+        self._reading: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
+
+    def receive(
+        self,
+        transfer: int,
+        part: int,
+        target: Memory | DeviceMemory,
+        done: Callable[[bytes, BaseException | None], None],
+    ) -> None:
+        if not isinstance(target, DeviceMemory):
+            raise TypeError("memory of the host does not come this way")
+        self._awaited[part] = _Awaited(target, done)
+
+    def sent(self, frame: SentDevices) -> None:
+        """A part lies where the peer has offered it: begin to copy it. Never waits.
+
+        :raises RemoteProtocolError: there is no such part, it was told of before, or
+            less is to be compared than this side asks for
+        """
+        if self._is_stopped:
+            return
+        if strictest(self.digest, frame.kind) != frame.kind:
+            raise RemoteProtocolError(f"digests of {frame.kind}, not of {self.digest}")
+        awaited = self._awaited.pop(frame.part, None)
+        if awaited is None:
+            raise RemoteProtocolError(
+                f"part {frame.part} is there, which makes no sense"
+            )
+        self.progress.note(awaited.target.nbytes)
+        reading = self._read(self._parts.source(frame.part), awaited, frame)
+        task = asyncio.get_running_loop().create_task(
+            reading, name=f"asynckv: read part {frame.part} of a stream"
+        )
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
+        if not self._awaited:
+            self._parts.let_go()  # only what is copied just now keeps the memory
+
+    def stop(self, transfer: int) -> None:
+        self._is_stopped = True
+        self._awaited.clear()
+        self._parts.let_go()
+        for task in self._reading:
+            task.cancel()
+
+    async def quiesce(self, transfer: int) -> None:
+        self.stop(transfer)
+        # All of them, however often the wait is cancelled: the memory is lent.
+        await wait_shielded(asyncio.gather(*self._reading, return_exceptions=True))
+
+    async def _read(
+        self, source: DeviceMemory | None, awaited: _Awaited, frame: SentDevices
+    ) -> None:
+        (target, done), kind = awaited, frame.kind
+        try:
+            # No variable of the source: an error's traceback would keep it in use.
+            places, source = [source] if source is not None else [], None
+            copying = self.pool.copy(places, [target], digest=kind == "full")
+            del places
+            with self.progress.working(frame.transfer):
+                (digest,) = await copying
+                if kind == "edges":
+                    (digest,) = await self.pool.edges([target])
+        except Exception as exc:  # noqa: BLE001 - whoever waits is told
+            clear_all_frames(exc)
+            del awaited, target  # as there
+            done(b"", exc)
+        else:
+            done(digest, None)
+
+
+class IpcReader(MapReader):
+    """Reads what ``memory`` shows of a GPU, into tensors of the same GPU.
+
+    As its contract says; a call that is cancelled ends when the GPU is done too.
+    """
+
+    reads_host: ClassVar[bool] = False
+
+    def __init__(
+        self, memory: ImportedMemory, pool: DeviceCopyPool, *, views: bool
+    ) -> None:
+        super().__init__(memory, pool, views=views)
+        self._imported = memory
+        self._device_pool = pool
+
+    def unpack(
+        self,
+        offer: Offer,
+        mapped: MappedOffer,
+        body: bytes,
+        *,
+        by_parts: bool = False,
+    ) -> tuple[Manifest, MappedParts]:
+        manifest, parts = super().unpack(offer, mapped, body, by_parts=by_parts)
+        if any(place is not None and len(place.runs) > 1 for place in parts.places):
+            parts.let_go()  # the error would keep it, as long as somebody keeps that
+            raise RemoteProtocolError("a tensor of a GPU in several places")
+        return manifest, parts
+
+    def unpack_parts(
+        self, offer: Offer, mapped: MappedOffer, body: bytes
+    ) -> tuple[Manifest, ShownParts]:
+        """As :meth:`unpack`, of a stream: each part is read once it lies there.
+
+        :raises RemoteProtocolError: as there, or parts that ride have a place
+        """
+        manifest, parts = self.unpack(offer, mapped, body, by_parts=True)
+        shown = ShownParts(
+            *(parts.places, parts.sizes, parts.edges, parts.pin),
+            *(self._imported, self._device_pool),
+        )
+        parts.let_go()
+        every = zip(shown.places, shown.sizes, strict=True)
+        if any(rides(nbytes) is (place is not None) for place, nbytes in every):
+            shown.let_go()  # as there
+            raise RemoteProtocolError("a part of a stream that rides has a place")
+        return manifest, shown
+
+    async def _read(
+        self,
+        manifest: Manifest,
+        parts: MappedParts,
+        targets: Mapping[str, KVMemory],
+        empty: Callable[[TensorSpec], torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        # What lives as long as the pin: the copies' sources, and bases of views.
+        sources = self._sources(parts)
+        try:
+            await self._verify_device_edges(parts, sources)
+            return await self._land(manifest, sources, targets)
+        finally:
+            sources.clear()  # an error's traceback would keep what is in it
+            parts.let_go()
+
+    def _sources(self, parts: MappedParts) -> list[DeviceMemory | None]:
+        imported = self._imported.imported
+        return [
+            None if place is None else imported.part(place, nbytes, parts.pin)
+            for place, nbytes in zip(parts.places, parts.sizes, strict=True)
+        ]
+
+    async def _verify_device_edges(
+        self, parts: MappedParts, sources: list[DeviceMemory | None]
+    ) -> None:
+        if self.memory.digest != "edges" or not parts.edges:
+            return
+        there = [source for source in sources if source is not None]
+        reading = self._device_pool.edges(there)
+        del there  # an error's traceback would keep the peer's memory in use
+        found = iter(await reading)
+        edges = [b"" if place is None else next(found) for place in parts.places]
+        if edges_in(parts.places, edges) != parts.edges:
+            raise ChecksumError(
+                "what lies in the GPU's memory is not what was offered",
+                hint="the delivery was refused; nothing of it was used",
+            )
+
+    async def _land(
+        self,
+        manifest: Manifest,
+        sources: list[DeviceMemory | None],
+        targets: Mapping[str, KVMemory],
+    ) -> dict[str, torch.Tensor]:
+        inline = iter(manifest.inline)
+        tensors, copies = dict[str, torch.Tensor](), set[str]()
+        shown = list[DeviceMemory]()
+        origins, places = list[DeviceMemory | torch.Tensor](), list[KVMemory]()
+        for record, source in zip(manifest.records, sources, strict=True):
+            target = targets.get(record.name)
+            if source is not None and target is None and self.views:
+                over = self._imported.gpus.tensors.tensor_over
+                tensors[record.name] = over(source, record.spec)
+                shown.append(source)
+                continue
+            copies.add(record.name)
+            if source is None:
+                piece = next(inline)
+                verify(record, digest_of(piece))
+                origins.append(tensor_from(piece, record.spec))
+            else:
+                origins.append(source)
+            place = self._device_pool.empty(record.spec) if target is None else target
+            places.append(place)
+            tensors[record.name] = tensor_at(place)
+        is_full = self.memory.digest == "full"
+        copying = self._device_pool.copy(origins, places, digest=is_full)
+        # An error's traceback would keep the peer's memory in use.
+        source, origins = None, []
+        try:
+            copied = iter(await copying)
+            if is_full:
+                found = iter(await self._device_pool.digest(shown))
+                for record in manifest.records:
+                    is_view = record.name not in copies
+                    verify(record, next(found) if is_view else next(copied))
+        except BaseException:
+            tensors.clear()
+            raise
+        finally:
+            shown.clear()
+        return tensors

@@ -1,0 +1,169 @@
+"""What a peer has exported, opened and closed: nothing is left of what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from asynckv.errors import GPUFailed, RemoteProtocolError
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.protocol.ipc_frames import Exported
+from asynckv.sharing.exports import check_same_host, open_export
+from asynckv.sharing.owner import MapHolder, Sharing
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.imports import ImportedAllocation
+from asynckv.testing.blocked import until
+from harness.fake_devices import FakeDevice, fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.link_pairs import LinkPair, linked
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Both:
+    """What is shown, and a process that opens it, with memory of its own."""
+
+    link: LinkPair
+    holder: MapHolder
+    exported: Exported
+    theirs: FakeDevice
+    own: Growth
+
+    @property
+    def opened(self) -> int:
+        return len(self.theirs.process.cuda._opened)
+
+    def open(self) -> Any:
+        pages = self.own.device_pages
+        assert pages is not None
+        return open_export(self.exported, pages.allocation)
+
+
+@pytest.fixture
+async def both(gpus: FakeGpus) -> AsyncIterator[Both]:
+    ours, theirs = (fake_device_of(gpus.process()) for _ in range(2))
+    shown, own = (Growth(MIB, device=gpu.device) for gpu in (ours, theirs))
+    await asyncio.gather(shown.open(), own.open())
+    sharing = Sharing(shown.arena, lambda: None, shown.drop_soon)
+    async with linked() as link:
+        found = sharing.export(link.far, ours.process.cuda.uuid(0), "edges")
+        assert found is not None
+        yield Both(link, *found, theirs, own)
+    sharing.close()
+    await sharing.aclose()
+    await shown.aclose()
+    await own.aclose()
+
+
+async def test_it_is_open_until_it_is_closed_which_the_owner_hears(both: Both) -> None:
+    export, nonce = await both.open()
+    assert both.holder.verify(nonce) and both.opened == 1
+    export.close_soon()
+    await until(lambda: not both.holder.is_connected)
+    assert not both.opened
+
+
+async def test_the_owner_hears_it_though_a_forked_child_has_the_socket(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export, nonce = await both.open()
+    with socket.socket(fileno=os.dup(export.sock.fileno())):  # as a child has it
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            export.close()
+        assert both.holder.verify(nonce) and both.opened == 1
+        await asyncio.to_thread(export.close)
+        await until(lambda: both.holder._connection is None)
+    assert not both.opened
+
+
+async def test_what_cannot_be_opened_is_hung_up(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*anything: object) -> Any:
+        raise GPUFailed("not here")
+
+    monkeypatch.setattr(both.theirs.process.cuda, "open_memory", fail)
+    with pytest.raises(GPUFailed, match="not here"):
+        await both.open()
+    await until(lambda: both.holder._connection is None)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"handle": b""},
+        {"handle": b"h" * 63},
+        {"nbytes": 0},
+        {"nbytes": 512},
+        {"nbytes": MIB},
+        {"nbytes": 2**62},
+    ],
+)
+async def test_what_nobody_exports_is_not_even_connected_to(
+    both: Both, claim: dict[str, Any]
+) -> None:
+    lie = dataclasses.replace(
+        both, exported=msgspec.structs.replace(both.exported, **claim)
+    )
+    with pytest.raises(RemoteProtocolError):
+        await lie.open()
+    assert both.holder._connection is None and not both.opened
+    export, nonce = await both.open()  # the ticket is good still
+    assert both.holder.verify(nonce)
+    export.close_soon()
+    await until(lambda: not both.opened)
+
+
+async def test_more_than_was_exported_is_not_opened(both: Both) -> None:
+    more = msgspec.structs.replace(both.exported, nbytes=both.exported.nbytes + 4096)
+    with pytest.raises(GPUFailed):
+        await dataclasses.replace(both, exported=more).open()
+    await until(lambda: both.holder._connection is None)
+    assert not both.opened
+
+
+async def test_a_cancelled_opening_hangs_up_when_its_thread_has_closed_it(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+    nonce = ImportedAllocation.nonce
+
+    def hold(allocation: ImportedAllocation) -> bytes:
+        begun.set()
+        may_go_on.wait(10)
+        return nonce(allocation)
+
+    monkeypatch.setattr(ImportedAllocation, "nonce", hold)
+    opening = asyncio.ensure_future(both.open())
+    try:
+        await until(begun.is_set)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        for _ in range(3):  # a hang-up would be heard by now
+            await asyncio.sleep(0)
+        assert both.holder._connection is not None and both.opened
+    finally:
+        may_go_on.set()
+    await until(lambda: both.holder._connection is None)
+    assert not both.opened
+
+
+async def test_only_a_peer_of_this_boot_and_host_shares_memory(both: Both) -> None:
+    check = functools.partial(check_same_host, both.link.near)
+    for boot_id in ("", "another"):
+        with pytest.raises(ValueError, match="another host"):
+            check(boot_id)

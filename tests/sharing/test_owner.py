@@ -1,0 +1,96 @@
+"""Memory of a GPU that is shown to a peer, until it has closed it.
+
+What buffers show of theirs is tried in ``tests/buffers/test_sharing.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+from asynckv.links.fd_socket import fetch_file, has_fd_sockets
+from asynckv.sharing.owner import MAX_PINS, MapHolder, Sharing
+from asynckv.tensors.device_regions import DeviceRegion
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.paged_arena import PagedArena
+from asynckv.testing.blocked import until
+from harness.fake_devices import FakeDevice
+from harness.link_pairs import LinkPair, linked
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+MIB = 2**20
+
+
+@pytest.fixture
+async def growth(gpu: FakeDevice) -> AsyncIterator[Growth]:
+    growth = Growth(MIB, device=gpu.device)
+    await growth.open()
+    yield growth
+    await growth.aclose()
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[LinkPair]:
+    async with linked() as pair:
+        yield pair
+
+
+def region_of(growth: Growth) -> DeviceRegion:
+    assert isinstance(growth.arena, PagedArena)
+    region = growth.arena.take_spare(4096)
+    assert isinstance(region, DeviceRegion)
+    return region
+
+
+async def test_only_the_gpu_that_was_named_is_shown(
+    gpu: FakeDevice, growth: Growth, pair: LinkPair
+) -> None:
+    shown = Sharing(growth.arena, lambda: None)
+    assert shown.export(pair.far, "0" * 32, "edges") is None
+    assert shown.invite(pair.far, "edges") is None
+    found = shown.export(pair.far, gpu.process.cuda.uuid(0), "off")
+    assert found is not None and found[1].digest == "off"
+    shown.close()
+
+
+async def test_a_region_stays_until_its_pin_ends_or_the_peer_is_gone(
+    gpu: FakeDevice, growth: Growth, pair: LinkPair
+) -> None:
+    told: list[MapHolder] = []
+    shown = Sharing(growth.arena, lambda: told.append(holder), growth.drop_soon)
+    found = shown.export(pair.far, gpu.process.cuda.uuid(0), "edges")
+    assert found is not None
+    holder, exported = found
+    assert not holder.is_connected
+    sock, fd = await fetch_file(exported.address, exported.ticket)
+    nonce = growth.device_pages and growth.device_pages.allocation.nonce
+    assert holder.verify(nonce or b"") and holder.is_connected and holder.is_usable
+    region = region_of(growth)
+    numbers = [holder.pin([region]).number for _ in range(MAX_PINS)]
+    assert holder.is_connected and not holder.is_usable
+    region.release()
+    holder.unpin(numbers[0])
+    assert growth.arena.pinned_bytes and not told
+    sock.close()
+    await until(lambda: bool(told))
+    assert not (growth.arena.pinned_bytes or holder.is_connected)
+    shown.close()
+    os.close(fd)
+
+
+async def test_memory_is_used_by_who_has_read_in_it_what_is_there_alone(
+    gpu: FakeDevice, growth: Growth, pair: LinkPair
+) -> None:
+    shown = Sharing(growth.arena, lambda: None, growth.drop_soon)
+    found = shown.export(pair.far, gpu.process.cuda.uuid(0), "edges")
+    assert found is not None
+    holder, exported = found
+    sock, fd = await fetch_file(exported.address, exported.ticket)
+    assert not holder.is_connected
+    assert not holder.verify(bytes(16)) and not holder.is_usable
+    sock.close()
+    shown.close()
+    os.close(fd)

@@ -1,0 +1,216 @@
+"""Memory that is put from: not shown, not proved, not read any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from asynckv.buffers.remote.peer import connect
+from asynckv.buffers.serving import devices as peer_sources
+from asynckv.errors import AsyncKVError, ConfigError, PeerLost
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
+from asynckv.protocol.ipc_frames import ShowIpc
+from asynckv.protocol.payload_frames import Grant
+from asynckv.sharing import (
+    imports as importing,
+    owner as sharing,
+    owner as shown_sources,
+)
+from asynckv.sharing.owner import MapHolder, ShownSources
+from asynckv.tensors.growth import Growth
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import is_same
+from asynckv.testing.lookup_checks.values import MIB, noise
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.link_pairs import linked
+from harness.shared_puts import SharedPuts
+
+pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for handles")
+
+
+@pytest.fixture
+async def growth(gpus: FakeGpus) -> AsyncIterator[Growth]:
+    """Memory of a GPU, as a peer has it."""
+    growth = Growth(2 * MIB, device=fake_device_of(gpus.process()).device)
+    await growth.open()
+    yield growth
+    await growth.aclose()
+
+
+def uuid_of(growth: Growth) -> str:
+    assert growth.device_pages is not None
+    return growth.device_pages.allocation.uuid
+
+
+async def check_goes_by_host(pair: GpuPair) -> None:
+    """An insert gets there, and no copy of it lies around."""
+    assert not pair.puts.are_read and pair.peer.transport == "cuda_ipc"
+    await pair.peer.lookup.insert([1], None, pair.theirs.tensor(noise(MIB)), None, None)
+    key = (await pair.buffer.drop_select([1])).key
+    assert is_same(key, noise(MIB))  # type: ignore[arg-type]
+    del key
+    await pair.emptied()
+
+
+async def test_memory_that_cuda_would_show_with_more_is_not_shown(
+    gpus: FakeGpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, importing.__name__)
+    async with open_gpu_pair(gpus, max_bytes=MIB) as pair:
+        assert "too little memory" in caplog.text
+        assert not pair.ours.process.cuda._opened
+        await check_goes_by_host(pair)
+
+
+async def test_memory_that_was_not_proved_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    verify, answers = MapHolder.verify, [True, False]
+
+    def doubt(holder: MapHolder, nonce: bytes) -> bool:
+        return verify(holder, nonce if answers.pop(0) else b"another")
+
+    caplog.set_level(logging.INFO, importing.__name__)
+    monkeypatch.setattr(MapHolder, "verify", doubt)
+    async with open_gpu_pair(gpus) as pair:
+        assert "not what the memory holds" in caplog.text
+        await check_goes_by_host(pair)
+    await until(lambda: not pair.ours.process.cuda._opened)
+
+
+async def test_a_buffers_side_that_does_not_answer_costs_a_moment(
+    monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def never(*anything: object) -> Any:
+        await asyncio.Event().wait()
+
+    caplog.set_level(logging.INFO, importing.__name__)
+    monkeypatch.setattr(shown_sources, "_SHOW_S", 0.01)
+    monkeypatch.setattr(peer_sources, "open_export", never)
+    async with open_gpu_pair(gpus) as pair:
+        assert "no answer" in caplog.text
+        await check_goes_by_host(pair)
+
+
+async def test_memory_that_is_closed_is_shown_to_nobody(growth: Growth) -> None:
+    sources = ShownSources(growth, "edges")
+    async with linked() as links:
+        with pytest.raises(ConfigError, match="no memory of that GPU"):
+            await sources.show(links.near, "0" * 32)
+        assert not links.service.asked and sources.holder(links.near) is None
+    await sources.aclose()
+
+
+@pytest.mark.parametrize("answer", [Cancelled(), Grant(1), None], ids=repr)
+async def test_whoever_does_not_read_has_nothing(
+    growth: Growth, answer: Frame | None
+) -> None:
+    def say(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
+        if answer is None:
+            links.far.abort()
+        else:
+            stream.send(answer)
+
+    sources = ShownSources(growth, "edges")
+    async with linked("tcp://127.0.0.1:0", say) as links:
+        with pytest.raises(AsyncKVError):
+            await sources.show(links.near, uuid_of(growth))
+        assert sources.holder(links.near) is None
+        await until(lambda: not sources._sharing._holders)
+        assert links.near.is_open is (answer == Cancelled())
+    await sources.aclose()
+
+
+async def test_a_cancelled_connect_leaves_nothing_open(gpus: FakeGpus) -> None:
+    async with open_gpu_pair(gpus, device=None) as pair:
+
+        async def visit() -> bool:
+            device = pair.theirs.device
+            async with connect(
+                pair.server.url, device=device, max_bytes="2MiB"
+            ) as peer:
+                return SharedPuts(peer).are_read
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[bool]) -> None:
+            assert outcome.cancelled or outcome.value
+            await until(lambda: not (pair.opened or pair.ours.process.cuda._opened))
+            await until(lambda: not pair.buffer.sharing._holders)
+            await until(lambda: len(pair.server._services) == 1)
+
+        counts = await sweep_cancellation(visit, check)
+        assert counts.suspensions >= 7
+
+
+def hang_up(pair: GpuPair) -> None:
+    """The buffers' side closes what it has open."""
+    pair.devices.sources.close()
+
+
+def lose_link(pair: GpuPair) -> None:
+    pair.peer._linked().abort()
+
+
+@pytest.mark.parametrize(("lose", "told"), [(hang_up, 1), (lose_link, 0)])
+async def test_what_is_not_read_any_more_is_told_unless_the_link_is_over(
+    gpus: FakeGpus,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[GpuPair], None],
+    told: int,
+) -> None:
+    had = list[Link]()
+    tell = shown_sources._tell_loss
+
+    def note(link: Link) -> None:
+        had.append(link)
+        tell(link)
+
+    monkeypatch.setattr(shown_sources, "_tell_loss", note)
+    async with open_gpu_pair(gpus, reconnect_s=0) as pair:
+        lose(pair)
+        await until(lambda: bool(had))
+        assert caplog.text.count("from here on") == told
+        assert not pair.puts.are_read
+
+
+async def test_who_still_reads_goes_on(gpus: FakeGpus) -> None:
+    async with open_gpu_pair(gpus) as pair:
+        pair.puts.holder.on_message(b"")  # as where it has let something go
+        assert pair.puts.are_read
+
+
+async def test_a_peer_that_stands_still_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus
+) -> None:
+    monkeypatch.setattr(sharing, "_LEAVE_S", 0.01)
+    async with open_gpu_pair(gpus) as pair:
+        memory = pair.devices.sources._memory
+        hold = monkeypatch.context()
+        with hold as patch:
+            patch.setattr(memory, "close", lambda: None)
+            await pair.peer.aclose()
+            assert pair.ours.process.cuda._opened
+        memory.close()
+    await until(lambda: not pair.ours.process.cuda._opened)
+
+
+async def test_a_lost_link_ends_the_wait_to_be_read(growth: Growth) -> None:
+    sources = ShownSources(growth, "edges")
+    async with linked("tcp://127.0.0.1:0", lambda *_: None) as links:
+        showing = asyncio.create_task(sources.show(links.near, uuid_of(growth)))
+        await until(lambda: bool(links.service.asked))
+        assert isinstance(links.service.asked[0][1], ShowIpc)
+        links.near.abort()
+        with pytest.raises(PeerLost):
+            await showing
+    await sources.aclose()

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from asynckv.tensors.blocks import KVMemory
+from asynckv.transfers.manifest import check_names, flatten, unflatten
+
+ONE = torch.ones(1)
+
+
+def tensors_in(named: Mapping[str, KVMemory]) -> list[tuple[str, torch.Tensor]]:
+    return [(n, one) for n, one in named.items() if isinstance(one, torch.Tensor)]
+
+
+def test_fields_come_back_from_their_names() -> None:
+    key, value = {"0": torch.zeros(1), "a.key": torch.zeros(2)}, torch.zeros(3)
+    named = flatten(key, value, ONE, {"x.key": torch.zeros(4)})
+    assert list(named) == ["0.key", "a.key.key", "value", "hidden", "extras.x.key"]
+    fields = unflatten([*tensors_in(named), ("from a later version", ONE)])
+    assert isinstance(fields[0], Mapping)
+    assert list(fields[0]) == ["0", "a.key"]
+    assert fields[1] is value
+    assert fields[2] is ONE
+    assert list(fields[3]) == ["x.key"]
+
+
+def test_a_layered_value_comes_back_too() -> None:
+    values = {"0": torch.zeros(1), "1": ONE}
+    assert unflatten(tensors_in(flatten(ONE, values, None, None))) == (
+        ONE,
+        values,
+        None,
+        {},
+    )
+
+
+def test_nothing_is_an_entry_too() -> None:
+    assert flatten(None, None, None, None) == {}
+    assert unflatten([]) == (None, None, None, {})
+
+
+@pytest.mark.parametrize("layer", ["extras", "extras.a", ""])
+def test_a_layer_that_cannot_be_told_from_the_extras_is_refused(layer: str) -> None:
+    with pytest.raises(ValueError, match="extras|no tensor's name"):
+        flatten({layer: ONE}, None, None, None)
+
+
+def test_a_layer_called_by_a_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="write '0'"):
+        flatten({0: ONE}, None, None, None)  # type: ignore[dict-item]
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"hidden is a list.*pass a torch tensor"):
+        flatten(None, None, [1], None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["keys", ".key", "0.hidden", "a" * 513, ""])
+def test_names_that_no_entry_has_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        check_names([name])
+
+
+def test_an_entry_has_only_so_many_tensors() -> None:
+    with pytest.raises(ValueError, match="at most 16384"):
+        check_names(f"{layer}.key" for layer in range(16385))
+
+
+def test_a_field_is_whole_or_one_a_layer() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        check_names(["key", "0.key"])
+    check_names(["key", "0.value", "extras.key"])

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asynckv.errors import ChecksumError
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import Offer
+from asynckv.protocol.values import TensorRecord
+from asynckv.tensors.runs import fill
+from asynckv.tensors.views import bytes_of, spec_of
+from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.delivery import Delivery
+from asynckv.transfers.manifest import INLINE_NBYTES, pack, unpack
+from asynckv.transfers.queries import as_tokens
+from asynckv.types import TensorSpec
+
+KEY, HIDDEN = torch.arange(6.0).reshape(2, 3), torch.tensor([7])
+
+
+def inline_offer(*, digest: bytes | None = None, complete: bool = True) -> Delivery:
+    named = {"key": KEY, "hidden": HIDDEN}
+    records = [
+        TensorRecord(n, spec_of(t), digest or digest_of(bytes_of(t)))
+        for n, t in named.items()
+    ]
+    pieces = [bytes_of(tensor) for tensor in named.values()]
+    manifest = unpack(pack(records, as_tokens([1, 2]), None, pieces), inline=True)
+    offer = Offer(
+        transfer=2, inline=True, entry_id="it", matched_tokens=2, complete=complete
+    )
+    return Delivery(offer, manifest)
+
+
+def large_offer(nbytes: int) -> Delivery:
+    record = TensorRecord("key", TensorSpec((nbytes,), "uint8"))
+    manifest = unpack(pack([record], None, None), inline=False)
+    return Delivery(Offer(transfer=2, inline=False), manifest)
+
+
+def test_what_rode_along_becomes_an_entry() -> None:
+    delivery = inline_offer()
+    delivery.read_inline({})
+    assert delivery.is_whole and delivery.is_small
+    entry = delivery.entry()
+    assert torch.equal(entry.key, KEY)  # type: ignore[arg-type]
+    assert entry.hidden is not None and entry.hidden.tolist() == [7]
+    assert entry.input_tokens is not None and entry.input_tokens.tolist() == [1, 2]
+    assert (entry.entry_id, entry.matched_tokens, entry.roi) == ("it", 2, None)
+
+
+def test_what_rode_along_lands_in_the_memory_of_the_caller() -> None:
+    delivery, into = inline_offer(), {"key": torch.zeros(2, 3)}
+    delivery.read_inline(into)
+    assert delivery.entry().key is into["key"] and torch.equal(into["key"], KEY)
+
+
+def test_changed_bytes_do_not_land_in_the_memory_of_the_caller() -> None:
+    into = {"key": torch.zeros(2, 3)}
+    with pytest.raises(ChecksumError):
+        inline_offer(digest=b"wrong").read_inline(into)
+    assert not into["key"].any()
+
+
+def test_memory_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="no such tensor"):
+        inline_offer().read_inline({"value": torch.zeros(2, 3)})
+    with pytest.raises(ValueError, match="the tensor is"):
+        large_offer(10).own_nbytes({"key": torch.zeros(2, 3)})
+
+
+def test_an_entry_that_is_not_committed_is_not_whole() -> None:
+    delivery = inline_offer(complete=False)
+    delivery.read_inline({})
+    assert not delivery.is_whole
+    delivery.has_completed = True
+    assert delivery.is_whole
+
+
+async def test_only_what_is_lent_by_nobody_needs_memory_of_its_own() -> None:
+    delivery = large_offer(10)
+    assert delivery.own_nbytes({}) == 10
+    lent = {"key": torch.zeros(10, dtype=torch.uint8)}
+    assert delivery.own_nbytes(lent) == 0
+    (view,) = await delivery.allocate(lent, ReceiveBudget(0))
+    fill(view, memoryview(bytes([1] * 10)))
+    assert bool(lent["key"].all()) and delivery.tensors["key"] is lent["key"]
+
+
+def test_up_to_64_kib_is_small_however_it_comes() -> None:
+    assert large_offer(INLINE_NBYTES).is_small
+    assert not large_offer(INLINE_NBYTES + 1).is_small
+
+
+def test_a_delivery_shows_no_token_and_no_tensor() -> None:
+    delivery = inline_offer()
+    delivery.read_inline({})
+    assert repr(delivery) == "<Delivery 2 of 32 bytes>"

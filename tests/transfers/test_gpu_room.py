@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from asynckv.errors import GPUFailed, PeerLost
+from asynckv.links.answers import Answer
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.paged_arena import PagedArena
+from asynckv.testing.blocked import until_blocked
+from asynckv.testing.lookup_checks.values import noise
+from asynckv.transfers.staging import GpuRoom, GpuStaging, StagedTensor, release_staged
+from asynckv.types import TensorSpec
+from harness.fake_devices import fake_device
+
+LARGEST = 2**20
+NBYTES = 2**17
+ROOM = 4 * NBYTES
+
+
+class Ground:
+    def __init__(self, growth: Growth) -> None:
+        self.growth = growth
+        self.room = GpuRoom(growth)
+        self.lost = set[Answer[list[StagedTensor]]]()
+
+    @property
+    def used_bytes(self) -> int:
+        return self.growth.arena.used_bytes
+
+    async def take(self, *sizes: int) -> list[StagedTensor]:
+        specs: Sequence[TensorSpec] = [TensorSpec((size,), "uint8") for size in sizes]
+        return await self.room.take(specs, self.lost) or []
+
+    async def waiting(self, *sizes: int) -> asyncio.Task[list[StagedTensor]]:
+        task = asyncio.create_task(self.take(*sizes))
+        await until_blocked(task)
+        return task
+
+
+@pytest.fixture
+async def ground() -> AsyncIterator[Ground]:
+    with fake_device() as gpu:
+        ground = Ground(Growth(ROOM, device=gpu.device))
+        await ground.growth.open()
+        yield ground
+        assert not (ground.used_bytes or ground.room._line or ground.lost)
+        await ground.growth.aclose()
+
+
+async def test_what_belongs_together_is_taken_at_once_or_not_at_all(
+    ground: Ground,
+) -> None:
+    first = await ground.take(NBYTES, NBYTES, NBYTES)
+    assert [one.nbytes for one in first] == 3 * [NBYTES]
+    waiting = await ground.waiting(NBYTES, NBYTES)
+    assert ground.used_bytes == 3 * NBYTES
+    release_staged(first)
+    release_staged(await waiting)
+
+
+async def test_who_asked_first_is_first_however_much_he_wants(ground: Ground) -> None:
+    first, some = await ground.take(NBYTES), await ground.take(3 * NBYTES)
+    large = await ground.waiting(2 * NBYTES)
+    small = await ground.waiting(NBYTES)
+    release_staged(first)
+    await until_blocked(small)
+    assert not (large.done() or small.done())
+    release_staged(some)
+    release_staged([*await large, *await small])
+
+
+async def test_a_place_in_the_line_that_is_given_up_holds_nobody_up(
+    ground: Ground,
+) -> None:
+    some = await ground.take(3 * NBYTES)
+    large, small = await ground.waiting(2 * NBYTES), await ground.waiting(NBYTES)
+    large.cancel()
+    release_staged(await small)
+    assert large.cancelled()
+    release_staged(some)
+
+
+async def test_memory_that_comes_with_a_cancellation_goes_back(ground: Ground) -> None:
+    some = await ground.take(ROOM)
+    waiting = await ground.waiting(NBYTES)
+    release_staged(some)
+    ground.room._look()
+    assert ground.used_bytes == NBYTES
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled() and not ground.used_bytes
+
+
+async def test_memory_that_something_is_still_at_is_nobody_elses(
+    ground: Ground,
+) -> None:
+    (one,) = await ground.take(ROOM)
+    place = one.place()
+    one.release()
+    waiting = await ground.waiting(NBYTES)
+    del place
+    release_staged(await waiting)
+
+
+async def test_what_never_fits_waits_for_nothing(
+    ground: Ground, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        assert await ground.take(NBYTES, ROOM) == []
+    assert caplog.text.count("leave through host memory") == 1
+
+
+async def test_what_never_fits_is_compared_with_what_the_gpu_gave(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with fake_device() as gpu:
+        ground = Ground(Growth(2 * LARGEST, device=gpu.device))
+        cuda, malloc = gpu.process.cuda, gpu.process.cuda.malloc
+
+        def refuse(nbytes: int) -> DeviceMemory:
+            if nbytes > LARGEST * 3 // 2:
+                raise GPUFailed("out of memory", code=2)
+            return malloc(nbytes)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "malloc", refuse)
+            await ground.growth.open()
+        there = ground.growth.arena
+        assert isinstance(there, PagedArena) and there.pages.nbytes <= LARGEST
+        assert await ground.take(LARGEST, LARGEST) == []
+        assert f"there are {there.pages.nbytes} of the GPU" in caplog.text
+        await ground.growth.aclose()
+
+
+async def test_nobody_is_given_what_others_wait_for(ground: Ground) -> None:
+    pool = ground.growth.make_pool()
+    staging = GpuStaging(
+        *(ground.growth, pool), takes_host=True, is_awaited=ground.room.is_awaited
+    )
+    some = await ground.take(3 * NBYTES)
+    waiting = await ground.waiting(2 * NBYTES)
+    assert await staging.staged(noise(NBYTES)) is None
+    release_staged(some)
+    release_staged(await waiting)
+    staged = await staging.staged(noise(NBYTES))
+    assert staged is not None
+    staged.release()
+    pool.close()
+
+
+async def test_who_waits_when_the_memory_is_closed_fails(ground: Ground) -> None:
+    some = await ground.take(ROOM)
+    waiting = await ground.waiting(NBYTES)
+    ground.growth.close()
+    release_staged(some)
+    with pytest.raises(PeerLost, match="closed"):
+        await waiting
+
+
+async def test_memory_may_be_given_back_where_no_loop_runs(ground: Ground) -> None:
+    some = await ground.take(ROOM)
+    waiting = await ground.waiting(NBYTES)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(release_staged, some).result()
+    release_staged(await waiting)
+
+
+def test_memory_may_be_given_back_when_who_waited_has_no_loop_any_more() -> None:
+    with fake_device() as gpu:
+        loop = asyncio.new_event_loop()
+        growth = Growth(ROOM, device=gpu.device)
+        loop.run_until_complete(growth.open())
+        ground = Ground(growth)
+        some = loop.run_until_complete(ground.take(ROOM))
+        waiting = loop.create_task(ground.take(NBYTES))
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        release_staged(some)
+        assert not (ground.used_bytes or waiting.done())
+        growth.close()
+
+
+async def test_who_waits_can_be_failed(ground: Ground) -> None:
+    some = await ground.take(ROOM)
+    waiting = await ground.waiting(NBYTES)
+    for turn in ground.lost:
+        turn.fail(PeerLost("gone"))
+    ground.room._look()  # before it has woken up
+    with pytest.raises(PeerLost, match="gone"):
+        await waiting
+    release_staged(some)

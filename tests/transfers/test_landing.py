@@ -1,0 +1,229 @@
+"""Where offers land: each is granted when its place is there, if it still stands."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from asynckv.buffers.remote.peer import connect
+from asynckv.buffers.serve import Server
+from asynckv.errors import RemoteProtocolError
+from asynckv.links.gpu_arrivals import GpuArrivals
+from asynckv.links.link import Link
+from asynckv.protocol.device_frames import GrantDevices, SentDevices
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import Frame, Offer, Select
+from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.values import MappedOffer, TensorRecord
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.tensors.growth import Growth
+from asynckv.tensors.views import bytes_of
+from asynckv.testing.blocked import until, until_blocked
+from asynckv.testing.expectations import is_same
+from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.transfers.budget import ReceiveBudget
+from asynckv.transfers.delivery import Delivery
+from asynckv.transfers.landing import Landing, read_offer, ready_memory
+from asynckv.transfers.manifest import pack
+from asynckv.types import TensorSpec
+from harness.fake_gpus import FakeGpus
+from harness.fake_gpus.streams import Delay
+from harness.link_pairs import Hearer, LinkPair, linked
+from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+
+BODY = pack([TensorRecord("key", TensorSpec((MIB,), "uint8"))], None, None, [])
+
+
+@dataclasses.dataclass
+class Ground:
+    """A query's end of a stream; it is the sink of what lands, too."""
+
+    links: LinkPair
+    budget: ReceiveBudget
+    verified: list[int] = dataclasses.field(default_factory=list)
+    gpus: NcclBuffers | None = None
+
+    def part_verified(self, index: int, digest: bytes) -> None:
+        self.verified.append(index)
+
+    def reception_failed(self, error: Exception) -> None:
+        raise error
+
+    def arrivals(self, link: Link) -> GpuArrivals | None:
+        """Be what knows of ways between GPUs."""
+        if self.gpus is None:
+            return None
+        pool = self.gpus.peer.pool
+        assert isinstance(pool, DeviceCopyPool)
+        return GpuArrivals(self.gpus.near_way, pool)
+
+    def landing(self, **targets: torch.Tensor) -> Landing:
+        link = self.links.near
+        stream = link.open_stream(Hearer(), Select(has_key=False))
+        return Landing(link, stream, targets, self.budget, self)
+
+    def offer(self, transfer: int = 2, body: bytes = BODY) -> Delivery:
+        offer = Offer(transfer, inline=False, on_gpu=self.gpus is not None)
+        return read_offer(self.links.near, offer, body, None)
+
+    async def heard(self, count: int = 1) -> list[Frame]:
+        """Return what the peer was sent, once it is so much."""
+        hearers = self.links.service.hearers
+        await until(lambda: bool(hearers) and len(hearers[0].frames) >= count)
+        return [frame for frame, _ in hearers[0].frames]
+
+
+@pytest.fixture
+async def ground() -> AsyncIterator[Ground]:
+    async with linked("mem://", lambda *_: None) as links:
+        memory = Growth(4 * MIB)
+        yield Ground(links, ReceiveBudget(4 * MIB, memory))
+        await memory.aclose()
+
+
+@pytest.fixture
+async def between_gpus(two_gpus: FakeGpus, ground: Ground) -> AsyncIterator[Ground]:
+    async with open_nccl_buffers(two_gpus, digest="off", serves="off") as gpus:
+        ground.gpus = gpus
+        yield ground
+
+
+def test_an_offer_says_what_will_land(ground: Ground) -> None:
+    delivery = ground.offer()
+    assert list(delivery.manifest.specs) == ["key"] and not delivery.is_whole
+
+
+@pytest.mark.parametrize(
+    ("inline", "complete", "is_mapped"),
+    [(False, True, False), (True, True, True), (False, False, True)],
+)
+async def test_what_is_offered_in_memory_that_is_not_mapped_is_refused(
+    mappable: Server, inline: bool, complete: bool, is_mapped: bool
+) -> None:
+    mapped = MappedOffer(1, 0)
+    offer = Offer(2, inline=inline, complete=complete, mapped=mapped)
+    async with connect(mappable.url) as peer:
+        link = peer._linked()
+        reader = peer.ways.reader(link, views=False) if is_mapped else None
+        assert (reader is not None) is is_mapped
+        with pytest.raises(RemoteProtocolError, match="that is not mapped"):
+            read_offer(link, offer, BODY, reader)
+
+
+async def test_a_stream_is_shown_nothing_in_mapped_memory(mappable: Server) -> None:
+    offer = Offer(2, inline=False, mapped=MappedOffer(1, 0))
+    async with connect(mappable.url) as peer:
+        reader = peer.ways.reader(peer._linked(), views=False)
+        assert reader is not None
+        with pytest.raises(RemoteProtocolError, match="that is not mapped"):
+            read_offer(peer._linked(), offer, BODY, reader, by_parts=True)
+
+
+async def test_what_was_granted_lands_and_is_verified(ground: Ground) -> None:
+    landing, delivery, data = ground.landing(), ground.offer(), bytes_of(noise(MIB))
+    await landing.accept(delivery, ground, lambda: True)
+    assert await ground.heard() == [Grant(2)]
+    assert delivery.charged_bytes == ground.budget.used_bytes == MIB
+    assert delivery.reception is not None
+    ground.links.far.payload.send(2, 0, data, lambda *_: None)
+    landing.on_parts(delivery.reception, Done(2, 0, digest_of(data)), b"")
+    await until(lambda: ground.verified == [0])
+    assert is_same(delivery.tensors["key"], noise(MIB))
+
+
+async def test_what_is_small_comes_along(ground: Ground) -> None:
+    body = pack([TensorRecord("key", TensorSpec((8,), "uint8"))], None, None, [])
+    landing, delivery = ground.landing(), ground.offer(body=body)
+    await landing.accept(delivery, ground, lambda: True)
+    piece = bytes(bytes_of(noise(8)))
+    assert delivery.reception is not None
+    riders = Riders(2, (0,), (digest_of(piece),))
+    landing.on_parts(delivery.reception, riders, piece)
+    assert ground.verified == [0] and is_same(delivery.tensors["key"], noise(8))
+
+
+async def test_an_offer_that_does_not_stand_any_more_is_not_granted(
+    ground: Ground,
+) -> None:
+    landing, gone = ground.landing(), ground.offer()
+    await landing.accept(gone, ground, lambda: False)
+    assert gone.reception is None and not gone.charged_bytes
+    assert not ground.budget.used_bytes
+    await landing.accept(ground.offer(4), ground, lambda: True)
+    assert await ground.heard() == [Grant(4)]
+
+
+async def test_memory_that_was_lent_is_not_granted_twice_before_it_is_quiet(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    landing, quiet = ground.landing(key=noise(MIB)), asyncio.Event()
+    payload = ground.links.near.payload
+    await landing.accept(ground.offer(2), ground, lambda: True)
+    monkeypatch.setattr(payload, "quiesce", lambda transfer: quiet.wait())
+    accepting = asyncio.create_task(
+        landing.accept(ground.offer(4), ground, lambda: True)
+    )
+    await until_blocked(accepting)
+    assert await ground.heard() == [Grant(2)] and not ground.budget.used_bytes
+    quiet.set()
+    await accepting
+    assert await ground.heard(2) == [Grant(2), Grant(4)]
+
+
+async def test_a_part_that_was_not_asked_for_from_a_gpu_is_refused(
+    ground: Ground,
+) -> None:
+    landing, delivery = ground.landing(), ground.offer()
+    await landing.accept(delivery, ground, lambda: True)
+    assert delivery.reception is not None
+    with pytest.raises(RemoteProtocolError, match="not asked for"):
+        landing.on_parts(delivery.reception, SentDevices(2, 0, "off"), b"")
+
+
+async def test_between_gpus_it_lands_on_the_gpu(between_gpus: Ground) -> None:
+    landing, delivery = between_gpus.landing(), between_gpus.offer()
+    await landing.accept(delivery, between_gpus, lambda: True)
+    assert await between_gpus.heard() == [GrantDevices(2, "off")]
+    gpus, reception = between_gpus.gpus, delivery.reception
+    assert gpus is not None and reception is not None
+    assert isinstance(gpus.buffer.pool, DeviceCopyPool)
+    memory = gpus.buffer.pool.memory_of(gpus.ours.tensor(noise(MIB)))
+    source = await ready_memory(memory)
+    gpus.way.transport.send(2, 0, source, lambda *_: None)
+    landing.on_parts(reception, SentDevices(2, 0, "off"), b"")
+    await until(lambda: between_gpus.verified == [0])
+    assert delivery.tensors["key"].is_cuda
+    assert is_same(delivery.tensors["key"], noise(MIB))
+
+
+async def test_what_is_wanted_in_host_memory_is_granted_there(
+    between_gpus: Ground,
+) -> None:
+    key = noise(MIB)
+    landing, delivery = between_gpus.landing(key=key), between_gpus.offer()
+    await landing.accept(delivery, between_gpus, lambda: True)
+    assert await between_gpus.heard() == [Grant(2)]
+    assert delivery.tensors["key"] is key
+
+
+async def test_an_offer_that_ends_while_the_gpu_is_at_its_place_is_not_granted(
+    between_gpus: Ground,
+) -> None:
+    gpus, standing = between_gpus.gpus, [True]
+    assert gpus is not None
+    landing = between_gpus.landing(key=gpus.theirs.tensor(noise(MIB)))
+    gpus.theirs.tensors.stream(1).add(Delay(50))
+    delivery = between_gpus.offer()
+    accepting = asyncio.create_task(
+        landing.accept(delivery, between_gpus, lambda: bool(standing))
+    )
+    await until_blocked(accepting)
+    standing.clear()
+    await accepting
+    assert delivery.reception is None and not between_gpus.budget.used_bytes
+    await landing.accept(between_gpus.offer(4), between_gpus, lambda: True)
+    assert await between_gpus.heard() == [GrantDevices(4, "off")]

@@ -1,0 +1,288 @@
+"""What a server may say of parts that are to leave, and what a GPU may refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+import pytest
+import torch
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote.insert import Sending
+from asynckv.buffers.remote.peer import Peer, connect
+from asynckv.buffers.remote.store import begin_put
+from asynckv.buffers.serve import serve
+from asynckv.errors import GPUFailed
+from asynckv.links.gpu_link import GpuLink
+from asynckv.links.link import Link
+from asynckv.protocol.device_frames import GrantDevices
+from asynckv.protocol.frames import Accepted, Cancel, Frame, Put
+from asynckv.protocol.ipc_frames import GrantShared, SentShared
+from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.tensors.copying import CopyPool
+from asynckv.testing.blocked import until
+from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
+from asynckv.testing.expectations import is_same
+from asynckv.testing.lookup_checks.values import MIB, noise
+from asynckv.transfers.host_copies import Hoisting, HostCopies
+from asynckv.transfers.outgoing import LeavingParts, ShownTo
+from asynckv.transports.lane_sockets import LaneSocket
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
+from harness.link_pairs import LinkPair, linked
+from harness.nccl_buffer_pairs import open_nccl_buffers
+
+Work: TypeAlias = Callable[[], None]
+Ended: TypeAlias = BaseException | None
+_Grants: TypeAlias = type[Grant] | type[GrantDevices] | type[GrantShared]
+
+
+class NoWay:
+    """A side with a GPU from which nothing leads to the peer's any more."""
+
+    def __init__(self) -> None:
+        self.pool = CopyPool()
+
+    @property
+    def copies(self) -> HostCopies:
+        return HostCopies()
+
+    def way(self, link: Link) -> GpuLink | None:
+        return None
+
+    def shown(self, link: Link) -> ShownTo | None:
+        return None
+
+
+class Asked:
+    """One put from host memory, and the server that it was asked of."""
+
+    def __init__(self, pair: LinkPair, ways: NoWay | None, nbytes: int) -> None:
+        self.pair = pair
+        self.value = noise(nbytes)
+        self.sending: Sending = begin_put(pair.near, "key", self.value, ways)
+        self.transfer = 0
+
+    async def grant(self, *frames: _Grants) -> None:
+        service = self.pair.service
+        await until(lambda: bool(service.asked))
+        stream, frame, _ = service.asked[0]
+        assert isinstance(frame, Put)
+        self.transfer = frame.transfer
+        for kind in frames:
+            number = frame.transfer
+            if kind is Grant:
+                stream.send(Grant(number))
+            elif kind is GrantShared:
+                stream.send(GrantShared(number, "full"))
+            else:
+                stream.send(GrantDevices(number, "full"))
+
+    def said(self) -> list[Frame]:
+        """What was sent of it by now."""
+        return [frame for frame, _ in self.pair.service.hearers[0].frames]
+
+
+@asynccontextmanager
+async def asked(
+    ways: NoWay | None, url: str = "mem://", nbytes: int = MIB
+) -> AsyncIterator[Asked]:
+    async with linked(url, lambda *_: None) as pair:
+        one = Asked(pair, ways, nbytes)
+        yield one
+        await one.sending.quiesce()
+
+
+@pytest.mark.parametrize("ways", [None, NoWay()], ids=["none", "no way"])
+async def test_a_grant_that_makes_no_sense_breaks_the_link(
+    ways: NoWay | None,
+) -> None:
+    async with asked(ways) as one:
+        await one.grant(GrantDevices, GrantDevices)
+        await until(lambda: not one.pair.near.is_open)
+        assert "nothing leads to" in str(one.pair.near.error)
+
+
+@pytest.mark.parametrize("ways", [None, NoWay()], ids=["none", "nobody reads"])
+async def test_a_grant_of_what_was_never_shown_breaks_the_link(
+    ways: NoWay | None,
+) -> None:
+    async with asked(ways) as one:
+        await one.grant(GrantShared, GrantShared)
+        await until(lambda: not one.pair.near.is_open)
+        assert "never shown" in str(one.pair.near.error)
+
+
+async def test_a_peer_without_a_gpu_shows_nothing() -> None:
+    async with linked("tcp://127.0.0.1:0") as pair:
+        assert connect(pair.listener.url).ways.shown(pair.near) is None
+
+
+async def test_what_is_not_where_the_peer_reads_waits_for_another_grant() -> None:
+    async with asked(NoWay()) as one:
+        await one.grant(GrantShared)
+        hearer = one.pair.service.hearers[0]
+        said = SentShared(one.transfer, 0, "off")
+        assert await hearer.next() == (said, b"") and one.sending.may_be_in
+        one.pair.service.asked[0][0].send(Accepted())
+        assert await one.sending.accepted()
+
+
+@contextlib.contextmanager
+def held_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No lane sends anything before this ends."""
+    goes, start = threading.Event(), LaneSocket.start
+
+    def hold(
+        lane: LaneSocket, work: Work, purpose: str, ended: Callable[[Ended], None]
+    ) -> bool:
+        def held() -> None:
+            goes.wait(60)
+            work()
+
+        return start(lane, held if purpose == "send" else work, purpose, ended)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LaneSocket, "start", hold)
+        try:
+            yield
+        finally:
+            goes.set()
+
+
+async def test_what_is_queued_when_it_is_granted_again_leaves_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with asked(None, "tcp://127.0.0.1:0") as one:
+        leaving = one.pair.near.payload._leaving  # type: ignore[attr-defined]
+        target, landed = memoryview(bytearray(MIB)), list[object]()
+        with held_lanes(monkeypatch):
+            await one.grant(Grant)
+            await until(lambda: bool(leaving))
+            (first,) = leaving._parts[one.transfer]
+            await one.grant(Grant)
+            await until(lambda: leaving._parts[one.transfer] != {first})
+            payload = one.pair.far.payload
+            payload.receive(one.transfer, 0, target, lambda *end: landed.append(end))
+        await until(lambda: bool(landed) and bool(one.said()) and not leaving)
+        assert is_same(torch.frombuffer(target, dtype=torch.uint8), one.value)
+        assert first.stopped and [type(frame) for frame in one.said()] == [Done]
+
+
+async def test_what_is_to_ride_when_it_is_granted_again_rides_once() -> None:
+    async with asked(None, nbytes=8 * 1024) as one:
+        one.sending.on_frame(Grant(one.sending._transfer), b"")
+        one.sending.on_frame(Grant(one.sending._transfer), b"")
+        await until(lambda: bool(one.pair.service.hearers))
+        one.sending.cancel()
+        await until(lambda: Cancel() in one.said())
+        assert [type(frame) for frame in one.said()] == [Riders, Cancel]
+
+
+async def test_a_grant_that_crosses_the_cancellation_is_no_matter() -> None:
+    async with asked(NoWay()) as one:
+        one.sending.cancel()
+        await one.grant(GrantDevices, GrantShared, Grant)
+        await until(lambda: one.sending.may_be_in)
+        assert one.pair.near.is_open
+
+
+@asynccontextmanager
+async def to_host_memory(gpus: FakeGpus) -> AsyncIterator[tuple[LookupBuffer, Peer]]:
+    """A lookup buffer in host memory, and a peer on a GPU."""
+    there = fake_device_of(gpus.process(), 1).device
+    async with (
+        LookupBuffer("4MiB", drain_s=0) as lookup,
+        serve("tcp://127.0.0.1:0", lookup=lookup) as server,
+        connect(server.url, device=there, max_bytes="4MiB") as peer,
+    ):
+        yield lookup, peer
+
+
+def on_gpu_of(peer: Peer, tensor: torch.Tensor) -> torch.Tensor:
+    assert peer.on_gpu is not None and peer.on_gpu.device_pages is not None
+    tensors = peer.on_gpu.device_pages.allocation.gpus.tensors
+    found: torch.Tensor = tensors.on_gpu(tensor, 1)  # type: ignore[attr-defined]
+    return found
+
+
+async def test_a_cancelled_insert_is_hoisted_no_further(two_gpus: FakeGpus) -> None:
+    async with to_host_memory(two_gpus) as (lookup, peer):
+        key = on_gpu_of(peer, noise(MIB))
+
+        async def check(k: int, mode: CancelMode, outcome: Outcome[str]) -> None:
+            await peer.lookup.peek([1])
+            entries = lookup.ledger.book.entries
+            await until(lambda: all(e.complete for e in entries.values()))
+            assert entries or outcome.cancelled
+            if entries:
+                entry = await lookup.drop_select([1])
+                assert is_same(entry.key, noise(MIB))  # type: ignore[arg-type]
+                del entry
+            await until(lambda: not lookup.statistics().used_bytes)
+            assert peer.on_gpu is not None and not peer.on_gpu.arena.used_bytes
+
+        insert = peer.lookup.insert
+        await sweep_cancellation(lambda: insert([1], None, key, None, None), check)
+
+
+@pytest.mark.parametrize("part", ["copy", "_tell_sent"])
+async def test_what_this_sides_gpu_refuses_is_raised(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    async def fail(*anything: object) -> None:
+        raise GPUFailed("it has fallen off the bus")
+
+    is_copied = part == "copy"
+    monkeypatch.setattr(Hoisting if is_copied else LeavingParts, part, fail)
+    if is_copied:
+        async with to_host_memory(two_gpus) as (_, peer):
+            key = on_gpu_of(peer, noise(MIB))
+            with pytest.raises(GPUFailed, match="off the bus"):
+                await peer.lookup.insert([1], None, key, None, None)
+        return
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.opened()
+        key = pair.theirs.tensor(noise(MIB))
+        with pytest.raises(GPUFailed, match="off the bus"):
+            await pair.peer.lookup.insert([1], None, key, None, None)
+        await until(lambda: not pair.staged_bytes)
+        await until(lambda: not pair.buffer.statistics().used_bytes)
+
+
+async def test_an_entry_that_is_accepted_early_is_not_digested_any_more(
+    two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digesting = list[asyncio.Task[None] | None]()
+
+    async def wait(*anything: object) -> list[bytes]:
+        del anything  # the task's error would keep it
+        digesting.append(asyncio.current_task())
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    on_frame = Sending.on_frame
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.opened()
+        monkeypatch.setattr(pair.peer.pool, "digest", wait)
+        sendings = list[Sending]()
+
+        def note(sending: Sending, frame: Frame, body: bytes) -> None:
+            sendings.append(sending)
+            on_frame(sending, frame, body)
+
+        monkeypatch.setattr(Sending, "on_frame", note)
+        key = pair.theirs.tensor(noise(MIB))
+        inserting = asyncio.create_task(
+            pair.peer.lookup.insert([1], None, key, None, None)
+        )
+        await until(lambda: bool(digesting))
+        sendings[0].on_frame(Accepted(), b"")
+        await inserting
+        assert digesting[0] is not None and digesting[0].done()
+        await until(lambda: not pair.staged_bytes)
