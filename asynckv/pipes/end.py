@@ -11,10 +11,10 @@ from asynckv.links.device_streams import DeviceStream
 from asynckv.links.link import Link
 from asynckv.links.options import Digest
 from asynckv.links.requests import LinkStream, StreamHandler
+from asynckv.pipes.gpu_sharing import SharingStream
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.outbound import Outbound
-from asynckv.pipes.sharing_stream import SharingStream
 from asynckv.protocol.device_frames import GrantDevices, OpenDevices, SentDevices
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import (

@@ -1,9 +1,12 @@
 """What one side of a pipe has on its GPU: memory there, and a way to the peer's GPU.
 
-Until the way is open, and when it is lost, payload goes through the hosts' memory.
+Until the way is open, and when it is lost, payload goes through the hosts' memory and
+is brought to the GPU where it is wanted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import anyio
 import torch
@@ -11,20 +14,25 @@ import torch
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
-from asynckv.pipes.gpu_opening import GpuOpening
-from asynckv.pipes.gpu_sharing import GpuSharing
+from asynckv.pipes.gpu_sharing import GpuOpening, GpuSharing
 from asynckv.protocol.handshake import DigestMode
 from asynckv.sharing.owner import LEAST_NBYTES
+from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.device_calls import DeviceCalls
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.on_gpu import KVOnGpu, caught
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.paged_arena import PagedArena
+from asynckv.tensors.views import spec_of
 from asynckv.types import TensorSpec
 
-__all__ = ("GpuSide",)
+__all__ = (
+    "GpuSide",
+    "Placing",
+)
 
 
 class GpuSide:
@@ -147,3 +155,37 @@ def _lent(region: DeviceRegion, spec: TensorSpec) -> torch.Tensor:
     region.hand_out()
     region.release()
     return tensor
+
+
+class Placing:
+    """Copies of one pipe's tensors on ``device``, made by ``pool``.
+
+    They are in memory of ``gpus`` where it has room: to allocate may wait for work of
+    the GPU that waits for the peer.
+    """
+
+    def __init__(
+        self, device: OpenDevice, pool: CopyPool, gpus: Callable[[], GpuSide | None]
+    ) -> None:
+        self._device = device
+        self._gpus = gpus
+        self._pool = pool
+        self._calls = DeviceCalls()
+
+    async def place(
+        self, tensor: torch.Tensor, check: Callable[[], None]
+    ) -> torch.Tensor:
+        """Return a copy on the GPU, which has ended, for the caller's current stream.
+
+        ``check`` is called before bytes move: it raises if nobody wants them any more.
+        A cancelled call ends when no GPU and no thread is at either of the two.
+
+        :raises GPUFailed: the GPU has no memory left, failed, or did not answer
+        """
+        spec, gpus = spec_of(tensor), self._gpus()
+        made = None if gpus is None else gpus.made(spec)
+        if made is None:
+            made = await self._calls.call(self._device.maker(spec))
+            check()
+        await self._pool.copy([tensor], [made], digest=False)
+        return made.tensor

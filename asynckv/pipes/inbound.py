@@ -1,27 +1,226 @@
 """The receiving half of a pipe: what the peer may send, and what waits to be taken.
 
-The peer sends ahead of the application, up to a bound that it is told; a tensor
-above the bound comes alone, and only when the application waits for it.
+The peer sends ahead of the application, up to a bound that it is told; a tensor above
+the bound comes alone, and only when the application waits for it. Tensors land in
+memory of this side. The peer is told what came, and what there is room for, once a tick
+at most.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 from collections.abc import Callable
+from typing import Final
 
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.pipes.arrivals import Arrival
-from asynckv.pipes.granting import Granting
+from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
-from asynckv.pipes.reports import Reports
+from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Frame, Push
+from asynckv.protocol.frames import Flushed, Frame, Push, Read
 from asynckv.protocol.ipc_frames import PushShared
+from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
+from asynckv.transfers.reception import Reception
 
-__all__ = ("Inbound",)
+__all__ = (
+    "Granting",
+    "Inbound",
+    "Reports",
+)
+
+
+_NOTHING: Final = memoryview(b"")
+
+
+class Granting:
+    """Grants what the peer has announced memory to land in: of a GPU, or of the host.
+
+    What finds none comes when :meth:`grant` is called for it again. ``granted`` is told
+    when what has waited for a slab was granted.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        send: Callable[[Frame, memoryview], None],
+        max_bytes: int,
+        granted: Callable[[], None],
+    ) -> None:
+        self.gpus: GpuSide | None = None
+        self._link, self._send, self._granted = link, send, granted
+        self._max_bytes = max_bytes
+        self._memory = Growth(max_bytes, self._grant_waiting)
+        self._landing: dict[int, Arrival] = {}
+        self._to_grant: dict[Arrival, None] = {}
+        """What waits for a slab, the first one first."""
+
+    def expect(self, arrival: Arrival) -> None:
+        """It was announced: let it land, unless it is above the bound. Never waits."""
+        self._link.payload.announce(arrival.transfer)
+        if arrival.nbytes <= self._max_bytes:
+            self.try_to_grant(arrival)
+
+    def try_to_grant(self, arrival: Arrival) -> None:
+        """As :meth:`grant`; without memory it comes when it is waited for."""
+        with contextlib.suppress(MemoryError):
+            self.grant(arrival)
+
+    def grant(self, arrival: Arrival) -> None:
+        """Let it land, unless it does already. Never waits.
+
+        :raises MemoryError: there is none for a tensor above the bound
+        """
+        if arrival.spec is None or arrival.is_landing or self._lands_on_gpu(arrival):
+            return
+        if self._memory.awaits(arrival.nbytes):
+            self._to_grant[arrival] = None
+            return
+        try:
+            arrival.tensor = self._memory.lending.spare(arrival.spec)
+        except RuntimeError as exc:
+            raise MemoryError(f"none for a tensor of {arrival.nbytes} bytes") from exc
+        target = bytes_of(arrival.tensor)
+        arrival.reception = Reception(self._link, arrival.transfer, [target], arrival)
+        self._landing[arrival.transfer] = arrival
+        arrival.reception.begin()
+        self._send(Grant(arrival.transfer), _NOTHING)
+
+    def check_shown(self, frame: PushShared) -> None:
+        """Raise if the peer shows what is not within its memory."""
+        if self.gpus is not None:
+            nbytes = frame.spec.nbytes
+            self.gpus.sharing.peer_memory.check(frame.offset, nbytes)
+
+    def on_done(self, frame: Done) -> None:
+        """The peer has sent a tensor's last byte."""
+        arrival = self._landing.get(frame.transfer)
+        if arrival is None or arrival.reception is None:
+            raise RemoteProtocolError("a Done for what was never granted")
+        arrival.reception.on_done(frame)
+
+    def on_sent_devices(self, frame: SentDevices) -> None:
+        """The peer has sent a tensor's last byte from its GPU to this one's."""
+        arrival = self._landing.get(frame.transfer)
+        if arrival is None:
+            raise RemoteProtocolError("a tensor of a GPU that was never granted")
+        arrival.on_sent_devices(frame)
+
+    def landed(self, arrival: Arrival) -> None:
+        """It is whole."""
+        arrival.reception = None
+        self._landing.pop(arrival.transfer, None)
+
+    def forget(self, arrival: Arrival) -> None:
+        """Nobody wants it any more, and it lands no further. Never waits."""
+        self._to_grant.pop(arrival, None)
+        if arrival.reception is not None:
+            arrival.reception.stop()
+        arrival.let_go()
+        self._landing.pop(arrival.transfer, None)
+
+    async def aclose(self) -> None:
+        """Give idle memory back. Bounded; what was taken keeps its own."""
+        await self._memory.aclose()
+
+    def abort(self) -> None:
+        """As :meth:`aclose`, but never waits."""
+        self._memory.close()
+
+    def _lands_on_gpu(self, arrival: Arrival) -> bool:
+        """Let it land in memory of the GPU, if that can be."""
+        if self.gpus is None:
+            return False
+        if arrival.read_on_gpu(self.gpus):
+            return True
+        if (granted := arrival.land_on_gpu(self._link, self.gpus)) is None:
+            return False
+        self._landing[arrival.transfer] = arrival
+        self._send(granted, _NOTHING)
+        return True
+
+    def _grant_waiting(self) -> None:
+        waiting, self._to_grant = self._to_grant, {}
+        for arrival in waiting:
+            self.try_to_grant(arrival)
+        if waiting:
+            self._granted()
+
+
+class Reports:
+    """Counts what the peer was told, and what it is to be told next.
+
+    It may send what it was told that there is room for; a tensor above ``max_bytes``
+    when all of that is free.
+    """
+
+    def __init__(
+        self, send: Callable[[Frame, memoryview], None], max_bytes: int
+    ) -> None:
+        self._send = send
+        self._max_bytes = max_bytes
+        self._credit_bytes = 0
+        self._credit_tensors = 0
+        self._owed_bytes = 0
+        self._owed_tensors = 0
+        self._verified_count = 0
+        self._reported_count = 0
+        self._due: asyncio.Handle | None = None
+        self._is_over = False
+
+    def charge(self, nbytes: int) -> None:
+        """A tensor of so many bytes comes.
+
+        :raises RemoteProtocolError: the peer was not told that there is room for it
+        """
+        told_unread = self._max_bytes - self._credit_bytes
+        if self._credit_tensors < 1 or (nbytes > self._credit_bytes and told_unread):
+            raise RemoteProtocolError("a tensor for which there is no room")
+        self._credit_bytes -= nbytes
+        self._credit_tensors -= 1
+
+    def owe(self, nbytes: int, tensors: int) -> None:
+        """There is room for so many more."""
+        self._owed_bytes += nbytes
+        self._owed_tensors += tensors
+        self._tell_soon()
+
+    def verified(self, tensors: int) -> None:
+        """So many more are whole, in their order."""
+        self._verified_count += tensors
+        self._tell_soon()
+
+    def tell(self) -> None:
+        """Say it now."""
+        self._forget_due()
+        if self._verified_count > self._reported_count:
+            self._reported_count = self._verified_count
+            self._send(Flushed(self._verified_count), _NOTHING)
+        if self._owed_bytes or self._owed_tensors:
+            read = Read(self._owed_bytes, self._owed_tensors)
+            self._credit_bytes += read.nbytes
+            self._credit_tensors += read.tensors
+            self._owed_bytes = self._owed_tensors = 0
+            self._send(read, _NOTHING)
+
+    def end(self) -> None:
+        """Say nothing more, unless :meth:`tell` is called."""
+        self._is_over = True
+        self._forget_due()
+
+    def _tell_soon(self) -> None:
+        if self._due is None and not self._is_over:
+            self._due = asyncio.get_running_loop().call_soon(self.tell)
+
+    def _forget_due(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
 
 
 class Inbound:

@@ -14,15 +14,41 @@ from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
 from asynckv.loops import LoopBound
 from asynckv.pipes.arrivals import Arrival
 from asynckv.pipes.end import PipeEnd
+from asynckv.pipes.gpu_side import Placing
 from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
-from asynckv.pipes.placing import Placing
-from asynckv.pipes.told_errors import ToldErrors
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.tensors.views import check_into, spec_of
 
-__all__ = ("Pipe", "PipeStatistics")
+__all__ = (
+    "Pipe",
+    "PipeStatistics",
+    "ToldErrors",
+)
+
+
+class ToldErrors:
+    """That the peer is lost, and that something sent may not have arrived."""
+
+    def __init__(self) -> None:
+        self._loss = self._broken = False
+
+    def note(self, error: BaseException) -> None:
+        """The application is about to hear of it."""
+        self._loss |= isinstance(error, PeerLost | ChecksumError)
+        self._broken |= isinstance(error, PipeBroken)
+
+    def note_all(self) -> None:
+        """It has hung up: there is nothing to tell it."""
+        self._loss = self._broken = True
+
+    def has(self, error: PipeBroken) -> bool:
+        """Whether the application has heard of it; from now on it has."""
+        knew = self._broken or (self._loss and not error.maybe_delivered)
+        self.note(error)
+        return knew
+
 
 _DRAIN_S: Final = 30.0
 _CALLS_A_TICK: Final = 32

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from asynckv.errors import PeerLost, RemoteProtocolError
-from asynckv.pipes.barrier import Barrier
+from asynckv.pipes.rendezvous import Barrier
 from asynckv.testing import until_blocked
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from asynckv.errors import PeerLost
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.pipes import callers as callers_file
-from asynckv.pipes.callers import Callers
+from asynckv.pipes import joining as callers_file
+from asynckv.pipes.joining import Callers
 from asynckv.protocol.frames import Failure, OpeningFrame, OpenPipe
 from asynckv.testing.blocked import until, until_blocked
 from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked

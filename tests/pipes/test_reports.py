@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.pipes.reports import Reports
+from asynckv.pipes.inbound import Reports
 from asynckv.protocol.frames import Flushed, Frame, Read
 
 BOUND = 1000

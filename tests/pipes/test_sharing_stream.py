@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
-from asynckv.pipes.sharing_stream import SharingStream
+from asynckv.pipes.gpu_sharing import SharingStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Frame, Ping

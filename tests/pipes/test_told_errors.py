@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import ChecksumError, PeerLost, PipeBroken
-from asynckv.pipes.told_errors import ToldErrors
+from asynckv.pipes.pipe import ToldErrors
 
 LOST = PipeBroken("the peer is lost", maybe_delivered=0)
 LOST_WITH_SOME = PipeBroken("the peer is lost", maybe_delivered=1)
