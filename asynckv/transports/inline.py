@@ -15,13 +15,10 @@ from asynckv.abc import PayloadTransport
 from asynckv.errors import AsyncKVError, LocalProtocolError, PeerLost
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory
-from asynckv.transports.completions import Completions
-from asynckv.transports.ending import Ending
-from asynckv.transports.fed_parts import FedPart
+from asynckv.transports.ending import Ending, QuietWaits
 from asynckv.transports.lanes import Lanes
-from asynckv.transports.parts import DoneCallback, Part, PartTable
-from asynckv.transports.pending import PendingParts
-from asynckv.transports.quiet import QuietWaits
+from asynckv.transports.parts import DoneCallback, FedPart, Part, PartTable
+from asynckv.transports.pending import Completions, PendingParts
 
 __all__ = ("DEFAULT_CHUNK_BYTES", "InlineTransport")
 

@@ -1,6 +1,9 @@
 """The socket of a payload lane: plain or TLS, shared by the threads that use it.
 
-What a thread has to say goes to a :class:`LaneOwner`, from that thread.
+Whole pieces go over it, for threads that may wait, and are woken by ``shutdown()``.
+What a thread has to say goes to a :class:`LaneOwner`, from that thread. Small pieces of
+memory are moved together by one system call; large ones go alone: a call that moves
+many of those keeps others waiting, and saves nothing.
 """
 
 from __future__ import annotations
@@ -8,19 +11,149 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
 from asynckv.errors import AsyncKVError
-from asynckv.security.tls_socket import Connection
-from asynckv.transports.lane_wires import wire_over
+from asynckv.security.tls_socket import Connection, TlsSocket, WantsToWrite
 from asynckv.transports.parts import Part
-from asynckv.transports.vectors import rest_of, vectors_of
 
-__all__ = ("DEAD_S", "LaneOwner", "LaneSocket")
+__all__ = (
+    "DEAD_S",
+    "LaneOwner",
+    "LaneSocket",
+    "LaneWire",
+    "PlainWire",
+    "TlsWire",
+    "rest_of",
+    "vectors_of",
+    "wire_over",
+)
+
+
+_FULL_NBYTES: Final = 256 * 1024
+_MOST_PIECES: Final = 512
+"""The kernel takes 1,024."""
+
+
+def vectors_of(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield the pieces in order, as many together as one call should move."""
+    vector: list[memoryview] = []
+    nbytes = 0
+    for piece in pieces:
+        vector.append(piece)
+        nbytes += len(piece)
+        if nbytes >= _FULL_NBYTES or len(vector) == _MOST_PIECES:
+            yield vector
+            vector, nbytes = [], 0
+    if nbytes:
+        yield vector
+
+
+def rest_of(vector: Sequence[memoryview], moved: int) -> Sequence[memoryview]:
+    """Return what is left of it when so many bytes have moved."""
+    for index, piece in enumerate(vector):
+        if moved < len(piece):
+            return [piece[moved:], *vector[index + 1 :]]
+        moved -= len(piece)
+    return ()
+
+
+_RECORD_BYTES: Final = 16 * 1024
+_WRITE_BYTES: Final = 256 * 1024
+"""As much is enciphered at a time; the other direction has its turn after it."""
+
+
+class LaneWire(Protocol):
+    """What the threads of a lane do with its connection."""
+
+    def send(self, header: bytes, pieces: Sequence[memoryview]) -> None:
+        """Send all of it, in order.
+
+        :raises OSError: the peer is gone, or the lane was shut down
+        """
+
+    def receive_some(self, into: Sequence[memoryview]) -> int:
+        """Fill ``into`` as far as it goes without a break; 0 if nothing comes.
+
+        :raises OSError: the connection broke
+        """
+
+
+def wire_over(sock: Connection) -> LaneWire:
+    """Return what moves pieces over ``sock``."""
+    return TlsWire(sock) if isinstance(sock, TlsSocket) else PlainWire(sock)
+
+
+class PlainWire(LaneWire):
+    """Over a blocking socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self._sock = sock
+
+    def send(self, header: bytes, pieces: Sequence[memoryview]) -> None:
+        for vector in vectors_of([memoryview(header), *pieces]):
+            left: Sequence[memoryview] = vector
+            while left:
+                if len(left) == 1:
+                    sent = self._sock.send(left[0])
+                else:
+                    sent = self._sock.sendmsg(left)
+                left = rest_of(left, sent)
+
+    def receive_some(self, into: Sequence[memoryview]) -> int:
+        if len(into) == 1:
+            return self._sock.recv_into(into[0], 0, socket.MSG_WAITALL)
+        return self._sock.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
+
+
+class TlsWire(LaneWire):
+    """Over TLS: what would block is waited for outside of it, by ``poll``."""
+
+    def __init__(self, sock: TlsSocket) -> None:
+        self._sock = sock
+        self._readable, self._writable = select.poll(), select.poll()
+        self._also_writable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+        self._also_writable.register(sock, select.POLLOUT)
+
+    def send(self, header: bytes, pieces: Sequence[memoryview]) -> None:
+        for vector in vectors_of([memoryview(header), *pieces]):
+            if max(map(len, vector)) <= _RECORD_BYTES:
+                vector = [memoryview(b"".join(vector))]
+            for piece in vector:
+                for start in range(0, len(piece), _WRITE_BYTES):
+                    self._send(piece[start : start + _WRITE_BYTES])
+
+    def receive_some(self, into: Sequence[memoryview]) -> int:
+        place, got = into[0], 0
+        while got < len(place):
+            try:
+                count = self._sock.recv_into(place[got:])  # a record at a time
+            except WantsToWrite:
+                self._also_writable.poll()
+            except BlockingIOError:
+                self._readable.poll()
+            else:
+                got += count
+                if not count:
+                    break
+        return got
+
+    def _send(self, data: memoryview) -> None:
+        while True:
+            try:
+                self._sock.send(data)
+                return
+            except BlockingIOError:
+                self._writable.poll()
+
 
 _NICENESS: Final = 5
 DEAD_S: Final = 30.0

@@ -1,7 +1,7 @@
 """The parts that a socket transport moves, and which of them the peer may send.
 
-Lane threads and the loop share these; every change is made under a lock, and
-nothing is waited for.
+A part may leave as its bytes come. Lane threads and the loop share these; every change
+is made under a lock, and nothing is waited for.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from typing import Final, TypeAlias
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.chunks import Chunk
 from asynckv.protocol.digests import Digester
+from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, pieces_of
 from asynckv.tensors.small_blocks import SmallBlocks
 
-__all__ = ("DoneCallback", "Part", "PartTable")
+__all__ = (
+    "DoneCallback",
+    "FedPart",
+    "Part",
+    "PartTable",
+)
+
 
 logger = logging.getLogger(__name__)
 
@@ -253,3 +260,42 @@ def _check_place(part: Part, chunk: Chunk, carrier: object) -> None:
         raise RemoteProtocolError(
             f"{where}: a chunk of {chunk.nbytes} bytes, {part.left_bytes} are missing"
         )
+
+
+class FedPart(Part):
+    """A part whose memory is a feed: what was sent is kept no longer."""
+
+    __slots__ = ("_feed",)
+
+    def __init__(
+        self,
+        transfer: int,
+        number: int,
+        feed: Feed,
+        done: DoneCallback,
+        known_digest: bytes | None,
+    ) -> None:
+        super().__init__(transfer, number, memoryview(b""), done, known_digest)
+        self._feed = feed
+
+    @property
+    def left_bytes(self) -> int:
+        return self._feed.nbytes - self.moved_bytes
+
+    @property
+    def ready_bytes(self) -> int:
+        return self._feed.fed_bytes - self.moved_bytes
+
+    def call_when_ready(self, told: Callable[[], None]) -> None:
+        self._feed.call_when_fed(told)
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        return self._feed.pieces(start, stop)
+
+    def move(self, nbytes: int) -> None:
+        super().move(nbytes)
+        self._feed.leave(self.moved_bytes)
+
+    def let_go(self) -> None:
+        super().let_go()
+        self._feed.close()

@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from asynckv.transports.completions import Completions
 from asynckv.transports.parts import Part
+from asynckv.transports.pending import Completions
 
 
 def _part() -> Part:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from asynckv.protocol.digests import digest_of
 from asynckv.tensors.feeds import Feed
-from asynckv.transports.fed_parts import FedPart
+from asynckv.transports.parts import FedPart
 
 
 def test_a_fed_part_moves_as_its_bytes_come() -> None:

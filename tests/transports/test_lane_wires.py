@@ -11,8 +11,13 @@ import pytest
 from asynckv.security.tls import read_tls
 from asynckv.security.tls_socket import Connection, TlsSocket
 from asynckv.testing.certificates import Authority
-from asynckv.transports.lane_sockets import LaneSocket
-from asynckv.transports.lane_wires import LaneWire, PlainWire, TlsWire, wire_over
+from asynckv.transports.lane_sockets import (
+    LaneSocket,
+    LaneWire,
+    PlainWire,
+    TlsWire,
+    wire_over,
+)
 
 Ends = tuple[Connection, Connection]
 

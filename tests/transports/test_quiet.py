@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from asynckv.testing import until, until_blocked
-from asynckv.transports.quiet import QuietWaits
+from asynckv.transports.ending import QuietWaits
 
 
 def _never() -> None:

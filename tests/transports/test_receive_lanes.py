@@ -11,8 +11,8 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.tensors.runs import runs_in
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
+from asynckv.transports.lanes import ReceiveLane
 from asynckv.transports.parts import Part, PartTable
-from asynckv.transports.receive_lanes import ReceiveLane
 
 _CHUNK = 1000
 

@@ -12,10 +12,9 @@ import pytest
 from asynckv.protocol.chunks import CHUNK_HEADER_BYTES, encode_chunk_header
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import runs_in
-from asynckv.transports.fed_parts import FedPart
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
-from asynckv.transports.parts import Part
-from asynckv.transports.send_lanes import SendLane
+from asynckv.transports.lanes import SendLane
+from asynckv.transports.parts import FedPart, Part
 
 _CHUNK = 1000
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from asynckv.transports.vectors import rest_of, vectors_of
+from asynckv.transports.lane_sockets import rest_of, vectors_of
 
 _SIZES = st.lists(st.sampled_from([0, 1, 4096, 65536, 262144, 2**20]), max_size=1500)
 

@@ -17,7 +17,7 @@ from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from asynckv.protocol.device_frames import DeviceFrame, DevicesFinish
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
-from asynckv.transports.ending import Ending
+from asynckv.transports.ending import Ending, QuietWaits
 from asynckv.transports.nccl.channel import DeviceChannel
 from asynckv.transports.nccl.connecting import Connector
 from asynckv.transports.nccl.ends import make_ends
@@ -35,7 +35,6 @@ from asynckv.transports.nccl.staging import Staging
 from asynckv.transports.nccl.waits import Waits
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
-from asynckv.transports.quiet import QuietWaits
 
 __all__ = ("NcclTransport",)
 

@@ -13,8 +13,8 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.digests import digest_of
 from asynckv.transports.lane_sockets import LaneSocket
+from asynckv.transports.lanes import ReceiveLane
 from asynckv.transports.parts import Part, PartTable
-from asynckv.transports.receive_lanes import ReceiveLane
 
 pytestmark = [pytest.mark.trust, pytest.mark.timeout(240)]
 
