@@ -22,8 +22,7 @@ from asynckv.connectors.registry import (
 )
 from asynckv.connectors.store_line import FINGERPRINT_HINT
 from asynckv.errors import ConfigError
-from asynckv.links.address import parse_url
-from asynckv.links.exposure import check_exposure
+from asynckv.links.address import check_exposure, parse_url
 from asynckv.links.options import make_keyring
 
 __all__ = ("Explained", "explain")

@@ -8,18 +8,18 @@ import os
 from typing import Final
 
 from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
-from asynckv.links.address import Address, parse_url
+from asynckv.links.address import Address, check_exposure, parse_url
 from asynckv.links.door import dial_memory
-from asynckv.links.exposure import check_exposure
-from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
+from asynckv.links.options import keys_of
 from asynckv.links.payloads import payload_paths
 from asynckv.links.requests import Service
-from asynckv.links.securing import assurance_of, secure
 from asynckv.links.sockets import (
+    assurance_of,
     connect,
     converse,
     read_first_frame,
+    secure,
     send_first_frame,
 )
 from asynckv.links.streams import SocketStream

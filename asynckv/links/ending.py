@@ -1,4 +1,8 @@
-"""How a link ends: once, with one reason, and everybody is told of it."""
+"""How a link ends: once, with one reason, and everybody is told of it.
+
+A peer that is silent is noticed by a heartbeat: kernels acknowledge for frozen
+processes too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from typing import Final
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import PeerLost, ProtocolError
-from asynckv.links.heartbeat import Heartbeat
 from asynckv.links.outgoing import Outgoing
 from asynckv.links.requests import StreamHandler
 from asynckv.links.streams import ControlStream
@@ -17,7 +20,69 @@ from asynckv.observability.lines import as_line
 from asynckv.processes import ProcessBound
 from asynckv.protocol.session import Session
 
-__all__ = ("GRACE_S", "Ending", "copy_of")
+__all__ = (
+    "GRACE_S",
+    "MISSED_BEATS",
+    "Ending",
+    "Heartbeat",
+    "copy_of",
+)
+
+
+MISSED_BEATS: Final = 3
+"""As many silent intervals in a row, and the peer is dead."""
+
+
+class Heartbeat:
+    """Calls ``beat`` every interval, and ``dead`` after three silent ones.
+
+    Set ``was_heard`` whenever anything comes from the peer. An interval in
+    which this loop itself was late is not counted: what the peer sent may
+    still be unread.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        interval_s: float,
+        *,
+        beat: Callable[[], None],
+        dead: Callable[[], None],
+    ) -> None:
+        self.was_heard = True
+        self._loop = loop
+        self._interval_s = interval_s
+        self._beat = beat
+        self._dead = dead
+        self._missed = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin; the first beat comes after one interval."""
+        self._timer = self._loop.call_later(
+            self._interval_s, self._tick, self._loop.time() + self._interval_s
+        )
+
+    def stop(self) -> None:
+        """End. Neither function is called any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self, due: float) -> None:
+        stalled = self._loop.time() - due > self._interval_s / 2
+        if self.was_heard:
+            self._missed = 0
+        elif not stalled:
+            self._missed += 1
+        self.was_heard = False
+        if self._missed >= MISSED_BEATS:
+            self.stop()
+            self._dead()
+            return
+        self.start()
+        self._beat()
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ import socket
 from typing import Final, Protocol
 
 from asynckv.errors import AuthError, PeerLost, RemoteProtocolError
-from asynckv.links.securing import wait_readable
-from asynckv.links.sockets import check_peer
+from asynckv.links.sockets import check_peer, wait_readable
 from asynckv.processes import ProcessBound
 
 __all__ = ("FdConnection", "FdDoor", "FdOwner", "fetch_file", "has_fd_sockets")

@@ -15,15 +15,13 @@ from collections.abc import Callable
 import anyio
 
 from asynckv.errors import PeerLost
-from asynckv.links.ending import GRACE_S, Ending, copy_of
-from asynckv.links.heartbeat import Heartbeat
-from asynckv.links.incoming import Incoming
+from asynckv.links.ending import GRACE_S, Ending, Heartbeat, copy_of
+from asynckv.links.incoming import Incoming, Turns
 from asynckv.links.outgoing import Outgoing
 from asynckv.links.payloads import make_payload
 from asynckv.links.progress import Progress
 from asynckv.links.requests import LinkStream, Service, StreamHandler
 from asynckv.links.streams import ControlStream
-from asynckv.links.turns import Turns
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.handshake import Agreement

@@ -13,12 +13,11 @@ from typing import Final
 import anyio
 
 from asynckv.errors import PeerLost, ProtocolError
-from asynckv.links.address import Address, parse_url
+from asynckv.links.address import Address, check_exposure, parse_url
 from asynckv.links.dial import make_terms
 from asynckv.links.door import MemoryDoor
-from asynckv.links.exposure import check_exposure
-from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
+from asynckv.links.options import keys_of
 from asynckv.links.reception import Reception
 from asynckv.links.requests import Service
 from asynckv.links.sockets import bind, remove_place

@@ -1,4 +1,4 @@
-"""What everybody who opens links lets users choose."""
+"""What everybody who opens links lets users choose, and the keys of one side."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from asynckv.errors import ConfigError
+from asynckv.links.sockets import in_thread
 from asynckv.protocol.values import PeerIdentity
-from asynckv.security.keyring import Keyring
+from asynckv.security.keyring import Keyring, Keys
 from asynckv.security.shared_secret import Secret, secret_file_from, secrets_from
 from asynckv.security.tls import TLS
 
@@ -20,11 +21,13 @@ __all__ = (
     "Digest",
     "Role",
     "device_digest",
+    "keys_of",
     "make_keyring",
     "map_digest",
     "new_identity",
     "payload_digest",
 )
+
 
 Digest: TypeAlias = Literal["auto", "full", "edges", "off"]
 Role: TypeAlias = Literal["producer", "consumer", "both"]
@@ -101,3 +104,12 @@ def make_keyring(
         tls=tls,
         allow_plaintext=allow_plaintext,
     )
+
+
+async def keys_of(keyring: Keyring) -> Keys:
+    """Return what ``keyring`` holds now; files are read in a thread.
+
+    :raises ConfigError: they cannot be read, and never could
+    """
+    keys = keyring.fresh()
+    return await in_thread(keyring.current) if keys is None else keys

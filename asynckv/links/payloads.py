@@ -1,9 +1,10 @@
-"""Which payload transport a link uses."""
+"""Which payload transport a link uses, by the names that peers agree on."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from asynckv.abc import PayloadTransport
@@ -11,9 +12,21 @@ from asynckv.errors import ConfigError
 from asynckv.links.address import Address, Scheme
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.handshake import Agreement
-from asynckv.transports.table import TRANSPORTS
+from asynckv.transports.inline import InlineTransport
+from asynckv.transports.mem import MemTransport
 
-__all__ = ("make_payload", "payload_paths")
+__all__ = (
+    "TRANSPORTS",
+    "make_payload",
+    "payload_paths",
+)
+
+
+TRANSPORTS: Final[Mapping[str, type[PayloadTransport]]] = types.MappingProxyType(
+    {transport.name: transport for transport in (InlineTransport, MemTransport)}
+)
+"""Each is made with ``(lanes, digest, loop, on_lost, max_chunk_bytes)``."""
+
 
 _OVER_SOCKETS: Final = ("map", "inline") if has_fd_sockets() else ("inline",)
 _PATHS: Final[dict[Scheme, tuple[str, ...]]] = {

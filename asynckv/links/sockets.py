@@ -1,7 +1,7 @@
-"""Sockets: opened, bound, and read up to the end of one frame.
+"""Sockets: opened, bound, secured by TLS, and read up to the end of one frame.
 
-Every coroutine here is bounded by its caller's deadline and leaves no socket
-behind when it is cancelled.
+Every coroutine here is bounded by its caller's deadline and leaves no socket behind
+when it is cancelled. What would block the loop for a moment is done in a thread.
 """
 
 from __future__ import annotations
@@ -14,32 +14,128 @@ import socket
 import ssl
 import stat
 import struct
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
 
 import anyio.to_thread
 
 from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
 from asynckv.links.address import Address
-from asynckv.links.securing import wait_readable, wait_writable
 from asynckv.protocol.codec import FrameDecoder
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.handshake import GREETING_LIMITS
 from asynckv.protocol.values import Limits
-from asynckv.security.tls import tls_failure
-from asynckv.security.tls_socket import Connection, WantsToWrite, discard
+from asynckv.security.assurance import NO_ASSURANCE, Assurance
+from asynckv.security.tls import ALPN, TlsKeys, tls_failure
+from asynckv.security.tls_socket import Connection, TlsSocket, WantsToWrite, discard
+from asynckv.shielding import wait_shielded
 
 __all__ = (
     "Greeting",
+    "assurance_of",
     "bind",
     "check_peer",
     "connect",
     "converse",
     "hang_up",
+    "in_thread",
     "prepare",
     "read_first_frame",
     "remove_place",
+    "secure",
     "send_first_frame",
+    "wait_readable",
+    "wait_writable",
 )
+
+
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Return what ``work`` returns, or raise what it raises; it runs in a thread.
+
+    ``work`` is sure to return within bounded time: a cancellation is delivered
+    after that, so that nothing is closed under its feet.
+    """
+    # A limiter of its own: an application that keeps all of anyio's threads
+    # busy does not keep links from being opened.
+    running = anyio.to_thread.run_sync(work, limiter=anyio.CapacityLimiter(1))
+    task = asyncio.create_task(running, name="asynckv: work in a thread")
+    task.add_done_callback(_see)
+    await wait_shielded(task)
+    return task.result()
+
+
+def _see(task: asyncio.Task[T]) -> None:
+    """Look at the error of work that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def assurance_of(sock: Connection) -> Assurance:
+    """Return what a connection has proved before anything was said over it."""
+    return sock.assurance() if isinstance(sock, TlsSocket) else NO_ASSURANCE
+
+
+async def secure(sock: TlsSocket, keys: TlsKeys) -> None:
+    """Shake hands, and refuse who is not certified or not allowed.
+
+    What takes time to compute is done in threads. On return this side knows who
+    the peer is; that the peer wants to know us, only its next words tell.
+    Bounded by the caller's deadline; a cancelled call leaves ``sock`` unusable.
+
+    :raises AuthError: the peer is not let in, or does not let us in
+    :raises PeerLost: the peer hung up
+    """
+    try:
+        await _shake_hands(sock)
+    except ssl.SSLError as exc:
+        raise tls_failure(exc) from exc
+    except OSError as exc:
+        raise PeerLost(f"the connection broke in the TLS handshake: {exc}") from exc
+    if sock.protocol != ALPN:
+        raise AuthError("the peer speaks TLS, but is no asynckv")
+    sock.peer_names().check_allowed(keys.allowed_peers)
+
+
+async def _shake_hands(sock: TlsSocket) -> None:
+    while True:
+        try:
+            await in_thread(sock.shake_hands)
+            return
+        except WantsToWrite:
+            await wait_writable(sock)
+        except BlockingIOError:
+            await wait_readable(sock)
+
+
+async def wait_readable(sock: Connection) -> None:
+    """Wait until there is something to receive. A cancelled call leaves no trace."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(sock, _settle, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)
+
+
+async def wait_writable(sock: Connection) -> None:
+    """Wait until more can be sent. A cancelled call leaves no trace."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_writer(sock, _settle, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_writer(sock)
+
+
+def _settle(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
 
 _BACKLOG: Final = 1024
 _UCRED: Final = struct.Struct("3i")

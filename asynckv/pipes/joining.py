@@ -10,9 +10,8 @@ import random
 from typing import Final, Literal
 
 from asynckv.errors import ConfigError, PeerLost
-from asynckv.links.address import LOOPBACK, Address, parse_url
+from asynckv.links.address import LOOPBACK, Address, is_beyond_this_host, parse_url
 from asynckv.links.dial import dial
-from asynckv.links.exposure import is_beyond_this_host
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import new_identity

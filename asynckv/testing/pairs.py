@@ -16,7 +16,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.links.securing import wait_readable
+from asynckv.links.sockets import wait_readable
 from asynckv.pipes.group import Group, join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe

@@ -7,8 +7,8 @@ import pytest
 
 from asynckv.errors import PeerLost, WrongLoop
 from asynckv.links.dial import dial
-from asynckv.links.keys import keys_of
 from asynckv.links.listen import listen
+from asynckv.links.options import keys_of
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import Keyring
 from harness.link_pairs import ScriptedService, linked

@@ -5,8 +5,7 @@ import logging
 import pytest
 
 from asynckv.errors import ConfigError
-from asynckv.links.address import parse_url
-from asynckv.links.exposure import check_exposure, is_beyond_this_host
+from asynckv.links.address import check_exposure, is_beyond_this_host, parse_url
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.shared_secret import Secret
 from asynckv.security.tls import TLS

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from asynckv.links.dial import dial
-from asynckv.links.heartbeat import MISSED_BEATS, Heartbeat
+from asynckv.links.ending import MISSED_BEATS, Heartbeat
 from asynckv.protocol.frames import OpenPipe
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asynckv.errors import ConfigError
-from asynckv.links.keys import keys_of
+from asynckv.links.options import keys_of
 from asynckv.security.keyring import NO_KEYS, Keyring, Keys
 
 pytestmark = pytest.mark.both_loops

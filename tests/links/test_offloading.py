@@ -6,7 +6,7 @@ import threading
 import anyio
 import pytest
 
-from asynckv.links.offloading import in_thread
+from asynckv.links.sockets import in_thread
 from asynckv.testing.blocked import until_blocked
 
 pytestmark = pytest.mark.both_loops

@@ -12,10 +12,14 @@ from asynckv.links import reception
 from asynckv.links.address import parse_url
 from asynckv.links.dial import _attach, dial
 from asynckv.links.listen import LinkListener, listen
-from asynckv.links.offloading import in_thread
 from asynckv.links.reception import Reception
-from asynckv.links.securing import secure
-from asynckv.links.sockets import connect, read_first_frame, send_first_frame
+from asynckv.links.sockets import (
+    connect,
+    in_thread,
+    read_first_frame,
+    secure,
+    send_first_frame,
+)
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import (
     Attach,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from asynckv.errors import AuthError, PeerLost
-from asynckv.links.offloading import in_thread
-from asynckv.links.securing import (
+from asynckv.links.sockets import (
     assurance_of,
+    in_thread,
     secure,
     wait_readable,
     wait_writable,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, strategies as st
 
-from asynckv.links.strangers import Strangers
+from asynckv.links.reception import Strangers
 
 HOSTS = ("", "10.0.0.1", "10.0.0.2", "10.0.1.1", "fd00::1", "fd00:0:0:1::1")
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from asynckv.links.dial import dial
+from asynckv.links.incoming import AT_ONCE, Turns
 from asynckv.links.listen import listen
-from asynckv.links.turns import AT_ONCE, Turns
 from asynckv.protocol.frames import Peek, Result
 from harness.link_pairs import Hearer, ScriptedService, linked, name_of
 

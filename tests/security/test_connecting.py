@@ -17,10 +17,9 @@ import asynckv
 from asynckv.errors import AsyncKVError, AuthError, ConfigError, PeerLost
 from asynckv.links.address import parse_url
 from asynckv.links.dial import dial
-from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
-from asynckv.links.options import make_keyring
+from asynckv.links.options import keys_of, make_keyring
 from asynckv.links.sockets import (
     connect,
     converse,

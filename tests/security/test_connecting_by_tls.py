@@ -19,17 +19,17 @@ import asynckv
 from asynckv.errors import AuthError, ConfigError, PeerLost, ProtocolError
 from asynckv.links.address import parse_url
 from asynckv.links.dial import dial
-from asynckv.links.keys import keys_of
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
-from asynckv.links.offloading import in_thread
-from asynckv.links.options import make_keyring
-from asynckv.links.securing import assurance_of, secure
+from asynckv.links.options import keys_of, make_keyring
 from asynckv.links.sockets import (
+    assurance_of,
     bind,
     connect,
     converse,
+    in_thread,
     read_first_frame,
+    secure,
     send_first_frame,
 )
 from asynckv.protocol.frames import Refuse

@@ -21,7 +21,7 @@ from asynckv.cli.bench.device_pairs import DevicePair, open_device_pair
 from asynckv.cli.bench.figures import percentile
 from asynckv.cli.bench.lag import tick
 from asynckv.errors import GPUUnavailable
-from asynckv.links.offloading import in_thread
+from asynckv.links.sockets import in_thread
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import CudaApi
 from asynckv.tensors.device_blocks import DeviceBlocks

@@ -17,7 +17,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.securing import wait_readable
+from asynckv.links.sockets import wait_readable
 from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import (

@@ -26,7 +26,7 @@ from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeVar
 import anyio
 
 from asynckv.abc.closing import Closable
-from asynckv.links.securing import wait_readable
+from asynckv.links.sockets import wait_readable
 from asynckv.testing.faults.fault import Fault, Flow, Greeting
 from asynckv.testing.faults.injectors import Injectors
 from asynckv.testing.faults.places import Place, place_of, prepared
