@@ -29,8 +29,8 @@ from asynckv.errors import GPUUnavailable
 from asynckv.links import gpu_link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.codec import Buffer
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Frame
+from asynckv.protocol.transfer_frames import SentDevices
 from asynckv.tensors.devices import Device
 from asynckv.testing.cancellation import trail
 from asynckv.testing.certificates import Authority

@@ -39,10 +39,10 @@ from asynckv.protocol.frames import (
     JoinGroup,
     OpeningFrame,
     OpenPipe,
+    Pin,
     Put,
 )
 from asynckv.protocol.handshake import ONE_FINGERPRINT
-from asynckv.protocol.pin_frames import Pin
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS

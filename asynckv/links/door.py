@@ -24,7 +24,7 @@ from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.greeting import DialSide, ListenSide
 from asynckv.protocol.handshake import Agreement, Terms
-from asynckv.protocol.unfinished import Unfinished
+from asynckv.protocol.limits import Unfinished
 from asynckv.security.keyring import Keyring, Keys
 from asynckv.security.proofs import new_nonce
 

@@ -16,8 +16,8 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink, GpuPathLost
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.handshake import DigestMode, strictest
+from asynckv.protocol.transfer_frames import GrantDevices, SentDevices
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool

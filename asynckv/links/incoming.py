@@ -30,10 +30,17 @@ from asynckv.links.ending import Ending, Heartbeat
 from asynckv.links.outgoing import Outgoing
 from asynckv.links.requests import LinkStream, Service, StreamHandler
 from asynckv.links.streams import ControlStream
-from asynckv.protocol.events import Came, Event, Farewell, Nothing, Opened, Refused
 from asynckv.protocol.failures import to_failure
-from asynckv.protocol.rates import Rate
-from asynckv.protocol.session import Session
+from asynckv.protocol.limits import Rate
+from asynckv.protocol.session import (
+    Came,
+    Event,
+    Farewell,
+    Nothing,
+    Opened,
+    Refused,
+    Session,
+)
 
 if TYPE_CHECKING:
     from asynckv.links.link import Link

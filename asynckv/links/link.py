@@ -25,8 +25,8 @@ from asynckv.links.streams import ControlStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import OpeningFrame
 from asynckv.protocol.handshake import Agreement
+from asynckv.protocol.limits import Unfinished
 from asynckv.protocol.session import Session
-from asynckv.protocol.unfinished import Unfinished
 
 __all__ = ("Link",)
 

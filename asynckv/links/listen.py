@@ -22,9 +22,9 @@ from asynckv.links.reception import Reception
 from asynckv.links.requests import Service
 from asynckv.links.sockets import bind, remove_place
 from asynckv.processes import ProcessBound
-from asynckv.protocol.bodies import max_unfinished_bytes as bound_of_one_link
+from asynckv.protocol.codec import max_unfinished_bytes as bound_of_one_link
 from asynckv.protocol.handshake import DigestMode, Terms
-from asynckv.protocol.unfinished import Unfinished
+from asynckv.protocol.limits import Unfinished
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.types import KVFingerprint

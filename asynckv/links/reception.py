@@ -46,7 +46,7 @@ from asynckv.protocol.failures import to_refuse
 from asynckv.protocol.frames import Attach, Attached
 from asynckv.protocol.greeting import ListenSide
 from asynckv.protocol.handshake import Agreement, Terms
-from asynckv.protocol.unfinished import Unfinished
+from asynckv.protocol.limits import Unfinished
 from asynckv.security.assurance import Assurance
 from asynckv.security.keyring import Keyring, Keys
 from asynckv.security.proofs import LaneProofs, new_nonce

@@ -11,10 +11,8 @@ from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.pipes.gpu_side import GpuSide
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Push
-from asynckv.protocol.ipc_frames import PushShared
-from asynckv.protocol.payload_frames import Done
+from asynckv.protocol.transfer_frames import Done, GrantDevices, PushShared, SentDevices
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.transfers.reception import Reception

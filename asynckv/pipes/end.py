@@ -15,7 +15,6 @@ from asynckv.pipes.gpu_sharing import SharingStream
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.outbound import Outbound
-from asynckv.protocol.device_frames import GrantDevices, OpenDevices, SentDevices
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import (
     Failure,
@@ -25,8 +24,15 @@ from asynckv.protocol.frames import (
     Push,
     Read,
 )
-from asynckv.protocol.ipc_frames import OpenIpc, PushShared
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
+    GrantDevices,
+    OpenDevices,
+    OpenIpc,
+    PushShared,
+    SentDevices,
+)
 from asynckv.tensors.open_device import OpenDevice
 
 __all__ = ("PipeEnd",)

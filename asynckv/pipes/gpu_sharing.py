@@ -31,11 +31,17 @@ from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.options import new_identity
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Frame
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, PushShared
+from asynckv.protocol.transfer_frames import (
+    Devices,
+    Exported,
+    Imported,
+    OpenDevices,
+    OpenIpc,
+    PushShared,
+)
 from asynckv.sharing.exports import check_same_host, open_export
 from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.owner import LEAST_NBYTES, MapHolder, Sharing

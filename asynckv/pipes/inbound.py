@@ -19,11 +19,9 @@ from asynckv.links.link import Link
 from asynckv.pipes.arrivals import Arrival
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Flushed, Frame, Push, Read
-from asynckv.protocol.ipc_frames import PushShared
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Done, Grant, PushShared, SentDevices
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
 from asynckv.transfers.reception import Reception

@@ -21,9 +21,8 @@ from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.opening import PipeListener
 from asynckv.pipes.pipe import Pipe
 from asynckv.pipes.rendezvous import Follower, Leader, Rendezvous, name_ranks
-from asynckv.protocol.device_frames import OpenDevices
 from asynckv.protocol.frames import JoinGroup, Members, OpeningFrame, OpenPipe
-from asynckv.protocol.ipc_frames import OpenIpc
+from asynckv.protocol.transfer_frames import OpenDevices, OpenIpc
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.tensors.devices import Device
 from asynckv.tensors.open_device import OpenDevice, open_device

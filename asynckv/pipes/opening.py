@@ -24,9 +24,8 @@ from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.loops import LoopBound
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.pipe import Pipe
-from asynckv.protocol.device_frames import OpenDevices
 from asynckv.protocol.frames import OpeningFrame, OpenPipe
-from asynckv.protocol.ipc_frames import OpenIpc
+from asynckv.protocol.transfer_frames import OpenDevices, OpenIpc
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
 from asynckv.tensors.devices import Device, DeviceName, device_named

@@ -30,11 +30,15 @@ from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS, Parcel
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Flushed, Frame, Push, Read
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.ipc_frames import PushShared
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
+    GrantDevices,
+    PushShared,
+    SentDevices,
+)
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.views import bytes_of
 from asynckv.types import TensorSpec

@@ -1,8 +1,10 @@
 """Control frames: everything two peers may say to each other.
 
-Values only. A frame belongs to a *stream* (one request and all that follows
-from it; stream 0 is the link itself) and may carry a *body* of raw bytes. New
-fields only with defaults; a tag is never used for anything else.
+Values only. A frame belongs to a *stream* (one request and all that follows from it;
+stream 0 is the link itself) and may carry a *body* of raw bytes. New fields only with
+defaults; a tag is never used for anything else. A peer keeps stored values from being
+dropped on one stream for as long as that lasts: :class:`Pin`, :class:`Pinned`, and a
+``Cancel`` when it is over.
 """
 
 from __future__ import annotations
@@ -11,16 +13,21 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from asynckv.protocol.device_frames import (
+from asynckv.protocol.transfer_frames import (
     DeviceFrame,
+    Done,
+    Grant,
     GrantDevices,
+    IpcFrame,
+    Mappable,
+    Mapped,
     OpenDevices,
+    OpenIpc,
+    OpenMap,
+    Riders,
     SentDevices,
+    ShowIpc,
 )
-from asynckv.protocol.ipc_frames import IpcFrame, OpenIpc, ShowIpc
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
-from asynckv.protocol.payload_frames import Done, Grant, Riders
-from asynckv.protocol.pin_frames import Pin, Pinned
 from asynckv.protocol.values import (
     Count,
     Digest,
@@ -67,7 +74,9 @@ __all__ = (
     "OpenPipe",
     "OpeningFrame",
     "Peek",
+    "Pin",
     "Ping",
+    "Pinned",
     "Pong",
     "Proof",
     "Push",
@@ -85,12 +94,25 @@ __all__ = (
     "Withdraw",
 )
 
-PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 0
-
 
 class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
     """Shared wire settings. Not a public base class."""
+
+
+class Pin(_Base, frozen=True, tag="pin"):
+    """Keep what is stored under these names until this stream ends."""
+
+    keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
+
+
+class Pinned(_Base, frozen=True, tag="pinned"):
+    """Which of them are there, and kept. Not the last frame."""
+
+    flags: Annotated[tuple[bool, ...], msgspec.Meta(max_length=4096)] = ()
+
+
+PROTOCOL_MAJOR: Final = 1
+PROTOCOL_MINOR: Final = 0
 
 
 class Hello(_Base, frozen=True, tag="hello"):

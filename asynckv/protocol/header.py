@@ -1,16 +1,20 @@
 """The 36 bytes that every frame and every chunk begins with.
 
-Big endian: magic, version, type, flags, control length, payload length, stream,
-a checksum of what follows, and a crc32 of all that. The crc32 lets lengths be
-believed before anything is kept; the checksum finds what changed on its way, be
-it one token of a key. Neither is security. Limits are the caller's to check.
+Big endian: magic, version, type, flags, control length, payload length, stream, a
+checksum of what follows, and a crc32 of all that. The crc32 lets lengths be believed
+before anything is kept; the checksum finds what changed on its way, be it one token of
+a key. Neither is security. Limits are the caller's to check.
+
+A chunk on a payload lane is a frame header of type 2 whose control part is transfer,
+part and offset; the bytes themselves follow. Whether they are expected is for the
+receiver to judge.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 import xxhash
@@ -18,6 +22,7 @@ import xxhash
 from asynckv.errors import RemoteProtocolError
 
 __all__ = (
+    "CHUNK_HEADER_BYTES",
     "CRC32_OFFSET",
     "FLAG_MORE",
     "HEADER_BYTES",
@@ -26,15 +31,19 @@ __all__ = (
     "TYPE_CONTINUATION",
     "TYPE_CONTROL",
     "WIRE_VERSION",
+    "Chunk",
     "Header",
     "check_magic",
     "checksum_of",
+    "decode_chunk_header",
+    "encode_chunk_header",
     "pack_fields",
     "pack_header",
     "parity_of",
     "unpack_fields",
     "unpack_header",
 )
+
 
 WIRE_VERSION: Final = 1
 HEADER_BYTES: Final = 36
@@ -157,3 +166,47 @@ def _foreign(magic: bytes, version: int) -> RemoteProtocolError:
         f"wire version {version}, not {WIRE_VERSION}",
         hint="run the same release of asynckv on both sides",
     )
+
+
+_PLACE: Final = struct.Struct("!QIQ")
+
+CHUNK_HEADER_BYTES: Final = HEADER_BYTES + _PLACE.size
+
+
+class Chunk(NamedTuple):
+    """``nbytes`` of part ``part`` of ``transfer``, from ``offset`` on."""
+
+    transfer: int
+    part: int
+    offset: int
+    nbytes: int
+
+
+def encode_chunk_header(transfer: int, part: int, offset: int, nbytes: int) -> bytes:
+    """Return the 56 bytes that go before the chunk's own."""
+    place = _PLACE.pack(transfer, part, offset)
+    checksum = checksum_of(place)
+    return pack_header(TYPE_CHUNK, _PLACE.size, nbytes, checksum=checksum) + place
+
+
+def decode_chunk_header(data: bytes | bytearray | memoryview) -> Chunk:
+    """Read the 56 bytes that go before a chunk.
+
+    :raises RemoteProtocolError: they are not the header of a chunk that has bytes
+    """
+    header = unpack_header(data)
+    if (header.type, header.control_bytes, header.stream, header.more) != (
+        TYPE_CHUNK,
+        _PLACE.size,
+        0,
+        False,
+    ):
+        raise RemoteProtocolError("something else than a chunk on a payload lane")
+    if len(data) != CHUNK_HEADER_BYTES:
+        raise RemoteProtocolError("a chunk header was cut short")
+    if header.payload_bytes == 0:
+        raise RemoteProtocolError("a chunk without bytes")
+    if checksum_of(bytes(data[HEADER_BYTES:])) != header.checksum:
+        raise RemoteProtocolError("a chunk header fails its checksum")
+    transfer, part, offset = _PLACE.unpack_from(data, HEADER_BYTES)
+    return Chunk(transfer, part, offset, header.payload_bytes)

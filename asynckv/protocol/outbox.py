@@ -9,8 +9,13 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
-from asynckv.protocol.bodies import BODY_PART_BYTES, max_unfinished_bytes
-from asynckv.protocol.codec import Buffer, encode_parts, encode_plain
+from asynckv.protocol.codec import (
+    BODY_PART_BYTES,
+    Buffer,
+    encode_parts,
+    encode_plain,
+    max_unfinished_bytes,
+)
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.header import parity_of
 from asynckv.protocol.values import Limits

@@ -1,46 +1,173 @@
 """One side of an open link: its streams, its pings, its goodbye. No I/O.
 
-Feed it what was received, take its events; send through it, and take from its
-outbox the bytes to write. Each stream carries what its owner attached to it.
+Feed it what was received, take its events, one for each received frame; send through
+it, and take from its outbox the bytes to write. Each stream carries what its owner
+attached to it. What each frame does to its stream is one look into a table; ids of
+streams are odd for who dialled.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar, get_args
 
-from asynckv.errors import LocalProtocolError, RemoteProtocolError
+import msgspec
+
+from asynckv.errors import AsyncKVError, LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.codec import Buffer, FrameDecoder
-from asynckv.protocol.events import (
-    Came,
-    Event,
-    Farewell,
-    Nothing,
-    Opened,
-    Refused,
-)
 from asynckv.protocol.failures import from_refuse, to_refuse
 from asynckv.protocol.frames import (
+    Accepted,
+    Attach,
+    Attached,
     Cancelled,
+    Challenge,
     Failure,
     Frame,
     Goodbye,
+    Hello,
     OpeningFrame,
     OpenPipe,
     Ping,
     Pong,
+    Proof,
     Refuse,
+    Result,
+    Took,
+    Welcome,
 )
+from asynckv.protocol.limits import Unfinished
 from asynckv.protocol.outbox import Outbox
-from asynckv.protocol.roles import ROLES, Role
-from asynckv.protocol.stream_ids import StreamIds
-from asynckv.protocol.unfinished import Unfinished
 from asynckv.protocol.values import Limits
 
-__all__ = ("Session",)
+__all__ = (
+    "MAX_STREAM",
+    "ROLES",
+    "Came",
+    "Event",
+    "Farewell",
+    "Nothing",
+    "Opened",
+    "Refused",
+    "Role",
+    "Session",
+    "StreamIds",
+)
+
 
 T = TypeVar("T")
+
+
+class Opened(msgspec.Struct, frozen=True, gc=False):
+    """The peer opens a stream; attach something to it, or it is ignored."""
+
+    stream: int
+    frame: OpeningFrame
+    body: bytes
+
+
+class Came(msgspec.Struct, Generic[T], frozen=True):
+    """A frame for the stream to which ``owner`` was attached.
+
+    Unlike others it is seen by the garbage collector: an owner that keeps an error
+    keeps the frames of its traceback, and these the event.
+    """
+
+    owner: T
+    frame: Frame
+    body: bytes
+
+
+class Farewell(NamedTuple):
+    """The peer closes cleanly; nothing follows."""
+
+    reason: str
+
+
+class Refused(NamedTuple):
+    """The peer says that we broke the rules; nothing follows."""
+
+    error: AsyncKVError
+
+
+class Nothing(NamedTuple):
+    """A frame that nobody else need hear of, as a ping."""
+
+
+Event = Opened | Came[T] | Farewell | Refused | Nothing
+
+
+class Role(enum.Enum):
+    """What a frame is to its stream."""
+
+    OPENS = "the requester begins"
+    GOES_ON = "either side, in between"
+    ASKS_LAST = "the requester ends it"
+    ANSWERS_LAST = "the responder ends it (a pipe: a Failure only)"
+    OF_THE_LINK = "on no stream"
+
+
+ROLES: Final[dict[type, Role]] = {
+    **dict.fromkeys(get_args(Frame), Role.GOES_ON),
+    **dict.fromkeys(get_args(OpeningFrame), Role.OPENS),
+    **dict.fromkeys((Accepted, Result, Failure, Cancelled), Role.ANSWERS_LAST),
+    **dict.fromkeys((Hello, Challenge, Proof, Welcome, Refuse), Role.OF_THE_LINK),
+    **dict.fromkeys((Attach, Attached, Ping, Pong, Goodbye), Role.OF_THE_LINK),
+    Took: Role.ASKS_LAST,
+}
+
+
+MAX_STREAM: Final = 2**32 - 1
+
+
+class StreamIds:
+    """The ids of one side and of its peer, each used once.
+
+    Own ids grow by 2. Those of the peer do so about: a stream whose body is long
+    may be passed by at most ``max_skipped`` later ones.
+    """
+
+    __slots__ = ("_max_skipped", "_skipped", "last_own", "last_theirs", "parity")
+
+    def __init__(self, *, dialled: bool, max_skipped: int) -> None:
+        self.parity = 1 if dialled else 0
+        self.last_own = -1 if dialled else 0
+        self.last_theirs = 0 if dialled else -1
+        # Below the last: their frame is still coming, others have passed it.
+        self._skipped: set[int] = set()
+        self._max_skipped = max_skipped
+
+    def next_own(self) -> int:
+        """Return the id of the next own stream, which is not used by that yet.
+
+        :raises LocalProtocolError: all are used up
+        """
+        stream = self.last_own + 2
+        if stream > MAX_STREAM:
+            raise LocalProtocolError("this link has used up its streams; reconnect")
+        return stream
+
+    def take_theirs(self, stream: int) -> bool:
+        """Note that the peer has used ``stream``; ``False`` if it cannot."""
+        if stream <= self.last_theirs:
+            if stream not in self._skipped:
+                return False
+            self._skipped.remove(stream)
+            return True
+        skipped = range(self.last_theirs + 2, stream, 2)
+        if len(skipped) + len(self._skipped) > self._max_skipped:
+            return False
+        self._skipped.update(skipped)
+        self.last_theirs = stream
+        return True
+
+    def was_used(self, stream: int) -> bool:
+        """Whether ``stream`` has ever been open, on either side."""
+        if stream & 1 == self.parity:
+            return stream <= self.last_own
+        return stream <= self.last_theirs and stream not in self._skipped
+
 
 _OPENS: Final = Role.OPENS
 _GOES_ON: Final = Role.GOES_ON

@@ -15,7 +15,7 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.processes import ProcessBound
-from asynckv.protocol.ipc_frames import Exported
+from asynckv.protocol.transfer_frames import Exported
 from asynckv.tensors.cuda import IPC_HANDLE_NBYTES
 from asynckv.tensors.device_pages import MARK_NBYTES, DeviceAllocation
 from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation

@@ -29,7 +29,7 @@ from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc
+from asynckv.protocol.transfer_frames import Exported, Imported, OpenIpc
 from asynckv.protocol.values import Place
 from asynckv.sharing.exports import Export, check_same_host, open_export
 from asynckv.sharing.mappings import (

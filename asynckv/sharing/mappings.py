@@ -31,7 +31,7 @@ from asynckv.links.link import Link
 from asynckv.processes import ProcessBound
 from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest
-from asynckv.protocol.map_frames import (
+from asynckv.protocol.transfer_frames import (
     Mappable,
     Mapped,
     OpenMap,

@@ -24,8 +24,7 @@ from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.protocol.digests import Digester
 from asynckv.protocol.frames import Accepted, Cancel, Frame
-from asynckv.protocol.ipc_frames import Exported, Imported, ShowIpc
-from asynckv.protocol.map_frames import Mappable
+from asynckv.protocol.transfer_frames import Exported, Imported, Mappable, ShowIpc
 from asynckv.protocol.values import Place
 from asynckv.tensors.arena import Hold, Region
 from asynckv.tensors.device_arena import DeviceArena

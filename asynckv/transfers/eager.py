@@ -15,9 +15,9 @@ from typing import Final, TypeAlias
 
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.bodies import BODY_PART_BYTES
+from asynckv.protocol.codec import BODY_PART_BYTES
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.payload_frames import MAX_RIDERS, Riders
+from asynckv.protocol.transfer_frames import MAX_RIDERS, Riders
 
 __all__ = ("RIDES_NBYTES", "RidingParts", "rides")
 

@@ -17,10 +17,14 @@ from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Cancel, Frame
-from asynckv.protocol.ipc_frames import SentShared
-from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
+    Riders,
+    SentDevices,
+    SentShared,
+)
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
 from asynckv.tensors.copying import CopyPool

@@ -15,7 +15,7 @@ from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.ipc_frames import GrantShared, SentShared
+from asynckv.protocol.transfer_frames import GrantShared, SentShared
 from asynckv.sharing.imports import PeerMemory
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory

@@ -17,9 +17,14 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_arrivals import GpuArrivals, Ways
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Offer
-from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
+    GrantDevices,
+    Riders,
+    SentDevices,
+)
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool

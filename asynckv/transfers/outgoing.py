@@ -22,9 +22,13 @@ from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.own_tasks import OwnTasks
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.ipc_frames import GrantShared, SentShared
+from asynckv.protocol.transfer_frames import (
+    GrantDevices,
+    GrantShared,
+    SentDevices,
+    SentShared,
+)
 from asynckv.sharing.owner import MapHolder
 from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import memory_of

@@ -19,10 +19,10 @@ import torch
 from asynckv.errors import AsyncKVError, ChecksumError, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
 from asynckv.protocol.handshake import DigestMode, strictest
+from asynckv.protocol.transfer_frames import SentDevices
 from asynckv.protocol.values import MappedOffer, Place, TensorRecord
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, MappedPin

@@ -13,7 +13,7 @@ from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.payload_frames import Done, Riders
+from asynckv.protocol.transfer_frames import Done, Riders
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
 from asynckv.transfers.eager import rides

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
-from asynckv.protocol.chunks import Chunk
 from asynckv.protocol.digests import Digester
+from asynckv.protocol.header import Chunk
 from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory, pieces_of
 from asynckv.tensors.small_blocks import SmallBlocks

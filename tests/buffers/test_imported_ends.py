@@ -17,11 +17,9 @@ from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.errors import ChecksumError, ConfigError, GPUFailed, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import OpenDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
-from asynckv.protocol.ipc_frames import Exported
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Exported, Grant, OpenDevices
 from asynckv.sharing import exports, imports as importing, owner as sharing
 from asynckv.sharing.exports import Export
 from asynckv.sharing.imports import GpuImports, ImportedMemory

@@ -19,7 +19,7 @@ from asynckv.errors import GPUFailed
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted, Put
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import Stream
 from asynckv.tensors.on_gpu import KVOnGpu

@@ -14,8 +14,8 @@ import pytest
 
 from asynckv.buffers.serving.insert import ServedInsert
 from asynckv.errors import GPUFailed, PeerLost
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Frame
+from asynckv.protocol.transfer_frames import SentDevices
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise

@@ -17,7 +17,7 @@ from asynckv.buffers.serving import offer as serve_shown
 from asynckv.errors import ChecksumError, EntryAborted, GPUFailed, LeaseLost, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.options import Digest
-from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.transfer_frames import SentDevices
 from asynckv.sharing import owner as sharing
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion

@@ -11,7 +11,7 @@ from asynckv.protocol.frames import (
     Insert,
     Push,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.transfers.manifest import pack
 from asynckv.types import TensorSpec

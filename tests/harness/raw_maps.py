@@ -9,7 +9,7 @@ from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Frame, Offer, Select
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
+from asynckv.protocol.transfer_frames import Mappable, Mapped, OpenMap
 from asynckv.tensors.shared_file import MappedFile
 from harness.link_pairs import Hearer
 

@@ -11,7 +11,7 @@ from asynckv.errors import ChecksumError
 from asynckv.pipes.inbound import Inbound
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Push
-from asynckv.protocol.payload_frames import Done
+from asynckv.protocol.transfer_frames import Done
 from asynckv.types import TensorSpec
 
 __all__ = ("HALF_BYTES", "HalfLink", "ReceivingHalf")

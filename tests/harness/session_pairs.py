@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.events import Event
 from asynckv.protocol.frames import Frame, Get
-from asynckv.protocol.session import Session
+from asynckv.protocol.session import Event, Session
 from asynckv.protocol.values import Limits
 
 __all__ = ("ask", "far", "hear", "near", "pump")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.protocol.device_frames import DeviceReady, DevicesFinish
+from asynckv.protocol.transfer_frames import DeviceReady, DevicesFinish
 from asynckv.testing.blocked import until
 from harness.nccl_pairs import loop_channels, open_nccl_pair
 

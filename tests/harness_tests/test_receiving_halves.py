@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from asynckv.errors import ChecksumError
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import only
 from harness.receiving_halves import HALF_BYTES, ReceivingHalf

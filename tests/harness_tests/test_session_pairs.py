@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.events import Opened
 from asynckv.protocol.frames import Ping, Pong
+from asynckv.protocol.session import Opened
 from harness.session_pairs import ask, far, hear, near, pump
 
 

@@ -11,7 +11,7 @@ from asynckv.protocol.frames import (
     Failure,
     Frame,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.blocked import until_blocked
 
 

@@ -13,14 +13,14 @@ from asynckv.links.device_streams import (
     open_devices,
 )
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import (
+from asynckv.protocol.failures import to_failure
+from asynckv.protocol.frames import Frame, OpeningFrame, Ping
+from asynckv.protocol.transfer_frames import (
     DeviceMet,
     DeviceReady,
     Devices,
     OpenDevices,
 )
-from asynckv.protocol.failures import to_failure
-from asynckv.protocol.frames import Frame, OpeningFrame, Ping
 from asynckv.testing.blocked import until
 from asynckv.transports.nccl.channel import DeviceChannel
 from harness.fake_gpus import FakeGpus

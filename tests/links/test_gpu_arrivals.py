@@ -12,7 +12,7 @@ from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolErr
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.options import Digest
-from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.transfer_frames import SentDevices
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion

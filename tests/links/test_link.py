@@ -20,7 +20,7 @@ from asynckv.protocol.frames import (
     Push,
     Result,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import Limits
 from asynckv.testing.blocked import until, until_blocked
 from harness.link_pairs import Hearer, LinkPair, ScriptedService, linked

@@ -3,7 +3,7 @@ from __future__ import annotations
 from asynckv.protocol.frames import (
     Peek,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from harness.link_pairs import Hearer, linked
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.pipes.arrivals import Arrival
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Push
+from asynckv.protocol.transfer_frames import SentDevices
 from asynckv.testing.pipe_checks import LARGE
 from asynckv.types import TensorSpec
 from harness.fake_gpus import FakeGpus

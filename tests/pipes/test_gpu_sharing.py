@@ -22,7 +22,7 @@ from asynckv.links.options import Digest
 from asynckv.pipes import gpu_sharing
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.protocol.frames import Failure
-from asynckv.protocol.ipc_frames import Exported, OpenIpc
+from asynckv.protocol.transfer_frames import Exported, OpenIpc
 from asynckv.sharing import imports as peer_memory, owner as sharing
 from asynckv.sharing.owner import LEAST_NBYTES, MapHolder
 from asynckv.tensors.cuda import DeviceMemory

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asynckv.errors import PeerLost, RemoteProtocolError
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.tensors import growth, lending
 from asynckv.tensors.slabs import has_slabs
 from asynckv.testing import until, until_blocked

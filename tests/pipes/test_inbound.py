@@ -15,7 +15,7 @@ from asynckv.protocol.frames import (
     Push,
     Read,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors import growth
 from asynckv.testing import until_blocked
 from asynckv.types import TensorSpec

@@ -8,8 +8,7 @@ import pytest
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.options import Digest
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant, GrantDevices, SentDevices
 from asynckv.testing.expectations import is_same, noise
 from asynckv.testing.pairs import open_pipe_pair
 from asynckv.testing.pipe_checks import LARGE

@@ -16,7 +16,7 @@ from asynckv.protocol.frames import (
     Push,
     Read,
 )
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.testing import until_blocked
 from asynckv.types import TensorSpec
 

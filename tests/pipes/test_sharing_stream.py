@@ -12,7 +12,7 @@ from asynckv.pipes.gpu_sharing import SharingStream
 from asynckv.protocol.codec import Buffer
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Frame, Ping
-from asynckv.protocol.ipc_frames import Exported, Imported
+from asynckv.protocol.transfer_frames import Exported, Imported
 
 EXPORTED = Exported("asynckv-0", b"t" * 16, b"h" * 64, 2**20)
 

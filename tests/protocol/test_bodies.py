@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.bodies import BODY_PART_BYTES, Bodies, max_unfinished_bytes
+from asynckv.protocol.codec import BODY_PART_BYTES, Bodies, max_unfinished_bytes
 from asynckv.protocol.frames import Get
 from asynckv.protocol.header import TYPE_CONTINUATION, TYPE_CONTROL, Header
 from asynckv.protocol.values import Limits

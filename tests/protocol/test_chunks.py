@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.chunks import (
+from asynckv.protocol.header import (
     CHUNK_HEADER_BYTES,
+    TYPE_CONTROL,
     Chunk,
     decode_chunk_header,
     encode_chunk_header,
+    pack_header,
 )
-from asynckv.protocol.header import TYPE_CONTROL, pack_header
 
 _BIG = 2**64 - 1
 

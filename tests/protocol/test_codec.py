@@ -11,8 +11,12 @@ from hypothesis import given, settings, strategies as st
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol import frames, values
-from asynckv.protocol.bodies import BODY_PART_BYTES, max_unfinished_bytes
-from asynckv.protocol.codec import FrameDecoder, encode_frame
+from asynckv.protocol.codec import (
+    BODY_PART_BYTES,
+    FrameDecoder,
+    encode_frame,
+    max_unfinished_bytes,
+)
 from asynckv.protocol.frames import (
     Accepted,
     Frame,
@@ -28,7 +32,7 @@ from asynckv.protocol.header import (
     checksum_of,
     pack_header,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import Limits
 
 Event = tuple[int, Frame, bytes]

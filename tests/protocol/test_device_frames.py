@@ -5,7 +5,8 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from asynckv.protocol.device_frames import (
+from asynckv.protocol.frames import Frame
+from asynckv.protocol.transfer_frames import (
     DeviceDone,
     DeviceGrant,
     DeviceMet,
@@ -19,7 +20,6 @@ from asynckv.protocol.device_frames import (
     PrepareDevice,
     SentDevices,
 )
-from asynckv.protocol.frames import Frame
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
 FRAMES: Final[tuple[msgspec.Struct, ...]] = (

@@ -3,9 +3,9 @@ from __future__ import annotations
 import gc
 import weakref
 
-from asynckv.protocol.events import Came, Farewell, Opened, Refused
 from asynckv.protocol.frames import Get
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.session import Came, Farewell, Opened, Refused
+from asynckv.protocol.transfer_frames import Grant
 
 
 def test_events_are_values() -> None:

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from asynckv.protocol import (
-    device_frames,
     frames,
-    ipc_frames,
-    map_frames,
-    payload_frames,
-    pin_frames,
+    frames as pin_frames,
+    transfer_frames as device_frames,
+    transfer_frames as ipc_frames,
+    transfer_frames as map_frames,
+    transfer_frames as payload_frames,
 )
 from asynckv.protocol.frames import (
     Frame,
@@ -22,7 +22,7 @@ from asynckv.protocol.frames import (
     Select,
     Welcome,
 )
-from asynckv.protocol.payload_frames import Done
+from asynckv.protocol.transfer_frames import Done
 from asynckv.protocol.values import Contents, Limits, PeerIdentity, TensorRecord
 from asynckv.types import KVFingerprint, TensorSpec
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.ipc_frames import (
+from asynckv.protocol.transfer_frames import (
     Exported,
     GrantShared,
     Imported,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from asynckv.protocol.frames import Frame, Offer
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
+from asynckv.protocol.transfer_frames import Mappable, Mapped, OpenMap
 from asynckv.protocol.values import MappedOffer, Place
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from asynckv.errors import LocalProtocolError
-from asynckv.protocol.bodies import BODY_PART_BYTES
-from asynckv.protocol.codec import FrameDecoder, encode_frame
+from asynckv.protocol.codec import BODY_PART_BYTES, FrameDecoder, encode_frame
 from asynckv.protocol.frames import Cancel, Frame, Get, Goodbye, Ping
 from asynckv.protocol.header import unpack_header
 from asynckv.protocol.outbox import Outbox

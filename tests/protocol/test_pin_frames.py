@@ -3,8 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from asynckv.protocol.frames import Frame
-from asynckv.protocol.pin_frames import Pin, Pinned
+from asynckv.protocol.frames import Frame, Pin, Pinned
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
 

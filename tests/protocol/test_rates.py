@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from asynckv.protocol.rates import Rate
+from asynckv.protocol.limits import Rate
 
 
 def test_so_many_at_once_and_no_more() -> None:

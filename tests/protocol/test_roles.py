@@ -12,8 +12,8 @@ from asynckv.protocol.frames import (
     Proof,
     Took,
 )
-from asynckv.protocol.payload_frames import Grant
-from asynckv.protocol.roles import ROLES, Role
+from asynckv.protocol.session import ROLES, Role
+from asynckv.protocol.transfer_frames import Grant
 
 
 def test_every_frame_has_a_role() -> None:

@@ -9,7 +9,6 @@ from hypothesis import given, strategies as st
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.events import Came, Event, Farewell, Nothing, Opened, Refused
 from asynckv.protocol.frames import (
     Accepted,
     Ack,
@@ -28,8 +27,16 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.protocol.payload_frames import Grant
-from asynckv.protocol.session import Session
+from asynckv.protocol.session import (
+    Came,
+    Event,
+    Farewell,
+    Nothing,
+    Opened,
+    Refused,
+    Session,
+)
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import Limits
 from harness.session_pairs import ask, far, hear, near, pump
 

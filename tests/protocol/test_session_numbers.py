@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
-from asynckv.protocol.events import Opened
 from asynckv.protocol.frames import (
     Accepted,
     Frame,
@@ -11,7 +10,8 @@ from asynckv.protocol.frames import (
     Hello,
     Ping,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.session import Opened
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import Limits, PeerIdentity
 from harness.session_pairs import ask, far, hear, near, pump
 
@@ -101,7 +101,7 @@ def test_too_many_streams_break_the_link() -> None:
 def test_a_link_ends_when_it_has_used_up_its_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("asynckv.protocol.stream_ids.MAX_STREAM", 3)
+    monkeypatch.setattr("asynckv.protocol.session.MAX_STREAM", 3)
     a = near()
     assert [ask(a), ask(a)] == [1, 3]
     said = a.outbox.nbytes

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import LocalProtocolError
-from asynckv.protocol.stream_ids import MAX_STREAM, StreamIds
+from asynckv.protocol.session import MAX_STREAM, StreamIds
 
 
 @pytest.fixture

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from asynckv.protocol.bodies import BODY_PART_BYTES
-from asynckv.protocol.chunks import encode_chunk_header
-from asynckv.protocol.codec import FrameDecoder, encode_frame
+from asynckv.protocol.codec import BODY_PART_BYTES, FrameDecoder, encode_frame
 from asynckv.protocol.frames import Frame, Get
-from asynckv.protocol.header import WIRE_VERSION
+from asynckv.protocol.header import WIRE_VERSION, encode_chunk_header
 
 WRITTEN: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("wire_1.json").read_text()

@@ -16,7 +16,7 @@ import pytest
 
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.protocol.ipc_frames import Exported
+from asynckv.protocol.transfer_frames import Exported
 from asynckv.sharing.exports import check_same_host, open_export
 from asynckv.sharing.owner import MapHolder, Sharing
 from asynckv.tensors.growth import Growth

@@ -22,7 +22,7 @@ from asynckv.links.answers import Answer
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import OpeningFrame, Peek, Result
-from asynckv.protocol.map_frames import Mappable
+from asynckv.protocol.transfer_frames import Mappable
 from asynckv.sharing import mappings as mapped_module
 from asynckv.sharing.mappings import MappedMemory, _Asking
 from asynckv.sharing.owner import MapHolder

@@ -12,7 +12,7 @@ import pytest
 
 from asynckv.errors import GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.protocol.ipc_frames import PushShared
+from asynckv.protocol.transfer_frames import PushShared
 from asynckv.sharing.imports import PeerMemory
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until

@@ -16,8 +16,7 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
-from asynckv.protocol.ipc_frames import ShowIpc
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant, ShowIpc
 from asynckv.sharing import (
     imports as importing,
     owner as sharing,

@@ -12,7 +12,7 @@ from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Get,
 )
-from asynckv.protocol.payload_frames import Riders
+from asynckv.protocol.transfer_frames import Riders
 from asynckv.testing.blocked import until
 from asynckv.transfers.eager import RIDES_NBYTES, RidingParts, rides
 from harness.link_pairs import Hearer, ScriptedService, linked

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
-from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Get
+from asynckv.protocol.transfer_frames import GrantDevices
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise

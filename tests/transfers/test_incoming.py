@@ -10,10 +10,15 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
 from asynckv.errors import ChecksumError, PeerLost
 from asynckv.links.dial import dial
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Accepted, Failure
-from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
+    GrantDevices,
+    Riders,
+    SentDevices,
+)
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until

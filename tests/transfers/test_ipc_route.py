@@ -12,7 +12,7 @@ from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode
-from asynckv.protocol.ipc_frames import GrantShared, SentShared
+from asynckv.protocol.transfer_frames import GrantShared, SentShared
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import cancel_before_each, until

@@ -14,10 +14,15 @@ from asynckv.buffers.serve import Server
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.link import Link
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Offer, Select
-from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
+    GrantDevices,
+    Riders,
+    SentDevices,
+)
 from asynckv.protocol.values import MappedOffer, TensorRecord
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.growth import Growth

@@ -20,10 +20,15 @@ from asynckv.buffers.serve import serve
 from asynckv.errors import GPUFailed
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
-from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Accepted, Cancel, Frame, Put
-from asynckv.protocol.ipc_frames import GrantShared, SentShared
-from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
+    GrantDevices,
+    GrantShared,
+    Riders,
+    SentShared,
+)
 from asynckv.tensors.copying import CopyPool
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation

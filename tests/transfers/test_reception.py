@@ -8,7 +8,7 @@ import pytest
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.payload_frames import Done, Riders
+from asynckv.protocol.transfer_frames import Done, Riders
 from asynckv.transfers.eager import RIDES_NBYTES
 from asynckv.transfers.reception import Reception
 

@@ -9,11 +9,17 @@ import pytest
 
 from asynckv.links import progress
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Cancel, Failure, Push, Retract
-from asynckv.protocol.ipc_frames import GrantShared, SentShared
-from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.transfer_frames import (
+    Done,
+    Grant,
+    GrantDevices,
+    GrantShared,
+    Riders,
+    SentDevices,
+    SentShared,
+)
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise

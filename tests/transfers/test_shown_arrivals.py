@@ -7,7 +7,7 @@ import pytest
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
-from asynckv.protocol.device_frames import SentDevices
+from asynckv.protocol.transfer_frames import SentDevices
 from asynckv.protocol.values import Place
 from asynckv.sharing.imports import ImportedMemory
 from asynckv.shielding import wait_shielded

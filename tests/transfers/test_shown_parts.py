@@ -10,7 +10,7 @@ import pytest
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.handshake import DigestMode
-from asynckv.protocol.ipc_frames import SentShared
+from asynckv.protocol.transfer_frames import SentShared
 from asynckv.tensors.device_copying import EDGE_NBYTES
 from asynckv.tensors.views import bytes_of
 from asynckv.testing.blocked import until

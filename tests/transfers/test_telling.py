@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import Select
 from asynckv.protocol.handshake import DigestMode
+from asynckv.protocol.transfer_frames import SentDevices
 from asynckv.tensors.arena import HeapArena, Region
 from asynckv.testing.blocked import until
 from asynckv.transfers.outgoing import Telling

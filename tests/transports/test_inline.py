@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
-from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.digests import digest_of
+from asynckv.protocol.header import encode_chunk_header
 from asynckv.tensors.feeds import Feed
 from asynckv.testing.blocked import until
 from asynckv.transports.inline import InlineTransport

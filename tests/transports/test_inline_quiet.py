@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from asynckv.errors import PeerLost
-from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.digests import digest_of
+from asynckv.protocol.header import encode_chunk_header
 from asynckv.testing.blocked import until
 from harness.inline_ends import (
     CHUNK_NBYTES,

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
-from asynckv.protocol.chunks import Chunk
 from asynckv.protocol.digests import digest_of
+from asynckv.protocol.header import Chunk
 from asynckv.transports.parts import Part, PartTable
 
 _Told = list[tuple[bytes, BaseException | None]]

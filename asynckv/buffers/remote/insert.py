@@ -18,7 +18,6 @@ from asynckv.buffers.remote.links import ANSWER_S
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link
-from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
     Accepted,
@@ -31,8 +30,7 @@ from asynckv.protocol.frames import (
     Put,
     Retract,
 )
-from asynckv.protocol.ipc_frames import GrantShared
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Done, Grant, GrantDevices, GrantShared
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, rows_of, spec_in
 from asynckv.tensors.copying import CopyPool

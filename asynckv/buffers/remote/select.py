@@ -29,7 +29,6 @@ from asynckv.links.gpu_arrivals import Ways
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.link import Link
 from asynckv.observability.waits import LoggedWaits
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.frames import (
     Accepted,
     Ack,
@@ -46,7 +45,7 @@ from asynckv.protocol.frames import (
     Settle,
     Took,
 )
-from asynckv.protocol.payload_frames import Done, Riders
+from asynckv.protocol.transfer_frames import Done, Riders, SentDevices
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.transfers.budget import ReceiveBudget

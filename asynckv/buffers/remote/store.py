@@ -27,12 +27,13 @@ from asynckv.protocol.frames import (
     Frame,
     Get,
     Offer,
+    Pin,
+    Pinned,
     Put,
     Result,
     Took,
 )
-from asynckv.protocol.payload_frames import Done, Riders
-from asynckv.protocol.pin_frames import Pin, Pinned
+from asynckv.protocol.transfer_frames import Done, Riders
 from asynckv.tensors.blocks import KVMemory
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu

@@ -21,12 +21,20 @@ from asynckv.links.gpu_arrivals import GpuArrivals
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame, OpeningFrame
 from asynckv.protocol.handshake import strictest
-from asynckv.protocol.ipc_frames import Exported, Imported, OpenIpc, ShowIpc
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
+from asynckv.protocol.transfer_frames import (
+    Devices,
+    Exported,
+    Imported,
+    Mappable,
+    Mapped,
+    OpenDevices,
+    OpenIpc,
+    OpenMap,
+    ShowIpc,
+)
 from asynckv.sharing.exports import open_export
 from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.owner import MapDigest, MapHolder, Sharing

@@ -13,7 +13,6 @@ from asynckv.buffers.serving.limits import REQUEST_NBYTES
 from asynckv.buffers.serving.pushes import ServedPushes
 from asynckv.errors import AsyncKVError, EntryAborted, PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import SentDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Accepted,
@@ -25,8 +24,7 @@ from asynckv.protocol.frames import (
     Push,
     Retract,
 )
-from asynckv.protocol.ipc_frames import SentShared
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Done, Grant, SentDevices, SentShared
 from asynckv.tensors.arena import Region
 from asynckv.transfers.incoming import (
     ArrivingParts,

@@ -29,8 +29,7 @@ from asynckv.protocol.frames import (
     Taken,
     Withdraw,
 )
-from asynckv.protocol.ipc_frames import OpenIpc
-from asynckv.protocol.map_frames import OpenMap
+from asynckv.protocol.transfer_frames import OpenIpc, OpenMap
 from asynckv.sharing.owner import MapDigest
 from asynckv.transfers.host_copies import Hoisting
 from asynckv.transfers.queries import TOKEN_NBYTES

@@ -21,9 +21,8 @@ from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Complete, Offer, Retract
-from asynckv.protocol.payload_frames import Done
+from asynckv.protocol.transfer_frames import Done, GrantDevices
 from asynckv.protocol.values import MappedOffer, Place
 from asynckv.sharing.owner import MapHolder, Pin
 from asynckv.tensors.arena import Region

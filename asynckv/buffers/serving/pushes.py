@@ -18,11 +18,9 @@ from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.link import Link
 from asynckv.links.progress import OWN_WORK_S
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Push, Retract
-from asynckv.protocol.ipc_frames import GrantShared
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Done, Grant, GrantDevices, GrantShared
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.arena import Region
 from asynckv.tensors.cuda import DeviceMemory

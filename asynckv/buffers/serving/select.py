@@ -30,7 +30,6 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import (
     Accepted,
@@ -45,7 +44,7 @@ from asynckv.protocol.frames import (
     Took,
 )
 from asynckv.protocol.handshake import strictest
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant, GrantDevices
 from asynckv.sharing.owner import MapHolder
 from asynckv.tensors.arena import Region
 from asynckv.transfers.host_copies import HostCopy

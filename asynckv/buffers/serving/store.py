@@ -25,12 +25,13 @@ from asynckv.protocol.frames import (
     Nack,
     Offer,
     OpeningFrame,
+    Pin,
+    Pinned,
     Put,
     Result,
     Took,
 )
-from asynckv.protocol.payload_frames import Done, Grant
-from asynckv.protocol.pin_frames import Pin, Pinned
+from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of

@@ -18,7 +18,6 @@ import msgspec
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.links.sockets import wait_readable
-from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import (
     PROTOCOL_MAJOR,
@@ -32,6 +31,7 @@ from asynckv.protocol.frames import (
     Refuse,
     Welcome,
 )
+from asynckv.protocol.header import encode_chunk_header
 from asynckv.protocol.values import Limits, PeerIdentity, TensorRecord
 from asynckv.testing.faults.places import place_of, prepared
 from asynckv.testing.faults.proxy import close_with_reset

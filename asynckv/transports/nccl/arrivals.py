@@ -7,7 +7,7 @@ above the highest ever announced; else the peer lies. On the loop only.
 from __future__ import annotations
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
-from asynckv.protocol.device_frames import DeviceOffer
+from asynckv.protocol.transfer_frames import DeviceOffer
 from asynckv.transports.nccl.parts import DevicePart
 
 __all__ = ("Arrivals",)

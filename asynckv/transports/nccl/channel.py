@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from asynckv.protocol.device_frames import DeviceFrame
+from asynckv.protocol.transfer_frames import DeviceFrame
 
 __all__ = ("DeviceChannel",)
 

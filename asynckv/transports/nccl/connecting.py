@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
-from asynckv.protocol.device_frames import (
+from asynckv.protocol.transfer_frames import (
     DeviceFrame,
     DeviceMet,
     DeviceReady,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.device_frames import (
+from asynckv.protocol.transfer_frames import (
     DeviceDone,
     DeviceFrame,
     DeviceGrant,

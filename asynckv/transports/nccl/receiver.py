@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from asynckv.protocol.device_frames import DeviceFrame, DeviceOffer, DeviceWithdraw
+from asynckv.protocol.transfer_frames import DeviceFrame, DeviceOffer, DeviceWithdraw
 from asynckv.transports.nccl.arrivals import Arrivals
 from asynckv.transports.nccl.operations import Operation, OperationJob
 from asynckv.transports.nccl.parts import DevicePart

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.device_frames import (
+from asynckv.protocol.transfer_frames import (
     DeviceDone,
     DeviceFrame,
     DeviceGrant,

@@ -9,7 +9,7 @@ import asyncio
 import collections
 from collections.abc import Callable
 
-from asynckv.protocol.device_frames import (
+from asynckv.protocol.transfer_frames import (
     DeviceDone,
     DeviceFrame,
     DeviceGrant,

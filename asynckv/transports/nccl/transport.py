@@ -14,7 +14,7 @@ from typing import ClassVar, Final
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
-from asynckv.protocol.device_frames import DeviceFrame, DevicesFinish
+from asynckv.protocol.transfer_frames import DeviceFrame, DevicesFinish
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.transports.ending import Ending, QuietWaits

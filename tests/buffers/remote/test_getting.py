@@ -19,7 +19,7 @@ from asynckv.protocol.frames import (
     Result,
     Took,
 )
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.views import bytes_of, spec_of

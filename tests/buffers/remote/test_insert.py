@@ -15,7 +15,7 @@ from asynckv.links.options import Digest
 from asynckv.protocol.frames import (
     Accepted,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.pairs import Peers
 
 FarLink = Callable[[Server, Peer], Link]

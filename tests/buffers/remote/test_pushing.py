@@ -17,7 +17,7 @@ from asynckv.protocol.frames import (
     Cancelled,
     Push,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until, until_blocked

@@ -26,7 +26,7 @@ from asynckv.protocol.frames import (
     Retract,
     Took,
 )
-from asynckv.protocol.payload_frames import Done, Grant, Riders
+from asynckv.protocol.transfer_frames import Done, Grant, Riders
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked

@@ -17,7 +17,7 @@ from asynckv.protocol.frames import (
     Insert,
     Result,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors.views import spec_of
 from asynckv.testing.blocked import until, until_blocked
 from harness.link_pairs import LinkPair, linked

@@ -17,7 +17,7 @@ from asynckv.protocol.frames import (
     Commit,
     Failure,
 )
-from asynckv.protocol.payload_frames import Done
+from asynckv.protocol.transfer_frames import Done
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import Peers
 from harness.raw_inserts import RawInsert

@@ -16,7 +16,7 @@ from asynckv.protocol.frames import (
     Retract,
     Select,
 )
-from asynckv.protocol.payload_frames import Done
+from asynckv.protocol.transfer_frames import Done
 from asynckv.protocol.values import Limits
 from asynckv.tensors.arena import HeapArena
 from asynckv.testing.blocked import until

@@ -19,8 +19,7 @@ from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame
-from asynckv.protocol.ipc_frames import Exported, ShowIpc
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Exported, Grant, ShowIpc
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB
 from harness.fake_devices import FakeDevice, fake_device_of

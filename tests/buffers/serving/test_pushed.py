@@ -15,10 +15,9 @@ from asynckv.buffers.serving.limits import Silence
 from asynckv.buffers.serving.pushes import PushedByGpu
 from asynckv.errors import GPUFailed, LeaseLost, PeerLost
 from asynckv.links.dial import dial
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Accepted, Commit, Failure, Push, Retract
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Done, Grant, GrantDevices, SentDevices
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.views import bytes_of

@@ -22,7 +22,7 @@ from asynckv.protocol.frames import (
     Push,
     Retract,
 )
-from asynckv.protocol.payload_frames import Done
+from asynckv.protocol.transfer_frames import Done
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.transfers.incoming import PartLanding

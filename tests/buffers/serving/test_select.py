@@ -27,7 +27,7 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import Peers
 from asynckv.types import TensorSpec

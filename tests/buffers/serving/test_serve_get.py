@@ -9,9 +9,8 @@ from asynckv.buffers.store import StoreBuffer
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import GrantDevices
 from asynckv.protocol.frames import Cancel, Cancelled, Get, Offer
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant, GrantDevices
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB, noise
 from harness.link_pairs import Hearer, name_of

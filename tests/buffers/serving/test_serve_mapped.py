@@ -14,7 +14,7 @@ from asynckv.protocol.frames import (
     Nack,
     Select,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.protocol.values import Place
 from asynckv.sharing import owner as sharing
 from asynckv.tensors.arena import Region

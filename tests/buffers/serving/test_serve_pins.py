@@ -8,8 +8,8 @@ from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import BufferClosed
 from asynckv.links.dial import dial
-from asynckv.protocol.payload_frames import Grant
-from asynckv.protocol.pin_frames import Pin, Pinned
+from asynckv.protocol.frames import Pin, Pinned
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.blocked import until
 from harness.link_pairs import Hearer, name_of
 

@@ -11,9 +11,8 @@ from asynckv.buffers.serving.offer import reads_gpu, show_parts
 from asynckv.errors import PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Ack, Cancel, Offer, Select
-from asynckv.protocol.payload_frames import Grant, Riders
+from asynckv.protocol.transfer_frames import Grant, GrantDevices, Riders, SentDevices
 from asynckv.protocol.values import Place
 from asynckv.sharing.owner import MapHolder
 from asynckv.tensors.arena import Region

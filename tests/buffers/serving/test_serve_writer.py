@@ -24,7 +24,7 @@ from asynckv.protocol.frames import (
     Retract,
     Took,
 )
-from asynckv.protocol.payload_frames import Done
+from asynckv.protocol.transfer_frames import Done
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pairs import Peers
 from asynckv.types import TensorSpec

@@ -15,8 +15,7 @@ from asynckv.protocol.frames import (
     Cancelled,
     Failure,
 )
-from asynckv.protocol.map_frames import Mapped, OpenMap
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant, Mapped, OpenMap
 from harness.link_pairs import Hearer, name_of
 from harness.raw_maps import RawMapper
 

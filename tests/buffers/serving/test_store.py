@@ -25,7 +25,7 @@ from asynckv.protocol.frames import (
     Result,
     Took,
 )
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.shielding import wait_shielded
 from asynckv.tensors import views
 from asynckv.testing.blocked import until, until_blocked

@@ -13,8 +13,8 @@ from asynckv.links.device_streams import DeviceStream, open_devices
 from asynckv.links.dial import dial
 from asynckv.links.listen import listen
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.device_frames import Devices, OpenDevices
 from asynckv.protocol.frames import OpeningFrame
+from asynckv.protocol.transfer_frames import Devices, OpenDevices
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect

@@ -7,12 +7,12 @@ import struct
 from typing import Final
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.protocol.chunks import (
+from asynckv.protocol.header import (
     CHUNK_HEADER_BYTES,
+    TYPE_CHUNK,
     decode_chunk_header,
     encode_chunk_header,
 )
-from asynckv.protocol.header import TYPE_CHUNK
 from asynckv.transfers.manifest import (
     Manifest,
     check_names,

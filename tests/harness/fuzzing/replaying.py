@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple, get_args
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.chunks import CHUNK_HEADER_BYTES, decode_chunk_header
 from asynckv.protocol.codec import FrameDecoder
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import (
@@ -25,7 +24,7 @@ from asynckv.protocol.frames import (
     Refuse,
     Welcome,
 )
-from asynckv.protocol.header import TYPE_CHUNK
+from asynckv.protocol.header import CHUNK_HEADER_BYTES, TYPE_CHUNK, decode_chunk_header
 from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
 from harness.fuzzing.oracle import expect

@@ -21,19 +21,22 @@ from asynckv.pipes.group import join_group
 from asynckv.pipes.opening import listen_pipe, open_pipe
 from asynckv.pipes.pipe import Pipe
 from asynckv.protocol.codec import encode_frame
-from asynckv.protocol.device_frames import GrantDevices, SentDevices
 from asynckv.protocol.frames import Attach, Commit, Insert, Retract, Select, Settle
-from asynckv.protocol.ipc_frames import (
+from asynckv.protocol.session import Session
+from asynckv.protocol.transfer_frames import (
     Exported,
+    GrantDevices,
     GrantShared,
     Imported,
+    Mappable,
+    Mapped,
     OpenIpc,
+    OpenMap,
     PushShared,
+    SentDevices,
     SentShared,
     ShowIpc,
 )
-from asynckv.protocol.map_frames import Mappable, Mapped, OpenMap
-from asynckv.protocol.session import Session
 from asynckv.protocol.values import Limits
 from asynckv.security.keyring import Keyring
 from asynckv.security.shared_secret import Secret

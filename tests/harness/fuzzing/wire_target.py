@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 from asynckv.buffers.serving.select import query_of
 from asynckv.errors import ChecksumError, RemoteProtocolError
 from asynckv.protocol.codec import FrameDecoder, encode_frame
-from asynckv.protocol.events import Came, Opened, Refused
 from asynckv.protocol.failures import from_failure
 from asynckv.protocol.frames import (
     Failure,
@@ -27,7 +26,7 @@ from asynckv.protocol.frames import (
     Result,
     Select,
 )
-from asynckv.protocol.session import Session
+from asynckv.protocol.session import Came, Opened, Refused, Session
 from asynckv.protocol.values import Limits
 from asynckv.transfers.manifest import unpack, verify_inline
 from harness.fuzzing.corpus import Corpus

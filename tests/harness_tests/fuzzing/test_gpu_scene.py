@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.protocol.device_frames import DeviceFrame, OpenDevices
+from asynckv.protocol.transfer_frames import DeviceFrame, OpenDevices
 from harness.fuzzing.gpu_scene import record_gpus
 
 

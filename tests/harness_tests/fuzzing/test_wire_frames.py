@@ -3,10 +3,14 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.chunks import decode_chunk_header, encode_chunk_header
 from asynckv.protocol.codec import FrameDecoder, encode_frame
 from asynckv.protocol.frames import Get, Select
-from asynckv.protocol.header import TYPE_CONTROL, unpack_header
+from asynckv.protocol.header import (
+    TYPE_CONTROL,
+    decode_chunk_header,
+    encode_chunk_header,
+    unpack_header,
+)
 from harness.fuzzing.wire_frames import resealed, seal, split
 
 SAID = b"".join(

@@ -9,8 +9,7 @@ import pytest
 
 from asynckv.errors import RemoteProtocolError
 from asynckv.protocol import codec
-from asynckv.protocol.bodies import Bodies
-from asynckv.protocol.codec import Buffer, FrameDecoder
+from asynckv.protocol.codec import Bodies, Buffer, FrameDecoder
 from asynckv.protocol.frames import Frame
 from asynckv.protocol.header import Header
 from harness.fuzzing.corpus import Corpus

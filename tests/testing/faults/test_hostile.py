@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import asynckv
-from asynckv.protocol.chunks import encode_chunk_header
 from asynckv.protocol.codec import encode_frame
 from asynckv.protocol.frames import (
     Accepted,
@@ -29,8 +28,8 @@ from asynckv.protocol.frames import (
     Select,
     Took,
 )
-from asynckv.protocol.header import TYPE_CONTROL, pack_header
-from asynckv.protocol.payload_frames import Done, Grant
+from asynckv.protocol.header import TYPE_CONTROL, encode_chunk_header, pack_header
+from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.protocol.values import PeerIdentity
 from asynckv.testing.blocked import until
 from asynckv.testing.faults.hostile import (

@@ -16,7 +16,7 @@ from asynckv.protocol.frames import (
     Offer,
     Select,
 )
-from asynckv.protocol.payload_frames import Grant
+from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.faults.hostile import claim, open_hostile_peer
 from asynckv.testing.faults.proxy import Proxy
 from asynckv.testing.pairs import KVFaults, KVPair, open_kv_faults, open_kv_pair

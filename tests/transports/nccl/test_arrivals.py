@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
-from asynckv.protocol.device_frames import DeviceOffer
+from asynckv.protocol.transfer_frames import DeviceOffer
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.transports.nccl.arrivals import Arrivals
 from asynckv.transports.nccl.parts import DevicePart

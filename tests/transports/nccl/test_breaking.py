@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from asynckv.errors import GPUFailed, IncompatiblePeer, LocalProtocolError, PeerLost
-from asynckv.protocol.device_frames import DeviceOffer, DeviceWithdraw
+from asynckv.protocol.transfer_frames import DeviceOffer, DeviceWithdraw
 from asynckv.testing.blocked import until
 from harness.fake_gpus import FakeGpus
 from harness.nccl_pairs import NcclPair

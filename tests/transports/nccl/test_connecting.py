@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from asynckv.errors import GPUFailed, PeerLost
-from asynckv.protocol.device_frames import MeetDevice, PrepareDevice
+from asynckv.protocol.transfer_frames import MeetDevice, PrepareDevice
 from asynckv.testing.blocked import until
 from harness.nccl_pairs import NcclPair
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.protocol.device_frames import DeviceGrant, DeviceSkip
+from asynckv.protocol.transfer_frames import DeviceGrant, DeviceSkip
 from asynckv.testing.blocked import until
 from harness.nccl_pairs import NcclPair
 

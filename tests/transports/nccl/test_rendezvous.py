@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.device_frames import (
+from asynckv.protocol.transfer_frames import (
     DeviceDone,
     DeviceFrame,
     DeviceGrant,

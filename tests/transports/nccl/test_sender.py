@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asynckv.protocol.device_frames import DeviceOffer
+from asynckv.protocol.transfer_frames import DeviceOffer
 from asynckv.testing.blocked import until
 from harness.nccl_pairs import NcclPair
 

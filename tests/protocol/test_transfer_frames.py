@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from asynckv.protocol.frames import Frame
-from asynckv.protocol.payload_frames import MAX_RIDERS, Riders
+from asynckv.protocol.transfer_frames import MAX_RIDERS, Riders
 
 DECODER = msgspec.msgpack.Decoder[Frame](Frame)
 

@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.protocol.bodies import BODY_PART_BYTES, Bodies
-from asynckv.protocol.codec import encode_frame
+from asynckv.protocol.codec import BODY_PART_BYTES, Bodies, encode_frame
 from asynckv.protocol.frames import Get, Insert, Select
+from asynckv.protocol.limits import Share, Unfinished
 from asynckv.protocol.session import Session
-from asynckv.protocol.unfinished import Share, Unfinished
 from asynckv.protocol.values import Limits
 
 PART = bytes(BODY_PART_BYTES)

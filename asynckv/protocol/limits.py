@@ -1,7 +1,10 @@
-"""Requests of which a part has come, of all links of a listener: a bound on them.
+"""Bounds on what peers may begin, and how often. No clock.
 
-Each link bounds its own. Without a bound on all together, peers that begin long
-bodies and never end them would make a server keep as much as they have links.
+Each link bounds its own unfinished requests. Without a bound on those of all links of a
+listener together, peers that begin long bodies and never end them would make a server
+keep as much as they have links. Rates are against floods that cost the peer less than
+us, such as requests that are cancelled as soon as they are made (in HTTP/2:
+CVE-2023-44487).
 """
 
 from __future__ import annotations
@@ -11,7 +14,12 @@ from typing import Final
 
 from asynckv.errors import RemoteProtocolError
 
-__all__ = ("Share", "Unfinished")
+__all__ = (
+    "Rate",
+    "Share",
+    "Unfinished",
+)
+
 
 _HINT: Final = "send less at a time, or give the server more room"
 
@@ -99,3 +107,20 @@ class Share:
                 hint=_HINT,
             )
         )
+
+
+class Rate:
+    """A budget of ``at_once`` events, to which ``per_s`` are added every second."""
+
+    def __init__(self, per_s: int, at_once: int, now_s: float) -> None:
+        self._per_s = per_s
+        self._at_once = max(at_once, per_s)
+        self._left = float(self._at_once)
+        self._then_s = now_s
+
+    def spend(self, count: int, now_s: float) -> bool:
+        """Count what has happened; ``False`` if that was too often."""
+        earned = max(now_s - self._then_s, 0.0) * self._per_s
+        self._left = min(self._left + earned, self._at_once) - count
+        self._then_s = now_s
+        return self._left >= 0

@@ -1,0 +1,321 @@
+"""Control frames of a transfer, and of memory that one side shows the other.
+
+What makes bytes leave, and says that they did. As in :mod:`asynckv.protocol.frames`,
+values only.
+
+Memory of the host is shown on one stream a link: :class:`OpenMap`, :class:`Mappable`,
+:class:`Mapped`, then ``Accepted`` or a ``Failure``.
+
+So is memory of a GPU: :class:`OpenIpc`, :class:`Exported`, :class:`Imported`, then
+``Accepted`` or a ``Failure``. Both sides of a pipe show theirs: who asks says
+:class:`Exported` too, behind its :class:`Imported`, and hears an :class:`Imported`
+before the ``Accepted``. :class:`PushShared` belongs to the pipe's own stream. A peer
+that inserts into a buffer shows memory of its own by :class:`ShowIpc`, with its
+:class:`Exported` right behind; it hears an :class:`Imported`, then ``Accepted`` or a
+``Failure``. :class:`GrantShared` and :class:`SentShared` belong to the stream of an
+insert.
+
+Payload from GPU to GPU by NCCL has one stream a link, too: :class:`OpenDevices`,
+:class:`Devices`, and then for each of two *pipes*, one a direction, what makes both
+sides post the same operation or none. Numbers count a pipe's operations.
+:class:`GrantDevices` and :class:`SentDevices` belong to the stream of a delivery, or of
+a pipe.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+
+from asynckv.protocol.values import Count, Digest, Id, Token
+from asynckv.types import TensorSpec
+
+__all__ = (
+    "MAX_RIDERS",
+    "DeviceDone",
+    "DeviceFrame",
+    "DeviceGrant",
+    "DeviceMet",
+    "DeviceOffer",
+    "DeviceReady",
+    "DeviceSkip",
+    "DeviceWithdraw",
+    "Devices",
+    "DevicesFinish",
+    "Done",
+    "Exported",
+    "Grant",
+    "GrantDevices",
+    "GrantShared",
+    "Imported",
+    "IpcFrame",
+    "Mappable",
+    "Mapped",
+    "MeetDevice",
+    "OpenDevices",
+    "OpenIpc",
+    "OpenMap",
+    "PrepareDevice",
+    "PushShared",
+    "Riders",
+    "SentDevices",
+    "SentShared",
+    "ShowIpc",
+)
+
+
+MAX_RIDERS: Final = 1024
+"""So many parts ride with one frame."""
+
+
+class _Base(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
+    """Shared wire settings. Not a public base class."""
+
+
+class Grant(_Base, frozen=True, tag="grant"):
+    """The receiver's memory is ready for this transfer."""
+
+    transfer: Count
+
+
+class Done(_Base, frozen=True, tag="done"):
+    """The last byte of one part was sent; this is its digest."""
+
+    transfer: Count
+    part: Count
+    digest: Digest = b""
+
+
+class Riders(_Base, frozen=True, tag="riders"):
+    """Small parts of a transfer: their bytes are the body, one after the other.
+
+    There are as many ``digests``, or none where the link carries none.
+    """
+
+    transfer: Count
+    parts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RIDERS)]
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_RIDERS)] = ()
+
+
+class OpenMap(_Base, frozen=True, tag="openmap"):
+    """May this peer map the memory that the lookup buffer's entries are in?"""
+
+
+class Mappable(_Base, frozen=True, tag="mappable"):
+    """Ask at that abstract socket for the file, which has so many bytes.
+
+    ``ticket`` is good for one connection. ``digest`` is what this side wants to be
+    compared; the stricter one counts.
+    """
+
+    address: Id
+    ticket: Token
+    nbytes: Count
+    digest: Literal["full", "edges", "off"] = "edges"
+
+
+class Mapped(_Base, frozen=True, tag="mapped"):
+    """What was read through the mapping, at the file's last page."""
+
+    found: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+_Uuid = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class OpenIpc(_Base, frozen=True, tag="openipc"):
+    """May this peer open the GPU memory that the lookup buffer's entries are in?
+
+    Of a pipe: that which the other side sends from.
+
+    ``uuid`` names the GPU that it uses itself: numbers differ from process to process.
+    """
+
+    uuid: _Uuid
+
+
+class ShowIpc(_Base, frozen=True, tag="showipc"):
+    """Will the buffers' side open memory of that GPU that this peer puts from?"""
+
+    uuid: _Uuid
+
+
+class Exported(_Base, frozen=True, tag="exported"):
+    """The handle of one allocation of that GPU, which has so many bytes in all.
+
+    ``ticket`` is good for one connection to that abstract socket, which is to be open
+    for as long as the memory is. ``digest`` is what this side wants to be compared;
+    the stricter one counts.
+    """
+
+    address: Id
+    ticket: Token
+    handle: Annotated[bytes, msgspec.Meta(max_length=64)]
+    nbytes: Count
+    digest: Literal["full", "edges", "off"] = "edges"
+
+
+class Imported(_Base, frozen=True, tag="imported"):
+    """What was read at the end of the allocation."""
+
+    found: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+class PushShared(_Base, frozen=True, tag="pushshared"):
+    """Pipe: one tensor lies in the memory that this side has exported.
+
+    It begins at ``offset``, and stays there until it is flushed. ``digest`` is of what
+    both sides want to be compared: of all its bytes, of the first and last ones, or
+    there is none. Who cannot read it there grants it as any other one.
+    """
+
+    transfer: Count
+    spec: TensorSpec
+    offset: Count
+    digest: Digest = b""
+
+
+class GrantShared(_Base, frozen=True, tag="grantshared"):
+    """The receiver's memory is ready: it reads all that does not ride where it lies.
+
+    ``kind`` says what digest the receiver wants; the stricter one counts.
+    """
+
+    transfer: Count
+    kind: Literal["full", "edges", "off"]
+
+
+class SentShared(_Base, frozen=True, tag="sentshared"):
+    """One part lies in the memory that this side has exported, at ``offset``.
+
+    It stays there until the receiver has said that it has it, or is through with it.
+    Without an offset the part is elsewhere: all of the transfer is to be granted
+    otherwise. ``digest`` is of all its bytes, of the first and last ones, or there is
+    none.
+    """
+
+    transfer: Count
+    part: Count
+    kind: Literal["full", "edges", "off"]
+    offset: Count | None = None
+    digest: Digest = b""
+
+
+IpcFrame: TypeAlias = Exported | Imported | PushShared | GrantShared | SentShared
+
+
+_Description = Annotated[bytes, msgspec.Meta(max_length=4096)]
+_Pipe = Annotated[int, msgspec.Meta(ge=0, le=1)]
+_UniqueId = Annotated[bytes, msgspec.Meta(max_length=128)]
+
+
+class OpenDevices(_Base, frozen=True, tag="opendevices"):
+    """May payload go from GPU to GPU? This is mine."""
+
+    description: _Description
+
+
+class Devices(_Base, frozen=True, tag="devices"):
+    """It may. This is mine."""
+
+    description: _Description
+
+
+class PrepareDevice(_Base, frozen=True, tag="prepare"):
+    """Both pipes are to be opened, and my GPU's worker is free for it. Is yours?"""
+
+
+class DeviceReady(_Base, frozen=True, tag="ready"):
+    """My GPU's worker is free for it."""
+
+
+class MeetDevice(_Base, frozen=True, tag="meet"):
+    """Open this pipe now. The unique id lets in who knows it: a secret."""
+
+    pipe: _Pipe
+    unique_id: _UniqueId
+
+    def __repr__(self) -> str:
+        return f"MeetDevice(pipe={self.pipe}, <hidden>)"
+
+
+class DeviceMet(_Base, frozen=True, tag="met"):
+    """The pipe is open on this side, and its first byte has moved."""
+
+    pipe: _Pipe
+
+
+class DeviceOffer(_Base, frozen=True, tag="doffer"):
+    """One operation's bytes are ready to be sent, by the pipe of whoever says so."""
+
+    number: Count
+    transfer: Count
+    part: Count
+    offset: Count
+    nbytes: Count
+
+
+class DeviceGrant(_Base, frozen=True, tag="dgrant"):
+    """There is a place for it: both sides post it from here on, whatever happens."""
+
+    number: Count
+
+
+class DeviceSkip(_Base, frozen=True, tag="dskip"):
+    """Nobody wants it (any more): neither side posts it."""
+
+    number: Count
+
+
+class DeviceWithdraw(_Base, frozen=True, tag="dwithdraw"):
+    """The offer is void, if it was not granted yet: answered by a skip, or late."""
+
+    number: Count
+
+
+class DeviceDone(_Base, frozen=True, tag="ddone"):
+    """The operation's bytes have landed, and its place is free again."""
+
+    number: Count
+
+
+class DevicesFinish(_Base, frozen=True, tag="dfinish"):
+    """I offer nothing more; said by both sides, each when all of its own is done."""
+
+
+class GrantDevices(_Base, frozen=True, tag="grantdevices"):
+    """The receiver's memory is ready: all that does not ride may go from GPU to GPU.
+
+    ``kind`` says what digest the receiver wants; the stricter one counts.
+    """
+
+    transfer: Count
+    kind: Literal["full", "edges", "off"]
+
+
+class SentDevices(_Base, frozen=True, tag="sentdevices"):
+    """The last byte of one part was sent from GPU to GPU.
+
+    ``digest`` is of all its bytes, of the first and last ones, or there is none.
+    """
+
+    transfer: Count
+    part: Count
+    kind: Literal["full", "edges", "off"]
+    digest: Digest = b""
+
+
+DeviceFrame: TypeAlias = (
+    Devices
+    | PrepareDevice
+    | DeviceReady
+    | MeetDevice
+    | DeviceMet
+    | DeviceOffer
+    | DeviceGrant
+    | DeviceSkip
+    | DeviceWithdraw
+    | DeviceDone
+    | DevicesFinish
+)
