@@ -35,7 +35,7 @@ from asynckv.tensors.devices import Device
 from asynckv.testing.cancellation import trail
 from asynckv.testing.certificates import Authority
 from asynckv.transports.nccl import workers
-from asynckv.transports.nccl.settings import NcclSettings
+from asynckv.transports.nccl.transport import NcclSettings
 from asynckv.transports.nccl.workers import WorkerUse
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus import FakeGpus

@@ -31,7 +31,7 @@ MAX_UNHEARD = 1024
 
 class DeviceStream:
     """One side of the stream; fits
-    :class:`~asynckv.transports.nccl.channel.DeviceChannel`.
+    :class:`~asynckv.transports.nccl.transport.DeviceChannel`.
 
     Frames that come before it is attached to are kept, and handed on then.
     """

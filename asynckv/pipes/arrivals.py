@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
-from asynckv.links.gpu_arrivals import GpuArrivals
+from asynckv.links.gpu_link import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.protocol.frames import Push

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import anyio
 import torch
 
-from asynckv.links.gpu_arrivals import GpuArrivals
+from asynckv.links.gpu_link import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.links.options import Digest, device_digest, map_digest
 from asynckv.pipes.gpu_sharing import GpuOpening, GpuSharing

@@ -13,8 +13,7 @@ from typing import TypeAlias
 
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
 from asynckv.links.answers import Watchers
-from asynckv.links.gpu_arrivals import GpuArrivals
-from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links.gpu_link import GpuArrivals, GpuPathLost
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Cancel, Frame

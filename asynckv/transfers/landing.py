@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.gpu_arrivals import GpuArrivals, Ways
+from asynckv.links.gpu_link import GpuArrivals, Ways
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Offer

@@ -15,8 +15,7 @@ from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.testing.blocked import until
-from asynckv.transports.nccl.settings import NcclSettings
-from asynckv.transports.nccl.transport import NcclTransport
+from asynckv.transports.nccl.transport import NcclSettings, NcclTransport
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
 from harness.fake_gpus import FakeGpus, FakeProcess
@@ -26,7 +25,7 @@ __all__ = ("HostMemory", "LoopChannel", "NcclPair", "loop_channels", "open_nccl_
 
 
 class LoopChannel:
-    """Fits :class:`~asynckv.transports.nccl.channel.DeviceChannel` within a loop.
+    """Fits :class:`~asynckv.transports.nccl.transport.DeviceChannel` within a loop.
 
     ``holds`` keeps back what the other side says; ``said`` is all that this one did.
     """

@@ -22,7 +22,7 @@ from asynckv.protocol.transfer_frames import (
     OpenDevices,
 )
 from asynckv.testing.blocked import until
-from asynckv.transports.nccl.channel import DeviceChannel
+from asynckv.transports.nccl.transport import DeviceChannel
 from harness.fake_gpus import FakeGpus
 from harness.link_pairs import LinkPair, ScriptedService, linked
 from harness.nccl_pairs import NcclPair

@@ -9,8 +9,7 @@ import torch
 
 from asynckv.buffers.serving.offer import Offering
 from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
-from asynckv.links.gpu_arrivals import GpuArrivals
-from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links.gpu_link import GpuArrivals, GpuPathLost
 from asynckv.links.options import Digest
 from asynckv.protocol.transfer_frames import SentDevices
 from asynckv.shielding import wait_shielded

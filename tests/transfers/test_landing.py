@@ -12,7 +12,7 @@ import torch
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import Server
 from asynckv.errors import RemoteProtocolError
-from asynckv.links.gpu_arrivals import GpuArrivals
+from asynckv.links.gpu_link import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Frame, Offer, Select

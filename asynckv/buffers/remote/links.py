@@ -17,8 +17,7 @@ import anyio
 
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.answers import Answer, Watchers, fail_by
-from asynckv.links.gpu_arrivals import GpuArrivals
-from asynckv.links.gpu_link import GpuLink
+from asynckv.links.gpu_link import GpuArrivals, GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
 from asynckv.sharing.imports import GpuImports, ImportedMemory

@@ -25,8 +25,7 @@ from asynckv.errors import (
     RemoteProtocolError,
 )
 from asynckv.links.answers import Watchers, fail_by
-from asynckv.links.gpu_arrivals import Ways
-from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links.gpu_link import GpuPathLost, Ways
 from asynckv.links.link import Link
 from asynckv.observability.waits import LoggedWaits
 from asynckv.protocol.frames import (

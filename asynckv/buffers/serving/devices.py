@@ -17,8 +17,7 @@ from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
-from asynckv.links.gpu_arrivals import GpuArrivals
-from asynckv.links.gpu_link import GpuLink
+from asynckv.links.gpu_link import GpuArrivals, GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.failures import to_failure

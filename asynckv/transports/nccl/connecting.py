@@ -24,9 +24,8 @@ from asynckv.protocol.transfer_frames import (
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.transports.nccl.api import UNIQUE_ID_NBYTES
 from asynckv.transports.nccl.operations import call_on
-from asynckv.transports.nccl.worker import DeviceWorker
+from asynckv.transports.nccl.worker import DeviceWorker, Turn
 from asynckv.transports.nccl.worker_pipes import PipeEnd, WorkerPipe
-from asynckv.transports.nccl.worker_turns import Turn
 
 __all__ = ("Connector", "PipeUser")
 

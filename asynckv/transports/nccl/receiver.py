@@ -9,9 +9,8 @@ import asyncio
 from collections.abc import Callable
 
 from asynckv.protocol.transfer_frames import DeviceFrame, DeviceOffer, DeviceWithdraw
-from asynckv.transports.nccl.arrivals import Arrivals
 from asynckv.transports.nccl.operations import Operation, OperationJob
-from asynckv.transports.nccl.parts import DevicePart
+from asynckv.transports.nccl.parts import Arrivals, DevicePart
 from asynckv.transports.nccl.rendezvous import Receiving, Step
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.nccl.worker_pipes import WorkerPipe

@@ -1,42 +1,200 @@
 """Payload from GPU to GPU by NCCL, agreed on operation by operation.
 
-Both directions have a communicator of their own. Nothing is posted before the peer has
-granted it, and what is granted is posted by both: it ends, or both sides abort their
-communicators and the transport is over, for as long as its link lives. Memory is read
-and written where it lies, without a digest. That of the host goes by lanes.
+Both directions have a communicator of their own, and an end on this side that is made
+with what both sides have agreed on. Nothing is posted before the peer has granted it,
+and what is granted is posted by both: it ends, or both sides abort their communicators
+and the transport is over, for as long as its link lives. Memory is read and written
+where it lies, without a digest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Protocol, runtime_checkable
 
 from asynckv.abc import PayloadTransport
 from asynckv.errors import LocalProtocolError, PeerLost, RemoteProtocolError
-from asynckv.protocol.transfer_frames import DeviceFrame, DevicesFinish
+from asynckv.protocol.transfer_frames import (
+    DeviceDone,
+    DeviceFrame,
+    DeviceGrant,
+    DeviceMet,
+    DeviceOffer,
+    DeviceReady,
+    DevicesFinish,
+    DeviceSkip,
+    DeviceWithdraw,
+    MeetDevice,
+    PrepareDevice,
+)
+from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.transports.ending import Ending, QuietWaits
-from asynckv.transports.nccl.channel import DeviceChannel
 from asynckv.transports.nccl.connecting import Connector
-from asynckv.transports.nccl.ends import make_ends
 from asynckv.transports.nccl.environment import (
     DeviceDescription,
     check_peer,
     nccl_environment_digest,
 )
-from asynckv.transports.nccl.hearing import hear
 from asynckv.transports.nccl.parts import DevicePart
 from asynckv.transports.nccl.receiver import Receiver
 from asynckv.transports.nccl.sender import Sender
-from asynckv.transports.nccl.settings import NcclSettings
 from asynckv.transports.nccl.staging import Staging
-from asynckv.transports.nccl.waits import Waits
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
 
-__all__ = ("NcclTransport",)
+__all__ = (
+    "DeviceChannel",
+    "NcclSettings",
+    "NcclTransport",
+    "Waits",
+    "hear",
+    "make_ends",
+)
+
+
+@runtime_checkable
+class DeviceChannel(Protocol):
+    """Frames to and from the peer's transport: whole, in order, authenticated.
+
+    Unique ids go over it, so it is the control link and nothing less. On the loop only;
+    nothing waits.
+    """
+
+    def send(self, frame: DeviceFrame) -> None:
+        """Queue a frame; nothing happens if the channel is over."""
+
+    def attach(
+        self,
+        hear: Callable[[DeviceFrame], None],
+        lost: Callable[[Exception], None],
+    ) -> None:
+        """From here on call ``hear`` for each frame, those that came before first.
+
+        An :exc:`~asynckv.errors.RemoteProtocolError` of it breaks the link. ``lost`` is
+        called once, if the channel ends before it is detached.
+        """
+
+    def detach(self) -> None:
+        """Call nobody any more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NcclSettings:
+    """Of one transport: each side's own, but for the smaller ``chunk_bytes`` of both.
+
+    An operation moves at most ``chunk_bytes``; at most ``max_operations`` of them, of
+    ``max_bytes``, are granted at a time, and ``max_bytes`` offered. It may take
+    ``patience_s``, and more if it were slower than ``least_bytes_per_s``.
+    """
+
+    chunk_bytes: int = 4 * 2**20
+    max_operations: int = 4
+    max_bytes: int = 64 * 2**20
+    open_s: float = 30.0
+    patience_s: float = 10.0
+    least_bytes_per_s: float = 50e6
+
+    def timeout_s(self, nbytes: int) -> float:
+        """How long an operation of ``nbytes`` may take, once it is granted."""
+        return self.patience_s + nbytes / self.least_bytes_per_s
+
+
+def make_ends(
+    worker: DeviceWorker,
+    loop: asyncio.AbstractEventLoop,
+    channel: DeviceChannel,
+    settings: NcclSettings,
+    *,
+    peer_chunk_bytes: int,
+    settled: Callable[[], None],
+) -> tuple[Sender, Receiver]:
+    """Return who sends and who receives on this side, by no pipe yet."""
+    sender = Sender(
+        worker,
+        loop,
+        chunk_bytes=min(settings.chunk_bytes, peer_chunk_bytes),
+        max_bytes=settings.max_bytes,
+        timeout_s=settings.timeout_s,
+        say=channel.send,
+        settled=settled,
+    )
+    receiver = Receiver(
+        worker,
+        loop,
+        max_operations=settings.max_operations,
+        max_bytes=settings.max_bytes,
+        timeout_s=settings.timeout_s,
+        say=channel.send,
+        settled=settled,
+    )
+    return sender, receiver
+
+
+def hear(
+    frame: DeviceFrame, sender: Sender, receiver: Receiver, connector: Connector
+) -> None:
+    """Hand on what the peer said.
+
+    :raises RemoteProtocolError: it makes no sense
+    """
+    match frame:
+        case DeviceOffer():
+            receiver.on_offer(frame)
+        case DeviceGrant():
+            sender.on_grant(frame)
+        case DeviceDone():
+            sender.on_done(frame)
+        case DeviceSkip():
+            sender.on_skip(frame)
+        case DeviceWithdraw():
+            receiver.on_withdraw(frame)
+        case PrepareDevice():
+            connector.on_prepare()
+        case DeviceReady():
+            connector.on_ready()
+        case MeetDevice():
+            connector.on_meet(frame)
+        case DeviceMet():
+            connector.on_met(frame)
+        case _:
+            raise RemoteProtocolError(f"{type(frame).__name__} makes no sense here")
+
+
+class Waits:
+    """One future a wait; :meth:`settle` looks at all of them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+
+    async def wait(
+        self, is_over: Callable[[], bool], *, timeout_s: float | None
+    ) -> None:
+        """Wait until ``is_over()``. Within ``timeout_s`` it is shielded; else not."""
+        if is_over():
+            return
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waits.append((is_over, future))
+        if timeout_s is None:
+            await future
+        else:
+            await wait_shielded(future, timeout_s=timeout_s)
+
+    def settle(self) -> None:
+        """Something has changed."""
+        waits, self._waits = self._waits, []
+        for is_over, future in waits:
+            if future.done():
+                continue
+            if is_over():
+                future.set_result(None)
+            else:
+                self._waits.append((is_over, future))
+
 
 _CLOSE_S: Final = 1.0
 _WATCH_S: Final = 0.5
@@ -46,7 +204,7 @@ class NcclTransport(PayloadTransport):
     """Both directions between this GPU and a peer's.
 
     ``side_channel`` of :meth:`open` is a
-    :class:`~asynckv.transports.nccl.channel.DeviceChannel`. ``source`` and ``target``
+    :class:`~asynckv.transports.nccl.transport.DeviceChannel`. ``source`` and ``target``
     are :class:`~asynckv.tensors.cuda.DeviceMemory` of the worker's GPU; it belongs
     to the transfer until it is quiet. ``on_lost`` and ``done`` are called as
     :class:`~asynckv.transports.inline.InlineTransport` calls them, but with no digest;

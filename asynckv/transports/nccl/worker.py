@@ -3,7 +3,12 @@
 NCCL is not safe in two threads of one device, and an abort only while no thread is in
 it. So everything is done here, one after the other, for all pipes of the GPU. A call
 that does not return cannot be ended: the worker is *given up*. Nothing that it may
-still touch is ever freed or used again, and :attr:`DeviceWorker.health` says so.
+still touch is ever freed or used again, and :attr:`DeviceWorker.health` says so. What
+it allocates and frees is put off while operations wait for a peer.
+
+Opening a pipe blocks the worker. Both sides take a turn, always that of the lower token
+first: so of any number of workers that open pipes to each other none waits for one that
+waits for it.
 """
 
 from __future__ import annotations
@@ -20,13 +25,97 @@ from typing import Final, Protocol, TypeAlias
 
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import CudaApi, Event
-from asynckv.tensors.quiet_gpus import quiet_gpu
+from asynckv.tensors.quiet_gpus import PATIENCE_S, QuietGpu, quiet_gpu
 from asynckv.transports.nccl.api import NcclApi
-from asynckv.transports.nccl.quiet_work import QuietWork
 from asynckv.transports.nccl.worker_pipes import WorkerPipe
-from asynckv.transports.nccl.worker_turns import WorkerTurns
 
-__all__ = ("DeviceWorker", "Job")
+__all__ = (
+    "DeviceWorker",
+    "Job",
+    "QuietWork",
+    "Turn",
+    "WorkerTurns",
+)
+
+
+class QuietWork:
+    """Commands of one worker, in its thread, which must not stand still for that.
+
+    Its operations are those that all others of the process wait for as well.
+    """
+
+    def __init__(self, gpu: QuietGpu) -> None:
+        self._gpu = gpu
+        self._operations = 0
+        self._commands: collections.deque[tuple[float, Callable[[], None]]] = (
+            collections.deque()
+        )
+
+    def begin_operation(self) -> None:
+        """One is to be posted. Waits for who allocates elsewhere."""
+        self._gpu.begin_operation()
+        self._operations += 1
+
+    def end_operation(self) -> None:
+        """One waits for nobody any more."""
+        self._operations -= 1
+        self._gpu.end_operation()
+
+    def add(self, command: Callable[[], None]) -> None:
+        """Call ``command()`` in :meth:`run`, when none is under way, or after 5 s."""
+        self._commands.append((time.monotonic() + PATIENCE_S, command))
+
+    def run(self) -> None:
+        """Do what may be done now."""
+        while self._commands:
+            until, command = self._commands[0]
+            if self._operations and time.monotonic() < until:
+                return
+            self._commands.popleft()
+            with self._gpu.allocating(0):
+                command()
+
+
+class Turn:
+    """One wish to open pipes, from the asking until it is over."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.begin = begin
+
+
+class WorkerTurns:
+    """First come, first served. From any thread; nothing waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._line: collections.deque[Turn] = collections.deque()
+
+    @property
+    def count(self) -> int:
+        """How many have a turn or wait for one."""
+        return len(self._line)
+
+    def ask(self, begin: Callable[[], None]) -> Turn:
+        """Call ``begin()`` when it is this one's turn: now, or by who ends another."""
+        turn = Turn(begin)
+        with self._lock:
+            self._line.append(turn)
+            is_first = len(self._line) == 1
+        if is_first:
+            begin()
+        return turn
+
+    def end(self, turn: Turn) -> None:
+        """It is over, or not wanted any more. A second call does nothing."""
+        with self._lock:
+            if turn not in self._line:
+                return
+            was_first = self._line[0] is turn
+            self._line.remove(turn)
+            follower = self._line[0] if was_first and self._line else None
+        if follower is not None:
+            follower.begin()
+
 
 logger = logging.getLogger(__name__)
 

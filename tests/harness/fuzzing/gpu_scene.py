@@ -18,8 +18,7 @@ from asynckv.protocol.transfer_frames import Devices, OpenDevices
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
 from asynckv.testing.expectations import expect
-from asynckv.transports.nccl.settings import NcclSettings
-from asynckv.transports.nccl.transport import NcclTransport
+from asynckv.transports.nccl.transport import NcclSettings, NcclTransport
 from harness.fake_gpus import FakeGpus
 from harness.fuzzing.recording import Recording, Tap, heard
 from harness.link_pairs import name_of

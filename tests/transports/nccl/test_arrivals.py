@@ -5,8 +5,7 @@ import pytest
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.transfer_frames import DeviceOffer
 from asynckv.tensors.cuda import DeviceMemory
-from asynckv.transports.nccl.arrivals import Arrivals
-from asynckv.transports.nccl.parts import DevicePart
+from asynckv.transports.nccl.parts import Arrivals, DevicePart
 
 
 def part(transfer: int, number: int = 0, nbytes: int = 10) -> DevicePart:

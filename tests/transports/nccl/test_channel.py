@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.transports.nccl.channel import DeviceChannel
+from asynckv.transports.nccl.transport import DeviceChannel
 from harness.nccl_pairs import loop_channels
 
 

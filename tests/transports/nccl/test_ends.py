@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asynckv.transports.nccl.ends import make_ends
-from asynckv.transports.nccl.settings import NcclSettings
+from asynckv.transports.nccl.transport import NcclSettings, make_ends
 from asynckv.transports.nccl.worker import DeviceWorker
 from harness.nccl_pairs import loop_channels
 

@@ -15,7 +15,7 @@ from asynckv.protocol.transfer_frames import (
     MeetDevice,
     PrepareDevice,
 )
-from asynckv.transports.nccl.hearing import hear
+from asynckv.transports.nccl.transport import hear
 from harness.nccl_pairs import NcclPair
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from asynckv.tensors.quiet_gpus import QuietGpu
-from asynckv.transports.nccl import quiet_work
-from asynckv.transports.nccl.quiet_work import QuietWork
+from asynckv.transports.nccl import worker as quiet_work
+from asynckv.transports.nccl.worker import QuietWork
 
 
 class Work:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asynckv.transports.nccl.worker_turns import WorkerTurns
+from asynckv.transports.nccl.worker import WorkerTurns
 
 
 def test_the_first_has_its_turn_at_once_and_the_others_in_line() -> None:
