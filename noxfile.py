@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent
 PROCESSES = ("-n", str(1 + min(os.cpu_count() or 1, 8)))
 # Buffers on GPUs are tested beside the links by which they reach each other.
 COVERING = (
-    *("tests/protocol", "tests/buffers"),
+    *("tests/protocol", "tests/sharing", "tests/transfers", "tests/buffers"),
     *("tests/links/test_gpu_link.py", "tests/links/test_gpu_arrivals.py"),
 )
 FUZZED = ("wire", "greeting", "chunks", "manifest", "urls", "peer")
