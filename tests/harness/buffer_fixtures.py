@@ -1,0 +1,161 @@
+"""Served buffers and their peers, in memory and on GPUs, and ways to cut a link."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.remote.peer import Peer, connect
+from asynckv.buffers.serve import Server, serve
+from asynckv.links.dial import dial
+from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.link import Link
+from asynckv.links.requests import LinkStream
+from asynckv.protocol.codec import Buffer
+from asynckv.protocol.frames import Frame
+from asynckv.tensors import growth
+from asynckv.tensors.device_copying import DeviceCopyPool
+from asynckv.testing.pairs import Peers, open_peers
+from asynckv.transfers import host_copies as hoisting
+from harness.device_memory import open_device_pool
+from harness.fake_devices import FakeDevice, fake_device
+from harness.fake_gpus import FakeGpus
+from harness.gpu_pairs import GpuPair, open_gpu_pair
+from harness.link_pairs import name_of
+from harness.nccl_buffer_pairs import NcclBuffers, open_nccl_buffers
+from harness.raw_maps import RawMapper
+
+__all__ = (
+    "CutWhen",
+    "cut_when",
+    "far_link",
+    "link",
+    "local",
+    "mappable",
+    "mapper",
+    "nccl_pair",
+    "no_slabs",
+    "on_gpu",
+    "pair",
+    "peers",
+    "pool",
+    "small_pieces",
+)
+
+CutWhen = Callable[[Link, type], None]
+
+
+@pytest.fixture
+async def local() -> AsyncIterator[LookupBuffer]:
+    async with LookupBuffer("8MiB", drain_s=0, max_deliver=2) as buffer:
+        yield buffer
+
+
+@pytest.fixture
+async def peers(local: LookupBuffer) -> AsyncIterator[Peers]:
+    async with open_peers("tcp", local, reconnect_s=5) as peers:
+        yield peers
+
+
+@pytest.fixture
+async def link(local: LookupBuffer) -> AsyncIterator[Link]:
+    """A peer of the served buffer that says what it likes."""
+    async with serve("mem://", lookup=local) as server:
+        link = await dial(server.url, identity=name_of("peer"))
+        try:
+            yield link
+        finally:
+            await link.aclose()
+
+
+@pytest.fixture
+async def mappable(local: LookupBuffer) -> AsyncIterator[Server]:
+    """A server whose memory peers of this host can map."""
+    if not has_fd_sockets():
+        pytest.skip("nothing can be mapped here")
+    async with serve("tcp://127.0.0.1:0", lookup=local) as server:
+        yield server
+
+
+@pytest.fixture
+async def mapper(mappable: Server) -> AsyncIterator[RawMapper]:
+    """A peer of it that says what it likes."""
+    mapper = RawMapper(await dial(mappable.url, identity=name_of("consumer")))
+    yield mapper
+    await mapper.aclose()
+
+
+@pytest.fixture
+def cut_when(monkeypatch: pytest.MonkeyPatch) -> CutWhen:
+    """Cut a link instead of sending the first frame of a kind."""
+
+    def cut(link: Link, kind: type) -> None:
+        send = LinkStream.send
+
+        def send_or_cut(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
+            if stream.link is link and isinstance(frame, kind):
+                link.abort()
+            send(stream, frame, body)
+
+        monkeypatch.setattr(LinkStream, "send", send_or_cut)
+
+    return cut
+
+
+@pytest.fixture
+def pool(gpu: FakeDevice) -> Iterator[DeviceCopyPool]:
+    """That of a buffer on this process's GPU."""
+    with open_device_pool(gpu) as pool:
+        yield pool
+
+
+@pytest.fixture
+async def on_gpu(local: LookupBuffer) -> AsyncIterator[tuple[FakeDevice, Peer]]:
+    """A peer on a GPU of a buffer in host memory."""
+    with fake_device() as gpu:
+        async with (
+            serve("tcp://127.0.0.1:0", lookup=local) as server,
+            connect(server.url, device=gpu.device, max_bytes="16MiB") as peer,
+        ):
+            yield gpu, peer
+
+
+@pytest.fixture
+async def pair(gpus: FakeGpus) -> AsyncIterator[GpuPair]:
+    """A buffer and a peer in two processes on one GPU."""
+    async with open_gpu_pair(gpus) as pair:
+        yield pair
+
+
+@pytest.fixture
+async def nccl_pair(two_gpus: FakeGpus) -> AsyncIterator[NcclBuffers]:
+    """A buffer and a peer on two GPUs; the way between them is open."""
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.opened()
+        yield pair
+
+
+@pytest.fixture
+def far_link() -> Callable[[Server, Peer], Link]:
+    """Return the server's end of a peer's link."""
+
+    def find(server: Server, peer: Peer) -> Link:
+        links = [services.link for services in server._services]
+        name = peer.own_identity.id
+        return next(x for x in links if x.peer.id == name and x.is_open)
+
+    return find
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves a GPU is copied in quarters of a MiB."""
+    monkeypatch.setattr(hoisting, "PIECE_NBYTES", 2**18)
+
+
+@pytest.fixture
+def no_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers keep their bytes on the heap, as on a system without memory files."""
+    monkeypatch.setattr(growth, "has_slabs", lambda: False)

@@ -1,0 +1,35 @@
+"""Buffers and peers between which something is transferred."""
+
+from __future__ import annotations
+
+from harness.buffer_fixtures import (
+    cut_when,
+    far_link,
+    link,
+    local,
+    mappable,
+    mapper,
+    nccl_pair,
+    no_slabs,
+    on_gpu,
+    pair,
+    peers,
+    pool,
+    small_pieces,
+)
+
+__all__ = (
+    "cut_when",
+    "far_link",
+    "link",
+    "local",
+    "mappable",
+    "mapper",
+    "nccl_pair",
+    "no_slabs",
+    "on_gpu",
+    "pair",
+    "peers",
+    "pool",
+    "small_pieces",
+)
