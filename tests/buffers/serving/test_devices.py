@@ -143,6 +143,21 @@ async def test_what_a_lost_way_did_not_send_is_not_said_to_be_sent(
         assert len(hearer.frames) == 1 and link.is_open
 
 
+async def test_what_rides_alone_cannot_be_granted_a_gpus_memory(
+    two_gpus: FakeGpus,
+) -> None:
+    async with open_nccl_buffers(two_gpus) as pair:
+        await pair.buffer.insert([1], None, noise(8), None, None)
+        hearer, link = Hearer(), pair.peer._linked()
+        stream = link.open_stream(hearer, Select(has_key=False))
+        offer, _ = await hearer.next()
+        assert isinstance(offer, Offer) and not offer.on_gpu
+        stream.send(GrantDevices(offer.transfer, "off"))
+        await until(lambda: not link.is_open)
+        assert "for what is on none" in str(link.error)
+        assert await pair.buffer.peek([1]) == 1
+
+
 async def test_a_server_that_has_left_moves_nothing_on_its_gpu(
     two_gpus: FakeGpus,
 ) -> None:
