@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Protocol
 
 import pytest
 
@@ -44,7 +46,13 @@ __all__ = (
     "small_pieces",
 )
 
-CutWhen = Callable[[Link, type], None]
+
+class CutWhen(Protocol):
+    """Cut a link instead of sending the first frame of a kind; call ``then`` behind."""
+
+    def __call__(
+        self, link: Link, kind: type, then: Callable[[], object] | None = None
+    ) -> None: ...
 
 
 @pytest.fixture
@@ -89,14 +97,16 @@ async def mapper(mappable: Server) -> AsyncIterator[RawMapper]:
 
 @pytest.fixture
 def cut_when(monkeypatch: pytest.MonkeyPatch) -> CutWhen:
-    """Cut a link instead of sending the first frame of a kind."""
+    """What :class:`CutWhen` says."""
 
-    def cut(link: Link, kind: type) -> None:
+    def cut(link: Link, kind: type, then: Callable[[], object] | None = None) -> None:
         send = LinkStream.send
 
         def send_or_cut(stream: LinkStream, frame: Frame, body: Buffer = b"") -> None:
             if stream.link is link and isinstance(frame, kind):
                 link.abort()
+                if then is not None:  # before the peer can have dialled again
+                    asyncio.get_running_loop().call_soon(then)
             send(stream, frame, body)
 
         monkeypatch.setattr(LinkStream, "send", send_or_cut)

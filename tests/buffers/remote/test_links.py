@@ -122,12 +122,17 @@ async def test_an_insert_that_a_server_without_its_memory_may_have_had_is_told(
 ) -> None:
     old, new = restarted
     async with serve("mem://", lookup=old) as first, connect(first.url) as peer:
-        cut_when(far_link(first, peer), Accepted)
+        ended = asyncio.Event()
+
+        def end() -> None:
+            first.abort()
+            ended.set()
+
+        cut_when(far_link(first, peer), Accepted, end)
         call = asyncio.create_task(
             peer.lookup.insert([1], None, torch.ones(nbytes), None, None)
         )
-        await until(lambda: not peer.is_connected)
-        first.abort()
+        await ended.wait()
         async with serve(first.url, lookup=new):
             with pytest.raises(PeerRestarted):
                 await call
