@@ -17,10 +17,10 @@ from asynckv.protocol.codec import Buffer
 from asynckv.protocol.frames import Accepted, Ack, Failure, Frame, Noted, Reached, Took
 from asynckv.testing.blocked import until
 from asynckv.testing.pairs import Peers
+from harness.buffer_fixtures import CutWhen
 from harness.link_pairs import ScriptedService, name_of
 
 FarLink = Callable[[Server, Peer], Link]
-CutWhen = Callable[[Link, type], None]
 MIB = 2**20
 
 

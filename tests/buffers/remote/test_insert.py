@@ -17,9 +17,9 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.testing.pairs import Peers
+from harness.buffer_fixtures import CutWhen
 
 FarLink = Callable[[Server, Peer], Link]
-CutWhen = Callable[[Link, type], None]
 LARGE = 2**20
 
 

@@ -16,9 +16,9 @@ from asynckv.links.link import Link
 from asynckv.protocol.frames import Accepted
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pairs import Peers
+from harness.buffer_fixtures import CutWhen
 
 FarLink = Callable[[Server, Peer], Link]
-CutWhen = Callable[[Link, type], None]
 
 
 async def test_waiting_calls_go_on_after_a_cut(
