@@ -17,15 +17,14 @@ import numpy
 import numpy.typing
 import torch
 
-from asynckv.errors import EntryTooLarge
 from asynckv.tensors.allocator import Run
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.packing import ALIGNMENT_NBYTES
 from asynckv.tensors.runs import Memory, Runs
-from asynckv.tensors.views import tensor_over
+from asynckv.tensors.views import no_memory, tensor_over
 from asynckv.types import TensorSpec
 
-__all__ = ("Arena", "HeapArena", "Hold", "Pages", "Region", "heap_memory", "no_memory")
+__all__ = ("Arena", "HeapArena", "Hold", "Pages", "Region", "heap_memory")
 
 _SMALL_NBYTES: Final = 4096
 
@@ -259,12 +258,3 @@ def heap_memory(nbytes: int) -> memoryview:
         raise no_memory(nbytes) from exc
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % ALIGNMENT_NBYTES
     return memory[start : start + nbytes]
-
-
-def no_memory(nbytes: int) -> EntryTooLarge:
-    """Return what says that the process can have no memory for so much."""
-    return EntryTooLarge(
-        f"this process can have no memory for {nbytes} bytes more",
-        nbytes=nbytes,
-        hint="see ulimit -v, and what else it holds",
-    )

@@ -12,6 +12,7 @@ import numpy
 import numpy.typing
 import torch
 
+from asynckv.errors import EntryTooLarge
 from asynckv.types import DTYPE_NBYTES, TensorSpec
 
 __all__ = (
@@ -22,6 +23,7 @@ __all__ = (
     "check_sendable",
     "dtype_of",
     "empty_tensor",
+    "no_memory",
     "spec_like",
     "spec_of",
     "tensor_from",
@@ -183,10 +185,23 @@ def empty_tensor(spec: TensorSpec) -> torch.Tensor:
     """Return a new tensor in CPU memory whose elements are not set.
 
     :raises ValueError: if this torch does not have the dtype
+    :raises EntryTooLarge: the process may have no more memory
     """
-    # By way of bytes: torch.empty() warns about complex32.
-    flat = torch.empty(spec.nbytes, dtype=torch.uint8)
+    try:
+        # By way of bytes: torch.empty() warns about complex32.
+        flat = torch.empty(spec.nbytes, dtype=torch.uint8)
+    except RuntimeError as exc:  # what torch raises where there is no memory
+        raise no_memory(spec.nbytes) from exc
     return flat.view(dtype_of(spec.dtype)).view(spec.shape)
+
+
+def no_memory(nbytes: int) -> EntryTooLarge:
+    """Return what says that the process can have no memory for so much."""
+    return EntryTooLarge(
+        f"this process can have no memory for {nbytes} bytes more",
+        nbytes=nbytes,
+        hint="see ulimit -v, and what else it holds",
+    )
 
 
 def check_landing_place(into: torch.Tensor, *, may_be_on_gpu: bool = False) -> None:

@@ -16,7 +16,7 @@ from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.entries.ledger import Ledger
 from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge
 from asynckv.observability.waits import LoggedWait
-from asynckv.tensors.arena import no_memory
+from asynckv.tensors.views import no_memory
 
 __all__ = (
     "Admission",

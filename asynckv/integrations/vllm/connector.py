@@ -172,6 +172,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         pages = pages_of(self._kv_cache_config, kv_caches)
+        _ask_for_amx()
         known = self._vllm_config, self._kv_cache_config
         self._attention = attention_of(*known, kv_caches)
         self._working.register(pages, self._groups)
@@ -297,3 +298,13 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None:
             raise RuntimeError("this is the scheduler's connector, not a worker's")
         return self._worker
+
+
+def _ask_for_amx() -> None:
+    """Let this process use AMX tiles, as vLLM's attention on a CPU does.
+
+    The kernel has to be asked, and else only a matrix product of many tokens asks:
+    where the first prompt is loaded, none comes before the attention, which dies.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

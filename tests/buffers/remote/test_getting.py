@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from asynckv.buffers.remote.store import Getting
-from asynckv.errors import AsyncKVError, ChecksumError, PeerLost, RemoteProtocolError
+from asynckv.errors import (
+    AsyncKVError,
+    ChecksumError,
+    EntryTooLarge,
+    PeerLost,
+    RemoteProtocolError,
+)
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.digests import digest_of
@@ -145,3 +151,20 @@ async def test_a_done_of_what_was_not_granted_is_ignored() -> None:
 
     async with linked("mem://", answer) as pair:
         assert await getting_on(pair.near).value() is None
+
+
+@pytest.mark.usefixtures("no_slabs")
+async def test_a_value_for_which_there_is_no_memory_is_refused_alone() -> None:
+    record = TensorRecord("value", TensorSpec((2**48,), "uint8"))
+
+    def answer(stream: LinkStream, *_: object) -> None:
+        stream.send(Offer(transfer=2, inline=False), pack([record], None, None))
+
+    async with linked("mem://", answer) as pair:
+        budget = ReceiveBudget(2**49)
+        getting = Getting(pair.near, "key", None, budget, CopyPool())
+        with pytest.raises(EntryTooLarge, match="no memory for"):
+            await getting.value()
+        getting.cancel()
+        getting.release()
+        assert pair.near.is_open and not budget.used_bytes
