@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -30,9 +30,6 @@ from asynckv.transfers.manifest import INLINE_NBYTES, content_digest, pack
 from asynckv.transfers.queries import Query, Tokens, as_mask, as_tokens, key_of
 from asynckv.types import KVFingerprint, TensorSpec
 
-if TYPE_CHECKING:
-    from asynckv.buffers.serving.offer import Shown
-
 __all__ = (
     "Draft",
     "EntryState",
@@ -40,6 +37,7 @@ __all__ = (
     "Lease",
     "Part",
     "Payer",
+    "Shown",
     "StoredEntry",
     "Waiter",
     "make_draft",
@@ -158,6 +156,17 @@ class Part:
     spec: TensorSpec
     region: Region | None = None
     digest: bytes | None = None
+
+
+class Shown(NamedTuple):
+    """A whole entry as every peer is told of it who maps the arena.
+
+    ``edges`` stay those of the first time: memory that changes later is noticed.
+    """
+
+    regions: Sequence[SlabRegion]
+    places: bytes
+    edges: bytes
 
 
 class StoredEntry:

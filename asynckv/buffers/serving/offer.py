@@ -12,11 +12,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
-from asynckv.buffers.entries.entries import Lease, StoredEntry
+from asynckv.buffers.entries.entries import Lease, Shown, StoredEntry
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
@@ -40,7 +40,6 @@ from asynckv.types import TensorSpec
 __all__ = (
     "Hoist",
     "Offering",
-    "Shown",
     "ShownSending",
     "can_be_mapped",
     "make_offer",
@@ -53,17 +52,6 @@ __all__ = (
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
-
-
-class Shown(NamedTuple):
-    """A whole entry as every peer is told of it who maps the arena.
-
-    ``edges`` stay those of the first time: memory that changes later is noticed.
-    """
-
-    regions: Sequence[SlabRegion]
-    places: bytes
-    edges: bytes
 
 
 def can_be_mapped(entry: StoredEntry, holder: MapHolder | None) -> bool:
