@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import torch
@@ -15,6 +15,8 @@ import torch
 from asynckv.abc import KVEntry
 from asynckv.protocol.digests import digest_of
 from asynckv.protocol.frames import Offer
+from asynckv.protocol.values import Place
+from asynckv.sharing.mappings import MappedPin
 from asynckv.tensors.blocks import KVBlocks, KVMemory, memory_of, tensor_at
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -27,11 +29,9 @@ from asynckv.transfers.queries import tensor_of
 from asynckv.transfers.reception import Reception
 from asynckv.transfers.targets import match_targets
 
-if TYPE_CHECKING:
-    from asynckv.transfers.readers import MappedParts
-
 __all__ = (
     "Delivery",
+    "MappedParts",
     "lift",
     "lift_all",
     "lift_some",
@@ -41,6 +41,19 @@ __all__ = (
 
 _AT_A_TIME: Final = 16
 """Tensors take their time to be made, on the loop."""
+
+
+class MappedParts(msgspec.Struct, eq=False):
+    """Where the parts of one offer lie, checked, and who keeps them there."""
+
+    places: Sequence[Place | None]
+    sizes: Sequence[int]
+    edges: bytes
+    pin: MappedPin | None
+
+    def let_go(self) -> None:
+        """Only views keep them there from now on."""
+        self.pin = None
 
 
 class Delivery(msgspec.Struct, eq=False):

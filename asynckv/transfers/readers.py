@@ -8,10 +8,9 @@ copied is not used: the memory may be somebody else's once it was let go.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Final, NamedTuple, TypeAlias
 
-import msgspec
 import numpy
 import numpy.typing
 import torch
@@ -39,7 +38,7 @@ from asynckv.tensors.runs import Memory, Runs, fill
 from asynckv.tensors.shared_file import MappedFile, check_place, edges_of
 from asynckv.tensors.views import tensor_from, tensor_over
 from asynckv.transfers.budget import ReceiveBudget
-from asynckv.transfers.delivery import Delivery, on_host
+from asynckv.transfers.delivery import Delivery, MappedParts, on_host
 from asynckv.transfers.eager import rides
 from asynckv.transfers.manifest import Manifest, unpack_mapped, verify
 from asynckv.types import TensorSpec
@@ -47,7 +46,6 @@ from asynckv.types import TensorSpec
 __all__ = (
     "IpcReader",
     "MapReader",
-    "MappedParts",
     "ShownArrivals",
     "ShownParts",
 )
@@ -59,19 +57,6 @@ _AT_A_TIME: Final = 16
 """Views of mapped memory take their time to be made, on the loop."""
 
 _Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]
-
-
-class MappedParts(msgspec.Struct, eq=False):
-    """Where the parts of one offer lie, checked, and who keeps them there."""
-
-    places: Sequence[Place | None]
-    sizes: Sequence[int]
-    edges: bytes
-    pin: MappedPin | None
-
-    def let_go(self) -> None:
-        """Only views keep them there from now on."""
-        self.pin = None
 
 
 class MapReader:
