@@ -14,7 +14,7 @@ import torch
 
 from asynckv.buffers.entries.entries import Draft
 from asynckv.buffers.local.writer import Declared
-from asynckv.buffers.remote.links import ANSWER_S
+from asynckv.buffers.remote.connection import ANSWER_S
 from asynckv.errors import EntryAborted, PeerLost
 from asynckv.links.answers import Answer, fail_by
 from asynckv.links.link import Link

@@ -1,7 +1,7 @@
 """How the asking side reaches its peer: a link that is made again when it was cut.
 
-It is dialled for a bounded time. A question has one answer; payload comes and goes by
-the peer's memory and ways between GPUs.
+It is dialled for a bounded time. Payload comes and goes by the peer's memory and ways
+between GPUs.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 
 from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
-from asynckv.links.answers import Answer, Watchers, fail_by
+from asynckv.links.answers import Watchers
 from asynckv.links.gpu_link import GpuArrivals, GpuLink
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
 from asynckv.sharing.imports import GpuImports, ImportedMemory
 from asynckv.sharing.mappings import MappedMemory, Mappings
 from asynckv.tensors.copying import CopyPool
@@ -32,15 +31,10 @@ from asynckv.transfers.outgoing import ShownTo
 from asynckv.transfers.readers import IpcReader, MapReader
 from asynckv.transfers.staging import GpuRoom, GpuStaging
 
-if TYPE_CHECKING:
-    from asynckv.buffers.remote.peer import Peer
-
 __all__ = (
-    "ANSWER_S",
     "Backoff",
     "PeerWays",
     "ReconnectingLink",
-    "ask",
 )
 
 
@@ -221,66 +215,6 @@ class ReconnectingLink:
         self._is_closing = True
         self._error = self._error or error
         self._watchers.wake()
-
-
-ANSWER_S: Final = 30.0
-"""A live peer answers a question that needs no waiting within this time."""
-
-
-class _Question:
-    """One question on one link."""
-
-    def __init__(self, link: Link, frame: OpeningFrame, body: bytes) -> None:
-        self.answer: Answer[Result] = Answer()
-        self._stream = link.open_stream(self, frame, body)
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        if isinstance(frame, Result):
-            self.answer.give(frame)
-        else:
-            fail_by(frame, "question", self.answer.fail)
-
-    def on_lost(self, error: PeerLost) -> None:
-        self.answer.fail(error)
-
-    def cancel(self) -> None:
-        """The answer is not wanted any more. Never waits."""
-        self._stream.send(Cancel())
-
-
-async def ask(
-    peer: Peer,
-    frame: OpeningFrame,
-    body: bytes = b"",
-    *,
-    deadline_s: float | None = ANSWER_S,
-    incarnation: str = "",
-) -> Result:
-    """Ask, again after a reconnect, and return the answer.
-
-    Bounded from the call on, however often the link is cut: by ``deadline_s``
-    and the ``reconnect_s`` of the peer; not at all with ``None``, which is for
-    what may wait. A cancelled call leaves no trace.
-
-    :raises TimeoutError: a live peer did not answer in ``deadline_s``, or no
-        link lived for long enough
-    :raises PeerLost: the peer is gone and did not come back in time
-    :raises PeerRestarted: it has lost what ``incarnation`` knew
-    """
-    in_all_s = None if deadline_s is None else deadline_s + peer.reconnect_s
-    async with asyncio.timeout(in_all_s):
-        while True:
-            link = await peer.link(incarnation)
-            question = _Question(link, frame, body)
-            try:
-                async with asyncio.timeout(deadline_s):
-                    return await question.answer
-            except PeerLost:
-                if link.is_open:
-                    raise  # the peer says so, of something else
-            except BaseException:
-                question.cancel()
-                raise
 
 
 class PeerWays:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +19,8 @@ from asynckv.abc import (
 )
 from asynckv.buffers.entries.entries import Draft, make_draft, specs_in
 from asynckv.buffers.local.consumer import PendingSelect
+from asynckv.buffers.remote.connection import PeerConnection, ask
 from asynckv.buffers.remote.insert import RemoteWriter, begin_insert, source_of
-from asynckv.buffers.remote.links import ask
 from asynckv.buffers.remote.select import RemoteConsumer, check_key_fits
 from asynckv.observability.waits import LoggedWait
 from asynckv.protocol.frames import Peek, Taken, Withdraw
@@ -39,16 +38,13 @@ from asynckv.transfers.staging import Source, places_of, release_staged, until_m
 from asynckv.transfers.targets import check_targets
 from asynckv.types import TensorSpec
 
-if TYPE_CHECKING:
-    from asynckv.buffers.remote.peer import Peer
-
 __all__ = ("RemoteLookupBuffer", "RemoteStatistics")
 
 
 class RemoteLookupBuffer(KVLookupBuffer):
     """The lookup buffer that a peer serves. It is closed with its peer."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: PeerConnection) -> None:
         self._peer = peer
         self._consumer = RemoteConsumer(peer)
         self._inserting = 0

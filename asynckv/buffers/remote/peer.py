@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from types import TracebackType
-from typing import Literal, Self
-
-import anyio
+from typing import Self
 
 from asynckv.abc.closing import AsyncWithOnly
-from asynckv.buffers.remote.links import PeerWays, ReconnectingLink
+from asynckv.buffers.remote.connection import PeerConnection
 from asynckv.buffers.remote.lookup import RemoteLookupBuffer
 from asynckv.buffers.remote.store import RemoteStoreBuffer
-from asynckv.links.dial import dial
 from asynckv.links.link import Link
 from asynckv.links.options import (
     Digest,
@@ -26,17 +23,10 @@ from asynckv.links.options import (
     new_identity,
     payload_digest,
 )
-from asynckv.loops import LoopBound
 from asynckv.observability.lines import as_line
 from asynckv.protocol.handshake import ONE_FINGERPRINT
-from asynckv.protocol.values import Limits, PeerIdentity
-from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
-from asynckv.sharing.imports import GpuImports
-from asynckv.sharing.mappings import Mappings
-from asynckv.tensors.devices import Device, DeviceName, device_named
-from asynckv.tensors.growth import Growth
-from asynckv.transfers.budget import ReceiveBudget
+from asynckv.tensors.devices import DeviceName, device_named
 from asynckv.types import KVFingerprint, parse_bytes
 
 __all__ = ("Peer", "connect")
@@ -44,61 +34,16 @@ __all__ = ("Peer", "connect")
 logger = logging.getLogger(__name__)
 
 
-class Peer(LoopBound, AsyncWithOnly):
+class Peer(PeerConnection, AsyncWithOnly):
     """One server of buffers, while it is entered.
 
     ``lookup`` and ``store`` are its buffers. A connection that is cut is made
     again for ``reconnect_s`` seconds, and calls that wait go on; a peer that
-    says goodbye is not called again. ``ways`` is what payload comes and goes by.
+    says goodbye is not called again.
     """
 
     _made_by = "connect(...)"
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        own_identity: PeerIdentity,
-        fingerprint: KVFingerprint | None,
-        digest: Literal["full", "off"],
-        map_digest: Literal["full", "edges", "off"] = "edges",
-        device_digest: Literal["full", "edges", "off"] = "full",
-        lanes: int | None,
-        reconnect_s: float,
-        max_bytes: int,
-        keyring: Keyring = NO_KEYS,
-        device: Device | None = None,
-    ) -> None:
-        self.url = url
-        self.own_identity = own_identity
-        self.memory = Growth(max_bytes)
-        self.budget = ReceiveBudget(max_bytes, self.memory)
-        self.on_gpu = None if device is None else Growth(max_bytes, device=device)
-        """Memory of the GPU that deliveries land in, if they are to."""
-        self.pool = (self.on_gpu or self.memory).make_pool()
-        self._mappings: Mappings | GpuImports
-        if self.on_gpu is not None:
-            boot_id = own_identity.boot_id
-            self._mappings = GpuImports(
-                *(self.on_gpu, map_digest, boot_id),
-                device_digest=device_digest,
-                url=url,
-            )
-        else:
-            self._mappings = Mappings(
-                map_digest, own_identity.boot_id, is_forced="payload=map" in url
-            )
-        self._links = ReconnectingLink(url, reconnect_s, self._dial)
-        self.ways = PeerWays(
-            *(self._links, self._mappings, self.budget, self.pool, self.on_gpu)
-        )
-        self._lookup = RemoteLookupBuffer(self)
-        self._warned: Link | None = None
-        self.store = RemoteStoreBuffer(self)
-        self._fingerprint = fingerprint
-        self._digest: Literal["full", "off"] = digest
-        self._lanes = lanes
-        self._keyring = keyring
+    _warned: Link | None = None
 
     def __repr__(self) -> str:
         if self._links.current is None:
@@ -109,6 +54,11 @@ class Peer(LoopBound, AsyncWithOnly):
             how = "not connected"
         return f"<Peer at {self.url}, {how}>"
 
+    @cached_property
+    def store(self) -> RemoteStoreBuffer:
+        """The store buffer that the peer serves."""
+        return RemoteStoreBuffer(self)
+
     @property
     def lookup(self) -> RemoteLookupBuffer:
         """The lookup buffer that the peer serves."""
@@ -117,15 +67,6 @@ class Peer(LoopBound, AsyncWithOnly):
             self._warned = link
             logger.warning(ONE_FINGERPRINT, as_line(link.peer.id))
         return self._lookup
-
-    @property
-    def reconnect_s(self) -> float:
-        """For so long a connection that was cut is made again."""
-        return self._links.reconnect_s
-
-    @reconnect_s.setter
-    def reconnect_s(self, seconds: float) -> None:
-        self._links.reconnect_s = seconds
 
     @property
     def identity(self) -> str:
@@ -152,39 +93,9 @@ class Peer(LoopBound, AsyncWithOnly):
         """
         return self._linked().transport_name
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether a request could leave now."""
-        return self._links.is_open
-
-    def check(self) -> asyncio.AbstractEventLoop:
-        """Return the loop this peer belongs to.
-
-        :raises WrongLoop: it is not the running one
-        :raises RuntimeError: the peer was not entered
-        """
-        loop = self._check_loop()
-        self._linked()
-        return loop
-
-    def link_nowait(self) -> Link | None:
-        """Return the link if it is up, ``None`` while it is made again.
-
-        :raises PeerLost: the peer is gone and did not come back in time
-        """
-        self._check_loop()
-        return self._links.link_nowait()
-
-    async def link(self, incarnation: str = "") -> Link:
-        """Return a link that is up, waiting while it is made again.
-
-        A cancelled call leaves no trace.
-
-        :raises PeerLost: the peer is gone and did not come back in time
-        :raises PeerRestarted: it is not the ``incarnation`` that was given
-        """
-        self._check_loop()
-        return await self._links.link(incarnation)
+    @cached_property
+    def _lookup(self) -> RemoteLookupBuffer:
+        return RemoteLookupBuffer(self)
 
     async def __aenter__(self) -> Self:
         self._check_loop()
@@ -204,50 +115,6 @@ class Peer(LoopBound, AsyncWithOnly):
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
-
-    async def aclose(self) -> None:
-        """Say goodbye; what is leased goes back. Bounded, shielded, repeatable."""
-        self._check_loop()
-        try:
-            await self._links.aclose()
-        finally:  # also if the task is cancelled: nothing stays open
-            self.abort()
-            with anyio.CancelScope(shield=True):
-                await self._mappings.aclose()
-                await self.memory.aclose()
-                if self.on_gpu is not None:
-                    await self.on_gpu.aclose()
-
-    def abort(self) -> None:
-        """Hang up now. Never waits."""
-        self._links.abort()
-        self.pool.close()
-        self._mappings.close()
-        self.ways.close()
-        self.memory.close()
-        if self.on_gpu is not None:
-            self.on_gpu.close()
-
-    async def _dial(self, timeout_s: float) -> Link:
-        link = await dial(
-            self.url,
-            identity=self.own_identity,
-            fingerprint=self._fingerprint,
-            digest=self._digest,
-            lanes=self._lanes,
-            limits=Limits(max_receive_bytes=self.budget.max_bytes),
-            keyring=self._keyring,
-            timeout_s=timeout_s,
-        )
-        try:
-            await self._mappings.open(link)
-        except BaseException:
-            self._mappings.leave(link)
-            raise
-        return link
-
-    def _linked(self) -> Link:
-        return self._links.linked()
 
 
 def connect(

@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from asynckv.abc import KVEntry, SelectStream
-from asynckv.buffers.remote.links import ANSWER_S, ask
+from asynckv.buffers.remote.connection import ANSWER_S, PeerConnection, ask
 from asynckv.errors import (
     EntryAborted,
     LeaseLost,
@@ -53,9 +53,6 @@ from asynckv.transfers.landing import Landing, read_offer
 from asynckv.transfers.queries import TOKEN_NBYTES, Query, tensor_of
 from asynckv.transfers.readers import MapReader
 from asynckv.types import TensorSpec
-
-if TYPE_CHECKING:
-    from asynckv.buffers.remote.peer import Peer
 
 __all__ = (
     "Lift",
@@ -397,7 +394,7 @@ class RemoteStream(SelectStream):
 class RemoteConsumer:
     """The three ways to take an entry from the lookup buffer of ``peer``."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: PeerConnection) -> None:
         self._peer = peer
         self._waits = LoggedWaits(_who_waits, "a match", f"an insert at {peer.url}")
 

@@ -6,13 +6,13 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
 from asynckv.abc import KVStoreBuffer, KVStoreStatistics
+from asynckv.buffers.remote.connection import ANSWER_S, PeerConnection, ask
 from asynckv.buffers.remote.insert import Sending, dense
-from asynckv.buffers.remote.links import ANSWER_S, ask
 from asynckv.buffers.store import check_place, check_value
 from asynckv.errors import LeaseLost, PeerLost, RemoteProtocolError
 from asynckv.links.answers import Answer, fail_by
@@ -45,9 +45,6 @@ from asynckv.transfers.landing import Landing, read_offer
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.transfers.outgoing import OutwardWays
 from asynckv.transfers.staging import until_made
-
-if TYPE_CHECKING:
-    from asynckv.buffers.remote.peer import Peer
 
 __all__ = (
     "Getting",
@@ -247,7 +244,7 @@ class RemoteStoreStatistics(KVStoreStatistics):
 class RemoteStoreBuffer(KVStoreBuffer):
     """The store buffer that a peer serves. It is closed with its peer."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: PeerConnection) -> None:
         self._peer = peer
         self._getting = 0
         self._putting = 0

@@ -5,7 +5,8 @@ import dataclasses
 
 import pytest
 
-from asynckv.buffers.remote.links import Backoff, ask
+from asynckv.buffers.remote.connection import ask
+from asynckv.buffers.remote.links import Backoff
 from asynckv.buffers.remote.peer import connect
 from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
 from asynckv.links.listen import listen
