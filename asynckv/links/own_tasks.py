@@ -1,22 +1,33 @@
-"""Tasks of one object: what they fail of is told to it, and none outlives it."""
+"""Tasks of one object: it knows when they end, and none outlives it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from asynckv.shielding import clear_all_frames, wait_shielded
 
 __all__ = ("OwnTasks",)
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 class OwnTasks:
     """``failed`` is told, on the loop, what a task has failed of.
 
-    That error keeps nothing of what the task had in hand.
+    That error keeps nothing of what the task had in hand. ``all_ended`` is called each
+    time that the last of them has ended.
     """
 
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        failed: Callable[[Exception], None] = _raise,
+        all_ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.all_ended = all_ended
         self._failed = failed
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -28,9 +39,13 @@ class OwnTasks:
         self, work: Callable[[], Awaitable[object]], name: str
     ) -> asyncio.Task[None]:
         """Begin ``work``; it is cancelled by :meth:`cancel` at the latest."""
-        task = asyncio.get_running_loop().create_task(self._try(work), name=name)
+        return self.own(self._try(work), name)
+
+    def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """As :meth:`start`; but what it fails of is told by the task alone."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
         return task
 
     def cancel(self) -> None:
@@ -51,6 +66,11 @@ class OwnTasks:
         self.cancel()
         ended = asyncio.gather(*self._tasks, return_exceptions=True)
         await wait_shielded(ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self.all_ended()
 
     async def _try(self, work: Callable[[], Awaitable[object]]) -> None:
         try:

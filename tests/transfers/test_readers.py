@@ -15,6 +15,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
 from asynckv.buffers.serving import offer as serve_mapped
+from asynckv.buffers.serving.select import ServedSelect
 from asynckv.buffers.store import StoreBuffer
 from asynckv.errors import (
     AsyncKVError,
@@ -262,7 +263,7 @@ async def test_an_offer_that_ends_before_there_was_room_lands_nowhere_and_costs_
         services.link.abort()
         await until(lambda: not peer.is_connected)
     else:
-        assert served._offering is not None
+        assert isinstance(served, ServedSelect) and served._offering is not None
         served._offering.retract()
         await until_blocked(taking)
     budget.release(budget.max_bytes)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serving.service import Service
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
 from asynckv.links.gpu_link import GpuArrivals, GpuLink
@@ -183,7 +183,7 @@ class _Opening:
         """The link tells the sources."""
 
 
-class DeviceService:
+class DeviceService(Service):
     """Connects the GPU of ``buffer`` with that of one link's peer, once it asks.
 
     ``way`` is what connects them from then on, for whatever is sent from here, or
@@ -203,16 +203,14 @@ class DeviceService:
         may_use_nccl: bool,
         map_digest: MapDigest = "edges",
     ) -> None:
-        self.link = link
+        super().__init__(link)
         self.sources = PeerSources(buffer, link, map_digest)
         self.way: GpuLink | None = None
         self.copies = HostCopies()
         self._buffer = buffer
         self._digest: MapDigest = digest
         self._may_use_nccl = may_use_nccl
-        self._tasks: set[asyncio.Task[None]] = set()
         self._was_asked = False
-        self._call_ended: Callable[[], None] = lambda: None
 
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
@@ -236,11 +234,7 @@ class DeviceService:
             raise ConfigError("this side has no GPU to send from")
         channel = DeviceStream(answers=True)
         channel.use(stream)
-        loop = asyncio.get_running_loop()
-        opening = self._open(channel, frame, device)
-        task = loop.create_task(opening, name="asynckv: connect GPUs")
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
+        self.run(self._open(channel, frame, device), "connect GPUs")
         return channel
 
     def arrivals(self, *, on_gpu: bool) -> PartsOnGpu | None:
@@ -260,18 +254,6 @@ class DeviceService:
             return None
         return GpuArrivals(way, pool, "off" if self.link.digest == "off" else "full")
 
-    @property
-    def has_ended(self) -> bool:
-        """No task of this peer is left."""
-        return not self._tasks
-
-    def call_when_ended(self, callback: Callable[[], None]) -> None:
-        """Call back when the last task of this peer has ended."""
-        self._call_ended = callback
-
-    def leave(self) -> None:
-        """What connects the GPUs serves what is under way; it ends with the link."""
-
     async def wait_idle(self) -> None:
         """Wait while the peer's GPU waits for this one. Cancelling leaves no trace."""
         way = self.way
@@ -280,15 +262,9 @@ class DeviceService:
             way.call_when_opened(opened.set)
             await opened.wait()
 
-    def abort(self) -> None:
-        """End what is under way. Never waits."""
-        for task in self._tasks:
-            task.cancel()
-
     async def wait_ended(self) -> None:
         """Wait until the GPU has let go, about 1 s at most."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await super().wait_ended()
         if self.way is not None:
             await self.way.aclose()
         await self.sources.aclose()
@@ -307,10 +283,6 @@ class DeviceService:
             channel.refuse(exc)
         if way is not None:
             await way.closed()  # until then the buffers' memory may be sent from
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._call_ended()
 
 
 OpensMemory: TypeAlias = OpenMap | OpenIpc

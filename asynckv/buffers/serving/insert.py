@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from asynckv.buffers.entries.admission import Landed
 from asynckv.buffers.entries.entries import Draft, EntryState, StoredEntry
 from asynckv.buffers.serving.limits import REQUEST_NBYTES
 from asynckv.buffers.serving.pushes import ServedPushes
+from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.errors import AsyncKVError, EntryAborted, PeerLost, RemoteProtocolError
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.failures import to_failure
@@ -36,9 +37,6 @@ from asynckv.transfers.manifest import Manifest, check_names, unpack, verify_inl
 from asynckv.transfers.queries import check_mask, check_tokens
 from asynckv.types import TensorSpec
 
-if TYPE_CHECKING:
-    from asynckv.buffers.serving.lookup import LookupService
-
 __all__ = (
     "ServedInsert",
     "ServedWriter",
@@ -54,7 +52,7 @@ _RECORD_NBYTES: Final = 512
 logger = logging.getLogger(__name__)
 
 
-def draft_of(frame: Insert, manifest: Manifest, service: LookupService) -> Draft:
+def draft_of(frame: Insert, manifest: Manifest, service: LookupRequests) -> Draft:
     """Check what a peer says about its entry.
 
     :raises ValueError: tokens and roi do not fit each other, or a name is none
@@ -87,7 +85,7 @@ class ServedInsert:
     """One remote insert: the source of its entry's bytes."""
 
     def __init__(
-        self, service: LookupService, stream: LinkStream, frame: Insert, body: bytes
+        self, service: LookupRequests, stream: LinkStream, frame: Insert, body: bytes
     ) -> None:
         self._service = service
         self._stream = stream
@@ -173,7 +171,7 @@ class ServedWriter:
     """One entry whose tensors come one by one, once it has room."""
 
     def __init__(
-        self, service: LookupService, stream: LinkStream, frame: Insert, body: bytes
+        self, service: LookupRequests, stream: LinkStream, frame: Insert, body: bytes
     ) -> None:
         self._service = service
         self._stream = stream

@@ -9,10 +9,11 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from asynckv.buffers.entries.entries import StoredEntry
 from asynckv.buffers.serving.limits import Silence
+from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.errors import ChecksumError, EntryTooLarge, GPUFailed, RemoteProtocolError
 from asynckv.links.gpu_link import GpuPathLost
 from asynckv.links.link import Link
@@ -35,9 +36,6 @@ from asynckv.transfers.incoming import (
 from asynckv.transfers.ipc_route import IpcArrivals
 from asynckv.transfers.reception import Reception
 
-if TYPE_CHECKING:
-    from asynckv.buffers.serving.lookup import LookupService
-
 __all__ = (
     "PartLifts",
     "PushSink",
@@ -57,7 +55,7 @@ class PartLifts:
 
     def __init__(
         self,
-        service: LookupService,
+        service: LookupRequests,
         entry: StoredEntry,
         is_in: Callable[[int, bytes], None],
         failed: Callable[[Exception], None],
@@ -306,7 +304,7 @@ class ServedPushes:
 
     def __init__(
         self,
-        service: LookupService,
+        service: LookupRequests,
         stream: LinkStream,
         entry: StoredEntry,
         writer: _Writer,

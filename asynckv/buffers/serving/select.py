@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +20,7 @@ from asynckv.buffers.serving.offer import (
     may_begin,
     reads_gpu,
 )
+from asynckv.buffers.serving.requests import LookupRequests
 from asynckv.errors import (
     BufferClosed,
     EntryAborted,
@@ -52,9 +52,6 @@ from asynckv.transfers.outgoing import Telling
 from asynckv.transfers.queries import TOKEN_NBYTES, Query
 from asynckv.types import TensorSpec
 
-if TYPE_CHECKING:
-    from asynckv.buffers.serving.lookup import LookupService
-
 __all__ = ("ServedSelect", "query_of")
 
 _BUSY_BYTES = 4 * 2**20
@@ -78,7 +75,7 @@ class ServedSelect(msgspec.Struct, eq=False):
     ``payer`` is the service of its peer, and charged for what the query keeps.
     """
 
-    payer: LookupService
+    payer: LookupRequests
     consumer: str
     streams: bool
     _stream: LinkStream

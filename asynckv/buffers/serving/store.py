@@ -8,10 +8,11 @@ from typing import Any
 
 from asynckv.buffers.serving.insert import answer
 from asynckv.buffers.serving.limits import REQUEST_NBYTES, LinkBytes
-from asynckv.buffers.serving.lookup import Answered
+from asynckv.buffers.serving.service import Service, answer_at_once
 from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.values.ledger import PendingPut, PinnedValue
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
+from asynckv.links.answers import Watchers
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.digests import digest_of
@@ -179,7 +180,7 @@ class ServedPut:
         service.link.payload.announce(frame.transfer)
         self._arriving: ArrivingParts | None = None
         self._digest = b""
-        self._task = service.run(self._run, f"put of {frame.key}", nbytes)
+        self._task = service.run_put(self._run, frame.key, nbytes)
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
@@ -222,22 +223,18 @@ class ServedPut:
         self._digest = digest
 
 
-class StoreService:
+class StoreService(Service):
     """Answers the requests that one link makes of ``buffer``.
 
     ``kept`` is charged for what they keep while they are open.
     """
 
     def __init__(self, buffer: StoreBuffer, link: Link, kept: LinkBytes) -> None:
+        super().__init__(link)
         self.buffer = buffer
-        self.link = link
         self.kept = kept
-        self.loop = asyncio.get_running_loop()
-        self.is_leaving = False
         self.under_way: set[object] = set()
-        self._idle: asyncio.Future[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._ended_callback: Callable[[], None] | None = None
+        self._watchers = Watchers()
 
     def open(
         self, stream: LinkStream, frame: OpeningFrame, body: bytes
@@ -251,75 +248,41 @@ class StoreService:
         match frame:
             case Put(spec=None, key=key) | Delete(key=key):
                 was_there = self.buffer.remove(key, fingerprint)
-                return self._answer(stream, Result(int(was_there)))
+                return answer_at_once(stream, Result(int(was_there)))
             case Put():
                 return ServedPut(self, stream, frame, body)
             case Get(key=key):
                 pinned = self._lookup(key)
                 if pinned is None:
-                    return self._answer(stream, Result(0))
+                    return answer_at_once(stream, Result(0))
                 return ServedGet(self, stream, pinned)
             case Pin():
                 return ServedPin(self, stream, frame.keys)
             case _:
                 flags = self.buffer.has(frame.keys, fingerprint)
-                return self._answer(stream, Result(sum(flags), flags))
+                return answer_at_once(stream, Result(sum(flags), flags))
 
-    def run(
-        self, run: Callable[[], Coroutine[Any, Any, None]], name: str, nbytes: int
+    def run_put(
+        self, run: Callable[[], Coroutine[Any, Any, None]], key: str, nbytes: int
     ) -> asyncio.Task[None]:
-        """Own a task of one request, which keeps so many bytes until it ends.
+        """Own the task of one put, which keeps so many bytes until it ends.
 
         :raises Overloaded: they cannot be kept; nothing was begun
         """
-        self.kept.inserts.take(nbytes)
-        task = self.loop.create_task(run(), name=f"asynckv: {name}")
-        self._tasks.add(task)
-        task.add_done_callback(lambda _: self.kept.inserts.give(nbytes))
+        task = self.run_kept(self.kept.inserts, nbytes, run, f"put of {key}")
         self.under_way.add(task)
         task.add_done_callback(self.ended)
-        task.add_done_callback(self._task_ended)
         return task
 
     def ended(self, request: object) -> None:
         """One request is over."""
         self.under_way.discard(request)
-        if not self.under_way and self._idle is not None and not self._idle.done():
-            self._idle.set_result(None)
-
-    @property
-    def has_ended(self) -> bool:
-        """No task of this peer is left."""
-        return not self._tasks
-
-    def call_when_ended(self, callback: Callable[[], None]) -> None:
-        """Call back each time that the last task of this peer has ended."""
-        self._ended_callback = callback
-
-    def leave(self) -> None:
-        """Begin nothing new. What is under way goes on."""
-        self.is_leaving = True
+        if not self.under_way:
+            self._watchers.wake()
 
     async def wait_idle(self) -> None:
-        """Wait until nothing is under way. Cancelling leaves no trace."""
         while self.under_way:
-            self._idle = self.loop.create_future()
-            await self._idle
-
-    def abort(self) -> None:
-        """End what is under way. Never waits."""
-        for task in self._tasks:
-            task.cancel()
-
-    async def wait_ended(self) -> None:
-        """Wait for the tasks of an aborted service."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._ended_callback is not None and self.has_ended:
-            self._ended_callback()
+            await self._watchers.next_change(self.loop)
 
     def _lookup(self, key: str) -> PinnedValue | None:
         """Return what is stored as ``key``, and charge for it if something is."""
@@ -331,8 +294,3 @@ class StoreService:
             if pinned is None:
                 self.kept.queries.give(REQUEST_NBYTES)
         return pinned
-
-    def _answer(self, stream: LinkStream, last: Result) -> StreamHandler:
-        stream.send(last)
-        stream.close()
-        return Answered()

@@ -9,7 +9,7 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.serving import select as serve_select
-from asynckv.buffers.serving.select import query_of
+from asynckv.buffers.serving.select import ServedSelect, query_of
 from asynckv.errors import EntryTooLarge, LeaseLost, RemoteProtocolError
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
@@ -110,6 +110,7 @@ async def test_what_was_taken_and_taken_back_costs_no_other_entry(
         assert services.lookup is not None
         selects = services.lookup.selects
         (served,) = selects
+        assert isinstance(served, ServedSelect)
         ack = Ack(offer.token, confirm=True) if confirm else Took(offer.token)
         served.on_frame(ack, b"")
         local.ledger.leases.void(local.ledger.book.entries["first"], "max_deliver")

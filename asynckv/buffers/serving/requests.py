@@ -1,0 +1,121 @@
+"""The requests that one link makes of a lookup buffer, and what they share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from asynckv.buffers.entries.entries import EntryState
+from asynckv.buffers.lookup import LookupBuffer
+from asynckv.buffers.serving.devices import DeviceService, Showing
+from asynckv.buffers.serving.limits import LinkBytes
+from asynckv.buffers.serving.service import Service
+from asynckv.links.link import Link
+from asynckv.sharing.owner import MapDigest
+from asynckv.transfers.host_copies import Hoisting
+
+__all__ = ("LookupRequests",)
+
+
+class _Query(Protocol):
+    """What waits for an entry."""
+
+    def wait_no_longer(self) -> None:
+        """The server leaves."""
+
+
+class LookupRequests(Service):
+    """Those that one link makes of ``buffer``.
+
+    ``kept`` is charged for what they keep while they are open. ``showing`` is what
+    the peer is shown of the buffer's memory, and compares a ``map_digest`` of;
+    ``devices`` connects its GPU with the buffer's.
+    """
+
+    def __init__(
+        self,
+        buffer: LookupBuffer,
+        link: Link,
+        kept: LinkBytes,
+        devices: DeviceService,
+        map_digest: MapDigest = "edges",
+    ) -> None:
+        super().__init__(link)
+        self.devices = devices
+        self.showing = Showing(link, buffer.sharing, map_digest)
+        self.buffer = buffer
+        self.kept = kept
+        self.leases = buffer.ledger.leases
+        self.deliveries: set[object] = set()
+        self.selects: set[_Query] = set()
+        self.predecessors: tuple[LookupRequests, ...] = ()
+        self.hoisting = Hoisting(buffer.pool, devices.copies, link.payload.feeds)
+        self._charged_bytes = 0
+        self._inserts: dict[asyncio.Task[None], str] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way for this peer; what waits for room is not."""
+        entries = self.buffer.ledger.book.entries
+        return not self.deliveries and all(
+            (entry := entries.get(entry_id)) is not None
+            and entry.state is EntryState.WAITING
+            for entry_id in self._inserts.values()
+        )
+
+    def run_insert(
+        self,
+        run: Callable[[], Coroutine[Any, Any, None]],
+        entry_id: str,
+        nbytes: int,
+    ) -> asyncio.Task[None]:
+        """Own the task of one insert, which keeps so many bytes until it ends.
+
+        :raises Overloaded: they cannot be kept; nothing was begun
+        """
+        kept = self.kept.inserts
+        task = self.run_kept(kept, nbytes, run, f"insert of {entry_id}")
+        self._inserts[task] = entry_id
+        task.add_done_callback(self._insert_ended)
+        return task
+
+    async def after_predecessors(self) -> None:
+        """Wait until nothing of the peer's link before this one is left.
+
+        What was sent again would else meet itself. Bounded: it was cancelled.
+        """
+        for service in self.predecessors:
+            await service.wait_ended()
+        self.predecessors = ()
+
+    def leave(self) -> None:
+        super().leave()
+        for select in list(self.selects):
+            select.wait_no_longer()
+
+    def may_charge(self, nbytes: int) -> bool:
+        """Can the peer's receive bound, and ours, take bytes that have no room?"""
+        bound = self.link.peer_limits.max_receive_bytes
+        memory = self.buffer.ledger.book.memory
+        return self._charged_bytes + nbytes <= bound and memory.may_place_outside(
+            nbytes
+        )
+
+    def charge(self, nbytes: int) -> None:
+        """Charge the peer for such bytes; a negative number gives back."""
+        self._charged_bytes += nbytes
+        if nbytes < 0:
+            self.buffer.ledger.offer_waiting_soon()
+
+    def tell_idle(self) -> None:
+        """Something ended: let who waits for the end of all look again."""
+        self.buffer.room.change()
+
+    async def wait_idle(self) -> None:
+        await self.buffer.room.until(lambda: self.is_idle)
+
+    def _insert_ended(self, task: asyncio.Task[None]) -> None:
+        del self._inserts[task]
+        if self.is_leaving:
+            self.tell_idle()
