@@ -8,17 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from harness.vllm_engines import StartEngine, random_prompt
-from harness.vllm_engines.engine import ENVIRONMENT
+from harness.vllm_engines.commands import OPTIONS, Command, get
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,12 +27,6 @@ pytestmark = [
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm_prefill_decode"
 PREFILL, DECODE, PROXY = (f"http://127.0.0.1:{port}" for port in (8100, 8200, 8000))
-READY_S: Final = 200.0
-OPTIONS = [
-    *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
-    *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "8"),
-    *("--num-gpu-blocks-override", "256"),
-]
 
 
 @pytest.fixture
@@ -47,11 +39,11 @@ def prefill(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     }
     with contextlib.ExitStack() as stack:
         started = {
-            url: stack.enter_context(_Command(command, tmp_path / f"{number}.log"))
+            url: stack.enter_context(Command(command, tmp_path / f"{number}.log"))
             for number, (url, command) in enumerate(commands.items())
         }
         for url, command in started.items():
-            _wait_ready(url, command)
+            command.wait_ready(url + ("/openapi.json" if url == PROXY else "/health"))
         yield started[PREFILL].process
 
 
@@ -94,7 +86,7 @@ def _samples_cost(model: Path) -> float:
             # vLLM refuses several greedy samples.
             body |= {"n": n, "temperature": 1, "top_k": 1}
             began = time.monotonic()
-            answer = json.loads(_get(f"{PROXY}/v1/completions", body))
+            answer = json.loads(get(f"{PROXY}/v1/completions", body))
             took[n].append(time.monotonic() - began)
             samples = [tuple(one["token_ids"]) for one in answer["choices"]]
             assert len(samples) == n and len(set(samples)) == 1
@@ -105,56 +97,15 @@ def _samples_cost(model: Path) -> float:
     return ratio
 
 
-class _Command:
-    """A command and all that it starts, until the end of the block."""
-
-    def __init__(self, command: list[str], log: Path) -> None:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        serving = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PATH": path}
-        self.log = log
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, **serving},
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> _Command:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def _wait_ready(url: str, command: _Command) -> None:
-    deadline = time.monotonic() + READY_S
-    path = "/openapi.json" if url == PROXY else "/health"
-    while True:
-        with contextlib.suppress(OSError):
-            _get(url + path)
-            return
-        log = command.log.read_text(errors="replace")[-4000:]
-        assert command.process.poll() is None, log
-        assert time.monotonic() < deadline, log
-        threading.Event().wait(0.2)
-
-
 def _complete(model: Path, prompt: list[int]) -> list[int]:
-    answer = json.loads(_get(f"{PROXY}/v1/completions", _body(model, prompt)))
+    answer = json.loads(get(f"{PROXY}/v1/completions", _body(model, prompt)))
     tokens: list[int] = answer["choices"][0]["token_ids"]
     return tokens
 
 
 def _stream(model: Path, prompt: list[int]) -> list[int]:
     body = _body(model, prompt) | {"stream": True}
-    lines = _get(f"{PROXY}/v1/completions", body).splitlines()
+    lines = get(f"{PROXY}/v1/completions", body).splitlines()
     events = [line.removeprefix("data: ") for line in lines if line]
     assert events.pop() == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in events]
@@ -168,15 +119,7 @@ def _body(model: Path, prompt: list[int]) -> dict[str, Any]:
 
 def _metric(name: str) -> float:
     """Return what the decoding engine tells of itself."""
-    for line in _get(f"{DECODE}/metrics").splitlines():
+    for line in get(f"{DECODE}/metrics").splitlines():
         if line.startswith(name + "{"):
             return float(line.rpartition(" ")[2])
     raise LookupError(name)
-
-
-def _get(url: str, body: dict[str, Any] | None = None) -> str:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        told: bytes = answer.read()
-    return told.decode()
