@@ -29,6 +29,13 @@ _DEFAULT_PORT: Final = 14579
 _DEFAULT_STORE_TIMEOUT_S: Final = 300.0
 _DEFAULT_WAITING_BYTES: Final = "256MiB"
 _ENV_PREFIX: Final = "ASYNCKV_"
+_RANGES: Final[dict[str, tuple[int, int | None]]] = {
+    "kv_buffer_size": (1, None),
+    "kv_rank": (0, None),
+    "kv_parallel_size": (1, None),
+    "kv_port": (0, 65535),
+}
+"""The least and the most that these fields may be."""
 _DEVICE: Final = re.compile(r"(cpu|cuda(:(0|[1-9][0-9]{0,3}))?)\Z")
 
 
@@ -47,7 +54,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     (whose GPU ``"cuda"`` is), and, for ``tls://``, ``tls``: an object of the fields
     of :class:`asynckv.TLS`.
 
-    :raises ConfigError: a value that cannot work
+    :raises ConfigError: values that cannot work; it names each
     """
 
     kv_connector: str | None = None
@@ -65,17 +72,9 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_load_failure_policy: KVLoadFailurePolicy = "fail"
 
     def __post_init__(self) -> None:
-        for name, hint in typing.get_type_hints(type(self)).items():
-            if name in self.__struct_fields__:
-                _check_type(name, getattr(self, name), hint)
-        _check_range("kv_rank", self.kv_rank or 0, 0, None)
-        _check_range("kv_parallel_size", self.kv_parallel_size, 1, None)
-        _check_range("kv_port", self.kv_port, 0, 65535)
-        try:
-            size = parse_bytes(self.kv_buffer_size)
-        except ValueError as exc:
-            raise ConfigError(f"kv_buffer_size: {exc}") from exc
-        _check_range("kv_buffer_size", size, 1, None)
+        wrong = _wrong_values(msgspec.structs.asdict(self))
+        if wrong:
+            raise ConfigError.of(wrong)
         if self.kv_connector is not None and self.kv_role is None:
             raise ConfigError(
                 f"kv_connector is {self.kv_connector!r} and kv_role is not set",
@@ -86,7 +85,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     def from_json(cls, text: str) -> KVTransferConfig:
         """Read the exact string that ``--kv-transfer-config`` takes.
 
-        :raises ConfigError: it is no JSON object, or a field cannot work
+        :raises ConfigError: it is no JSON object, or fields cannot work: it names each
         """
         try:
             fields = json.loads(text)
@@ -100,7 +99,8 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"the configuration is a JSON {type(fields).__name__}",
                 hint="it is an object: {...}",
             )
-        _check_names(fields, cls.__struct_fields__)
+        if wrong := [*_wrong_names(fields), *_wrong_values(fields)]:
+            raise ConfigError.of(wrong)
         return cls(**fields)
 
     @classmethod
@@ -110,14 +110,19 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         ``environ`` is the process's unless given. Names like
         ``ASYNCKV_KV_...`` that are no field are refused.
 
-        :raises ConfigError: a field cannot work
+        :raises ConfigError: fields cannot work; it names each
         """
         found = _fields_in(os.environ if environ is None else environ)
         del environ  # a traceback that shows variables would show a secret in it
-        _check_names([n for n in found if n.startswith("kv_")], cls.__struct_fields__)
-        fields: dict[str, Any] = {
-            name: _from_text(name, text) for name, text in found.items()
-        }
+        wrong = _wrong_names(name for name in found if name.startswith("kv_"))
+        fields: dict[str, Any] = {}
+        for name in (field for field in cls.__struct_fields__ if field in found):
+            try:
+                fields[name] = _from_text(name, found[name])
+            except ConfigError as exc:
+                wrong.append(exc)
+        if wrong := [*wrong, *_wrong_values(fields)]:
+            raise ConfigError.of(wrong)
         return cls(**fields)
 
     @property
@@ -335,6 +340,19 @@ class _TlsFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server_name: str | None = None
 
 
+def _wrong_values(fields: Mapping[str, object]) -> list[ConfigError]:
+    """Say of each field of a configuration what it cannot be; others are not read."""
+    wrong = []
+    for name, hint in typing.get_type_hints(KVTransferConfig).items():
+        if name in fields:
+            try:
+                _check_type(name, fields[name], hint)
+                _check_value(name, fields[name])
+            except ConfigError as exc:
+                wrong.append(exc)
+    return wrong
+
+
 def _check_type(name: str, value: object, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
@@ -351,22 +369,39 @@ def _check_type(name: str, value: object, kind: Any) -> None:
         raise ConfigError(f"{name} is {value!r}: {exc}", hint=hint) from exc
 
 
+def _check_value(name: str, value: Any) -> None:
+    """Refuse a value of the right type that cannot be."""
+    if name == "kv_buffer_size":
+        try:
+            value = parse_bytes(value)
+        except ValueError as exc:
+            raise ConfigError(f"{name}: {exc}") from exc
+    if name in _RANGES and value is not None:
+        _check_range(name, value, *_RANGES[name])
+
+
 def _check_range(name: str, value: int, least: int, most: int | None) -> None:
     if value < least or (most is not None and value > most):
         bounds = f"{least} or more" if most is None else f"{least} to {most}"
         raise ConfigError(f"{name} is {value}", hint=f"it is {bounds}")
 
 
-def _check_names(names: Iterable[str], fields: tuple[str, ...]) -> None:
+def _wrong_names(names: Iterable[str]) -> list[ConfigError]:
+    """Say of each of ``names`` that is no field which one was meant."""
+    fields, wrong = KVTransferConfig.__struct_fields__, []
     for name in names:
         if name in fields:
             continue
         near = _nearest(name, fields)
         hint = f"did you mean {near!r}?" if near else f"fields: {', '.join(fields)}"
-        raise ConfigError(
-            f"{name!r} is no field of a KVTransferConfig",
-            hint=f"{hint} A connector's own options go in kv_connector_extra_config",
+        wrong.append(
+            ConfigError(
+                f"{name!r} is no field of a KVTransferConfig",
+                hint=f"{hint} A connector's own options go in "
+                "kv_connector_extra_config",
+            )
         )
+    return wrong
 
 
 def _nearest(name: str, names: Iterable[str]) -> str | None:

@@ -33,6 +33,8 @@ A wrong argument stays ``ValueError`` or ``TypeError``, a second use
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = (
     "AsyncKVError",
     "AuthError",
@@ -83,7 +85,29 @@ class AsyncKVError(Exception):
 
 
 class ConfigError(AsyncKVError):
-    """The configuration cannot work as it stands."""
+    """The configuration cannot work as it stands.
+
+    ``problems`` are all the things that were found wrong with it, each with its hint.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        hint: str | None = None,
+        problems: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.problems = problems or (str(self),)
+
+    @classmethod
+    def of(cls, errors: Sequence[ConfigError]) -> ConfigError:
+        """Return one error that names what all of ``errors`` name."""
+        if len(errors) == 1:
+            return errors[0]
+        named = (problem for error in errors for problem in error.problems)
+        problems = tuple(dict.fromkeys(named))
+        return cls("; ".join(problems), problems=problems)
 
 
 class WrongRole(AsyncKVError):

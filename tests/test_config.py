@@ -106,6 +106,23 @@ def test_what_cannot_work_is_named(fields: dict[str, Any], message: str) -> None
         config_of(**fields)
 
 
+def test_all_that_cannot_work_is_named_at_once() -> None:
+    wrong = {"kv_rol": "kv_both", "kv_port": "x", "kv_rank": -1, "kv_buffer_size": "x"}
+    with pytest.raises(ConfigError) as caught:
+        config_of(**wrong)
+    problems = caught.value.problems
+    assert len(problems) == len(wrong)
+    assert all(any(name in one for one in problems) for name in wrong)
+    assert str(caught.value) == "; ".join(problems)
+
+
+def test_one_thing_that_cannot_work_is_the_only_problem() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(kv_port="x")
+    assert caught.value.problems == (str(caught.value),)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
 def test_the_constructor_checks_as_well() -> None:
     with pytest.raises(ConfigError, match="kv_port is 'many'"):
         KVTransferConfig(kv_port="many")  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -14,6 +14,7 @@ from asynckv.connectors.options import (
     ConnectorOptions,
     config_for_vllm,
     unknown_options,
+    wrong_options,
 )
 from asynckv.connectors.registry import (
     DEFAULT_CONNECTOR,
@@ -25,7 +26,7 @@ from asynckv.errors import ConfigError
 from asynckv.links.address import check_exposure, parse_url
 from asynckv.links.options import make_keyring
 
-__all__ = ("Explained", "explain")
+__all__ = ("Explained", "explain", "explain_options")
 
 
 _NO_ROLE: Final = (
@@ -36,6 +37,14 @@ _NO_STORE: Final = (
     '{"store": "tcp://HOST:PORT"}, the URL that asynckv serve prints)'
 )
 _INSIDE_VLLM: Final = "AsyncKVConnector"
+_OF_THE_ADAPTER: Final = (
+    "mode",
+    "buffer_device",
+    "max_bytes",
+    "kv_cache_layout",
+    "layout_version",
+)
+"""The options that connectors know by no name, or by another one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +66,46 @@ def explain(config: KVTransferConfig) -> Explained:
     if config.kv_connector == _INSIDE_VLLM:
         return _explain_vllm(config)
     return _explain_connector(config)
+
+
+def explain_options(fields: Mapping[str, object]) -> tuple[str, ...]:
+    """Say which options among ``fields`` cannot work, whatever the other fields are.
+
+    It is for fields that make no configuration. What is missing is not said.
+    """
+    extra = fields.get("kv_connector_extra_config")
+    connector = fields.get("kv_connector")
+    if not isinstance(extra, dict):
+        return ()
+    config = KVTransferConfig(
+        kv_connector=connector if isinstance(connector, str) else None,
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
+    return tuple(_wrong_options(config))
+
+
+def _wrong_options(config: KVTransferConfig) -> list[str]:
+    problems: list[str] = []
+    if config.kv_connector == _INSIDE_VLLM:
+        rest = dict(config.kv_connector_extra_config)
+        own = {name: rest.pop(name) for name in _OF_THE_ADAPTER if name in rest}
+        for name in own:
+            try:
+                config_for_vllm(_with_options(config, {name: own[name]}))
+            except ConfigError as exc:
+                problems += exc.problems
+        config = config_for_vllm(_with_options(config, rest))
+    problems += _of_the_node(config)
+    if config.kv_connector is not None or _has_options(config):
+        problems += [str(wrong) for wrong in wrong_options(config)]
+    return list(dict.fromkeys(problems))
+
+
+def _with_options(
+    config: KVTransferConfig, options: dict[str, object]
+) -> KVTransferConfig:
+    return msgspec.structs.replace(config, kv_connector_extra_config=options)
 
 
 def _has_options(config: KVTransferConfig) -> bool:
@@ -86,14 +135,14 @@ def _explain_node(config: KVTransferConfig) -> Explained:
             facts.append(f"asynckv.open connects to {config.peer_url}")
             problems += _exposed(config, [config.peer_url])
     except ConfigError as exc:
-        problems.append(str(exc))
+        problems += exc.problems
     if not problems:
         connector = _explain_connector(config)
         facts += [
             f"as a {DEFAULT_CONNECTOR}, which an engine calls, it would lack: {each}"
             for each in connector.problems
         ]
-    return Explained(tuple(facts), tuple(problems))
+    return Explained(tuple(facts), tuple(dict.fromkeys(problems)))
 
 
 def _explain_vllm(config: KVTransferConfig) -> Explained:
@@ -101,9 +150,9 @@ def _explain_vllm(config: KVTransferConfig) -> Explained:
         inside = config_for_vllm(config)
         if inside.fingerprint is None:  # vLLM's own words for the model
             extra = {**inside.kv_connector_extra_config, "fingerprint": "the engine's"}
-            inside = msgspec.structs.replace(inside, kv_connector_extra_config=extra)
-    except ConfigError as exc:
-        return Explained((_role_of(config),), (str(exc),))
+            inside = _with_options(inside, extra)
+    except ConfigError:
+        return Explained((_role_of(config),), tuple(_wrong_options(config)))
     explained = _explain_connector(inside)
     facts = ("inside vLLM, by asynckv's adapter", *explained.facts)
     return Explained(facts, explained.problems)
@@ -113,6 +162,10 @@ def _explain_connector(config: KVTransferConfig) -> Explained:
     facts, problems = [_role_of(config)], list[str]()
     try:
         kind = find_connector(config)
+    except ConfigError as exc:
+        problems += [*exc.problems, *_wrong_options(config)]
+        return Explained(tuple(facts), tuple(problems))
+    try:
         if kind.name == "MultiConnector":
             children = children_of(config)
             facts.append(f"uses {len(children)} connectors, in this order:")
@@ -142,10 +195,10 @@ def _explain_connector(config: KVTransferConfig) -> Explained:
                 + _on_the_gpu(config, kind.name, options.direction)
             )
     except ConfigError as exc:
-        problems.append(str(exc))
+        problems += exc.problems
     if config.kv_role is None:
         problems.append(_NO_ROLE)
-    return Explained(tuple(facts), tuple(problems))
+    return Explained(tuple(facts), tuple(dict.fromkeys(problems)))
 
 
 def _role_of(config: KVTransferConfig) -> str:
@@ -160,16 +213,23 @@ def _role_of(config: KVTransferConfig) -> str:
 
 def _of_the_node(config: KVTransferConfig) -> list[str]:
     """Say what is wrong with options that are read when something is opened."""
-    problems = []
+    problems: list[str] = []
     for read in (
         config.check_device,
         lambda: config.max_waiting_bytes,
         lambda: config.store_timeout_s,
+        lambda: config.local_rank,
+        lambda: config.fingerprint,
+        lambda: config.secret_file,
+        lambda: config.allow_plaintext,
+        lambda: config.tls,
+        lambda: config.url,
+        lambda: config.peer_url,
     ):
         try:
             read()
         except ConfigError as exc:
-            problems.append(str(exc))
+            problems += exc.problems
     return problems
 
 
@@ -247,12 +307,12 @@ def _on_the_gpu(config: KVTransferConfig, kind: str, direction: str) -> str:
 
 def _exposed(config: KVTransferConfig, urls: Iterable[str | None]) -> list[str]:
     keyring = make_keyring(config.secret_file, config.tls, config.allow_plaintext)
-    problems = []
+    problems: list[str] = []
     for url in urls:
         if url is None:
             continue
         try:
             check_exposure(parse_url(url), keyring)
         except ConfigError as exc:
-            problems.append(str(exc))
+            problems += exc.problems
     return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import typing
 from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
@@ -23,6 +24,7 @@ __all__ = (
     "layout_for_vllm",
     "unknown_options",
     "url_of_rank",
+    "wrong_options",
 )
 
 Direction: TypeAlias = Literal["push", "pull"]
@@ -105,22 +107,11 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, config: KVTransferConfig) -> ConnectorOptions:
         """Read what ``config`` says.
 
-        :raises ConfigError: an option that is none, or cannot work
+        :raises ConfigError: options that are none, or cannot work; it names each
         """
-        extra = config.kv_connector_extra_config
-        if unknown := unknown_options(config):
-            options = ", ".join(sorted({*CONNECTOR_OPTIONS, *_OF_THE_NODE}))
-            raise ConfigError("; ".join(unknown), hint=f"options: {options}")
-        given = {name: extra[name] for name in CONNECTOR_OPTIONS if name in extra}
-        try:
-            found = msgspec.convert(given, _Extra)
-        except (msgspec.ValidationError, UnicodeError) as exc:
-            raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
-        _check_seconds(found)
-        urls = [found.listen, found.store]
-        for url in urls:
-            if url is not None:
-                parse_url(url)
+        found, wrong = _read(config)
+        if wrong:
+            raise ConfigError.of(wrong)
         return cls(
             listen=found.listen,
             peers=_peers_of(found.peers),
@@ -134,7 +125,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
             ttl_s=found.ttl_s,
             consumer_tp_size=found.consumer_tp_size,
             consumer_pp_size=found.consumer_pp_size,
-            push_buffer_bytes=_push_buffer_bytes(found, config),
+            push_buffer_bytes=min(
+                parse_bytes(found.push_buffer_size), config.max_bytes
+            ),
         )
 
     def ranks_of(self, peer: str) -> int:
@@ -169,6 +162,11 @@ def unknown_options(config: KVTransferConfig) -> list[str]:
     return found
 
 
+def wrong_options(config: KVTransferConfig) -> list[ConfigError]:
+    """Say of each option that is none, or cannot work; not what is missing."""
+    return _read(config)[1]
+
+
 def config_for_vllm(given: KVTransferConfig) -> KVTransferConfig:
     """Return the connector's configuration that ``given`` means inside vLLM.
 
@@ -176,18 +174,20 @@ def config_for_vllm(given: KVTransferConfig) -> KVTransferConfig:
     options there: ``buffer_device`` and ``max_bytes``. ``kv_cache_layout`` and
     ``layout_version`` are for vLLM's adapter alone.
 
-    :raises ConfigError: an option that cannot work
+    :raises ConfigError: options that cannot work; it names each
     """
     extra = dict(given.kv_connector_extra_config)
-    mode = extra.pop("mode", "p2p")
-    if not isinstance(mode, str) or mode not in VLLM_MODES:
-        raise ConfigError(
-            f"kv_connector_extra_config.mode is {mode!r}",
-            hint=f"it is one of {', '.join(VLLM_MODES)}",
-        )
-    layout_for_vllm(extra)
-    _check_layout_version(extra.pop("layout_version", None))
-    extra.pop("kv_cache_layout", None)
+    wrong: list[ConfigError] = []
+    for check in (_check_mode, layout_for_vllm, _check_layout_version):
+        try:
+            check(extra)
+        except ConfigError as exc:
+            wrong.append(exc)
+    if wrong:
+        raise ConfigError.of(wrong)
+    mode = str(extra.pop("mode", "p2p"))
+    for name in ("layout_version", "kv_cache_layout"):
+        extra.pop(name, None)
     # The peers are those that an engine may fetch from.
     extra.setdefault("direction", "pull")
     extra.setdefault("layerwise", False)
@@ -233,7 +233,17 @@ def url_of_rank(url: str, rank: int) -> str:
     return str(Address(address.scheme, place=f"{address.place}.{rank}")) + query
 
 
-def _check_layout_version(given: object) -> None:
+def _check_mode(extra: Mapping[str, object]) -> None:
+    mode = extra.get("mode", "p2p")
+    if not isinstance(mode, str) or mode not in VLLM_MODES:
+        raise ConfigError(
+            f"kv_connector_extra_config.mode is {mode!r}",
+            hint=f"it is one of {', '.join(VLLM_MODES)}",
+        )
+
+
+def _check_layout_version(extra: Mapping[str, object]) -> None:
+    given = extra.get("layout_version")
     if given is None or (isinstance(given, str) and given.strip()):
         return
     raise ConfigError(
@@ -242,35 +252,62 @@ def _check_layout_version(given: object) -> None:
     )
 
 
-def _check_seconds(found: _Extra) -> None:
-    for name in ("load_timeout_s", "lookup_timeout_s", "save_timeout_s", "ttl_s"):
-        if not 0 < getattr(found, name) < math.inf:
-            raise ConfigError(
-                f"kv_connector_extra_config.{name} is {getattr(found, name):g}",
-                hint="it is a finite number of seconds, more than 0",
-            )
-    for name in ("consumer_tp_size", "consumer_pp_size"):
-        if (size := getattr(found, name)) is not None and size < 1:
-            raise ConfigError(f"kv_connector_extra_config.{name} is less than 1")
+def _read(config: KVTransferConfig) -> tuple[_Extra, list[ConfigError]]:
+    """Return the options that can work, and what is wrong with each of the others."""
+    extra = config.kv_connector_extra_config
+    wrong = [ConfigError(each) for each in unknown_options(config)]
+    if wrong:
+        options = ", ".join(sorted({*CONNECTOR_OPTIONS, *_OF_THE_NODE}))
+        wrong[-1] = ConfigError(wrong[-1].message, hint=f"options: {options}")
+    found: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(_Extra).items():
+        if name in extra:
+            try:
+                found[name] = msgspec.convert(extra[name], kind)
+                _check_option(name, found[name])
+            except ConfigError as exc:
+                wrong.append(exc)
+            except (msgspec.ValidationError, UnicodeError) as exc:
+                wrong.append(ConfigError(f"kv_connector_extra_config.{name}: {exc}"))
+    return _Extra() if wrong else _Extra(**found), wrong
 
 
-def _push_buffer_bytes(found: _Extra, config: KVTransferConfig) -> int:
+def _check_option(name: str, value: Any) -> None:
+    """Refuse a value of the right type that cannot be."""
+    where = f"kv_connector_extra_config.{name}"
+    if name in ("listen", "store") and value is not None:
+        _check_url(where, value)
+    elif name == "peers":
+        for peer, urls in _peers_of(value).items():
+            if not urls:
+                raise ConfigError(f"{where}: {peer!r} has no URL")
+            for url in urls:
+                _check_url(where, url)
+    elif name.endswith("_s") and not 0 < value < math.inf:
+        hint = "it is a finite number of seconds, more than 0"
+        raise ConfigError(f"{where} is {value:g}", hint=hint)
+    elif name in ("consumer_tp_size", "consumer_pp_size"):
+        if value is not None and value < 1:
+            raise ConfigError(f"{where} is less than 1")
+    elif name == "push_buffer_size":
+        try:
+            parse_bytes(value)
+        except ValueError as exc:
+            raise ConfigError(f"{where}: {exc}") from exc
+
+
+def _check_url(where: str, url: str) -> None:
     try:
-        nbytes = parse_bytes(found.push_buffer_size)
-    except ValueError as exc:
-        raise ConfigError(f"kv_connector_extra_config.push_buffer_size: {exc}") from exc
-    return min(nbytes, config.max_bytes)
+        parse_url(url)
+    except ConfigError as exc:
+        raise ConfigError(f"{where}: {exc.message}", hint=exc.hint) from exc
 
 
 def _peers_of(
     peers: list[str] | dict[str, str | list[str]],
 ) -> dict[str, tuple[str, ...]]:
     named = {url: url for url in peers} if isinstance(peers, list) else peers
-    found: dict[str, tuple[str, ...]] = {}
-    for name, urls in named.items():
-        found[name] = (urls,) if isinstance(urls, str) else tuple(urls)
-        if not found[name]:
-            raise ConfigError(f"kv_connector_extra_config.peers: {name!r} has no URL")
-        for url in found[name]:
-            parse_url(url)
-    return found
+    return {
+        name: (urls,) if isinstance(urls, str) else tuple(urls)
+        for name, urls in named.items()
+    }

@@ -32,7 +32,6 @@ def test_a_config_that_works_is_explained(
         ("{", "not JSON"),
         ('{"kv_roll": "kv_both"}', "kv_role"),
         ('{"kv_role": "kv_both"}', '{"peer_url": "tcp://HOST:PORT"}'),
-        ("@no such file", "No such file"),
     ],
 )
 def test_what_is_wrong_is_said_and_is_the_exit_status(
@@ -58,3 +57,55 @@ def test_without_one_the_environment_is_read(
     monkeypatch.setenv("ASYNCKV_KV_ROLE", "kv_producer")
     assert check_config() == 0
     assert "prefills for others" in capsys.readouterr().out
+
+
+def problems_of(given: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert check_config(given) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("wrong: ") for line in lines)
+    return [line.removeprefix("wrong: ") for line in lines]
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff")
+    for name, why in (
+        ("nofile.json", "No such file or directory"),
+        (str(tmp_path), "Is a directory"),
+        (str(binary), "it is not text in UTF-8"),
+        ("a\0b", "embedded null byte"),
+    ):
+        (problem,) = problems_of(f"@{name}", capsys)
+        assert problem.startswith(f"{name!r} cannot be read: {why} (write @ and the")
+
+
+def test_every_field_and_option_that_is_malformed_is_named_in_one_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = problems_of(
+        '{"kv_prt": 1, "kv_role": "producer", "kv_port": "x", "kv_rank": -1, '
+        '"kv_buffer_size": "lots", "kv_connector": "StoreConnector", '
+        '"kv_connector_extra_config": {"secret": "s", "lisen": "mem://a", "ttl_s": 0, '
+        '"store": "redis://h", "store_timeout": 0, "allow_plaintext": 3}}',
+        capsys,
+    )
+    words = ("'kv_prt' is no", "kv_role is", "kv_port is", "kv_rank is -1")
+    options = ("secret is no option", "lisen is no option", "ttl_s is 0", "store: ")
+    more = ("kv_buffer_size: 'lots'", "store_timeout is 0", "allow_plaintext is 3")
+    for word in (*words, *options, *more):
+        assert len([one for one in found if word in one]) == 1, (word, found)
+    assert len(found) == len((*words, *options, *more))
+
+
+def test_the_environment_s_malformed_fields_are_all_named_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCKV_KV_PORT", "many")
+    monkeypatch.setenv("ASYNCKV_KV_ROLE", "both")
+    monkeypatch.setenv("ASYNCKV_KV_CONNECTOR_EXTRA_CONFIG", '{"local_rank": "x"}')
+    assert check_config() == 1
+    found = capsys.readouterr().out
+    for word in ("ASYNCKV_KV_PORT is 'many'", "kv_role is 'both'", "local_rank is 'x'"):
+        assert found.count(word) == 1

@@ -86,10 +86,40 @@ def test_the_adapter_for_vllm_is_explained_without_vllm(
 
 
 def test_every_option_that_is_none_is_named() -> None:
-    (problem,) = explained(lisen="mem://a", secret="s", kv_port=1).problems
-    assert "kv_port is no option, but a field beside" in problem
-    assert "lisen is no option: did you mean 'listen'?" in problem
-    assert "secret is no option: did you mean 'secret_file'?" in problem
+    lisen, secret, field = explained(lisen="mem://a", secret="s", kv_port=1).problems
+    assert "lisen is no option: did you mean 'listen'?" in lisen
+    assert "secret is no option: did you mean 'secret_file'?" in secret
+    assert "kv_port is no option, but a field beside" in field
+    assert "options: allow_plaintext, connectors, " in field
+
+
+@pytest.mark.parametrize("name", ["P2PConnector", "NixlConnector"])
+def test_every_option_that_is_malformed_is_named(name: str) -> None:
+    wrong: dict[str, Any] = {
+        "listen": 7,
+        "ttl_s": "x",
+        "peers": ["x:1"],
+        "tls": {},
+        "fingerprint": 7,
+    }
+    found = explained(name, **wrong).problems
+    for option in wrong:
+        named = f"kv_connector_extra_config.{option}"
+        assert len([one for one in found if named in one]) == 1, (option, found)
+    assert len(found) == len(wrong) + (name == "NixlConnector")
+
+
+def test_every_option_of_the_adapter_for_vllm_that_is_malformed_is_named() -> None:
+    wrong: dict[str, Any] = {
+        "mode": "x",
+        "max_bytes": "lots",
+        "kv_cache_layout": "N",
+        "ttl_s": 0,
+    }
+    found = explained("AsyncKVConnector", layout_version=3, buffer_device="", **wrong)
+    for word in ("mode", "kv_buffer_size", "kv_cache_layout", "ttl_s", "_version"):
+        assert any(word in problem for problem in found.problems), word
+    assert len(found.problems) == 5
 
 
 @pytest.mark.parametrize(
