@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
-    asynccontextmanager,
 )
 from typing import Final
 
 from asynckv.abc import KVLookupBuffer
+from asynckv.abc.closing import async_with_only
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.roles import LookupByRole
@@ -81,7 +81,7 @@ def open(
     return _opened(config, drain_s, device)
 
 
-@asynccontextmanager
+@async_with_only("open(...) as node")
 async def _opened(
     config: KVTransferConfig, drain_s: float, asked: DeviceName | None
 ) -> AsyncIterator[Node]:

@@ -50,7 +50,7 @@ class DropSelect(
     forgotten warns, as a coroutine does.
     """
 
-    _made_by = "drop_select(...)"
+    _entered_by = "drop_select(...) as entry"
 
 
 class InsertWriter(abc.ABC):

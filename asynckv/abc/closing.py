@@ -3,30 +3,98 @@
 from __future__ import annotations
 
 import abc
+import functools
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
-__all__ = ("AsyncWithOnly", "Closable")
+__all__ = ("AsyncWithOnly", "Closable", "async_with_only")
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
 
 
 class AsyncWithOnly:
     """Mixed into what ``async with`` enters, to say so to ``with`` and ``await``.
 
-    ``_made_by`` is the call that users write there.
+    ``_entered_by`` is what users write there: ``"connect(...) as peer"``.
     """
 
-    _made_by: ClassVar[str]
+    _entered_by: str
 
     # Type checkers find the mistake where there are no such methods.
     if not TYPE_CHECKING:
 
         def __enter__(self) -> None:
-            raise TypeError(f"write 'async with {self._made_by}', not 'with'")
+            raise self._misused("with")
 
         def __exit__(self, *exc_info: object) -> None: ...
 
         def __await__(self) -> None:
-            raise TypeError(f"write 'async with {self._made_by}', not 'await'")
+            raise self._misused("await")
+
+        def _misused(self, how: str) -> TypeError:
+            return TypeError(f"not for {how!r}; write: async with {self._entered_by}:")
+
+
+class _Managed(AbstractAsyncContextManager[_T_co, bool | None], AsyncWithOnly):
+    """What a function returns that is decorated by :func:`async_with_only`."""
+
+    def __init__(
+        self,
+        manager: AbstractAsyncContextManager[_T_co, bool | None],
+        entered_by: str,
+    ) -> None:
+        self._manager = manager
+        self._entered_by = entered_by
+
+    async def __aenter__(self) -> _T_co:
+        return await self._manager.__aenter__()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return await self._manager.__aexit__(exc_type, exc, traceback)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            raise AttributeError(
+                f"no {name!r} before it is entered; "
+                f"write: async with {self._entered_by}:"
+            )
+
+
+def async_with_only(
+    entered_by: str,
+) -> Callable[
+    [Callable[_P, AsyncIterator[_T]]],
+    Callable[_P, AbstractAsyncContextManager[_T, bool | None]],
+]:
+    """As ``contextlib.asynccontextmanager``, but ``with`` and ``await`` are answered.
+
+    ``entered_by`` is what users write after ``async with``.
+    """
+
+    def decorate(
+        function: Callable[_P, AsyncIterator[_T]],
+    ) -> Callable[_P, AbstractAsyncContextManager[_T, bool | None]]:
+        manage = asynccontextmanager(function)
+
+        @functools.wraps(function)
+        def managed(
+            *args: _P.args, **kwargs: _P.kwargs
+        ) -> AbstractAsyncContextManager[_T, bool | None]:
+            return _Managed(manage(*args, **kwargs), entered_by)
+
+        return managed
+
+    return decorate
 
 
 class Closable(abc.ABC):

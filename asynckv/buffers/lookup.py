@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Final
 
@@ -19,6 +18,7 @@ from asynckv.abc import (
     SelectStream,
     TokenIds,
 )
+from asynckv.abc.closing import async_with_only
 from asynckv.buffers.entries.admission import Admission, Room
 from asynckv.buffers.entries.entries import make_draft, specs_in
 from asynckv.buffers.entries.ledger import Ledger
@@ -189,7 +189,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         self._check_loop()
         return self.ledger.withdraw(as_text(entry_id, "an entry_id"))
 
-    @asynccontextmanager
+    @async_with_only("open_insert(...) as writer")
     async def open_insert(
         self,
         input_tokens: TokenIds | None,
@@ -226,7 +226,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             writer.close()
         await self.admission.finish(entry)
 
-    @asynccontextmanager
+    @async_with_only("open_drop_select(...) as stream")
     async def open_drop_select(
         self,
         input_tokens: TokenIds | None = None,
@@ -248,7 +248,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         async with self._consumer.stream(query, targets) as stream:
             yield stream
 
-    @asynccontextmanager
+    @async_with_only("open_views(...) as stream")
     async def open_views(self, entry_id: str) -> AsyncIterator[SelectStream]:
         """As ``open_drop_select(entry_id=)``, with views of its memory for copies.
 

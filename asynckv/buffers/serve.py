@@ -109,7 +109,7 @@ class Server(LoopBound, AsyncWithOnly):
     ``drain_s``), says goodbye and hangs up.
     """
 
-    _made_by = "serve(...)"
+    _entered_by = "serve(...) as server"
 
     def __init__(
         self,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 
 import anyio
 import torch
 
 from asynckv.abc import KVStoreBuffer
+from asynckv.abc.closing import async_with_only
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.statistics import StoreStatistics
 from asynckv.buffers.values.ledger import (
@@ -102,7 +102,7 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
     async def contains(self, keys: Sequence[str]) -> tuple[bool, ...]:
         return self.has(as_keys(keys), self.fingerprint)
 
-    @asynccontextmanager
+    @async_with_only("pin(...) as found")
     async def pin(self, keys: Sequence[str]) -> AsyncIterator[tuple[bool, ...]]:
         pinned = self.hold(as_keys(keys), self.fingerprint)
         try:

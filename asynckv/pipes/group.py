@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Final, Self
 
+from asynckv.abc.closing import async_with_only
 from asynckv.links.options import make_keyring
 from asynckv.loops import LoopBound
 from asynckv.pipes.joining import Joining
@@ -171,7 +172,7 @@ def join_group(
     return _joined(joining)
 
 
-@asynccontextmanager
+@async_with_only("join_group(...) as group")
 async def _joined(joining: Joining) -> AsyncIterator[Group]:
     async with Group(joining, await joining.join()) as group:
         yield group

@@ -6,10 +6,11 @@ import asyncio
 import collections
 import os
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Final, Self
 
+from asynckv.abc.closing import AsyncWithOnly, async_with_only
 from asynckv.errors import ConfigError, EndOfStream
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
@@ -89,7 +90,7 @@ def open_pipe(
     )
 
 
-@asynccontextmanager
+@async_with_only("open_pipe(...) as pipe")
 async def _opened(
     url: str,
     digest: Digest,
@@ -182,8 +183,10 @@ class _Door:
         return self._end
 
 
-class PipeListener(LoopBound):
+class PipeListener(LoopBound, AsyncWithOnly):
     """Accepts pipes while it is entered. Those it has accepted are the caller's."""
+
+    _entered_by = "listen_pipe(...) as listener"
 
     def __init__(
         self,

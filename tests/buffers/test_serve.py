@@ -168,15 +168,6 @@ async def test_a_server_is_shown_with_what_it_serves(local: LookupBuffer) -> Non
         assert repr(server) == shown
 
 
-async def test_what_is_entered_says_so_when_it_is_awaited() -> None:
-    for made in (connect("mem://a"), serve("mem://a", store=StoreBuffer(1))):
-        with pytest.raises(TypeError, match="write 'async with .*, not 'await'"):
-            await made  # type: ignore[misc]
-        with pytest.raises(TypeError, match="write 'async with .*, not 'with'"):
-            with made:  # type: ignore[union-attr]
-                pass
-
-
 async def test_what_cannot_be_served_is_refused(local: LookupBuffer) -> None:
     with pytest.raises(ValueError, match="nothing to serve"):
         serve("mem://")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 
 import torch
 
@@ -17,6 +16,7 @@ from asynckv.abc import (
     SelectStream,
     TokenIds,
 )
+from asynckv.abc.closing import async_with_only
 from asynckv.buffers.entries.entries import Draft, make_draft, specs_in
 from asynckv.buffers.local.consumer import PendingSelect
 from asynckv.buffers.remote.connection import PeerConnection, ask
@@ -154,7 +154,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             return False
         return bool((await ask(self._peer, Withdraw(entry_id))).value)
 
-    @asynccontextmanager
+    @async_with_only("open_insert(...) as writer")
     async def open_insert(
         self,
         input_tokens: TokenIds | None,
@@ -189,7 +189,7 @@ class RemoteLookupBuffer(KVLookupBuffer):
             writer.cancel()
             raise
 
-    @asynccontextmanager
+    @async_with_only("open_drop_select(...) as stream")
     async def open_drop_select(
         self,
         input_tokens: TokenIds | None = None,

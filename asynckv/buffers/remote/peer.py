@@ -42,7 +42,7 @@ class Peer(PeerConnection, AsyncWithOnly):
     says goodbye is not called again.
     """
 
-    _made_by = "connect(...)"
+    _entered_by = "connect(...) as peer"
     _warned: Link | None = None
 
     def __repr__(self) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Final
 
 import torch
 
 from asynckv.abc import KVStoreBuffer, KVStoreStatistics
+from asynckv.abc.closing import async_with_only
 from asynckv.buffers.remote.connection import ANSWER_S, PeerConnection, ask
 from asynckv.buffers.remote.insert import Sending, dense
 from asynckv.buffers.store import check_place, check_value
@@ -301,7 +301,7 @@ class RemoteStoreBuffer(KVStoreBuffer):
             flags.extend((await ask(self._peer, Contains(some))).flags)
         return tuple(flags)
 
-    @asynccontextmanager
+    @async_with_only("pin(...) as found")
     async def pin(self, keys: Sequence[str]) -> AsyncIterator[tuple[bool, ...]]:
         self._peer.check()
         keys = as_keys(keys)

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import asynckv
+from asynckv import KVTransferConfig, LookupBuffer, StoreBuffer, TensorSpec
+
+Managers = dict[str, Callable[[], Any]]
+
+
+def of_a_lookup(lookup: asynckv.KVLookupBuffer) -> Managers:
+    specs = {"key": TensorSpec((1,), "uint8")}
+    return {
+        "open_insert(...) as writer": lambda: lookup.open_insert([1], None, specs),
+        "open_drop_select(...) as stream": lambda: lookup.open_drop_select([1]),
+    }
+
+
+def of_the_package() -> Managers:
+    both = KVTransferConfig(kv_role="kv_producer", kv_port=0)
+    meet = {"rank": 0, "size": 1, "host": "127.0.0.1", "port": 1}
+    return {
+        "connect(...) as peer": lambda: asynckv.connect("mem://a"),
+        "serve(...) as server": lambda: asynckv.serve("mem://a", lookup=LookupBuffer()),
+        "open(...) as node": lambda: asynckv.open(both),
+        "open_pipe(...) as pipe": lambda: asynckv.open_pipe("mem://a"),
+        "listen_pipe(...) as listener": lambda: asynckv.listen_pipe("mem://a"),
+        "join_group(...) as group": lambda: asynckv.join_group(**meet),  # type: ignore[arg-type]
+    }
+
+
+async def check_misuse(managers: Managers) -> None:
+    for entered_by, make in managers.items():
+        words = re.escape(f"write: async with {entered_by}:")
+        with pytest.raises(TypeError, match=f"not for 'await'; {words}"):
+            await make()
+        with pytest.raises(TypeError, match=f"not for 'with'; {words}"):
+            with make():
+                pass
+
+
+async def test_what_async_with_enters_says_so_to_await_and_to_with() -> None:
+    await check_misuse(of_the_package())
+
+
+async def test_the_calls_of_buffers_say_so_here_and_at_a_peer() -> None:
+    lookup, store = LookupBuffer("1MiB"), StoreBuffer("1MiB")
+    async with (
+        asynckv.serve("mem://misuse", lookup=lookup, store=store) as server,
+        asynckv.connect(server.url) as peer,
+    ):
+        for one in (lookup, peer.lookup):
+            await check_misuse(of_a_lookup(one))
+        for values in (store, peer.store):
+            pin = functools.partial(values.pin, ["a"])
+            await check_misuse({"pin(...) as found": pin})
+
+
+async def test_the_calls_of_a_node_say_so() -> None:
+    config = KVTransferConfig(kv_role="kv_producer", kv_port=0)
+    async with asynckv.open(config, drain_s=0) as node:
+        managers = of_a_lookup(node.lookup)
+        del managers["open_drop_select(...) as stream"]  # a consumer's
+        await check_misuse(managers)
+
+
+async def test_what_is_not_entered_yet_says_so_when_it_is_used() -> None:
+    with pytest.raises(AttributeError, match=r"no 'send_tensor' before it is entered"):
+        asynckv.open_pipe("mem://a").send_tensor  # type: ignore[attr-defined]  # noqa: B018
+
+
+async def test_a_drop_select_says_so_to_with_alone() -> None:
+    async with LookupBuffer("1MiB") as lookup:
+        await lookup.insert([1], None, None, None, None)
+        selecting = lookup.drop_select([1])
+        words = re.escape("write: async with drop_select(...) as entry:")
+        with pytest.raises(TypeError, match=f"not for 'with'; {words}"):
+            with selecting:  # type: ignore[attr-defined]
+                pass
+        assert (await asyncio.wait_for(selecting, 5)).matched_tokens == 1
