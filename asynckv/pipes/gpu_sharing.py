@@ -43,6 +43,7 @@ from asynckv.protocol.transfer_frames import (
     PushShared,
 )
 from asynckv.sharing.exports import check_same_host, open_export
+from asynckv.sharing.handshake import Exposed
 from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.owner import LEAST_NBYTES, MapHolder, Sharing
 from asynckv.tensors.cuda import DeviceMemory
@@ -88,7 +89,7 @@ class SharingStream:
         """Wait for what the peer has read in this side's memory, as for that."""
         return await asyncio.shield(self._found)
 
-    def send(self, frame: Exported | Imported) -> None:
+    def send(self, frame: Exposed | Imported) -> None:
         """Say that, unless it is over. Never waits."""
         if self._stream is not None and not self._is_over:
             self._stream.send(frame)
@@ -318,8 +319,8 @@ class GpuSharing:
         self.digest = strictest(self._wanted, exported.digest)
         return nonce
 
-    def _show(self) -> Exported:
-        found = self._sharing.export(self._link, self._uuid, self._wanted)
+    def _show(self) -> Exposed:
+        found = self._sharing.export(self._link, self._wanted, self._uuid)
         if found is None:
             raise ConfigError("this side has no memory of that GPU to show")
         self._holder, exported = found

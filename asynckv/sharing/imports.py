@@ -23,21 +23,19 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from asynckv.links.answers import Answer, fail_by
 from asynckv.links.device_streams import open_devices
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
-from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest
-from asynckv.protocol.transfer_frames import Exported, Imported, OpenIpc
+from asynckv.protocol.transfer_frames import OpenIpc
 from asynckv.protocol.values import Place
 from asynckv.sharing.exports import Export, check_same_host, open_export
+from asynckv.sharing.handshake import GPU, Handshake
 from asynckv.sharing.mappings import (
     MAP_S,
     MappedMemory,
     MappedPin,
     Mappings,
-    taken_as_proof,
 )
 from asynckv.sharing.owner import ShownSources
 from asynckv.shielding import clear_all_frames
@@ -181,37 +179,6 @@ def _set_done(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-class _Asking:
-    """The stream on which a handle is handed over."""
-
-    def __init__(self, link: Link, uuid: str) -> None:
-        self.exported: Answer[Exported] = Answer()
-        self.accepted: Answer[None] = Answer()
-        self._stream = link.open_stream(self, OpenIpc(uuid))
-
-    def prove(self, nonce: bytes) -> None:
-        self._stream.send(Imported(nonce))
-
-    def cancel(self) -> None:
-        self._stream.send(Cancel())
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        match frame:
-            case Exported() if not self.exported.is_in:
-                self.exported.give(frame)
-            case Accepted():
-                self.accepted.give(None)
-            case _:
-                fail_by(frame, "sharing a GPU's memory", self._fail)
-
-    def on_lost(self, error: PeerLost) -> None:
-        self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self.exported.fail(error)
-        self.accepted.fail(error)
-
-
 class GpuImports:
     """Opens the memory of one peer on each link, or a way from its GPU to this one.
 
@@ -341,20 +308,18 @@ class GpuImports:
         check_same_host(link, self._boot_id)
 
     async def _agree(self, link: Link, own: DeviceAllocation) -> ImportedMemory:
-        asking = _Asking(link, own.uuid)
         opened = None
         try:
-            async with asyncio.timeout(MAP_S):
-                exported = await asking.exported
-                opened, nonce = await open_export(exported, own)
-            asking.prove(nonce)
-            # From here on the peer may offer what only this memory can show.
-            await taken_as_proof(link, asking.accepted)
+            with Handshake.ask(GPU, link, OpenIpc(own.uuid)) as handshake:
+                async with asyncio.timeout(MAP_S):
+                    exported = await handshake.exposed
+                    opened, nonce = await open_export(exported, own)
+                handshake.prove(nonce)
+                # From here on the peer may offer what only this memory can show.
+                await handshake.wait_accepted(link)
         except BaseException:
-            asking.cancel()
             if opened is not None:
                 opened.close_soon()
-            del asking  # it keeps the error, which keeps this frame, and that memory
             raise
         digest = strictest(self._digest, exported.digest)
         return ImportedMemory(opened, digest, own)

@@ -25,18 +25,13 @@ from asynckv.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from asynckv.links.answers import Answer, fail_by
 from asynckv.links.fd_socket import fetch_file
 from asynckv.links.link import Link
 from asynckv.processes import ProcessBound
-from asynckv.protocol.frames import Accepted, Cancel, Frame
 from asynckv.protocol.handshake import strictest
-from asynckv.protocol.transfer_frames import (
-    Mappable,
-    Mapped,
-    OpenMap,
-)
+from asynckv.protocol.transfer_frames import OpenMap
 from asynckv.sharing.exports import check_same_host
+from asynckv.sharing.handshake import HOST, Handshake
 from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.shared_file import MappedFile
@@ -44,14 +39,13 @@ from asynckv.tensors.shared_file import MappedFile
 if TYPE_CHECKING:
     from asynckv.sharing.owner import MapDigest
 
-__all__ = ("MAP_S", "MappedMemory", "MappedPin", "Mappings", "taken_as_proof")
+__all__ = ("MAP_S", "MappedMemory", "MappedPin", "Mappings")
 
 logger = logging.getLogger(__name__)
 
 MAP_S: Final = 2.0
 """What two processes of one host need at most to agree; else lanes do."""
 
-_PROOF_S: Final = 10.0
 _LOOKED_AT_ONCE_NBYTES: Final = 4 * 2**20
 """What takes a tenth of a millisecond to look through; a thread does with more."""
 
@@ -204,56 +198,6 @@ class MappedMemory(ProcessBound):
         self._sock.close()
 
 
-class _Asking:
-    """The stream on which a mapping is agreed on."""
-
-    def __init__(self, link: Link) -> None:
-        self.mappable: Answer[Mappable] = Answer()
-        self.accepted: Answer[None] = Answer()
-        self._stream = link.open_stream(self, OpenMap())
-
-    def prove(self, nonce: bytes) -> None:
-        self._stream.send(Mapped(nonce))
-
-    def cancel(self) -> None:
-        self._stream.send(Cancel())
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        match frame:
-            case Mappable() if not self.mappable.is_in or self.mappable.is_given_up:
-                self.mappable.give(frame)
-            case Accepted():
-                self.accepted.give(None)
-            case _:
-                fail_by(frame, "mapping", self._fail)
-
-    def on_lost(self, error: PeerLost) -> None:
-        self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self.mappable.fail(error)
-        self.accepted.fail(error)
-
-
-async def taken_as_proof(link: Link, accepted: Answer[None]) -> None:
-    """Wait until the peer has accepted what was found in its memory; at most 10 s.
-
-    What it would offer meanwhile nobody could know: a peer that does not say has lost
-    the link.
-
-    :raises PeerLost: it did not say, or the link was lost
-    """
-    try:
-        async with asyncio.timeout(_PROOF_S):
-            await accepted
-    except TimeoutError:
-        link.abort()
-        raise PeerLost(
-            f"{link.peer.id} did not say for {_PROOF_S:g} s that its memory is shared",
-            hint="is that process stopped, or very busy?",
-        ) from None
-
-
 class Mappings:
     """Maps the memory of one peer, again on each link, but each file only once.
 
@@ -333,18 +277,17 @@ class Mappings:
         return ""
 
     async def _agree(self, link: Link) -> MappedMemory:
-        asking = _Asking(link)
         sock = None
         try:
-            async with asyncio.timeout(MAP_S):
-                mappable = await asking.mappable
-                sock, fd = await fetch_file(mappable.address, mappable.ticket)
-                file = self._file = _open_file(fd, mappable.nbytes, self._file)
-            asking.prove(file.nonce)
-            # From here on the peer may offer what only a mapping can read.
-            await taken_as_proof(link, asking.accepted)
+            with Handshake.ask(HOST, link, OpenMap()) as handshake:
+                async with asyncio.timeout(MAP_S):
+                    mappable = await handshake.exposed
+                    sock, fd = await fetch_file(mappable.address, mappable.ticket)
+                    file = self._file = _open_file(fd, mappable.nbytes, self._file)
+                handshake.prove(file.nonce)
+                # From here on the peer may offer what only a mapping can read.
+                await handshake.wait_accepted(link)
         except BaseException:
-            asking.cancel()
             if sock is not None:
                 sock.close()
             raise

@@ -16,16 +16,16 @@ import secrets
 import struct
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 
-from asynckv.errors import ConfigError, PeerLost
-from asynckv.links.answers import Answer, fail_by
+from asynckv.errors import ConfigError
 from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.protocol.digests import Digester
-from asynckv.protocol.frames import Accepted, Cancel, Frame
-from asynckv.protocol.transfer_frames import Exported, Imported, Mappable, ShowIpc
+from asynckv.protocol.transfer_frames import Exported, ShowIpc
 from asynckv.protocol.values import Place
+from asynckv.sharing.handshake import GPU_OF_ASKER, Exposed, Handshake
 from asynckv.tensors.arena import Hold, Region
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_pages import DeviceAllocation
@@ -76,6 +76,10 @@ class ExportedMemory:
     def fileno(self) -> int:
         """Return a descriptor that can be sent. It is open until :meth:`close`."""
         return self._fd
+
+    def exposed(self, address: str, ticket: bytes, digest: MapDigest) -> Exported:
+        """Return what a peer is told of it, which is to come there with a ticket."""
+        return Exported(address, ticket, self.handle, self.nbytes, digest)
 
     def close(self) -> None:
         """Show it to nobody any more. Whoever holds this object holds the memory."""
@@ -156,6 +160,9 @@ class ShownMemory(Protocol):
 
     def fileno(self) -> int:
         """Return the descriptor that is sent for a ticket."""
+
+    def exposed(self, address: str, ticket: bytes, digest: MapDigest) -> Exposed:
+        """Return what a peer is told of it, which is to come there with a ticket."""
 
     def edges(self, regions: Sequence[Region], places: Sequence[Place | None]) -> bytes:
         """Return the digest of the first and last bytes of what lies there."""
@@ -314,44 +321,19 @@ class Sharing:
                 found[holder.peer_id] = found.get(holder.peer_id, 0) + count
         return found
 
-    def invite(
-        self, link: Link, digest: MapDigest
-    ) -> tuple[MapHolder, Mappable] | None:
-        """Make a place for one more peer; ``None`` if there is nothing to share."""
-        if not isinstance(self._arena, SlabArena) or not has_fd_sockets():
-            return None
-        slabs = self._arena.pages.open_slabs()
-        if slabs is None:
-            return None
-        admitted = self._admit(link, lambda: SharedFile(slabs))
-        if admitted is None:
-            return None
-        holder, address = admitted
-        nbytes = slabs.file_nbytes
-        return holder, Mappable(address, holder.ticket, nbytes, digest)
-
     def export(
-        self, link: Link, uuid: str, digest: MapDigest
-    ) -> tuple[MapHolder, Exported] | None:
-        """As :meth:`invite`, for memory of the GPU of that name."""
-        arena = self._arena
-        if not isinstance(arena, DeviceArena) or not has_fd_sockets():
-            return None
-        allocation = arena.pages.allocation if arena.pages.is_open else None
-        if allocation is None or not allocation.handle or allocation.uuid != uuid:
-            return None
-        admitted = self._admit(link, lambda: ExportedMemory(allocation))
-        if admitted is None:
-            return None
-        holder, address = admitted
-        nbytes, handle = allocation.memory.nbytes, allocation.handle
-        return holder, Exported(address, holder.ticket, handle, nbytes, digest)
+        self, link: Link, digest: MapDigest, uuid: str | None = None
+    ) -> tuple[MapHolder, Exposed] | None:
+        """Let one more peer open memory of the host, or of the GPU of that name.
 
-    def _admit(
-        self, link: Link, show: Callable[[], ShownMemory]
-    ) -> tuple[MapHolder, str] | None:
+        Return who that will be, and what it is told; ``None`` if there is no such
+        memory.
+        """
+        make = _memory_of(self._arena, uuid) if has_fd_sockets() else None
+        if make is None:
+            return None
         try:
-            self._file = self._file or show()
+            self._file = self._file or make()
             self._door = self._door or FdDoor()
         except OSError as exc:
             # Not the error: whoever keeps the record would keep the memory.
@@ -361,7 +343,7 @@ class Sharing:
         holder.ticket = self._door.admit(holder)
         self._holders.add(holder)
         link.call_when_lost(lambda _: holder.link_over())
-        return holder, self._door.address
+        return holder, self._file.exposed(self._door.address, holder.ticket, digest)
 
     def expel(self, holder: MapHolder) -> None:
         """It gets no file any more."""
@@ -408,6 +390,18 @@ class Sharing:
                 self._drop(file)
 
 
+def _memory_of(arena: object, uuid: str | None) -> Callable[[], ShownMemory] | None:
+    """Return what exports memory of the host, or of the GPU of that name."""
+    if uuid is None:
+        slabs = arena.pages.open_slabs() if isinstance(arena, SlabArena) else None
+        return None if slabs is None else partial(SharedFile, slabs)
+    if not isinstance(arena, DeviceArena) or not arena.pages.is_open:
+        return None
+    allocation = arena.pages.allocation
+    is_there = bool(allocation.handle) and allocation.uuid == uuid
+    return partial(ExportedMemory, allocation) if is_there else None
+
+
 _SHOW_S: Final = 2.0
 _TELL_S: Final = 0.1
 
@@ -436,16 +430,17 @@ class ShownSources:
         :raises AsyncKVError: one of both cannot, or will not
         :raises TimeoutError: the peer did not answer
         """
-        found = self._sharing.export(link, uuid, self._digest)
+        found = self._sharing.export(link, self._digest, uuid)
         if found is None:
             raise ConfigError("this side has no memory of that GPU to show")
         holder, exported = found
-        link.call_when_lost(lambda _: holder.link_over())
         try:
             if exported.nbytes < LEAST_NBYTES:
                 raise ConfigError("this side has too little memory of that GPU to show")
-            async with asyncio.timeout(_SHOW_S):
-                await _shown(link, uuid, exported, holder)
+            with Handshake.ask(GPU_OF_ASKER, link, ShowIpc(uuid)) as handshake:
+                async with asyncio.timeout(_SHOW_S):
+                    await handshake.export(holder.verify, exported)
+                    await handshake.accepted
         except BaseException:
             holder.link_over()
             raise
@@ -472,44 +467,6 @@ class ShownSources:
                 # A peer that is gone has closed both: that is no news then.
                 loop = asyncio.get_running_loop()
                 loop.call_later(_TELL_S, _tell_loss, link)
-
-
-async def _shown(link: Link, uuid: str, exported: Exported, holder: MapHolder) -> None:
-    showing = _Showing(link, uuid, exported, holder)
-    try:
-        await showing.accepted
-    except BaseException:
-        showing.cancel()
-        raise
-
-
-class _Showing:
-    """The stream on which a peer is shown memory, and proves that it reads it."""
-
-    def __init__(
-        self, link: Link, uuid: str, exported: Exported, holder: MapHolder
-    ) -> None:
-        self.accepted: Answer[None] = Answer()
-        self._holder = holder
-        self._stream = link.open_stream(self, ShowIpc(uuid))
-        self._stream.send(exported)
-
-    def cancel(self) -> None:
-        self._stream.send(Cancel())
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        match frame:
-            case Imported(found=found):
-                if not self._holder.verify(found):
-                    error = ConfigError("that is not what the memory holds")
-                    self.accepted.fail(error)
-            case Accepted():
-                self.accepted.give(None)
-            case _:
-                fail_by(frame, "reading of a GPU's memory", self.accepted.fail)
-
-    def on_lost(self, error: PeerLost) -> None:
-        self.accepted.fail(error)
 
 
 def _tell_loss(link: Link) -> None:

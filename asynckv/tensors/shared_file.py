@@ -11,13 +11,14 @@ import os
 import secrets
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy
 import numpy.typing
 import torch
 
 from asynckv.protocol.digests import Digester
+from asynckv.protocol.transfer_frames import Mappable
 from asynckv.protocol.values import Place
 from asynckv.tensors.arena import Region
 from asynckv.tensors.packing import ALIGNMENT_NBYTES
@@ -70,6 +71,12 @@ class SharedFile:
     def fileno(self) -> int:
         """Return a descriptor that can be sent. It is open until :meth:`close`."""
         return self._fd
+
+    def exposed(
+        self, address: str, ticket: bytes, digest: Literal["full", "edges", "off"]
+    ) -> Mappable:
+        """Return what a peer is told of it, which is to come there with a ticket."""
+        return Mappable(address, ticket, self.nbytes, digest)
 
     def drop(self) -> None:
         """The kernel does, with the last mapping."""

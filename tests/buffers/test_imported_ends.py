@@ -24,7 +24,7 @@ from asynckv.sharing import exports, imports as importing, owner as sharing
 from asynckv.sharing.exports import Export
 from asynckv.sharing.imports import GpuImports, ImportedMemory
 from asynckv.sharing.mappings import MappedPin
-from asynckv.sharing.owner import MapHolder
+from asynckv.sharing.owner import ExportedMemory, MapHolder
 from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.growth import Growth
@@ -123,7 +123,9 @@ async def test_without_a_handle_bytes_go_through_host_memory(
 ) -> None:
     pages = pair.buffer._growth.device_pages
     assert pages is not None
-    pages.allocation.handle = handle
+    shown = pair.buffer.sharing._file
+    assert isinstance(shown, ExportedMemory)
+    pages.allocation.handle = shown.handle = handle
     async with connect(
         pair.server.url, device=pair.theirs.device, max_bytes=MIB
     ) as peer:

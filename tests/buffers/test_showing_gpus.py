@@ -90,6 +90,16 @@ async def test_a_buffer_in_host_memory_has_no_gpu_to_show(
     assert "no memory of that GPU" in await refusal_at(mappable, gpu)
 
 
+async def test_a_gpu_without_a_name_is_no_memory_of_the_host(
+    mappable: Server,
+) -> None:
+    link = await dial(mappable.url, identity=name_of("consumer"))
+    hearer = Hearer()
+    link.open_stream(hearer, OpenIpc(""))
+    assert "no memory of that GPU" in str(await hearer.next())
+    await link.aclose()
+
+
 async def test_a_process_without_files_to_spare_shows_nothing(
     monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link
 ) -> None:

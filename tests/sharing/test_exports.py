@@ -58,9 +58,11 @@ async def both(gpus: FakeGpus) -> AsyncIterator[Both]:
     await asyncio.gather(shown.open(), own.open())
     sharing = Sharing(shown.arena, lambda: None, shown.drop_soon)
     async with linked() as link:
-        found = sharing.export(link.far, ours.process.cuda.uuid(0), "edges")
+        found = sharing.export(link.far, "edges", ours.process.cuda.uuid(0))
         assert found is not None
-        yield Both(link, *found, theirs, own)
+        holder, exported = found
+        assert isinstance(exported, Exported)
+        yield Both(link, holder, exported, theirs, own)
     sharing.close()
     await sharing.aclose()
     await shown.aclose()

@@ -16,15 +16,15 @@ import torch
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
 from asynckv.buffers.serve import Server, serve
-from asynckv.buffers.serving.devices import _Proof
 from asynckv.errors import IncompatiblePeer, LeaseLost, PeerLost
-from asynckv.links.answers import Answer
 from asynckv.links.fd_socket import has_fd_sockets
+from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import OpeningFrame, Peek, Result
-from asynckv.protocol.transfer_frames import Mappable
-from asynckv.sharing import mappings as mapped_module
-from asynckv.sharing.mappings import MappedMemory, _Asking
+from asynckv.protocol.transfer_frames import Mappable, OpenMap
+from asynckv.sharing import handshake, mappings as mapped_module
+from asynckv.sharing.handshake import HOST, Handshake
+from asynckv.sharing.mappings import MappedMemory
 from asynckv.sharing.owner import MapHolder
 from asynckv.tensors.slab_arena import SlabArena
 from asynckv.testing.blocked import until
@@ -374,8 +374,8 @@ async def test_a_server_that_does_not_answer_costs_a_moment(
 async def test_a_server_that_never_accepts_the_proof_loses_the_link(
     monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
-    monkeypatch.setattr(_Proof, "_on_found", lambda proof, found: None)
-    monkeypatch.setattr(mapped_module, "_PROOF_S", 0.01)
+    monkeypatch.setattr(Handshake, "accept", lambda handshake: None)
+    monkeypatch.setattr(handshake, "_ACCEPT_S", 0.01)
     with pytest.raises(PeerLost, match="did not say"):
         async with connect(server.url):
             raise AssertionError
@@ -455,11 +455,12 @@ async def test_memory_that_comes_after_a_cancel_breaks_no_link() -> None:
         if isinstance(frame, Peek):
             stream.send(Result(1))
 
-    async def wait(answer: Answer[Mappable]) -> Mappable:
-        return await answer
+    async def wait(link: Link) -> Mappable:
+        with Handshake.ask(HOST, link, OpenMap()) as handshake:
+            return await handshake.exposed
 
     async with linked(answer=answer) as pair:
-        opening = asyncio.create_task(wait(_Asking(pair.near).mappable))
+        opening = asyncio.create_task(wait(pair.near))
         await until(lambda: bool(pair.service.asked))
         opening.cancel()
         await asyncio.wait({opening})

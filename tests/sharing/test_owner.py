@@ -49,9 +49,9 @@ async def test_only_the_gpu_that_was_named_is_shown(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
     shown = Sharing(growth.arena, lambda: None)
-    assert shown.export(pair.far, "0" * 32, "edges") is None
-    assert shown.invite(pair.far, "edges") is None
-    found = shown.export(pair.far, gpu.process.cuda.uuid(0), "off")
+    assert shown.export(pair.far, "edges", "0" * 32) is None
+    assert shown.export(pair.far, "edges") is None
+    found = shown.export(pair.far, "off", gpu.process.cuda.uuid(0))
     assert found is not None and found[1].digest == "off"
     shown.close()
 
@@ -61,7 +61,7 @@ async def test_a_region_stays_until_its_pin_ends_or_the_peer_is_gone(
 ) -> None:
     told: list[MapHolder] = []
     shown = Sharing(growth.arena, lambda: told.append(holder), growth.drop_soon)
-    found = shown.export(pair.far, gpu.process.cuda.uuid(0), "edges")
+    found = shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
     assert found is not None
     holder, exported = found
     assert not holder.is_connected
@@ -85,7 +85,7 @@ async def test_memory_is_used_by_who_has_read_in_it_what_is_there_alone(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
     shown = Sharing(growth.arena, lambda: None, growth.drop_soon)
-    found = shown.export(pair.far, gpu.process.cuda.uuid(0), "edges")
+    found = shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
     assert found is not None
     holder, exported = found
     sock, fd = await fetch_file(exported.address, exported.ticket)

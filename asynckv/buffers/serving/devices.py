@@ -10,31 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final, TypeAlias
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeAlias
 
 from asynckv.buffers.in_memory import InMemoryBuffer
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serving.service import Service
-from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
+from asynckv.errors import AsyncKVError, ConfigError, RemoteProtocolError
 from asynckv.links.device_streams import DeviceStream
 from asynckv.links.gpu_link import GpuArrivals, GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.protocol.failures import to_failure
-from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Frame, OpeningFrame
+from asynckv.protocol.frames import Frame, OpeningFrame
 from asynckv.protocol.handshake import strictest
 from asynckv.protocol.transfer_frames import (
     Devices,
     Exported,
-    Imported,
-    Mappable,
-    Mapped,
     OpenDevices,
     OpenIpc,
     OpenMap,
     ShowIpc,
 )
 from asynckv.sharing.exports import open_export
+from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, Exposed, Handshake, Kind
 from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.owner import MapDigest, MapHolder, Sharing
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -46,7 +44,6 @@ from asynckv.transfers.ipc_route import IpcArrivals
 
 __all__ = (
     "DeviceService",
-    "OpensMemory",
     "PeerSources",
     "Showing",
 )
@@ -56,9 +53,12 @@ logger = logging.getLogger(__name__)
 
 _OPEN_S: Final = 10.0
 
+Run: TypeAlias = Callable[[Coroutine[Any, Any, None], str], object]
+"""Owns a task, of that name, until it ends."""
+
 
 class PeerSources:
-    """What one link's peer has shown, for ``buffer`` if it is on that GPU.
+    """What one link's peer exports to put from, for ``buffer`` if it is on that GPU.
 
     ``digest`` is what this side wants to be compared of what is read there.
     """
@@ -70,25 +70,27 @@ class PeerSources:
         self._memory = PeerMemory(self._lost)
         self._uuid = ""
         self._is_open = False
-        self._was_asked = False
         self._opening: asyncio.Task[None] | None = None
 
-    def open(self, stream: LinkStream, frame: ShowIpc) -> _Opening:
-        """Answer the wish; what is returned hears what is shown.
+    def open(self, stream: LinkStream, frame: ShowIpc) -> StreamHandler:
+        """Answer the wish; what is returned hears what is exported.
 
-        :raises ConfigError: nothing that the peer shows is read
+        :raises ConfigError: nothing that the peer exports is read
         :raises RemoteProtocolError: it has asked so before
         """
         link = self._link
-        if self._was_asked:
-            raise RemoteProtocolError("a link shows memory to put from once")
-        self._was_asked = True
-        # As with what this side shows: only processes of one host read each other's.
+        if self._opening is not None:
+            raise RemoteProtocolError("a link exports memory to put from once")
+        # As with what this side exports: only processes of one host read each other's.
         is_here = link.may_map and link.own_host == link.peer_host
         if not is_here or self._own(frame.uuid) is None:
             raise ConfigError("this side reads no memory of that GPU")
         link.call_when_lost(lambda _: self.close())
-        return _Opening(self, stream, frame.uuid)
+        handshake = Handshake.answer(GPU_OF_ASKER, stream)
+        opening = self._open(handshake, frame.uuid)
+        loop = asyncio.get_running_loop()
+        self._opening = loop.create_task(opening, name="asynckv: open a peer's GPU")
+        return handshake
 
     def arrivals(self, pool: DeviceCopyPool) -> IpcArrivals | None:
         """Return by what one transfer may come into memory of the buffer's GPU.
@@ -103,12 +105,6 @@ class PeerSources:
             *(self._memory, pool, self._link.progress, self._digest),
             is_kept=self._link.digest != "off",
         )
-
-    def begin(self, stream: LinkStream, exported: Exported, uuid: str) -> None:
-        """Open what the peer has shown, and say so. Never waits."""
-        opening = self._open(stream, exported, uuid)
-        loop = asyncio.get_running_loop()
-        self._opening = loop.create_task(opening, name="asynckv: open a peer's GPU")
 
     def close(self) -> None:
         """Read nothing more, and close it when nothing is being read. Never waits."""
@@ -128,26 +124,25 @@ class PeerSources:
         own = self._buffer.allocation
         return own if own is not None and own.uuid == uuid else None
 
-    async def _open(self, stream: LinkStream, exported: Exported, uuid: str) -> None:
-        link = self._link
+    async def _open(self, handshake: Handshake[Exported], uuid: str) -> None:
+        peer = self._link.peer.id
         try:
-            if (own := self._own(uuid)) is None:
-                raise ConfigError("the buffer was closed meanwhile")
-            async with asyncio.timeout(_OPEN_S):
-                export, nonce = await open_export(exported, own)
+            with handshake:
+                exported = await handshake.exposed
+                if (own := self._own(uuid)) is None:
+                    raise ConfigError("the buffer was closed meanwhile")
+                async with asyncio.timeout(_OPEN_S):
+                    export, nonce = await open_export(exported, own)
+                self._memory.put(export)
+                self._digest = strictest(self._digest, exported.digest)
+                self._uuid, self._is_open = uuid, True
+                handshake.prove(nonce)
+                handshake.accept()
         except (AsyncKVError, OSError, TimeoutError) as exc:
-            logger.info("what %s puts is not read in a GPU: %s", link.peer.id, str(exc))
-            stream.send(to_failure(exc))
-            return
-        except asyncio.CancelledError:
-            stream.send(Cancelled())
-            raise
-        self._memory.put(export)
-        self._digest = strictest(self._digest, exported.digest)
-        self._uuid, self._is_open = uuid, True
-        stream.send(Imported(nonce))
-        stream.send(Accepted())
-        logger.info("what %s puts is read in its memory of a GPU", link.peer.id)
+            self._memory.close()
+            logger.info("what %s puts is not read in a GPU: %s", peer, str(exc))
+        else:
+            logger.info("what %s puts is read in its memory of a GPU", peer)
 
     def _lost(self, error: Exception) -> None:
         was_open = self._is_open
@@ -157,30 +152,6 @@ class PeerSources:
                 "what %s puts goes through host memory from here on: %s",
                 *(self._link.peer.id, str(error)),
             )
-
-
-class _Opening:
-    """From the wish to what was shown."""
-
-    def __init__(self, sources: PeerSources, stream: LinkStream, uuid: str) -> None:
-        self._sources = sources
-        self._stream = stream
-        self._uuid = uuid
-        self._has_begun = False
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        match frame:
-            case Exported() if not self._has_begun:
-                self._has_begun = True
-                self._sources.begin(self._stream, frame, self._uuid)
-            case Cancel():
-                self._sources.close()
-                self._stream.send(Cancelled())
-            case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
-
-    def on_lost(self, error: PeerLost) -> None:
-        """The link tells the sources."""
 
 
 class DeviceService(Service):
@@ -285,15 +256,11 @@ class DeviceService(Service):
             await way.closed()  # until then the buffers' memory may be sent from
 
 
-OpensMemory: TypeAlias = OpenMap | OpenIpc
-"""What a peer says that wants to read where a buffer's bytes lie."""
-
-
 class Showing:
-    """What the peer of one link is shown of a buffer's memory, once it asks.
+    """What the peer of one link may read of a buffer's memory, once it asks.
 
-    ``holder`` is what it has open, when that is proved; ``digest`` what is compared
-    of what it reads there.
+    ``holder`` is the peer, when it has proved that it reads it; ``digest`` is what is
+    compared of what it reads there. ``run`` owns the task of a peer that has asked.
     """
 
     def __init__(self, link: Link, sharing: Sharing, digest: MapDigest) -> None:
@@ -303,73 +270,47 @@ class Showing:
         self.digest: MapDigest = digest
         self._asked: frozenset[type[Frame]] = frozenset()
 
-    def open(self, stream: LinkStream, asked: OpensMemory) -> StreamHandler:
+    def open(
+        self, stream: LinkStream, asked: OpenMap | OpenIpc, run: Run
+    ) -> StreamHandler:
         """Answer the wish; what is returned hears what the peer has read.
 
-        :raises ConfigError: this side shows nothing to that peer
+        :raises ConfigError: this side exports nothing to that peer
         :raises RemoteProtocolError: it has asked so before
         """
-        kind = type(asked)
-        if kind in self._asked:
+        if type(asked) in self._asked:
             raise RemoteProtocolError("a link maps memory once")
-        self._asked |= {kind}
-        holder, shown = (
-            self._invite() if isinstance(asked, OpenMap) else self._export(asked.uuid)
-        )
-        stream.send(shown)
-        return _Proof(self, stream, holder)
-
-    def _invite(self) -> tuple[MapHolder, Mappable]:
-        found = None
-        if self.link.may_map:
-            found = self._sharing.invite(self.link, self.digest)
-        if found is None:
-            raise ConfigError("this side has no memory that could be mapped")
-        return found
-
-    def _export(self, uuid: str) -> tuple[MapHolder, Exported]:
-        link, found = self.link, None
+        self._asked |= {type(asked)}
+        link, uuid = self.link, None if isinstance(asked, OpenMap) else asked.uuid
         # A handle is all that a process of this host needs, to write there too.
-        if link.may_map and link.own_host == link.peer_host:
-            found = self._sharing.export(link, uuid, self.digest)
+        is_here = uuid is None or link.own_host == link.peer_host
+        may_open = link.may_map and is_here
+        found = self._sharing.export(link, self.digest, uuid) if may_open else None
         if found is None:
-            raise ConfigError("this side has no memory of that GPU to show")
-        return found
+            what = "that could be mapped" if uuid is None else "of that GPU to show"
+            raise ConfigError(f"this side has no memory {what}")
+        kind: Kind[Any] = HOST if uuid is None else GPU
+        handshake = Handshake.answer(kind, stream)
+        run(self._export(handshake, *found), f"export memory to {link.peer.id}")
+        return handshake
 
-
-class _Proof:
-    """From what was shown to what the peer has read there, or to other ways."""
-
-    def __init__(self, showing: Showing, stream: LinkStream, holder: MapHolder) -> None:
-        self._showing = showing
-        self._stream = stream
-        self._holder = holder
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        match frame:
-            case Mapped(found=found) | Imported(found=found):
-                self._on_found(found)
-            case Cancel():
-                self._holder.link_over()
-                self._stream.send(Cancelled())
-            case _:
-                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
-
-    def on_lost(self, error: PeerLost) -> None:
-        """The holder hears of it from the link."""
-
-    def _on_found(self, found: bytes) -> None:
-        link, holder = self._showing.link, self._holder
-        if not holder.verify(found):
-            holder.link_over()
-            error = ConfigError("that is not what the memory holds")
-            self._stream.send(to_failure(error))
-            return
-        self._showing.holder = holder
-        if holder.memory_file.must_be_closed_there:
-            link.use_ipc()
-            logger.info("%s opens the GPU memory of this process", link.peer.id)
-        else:
-            link.use_map()
-            logger.info("%s maps the memory of this process", link.peer.id)
-        self._stream.send(Accepted())
+    async def _export(
+        self, handshake: Handshake[Any], holder: MapHolder, exposed: Exposed
+    ) -> None:
+        link = self.link
+        try:
+            with handshake:
+                await handshake.export(holder.verify, exposed)
+                self.holder = holder
+                if holder.memory_file.must_be_closed_there:
+                    link.use_ipc()
+                    logger.info("%s opens the GPU memory of this process", link.peer.id)
+                else:
+                    link.use_map()
+                    logger.info("%s maps the memory of this process", link.peer.id)
+                handshake.accept()
+        except AsyncKVError as exc:
+            logger.debug("%s does not open memory: %s", link.peer.id, str(exc))
+        finally:
+            if self.holder is not holder:
+                holder.link_over()

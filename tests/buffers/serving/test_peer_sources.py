@@ -135,7 +135,7 @@ async def test_a_buffer_that_is_closed_meanwhile_is_not_read_to(
     monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link, server: Server
 ) -> None:
     hearer, stream = show(gpu, link)
-    await until(lambda: bool(server._services) and sources_of(server)._was_asked)
+    await until(lambda: bool(server._services) and bool(sources_of(server)._opening))
     monkeypatch.setattr(PeerSources, "_own", lambda *_: None)
     stream.send(NOWHERE)
     assert "closed meanwhile" in str(await hearer.next())

@@ -1,0 +1,190 @@
+"""What both sides may say while one opens memory of the other, or each of both."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
+from asynckv.protocol.codec import Buffer
+from asynckv.protocol.failures import to_failure
+from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Frame, Ping
+from asynckv.protocol.transfer_frames import Exported, Imported, Mappable, Mapped
+from asynckv.sharing.handshake import (
+    GPU,
+    GPU_OF_ASKER,
+    GPU_OF_BOTH,
+    HOST,
+    Handshake,
+    Kind,
+)
+
+EXPORTED = Exported("asynckv-0", b"t" * 16, b"h" * 64, 2**20)
+MAPPABLE = Mappable("asynckv-0", b"t" * 16, 2**20)
+
+
+@dataclasses.dataclass
+class Said:
+    """In place of a link's stream."""
+
+    frames: list[Frame] = dataclasses.field(default_factory=list)
+
+    def send(self, frame: Frame, body: Buffer = b"") -> None:
+        self.frames.append(frame)
+
+    def open_stream(self, handler: object, frame: Frame) -> Said:
+        return self
+
+
+def make(
+    kind: Kind[Any] = GPU_OF_BOTH, *, answers: bool
+) -> tuple[Handshake[Any], Said]:
+    said: Any = Said()
+    if answers:
+        return Handshake.answer(kind, said), said
+    return Handshake.ask(kind, said, Ping(1)), said  # type: ignore[arg-type]
+
+
+async def export(handshake: Handshake[Any], found: bytes) -> None:
+    await handshake.export(lambda nonce: nonce == found, EXPORTED)
+
+
+async def test_what_comes_is_kept_until_it_is_waited_for() -> None:
+    handshake, said = make(answers=True)
+    handshake.on_frame(Imported(b"n"), b"")
+    handshake.on_frame(EXPORTED, b"")
+    with handshake:
+        await export(handshake, b"n")
+        assert await handshake.exposed == EXPORTED
+        handshake.prove(b"m")
+        handshake.accept()
+    assert said.frames == [EXPORTED, Imported(b"m"), Accepted()]
+
+
+async def test_who_has_accepted_says_nothing_more() -> None:
+    handshake, said = make(answers=True)
+    with pytest.raises(ValueError, match="too late"), handshake:
+        handshake.accept()
+        raise ValueError("too late")
+    handshake.prove(b"m")
+    assert said.frames == [Accepted()]
+
+
+async def test_whoever_has_read_something_else_is_refused() -> None:
+    handshake, said = make(GPU, answers=True)
+    handshake.on_frame(Imported(b"x"), b"")
+    with pytest.raises(ConfigError, match="not what the memory holds"), handshake:
+        await export(handshake, b"n")
+    assert [type(one) for one in said.frames] == [Exported, Failure]
+
+
+@pytest.mark.parametrize(
+    ("answers", "frame"),
+    [(True, Cancel()), (False, Cancelled()), (False, to_failure(ConfigError("no")))],
+)
+async def test_a_peer_that_gives_it_up_is_heard(answers: bool, frame: Frame) -> None:
+    handshake, said = make(answers=answers)
+    waiting = asyncio.ensure_future(export(handshake, b"n"))
+    await asyncio.sleep(0)
+    handshake.on_frame(frame, b"")
+    with pytest.raises(AsyncKVError):
+        await waiting
+    with pytest.raises(AsyncKVError), handshake:
+        await handshake.exposed
+    assert said.frames == [EXPORTED, *([Cancelled()] if answers else [])]
+
+
+async def test_a_lost_link_ends_the_wait() -> None:
+    handshake, said = make(answers=False)
+    handshake.on_lost(PeerLost("gone"))
+    with pytest.raises(PeerLost, match="gone"), handshake:
+        await handshake.exposed
+    assert not said.frames
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "frame"),
+    [
+        (False, ValueError("-"), Cancel),
+        (False, asyncio.CancelledError(), Cancel),
+        (True, ValueError("-"), Failure),
+        (True, asyncio.CancelledError(), Cancelled),
+    ],
+)
+async def test_whoever_leaves_by_an_error_says_so_and_hears_nothing_more(
+    answers: bool, error: BaseException, frame: type[Frame]
+) -> None:
+    handshake, said = make(answers=answers)
+    with pytest.raises(type(error)), handshake:
+        raise error
+    handshake.on_frame(Ping(1), b"")
+    assert [type(one) for one in said.frames] == [frame]
+
+
+async def test_what_comes_after_a_cancelled_wait_makes_sense() -> None:
+    handshake, _ = make(HOST, answers=False)
+
+    async def wait() -> Mappable:
+        return await handshake.exposed  # type: ignore[no-any-return]
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    handshake.on_frame(MAPPABLE, b"")
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers", "frames"),
+    [
+        (GPU_OF_BOTH, False, (EXPORTED, EXPORTED)),
+        (GPU_OF_BOTH, True, (EXPORTED, EXPORTED)),
+        (GPU_OF_BOTH, False, (Imported(b"n"), Imported(b"n"))),
+        (GPU, False, (Imported(b"n"),)),
+        (GPU, True, (EXPORTED,)),
+        (GPU_OF_ASKER, False, (EXPORTED,)),
+        (GPU_OF_ASKER, True, (Imported(b"n"),)),
+        (HOST, False, (EXPORTED,)),
+        (HOST, True, (Imported(b"n"),)),
+        (GPU, False, (MAPPABLE,)),
+        (GPU, True, (Mapped(b"n"),)),
+        (GPU, True, (Accepted(),)),
+        (GPU, False, (Cancel(),)),
+        (HOST, False, (Ping(1),)),
+    ],
+)
+async def test_what_makes_no_sense_breaks_the_link(
+    kind: Kind[Any], answers: bool, frames: tuple[Frame, ...]
+) -> None:
+    handshake, _ = make(kind, answers=answers)
+    for frame in frames[:-1]:
+        handshake.on_frame(frame, b"")
+    with pytest.raises(RemoteProtocolError, match="belongs here"):
+        handshake.on_frame(frames[-1], b"")
+
+
+async def test_no_frame_has_a_body() -> None:
+    handshake, _ = make(answers=False)
+    with pytest.raises(RemoteProtocolError, match="body"):
+        handshake.on_frame(EXPORTED, b"something")
+
+
+async def test_an_error_that_somebody_keeps_is_kept_by_no_handshake() -> None:
+    handshake, _ = make(answers=False)
+    handshake.on_frame(to_failure(ConfigError("no")), b"")
+    gc.disable()
+    try:
+        try:
+            with handshake:
+                await handshake.exposed
+        except ConfigError as exc:
+            kept = weakref.ref(exc)
+        assert kept() is None
+    finally:
+        gc.enable()
