@@ -3,6 +3,8 @@
 - ``AsyncKVError``: something the world did
 
   - ``ConfigError``: a configuration that cannot work
+
+    - ``NotServed``: the peer serves buffers of other kinds alone
   - ``WrongRole``: a producer's verb on a consumer, or the other way round
   - ``WrongLoop``: an object used from another event loop or thread
   - ``ProtocolError``: the rules of the wire were broken
@@ -50,6 +52,7 @@ __all__ = (
     "IncompatiblePeer",
     "LeaseLost",
     "LocalProtocolError",
+    "NotServed",
     "Overloaded",
     "PeerLost",
     "PeerRestarted",
@@ -108,6 +111,10 @@ class ConfigError(AsyncKVError):
         named = (problem for error in errors for problem in error.problems)
         problems = tuple(dict.fromkeys(named))
         return cls("; ".join(problems), problems=problems)
+
+
+class NotServed(ConfigError):
+    """The peer serves no buffer of this kind."""
 
 
 class WrongRole(AsyncKVError):

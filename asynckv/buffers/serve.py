@@ -17,7 +17,7 @@ from asynckv.buffers.serving.limits import LinkBytes, WaitingBytes
 from asynckv.buffers.serving.lookup import LookupService
 from asynckv.buffers.serving.store import StoreService
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import ConfigError
+from asynckv.errors import ConfigError, NotServed
 from asynckv.links.link import Link
 from asynckv.links.listen import LinkListener, listen
 from asynckv.links.options import (
@@ -283,15 +283,15 @@ def _named(lookup: LookupBuffer | None, store: StoreBuffer | None) -> str:
     return " and ".join(name for name, one in given.items() if one is not None)
 
 
-def _not_served(frame: OpeningFrame, served: str) -> ConfigError:
+def _not_served(frame: OpeningFrame, served: str) -> NotServed:
     """Return what a peer is told that asks for what is not served here."""
     if isinstance(frame, OpenPipe | JoinGroup):
-        return ConfigError(f"this peer serves {served}, no pipe: use connect()")
+        return NotServed(f"this peer serves {served}, no pipe: use connect()")
     missing, option = "lookup buffer", "lookup"
     if isinstance(frame, Put | Get | Delete | Contains | Pin):
         missing = option = "store"
     # No hint: those of a peer's errors are not sent.
-    return ConfigError(
+    return NotServed(
         f"this peer serves {served}, no {missing}: start it with {option}=..."
     )
 

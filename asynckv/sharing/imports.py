@@ -20,6 +20,7 @@ from asynckv.errors import (
     AsyncKVError,
     ChecksumError,
     GPUFailed,
+    NotServed,
     PeerLost,
     RemoteProtocolError,
 )
@@ -40,7 +41,7 @@ from asynckv.sharing.mappings import (
 from asynckv.sharing.owner import ShownSources
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.cuda import DeviceMemory, Event
-from asynckv.tensors.device_pages import DeviceAllocation
+from asynckv.tensors.device_pages import DeviceAllocation, DevicePages
 from asynckv.tensors.device_tensors import Gpus
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
@@ -247,10 +248,10 @@ class GpuImports:
         """Open the memory at the other end of ``link``, if that is the same GPU's.
 
         If it is not, open a way from another GPU. If that cannot be, one line of the
-        log says why, and payload moves as to a peer in host memory: by mappings, or by
-        lanes. Waits at most 2 s for the memory and for a mapping, 2 s until the peer
-        has opened what is inserted from, and 10 s for a live peer; a cancelled call
-        leaves nothing behind.
+        log says why (at debug where no entries are served), and payload moves as to a
+        peer in host memory: by mappings, or by lanes. Waits at most 2 s for the memory
+        and for a mapping, 2 s until the peer has opened what is inserted from, and 10 s
+        for a live peer; a cancelled call leaves nothing behind.
 
         :raises IncompatiblePeer: it cannot be mapped, and no other way is wanted
         :raises PeerLost: the link was lost meanwhile
@@ -260,20 +261,33 @@ class GpuImports:
         pages = self._growth.device_pages
         if pages is None or link.transport_name == "mem":
             return
+        try:
+            why_not, level = await self._open_gpu(link, pages), logging.INFO
+        except NotServed as exc:  # there are no entries to read
+            why_not, level = str(exc), logging.DEBUG
+        if not why_not:
+            return
+        logger.log(
+            level,
+            "payload of the link to %s goes through host memory: %s",
+            *(link.peer.id, why_not),
+        )
+        await self._host.open(link)
+
+    async def _open_gpu(self, link: Link, pages: DevicePages) -> str:
+        """Return why neither the peer's memory nor a way from its GPU is open, if so.
+
+        :raises NotServed: the peer serves no entries
+        """
         own = pages.allocation
         why_not = await _reason(link, self._open_memory(link, own))
         if not why_not:
             await self._show(link, own.uuid)
-            return
+            return ""
         no_way = await _reason(link, self._open_way(link, pages.device))
         if not no_way:
-            return
-        logger.info(
-            "payload of the link to %s goes through host memory: its memory of a "
-            "GPU cannot be opened: %s; nor NCCL: %s",
-            *(link.peer.id, why_not, no_way),
-        )
-        await self._host.open(link)
+            return ""
+        return f"its memory of a GPU cannot be opened: {why_not}; nor NCCL: {no_way}"
 
     async def _show(self, link: Link, uuid: str) -> None:
         if self._is_forced:
@@ -328,10 +342,13 @@ class GpuImports:
 async def _reason(link: Link, opening: Coroutine[Any, Any, None]) -> str:
     """Return why something was not opened; empty if it was.
 
+    :raises NotServed: the peer serves no entries
     :raises PeerLost: the link was lost meanwhile
     """
     try:
         await opening
+    except NotServed:
+        raise
     except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
         if isinstance(exc, PeerLost) and not link.is_open:
             raise

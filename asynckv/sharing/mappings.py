@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 from asynckv.errors import (
     AsyncKVError,
     IncompatiblePeer,
+    NotServed,
     PeerLost,
     RemoteProtocolError,
 )
@@ -236,15 +237,19 @@ class Mappings:
     async def open(self, link: Link) -> None:
         """Map the memory at the other end of ``link``, if that can be.
 
-        If not, one line of the log says why. Waits at most 2 s for a live peer's
-        memory, and 10 s for its last word; a cancelled call leaves nothing behind.
+        If not, one line of the log says why, at debug where no entries are served.
+        Waits at most 2 s for a live peer's memory, and 10 s for its last word; a
+        cancelled call leaves nothing behind.
 
         :raises IncompatiblePeer: it cannot, and no other way is wanted
         :raises PeerLost: the link was lost meanwhile
         """
         if not link.may_map:
             return
-        why_not = await self._open(link)
+        try:
+            why_not, level = await self._open(link), logging.INFO
+        except NotServed as exc:  # there are no entries to read
+            why_not, level = str(exc), logging.DEBUG
         if not why_not:
             return
         if self._is_forced:
@@ -253,7 +258,8 @@ class Mappings:
                 field="payload_paths",
                 hint="leave ?payload=map out of the URL, and lanes are used",
             )
-        logger.info(
+        logger.log(
+            level,
             "payload of the link to %s moves by lanes: its memory cannot be mapped: %s",
             *(link.peer.id, why_not),
         )
@@ -261,11 +267,14 @@ class Mappings:
     async def _open(self, link: Link) -> str:
         """Return why it is not mapped, if so.
 
+        :raises NotServed: the peer serves no entries
         :raises PeerLost: the link was lost meanwhile
         """
         try:
             check_same_host(link, self._boot_id)
             memory = await self._agree(link)
+        except NotServed:
+            raise
         except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
             if isinstance(exc, PeerLost) and not link.is_open:
                 raise

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 import torch
@@ -9,13 +10,22 @@ from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import connect
 from asynckv.buffers.serve import serve
 from asynckv.buffers.store import StoreBuffer
-from asynckv.errors import BufferClosed, ConfigError, LeaseLost, PeerLost
+from asynckv.errors import (
+    BufferClosed,
+    ConfigError,
+    IncompatiblePeer,
+    LeaseLost,
+    NotServed,
+    PeerLost,
+)
 from asynckv.links.dial import dial
 from asynckv.pipes.opening import open_pipe
 from asynckv.protocol.values import Limits
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
 from asynckv.testing.pairs import Peers, Scheme, new_url
+from harness.fake_devices import fake_device_of
+from harness.fake_gpus import FakeGpus
 from harness.link_pairs import name_of
 from harness.raw_inserts import RawInsert
 
@@ -141,15 +151,38 @@ async def test_what_is_not_served_is_refused_and_what_is_served_is_named(
     local: LookupBuffer,
 ) -> None:
     async with serve("mem://", lookup=local) as server, connect(server.url) as peer:
-        with pytest.raises(ConfigError, match="a lookup buffer, no store: .* store="):
+        with pytest.raises(NotServed, match="a lookup buffer, no store: .* store="):
             await peer.store.get("name")
         assert await peer.lookup.peek([1]) == 0
     async with (
         serve("mem://", store=StoreBuffer("1MiB")) as server,
         connect(server.url) as peer,
     ):
-        with pytest.raises(ConfigError, match="a store, no lookup buffer: .* lookup="):
+        with pytest.raises(NotServed, match="a store, no lookup buffer: .* lookup="):
             await peer.lookup.peek([1])
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+async def test_a_peer_of_a_store_alone_logs_nothing_of_what_is_not_served(
+    has_gpu: bool, gpus: FakeGpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = fake_device_of(gpus.process()).device if has_gpu else None
+    caplog.set_level(logging.INFO, "asynckv")
+    async with (
+        serve("tcp://127.0.0.1:0", store=StoreBuffer("1MiB")) as server,
+        connect(server.url, device=device, max_bytes="1MiB") as peer,
+    ):
+        await peer.store.put("name", torch.ones(1))
+    of_the_server = "asynckv.links.listen"
+    logged = [one for one in caplog.records if one.name != of_the_server]
+    assert [one.getMessage() for one in logged] == []
+
+
+async def test_a_peer_of_a_store_that_is_to_map_memory_is_refused() -> None:
+    async with serve("tcp://127.0.0.1:0", store=StoreBuffer("1MiB")) as server:
+        with pytest.raises(IncompatiblePeer, match="serves a store, no lookup buffer"):
+            async with connect(f"{server.url}?payload=map"):
+                pass
 
 
 async def test_a_pipe_is_not_found_where_buffers_are_served(
