@@ -182,6 +182,8 @@ class Incoming:
         if self._ending.error is not None:
             return
         self._heartbeat.was_heard = True
+        if not self._is_behind and self._hear_one(data):
+            return
         self._events = self._session.receive(data)
         self._heard_count = 0
         if self._is_behind:
@@ -224,14 +226,34 @@ class Incoming:
     def _may_hear(self) -> bool:
         return self._ending.error is None and not self._outgoing.is_reading_paused
 
+    def _hear_one(self, data: bytes) -> bool:
+        """Hear what was received, if it is one frame, as it is from who waits."""
+        session, outgoing = self._session, self._outgoing
+        event: Event[StreamHandler] | None = None
+        outgoing.will_flush = True
+        try:
+            event = session.receive_one(data)
+            if event is None:
+                return False  # handled with the others: that sets it again
+            if type(event) is Came:
+                event.owner.on_frame(event.frame, event.body)
+            elif type(event) is Opened:
+                self._open(event)
+            elif type(event) is not Nothing:
+                self._handle(event)
+            session.has_handled()
+        except Exception as exc:  # noqa: BLE001 - the link ends by it
+            self._fail(exc)
+        outgoing.end_handling(is_answered=session.outbox.answer_bytes > 0)
+        if type(event) is not Nothing:
+            self._turns.note_heard(self._number)
+        self._judge()
+        return True
+
     def _hear(self, max_count: int) -> int:
         """Hear so many frames of what was received; if there is more, wait for it."""
         count, is_all = self._handle_events(max_count)
-        session = self._session
-        if session.opened_count >= self._judge_at:
-            self._judge_rates()
-        if session.pinged_count != self._judged_pings:
-            self._judge_pings()
+        self._judge()
         self._heard_count += count
         if is_all:
             self._is_behind = self._heard_count > AT_ONCE
@@ -243,6 +265,13 @@ class Incoming:
         self._is_behind = self._is_waiting = True
         self._stream.pause_reading()
         self._turns.wait(self._number, self)
+
+    def _judge(self) -> None:
+        session = self._session
+        if session.opened_count >= self._judge_at:
+            self._judge_rates()
+        if session.pinged_count != self._judged_pings:
+            self._judge_pings()
 
     def _judge_rates(self) -> None:
         """Now and then: whether the peer asks, or changes its mind, too often."""
@@ -290,18 +319,23 @@ class Incoming:
                     max_answer_bytes = outgoing.max_answer_bytes
             else:
                 is_all = True
-        except ProtocolError as exc:
-            self._session.keep_ending()
-            ending.refuse(exc)
-        except Exception as exc:
-            # A fault of ours: whoever waits on this link learns of it by its end.
-            logger.exception("a request handler of the link to %s", self._link.peer.id)
-            self._session.keep_ending()
-            ending.at_once(exc)
+        except Exception as exc:  # noqa: BLE001 - the link ends by it
+            self._fail(exc)
         outgoing.end_handling(is_answered=max_answer_bytes > 0)
         if count > empty_count and not self._is_behind:
             self._turns.note_heard(self._number)
         return count, is_all
+
+    def _fail(self, error: Exception) -> None:
+        """End the link: the peer broke the rules, or we did."""
+        self._session.keep_ending()
+        if isinstance(error, ProtocolError):
+            self._ending.refuse(error)
+            return
+        # A fault of ours: whoever waits on this link learns of it by its end.
+        where = self._link.peer.id
+        logger.error("a request handler of the link to %s", where, exc_info=error)
+        self._ending.at_once(error)
 
     def _handle(self, event: Event[StreamHandler]) -> None:
         if isinstance(event, Farewell):

@@ -309,6 +309,35 @@ class FrameDecoder:
             data = bytes(data)
         return self._read(data)
 
+    def whole(self, data: bytes) -> tuple[int, Frame, bytes] | None:
+        """Return stream, frame and body, if ``data`` is one frame that is all right.
+
+        Else ``None``, and nothing happened: :meth:`feed` says what it is.
+        """
+        nbytes = len(data)
+        if nbytes < HEADER_BYTES or self._pending or self._error is not None:
+            return None
+        beginning, control_bytes, body_bytes, stream, checksum, crc = unpack_fields(
+            data, 0
+        )
+        body_start = HEADER_BYTES + control_bytes
+        if (
+            beginning != PLAIN
+            or body_start + body_bytes != nbytes
+            or control_bytes > self._max_control_bytes
+            or body_bytes > self._max_part_bytes
+            or stream in self._bodies.streams
+            or crc32(data[:CRC32_OFFSET]) != crc
+        ):
+            return None
+        control, body = data[HEADER_BYTES:body_start], data[body_start:]
+        if checksum_of(control, body) != checksum:
+            return None
+        try:
+            return stream, _decode(control), body
+        except _NO_FRAME:
+            return None
+
     def _join(self, data: Buffer) -> bytes:
         """Return what is pending with ``data`` behind it, when that is enough."""
         pending = self._pending

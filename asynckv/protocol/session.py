@@ -355,6 +355,30 @@ class Session(Generic[T]):
             if self._ended:
                 return
 
+    def receive_one(self, data: bytes) -> Event[T] | None:
+        """As :meth:`receive`, if ``data`` is one frame; else ``None``: receive it.
+
+        Call :meth:`has_handled` when the event was taken.
+
+        :raises RemoteProtocolError: the peer broke the rules; the link is dead
+        """
+        found = None if self._ended else self._decoder.whole(data)
+        if found is None:
+            return None
+        stream, frame, body = found
+        role = ROLES[type(frame)]
+        owner = self._streams.get(stream)
+        if role is _GOES_ON and owner is not None and owner is not _FORGOTTEN:
+            return Came(owner, frame, body)
+        if role is _OPENS and stream:
+            return self._begin(stream, frame, body)
+        event = self._judge(stream, role, frame, body)
+        return _NOTHING if event is None else event
+
+    def has_handled(self) -> None:
+        """What :meth:`receive_one` has returned was taken."""
+        self._ending = None
+
     def _judge(
         self, stream: int, role: Role, frame: Frame, body: bytes
     ) -> Event[T] | None:

@@ -29,13 +29,18 @@ def ask(session: Session[str], owner: str = "asker") -> int:
 
 
 def pump(source: Session[str], sink: Session[str]) -> list[Event[str]]:
-    """Carry all that ``source`` has to say to ``sink``.
+    """Carry all that ``source`` has to say to ``sink``, as a link does.
 
     :raises RemoteProtocolError: as :meth:`asynckv.protocol.session.Session.receive`
     """
     events: list[Event[str]] = []
     while source.outbox:
-        events += sink.receive(source.outbox.take(100_000))
+        data = source.outbox.take(100_000)
+        if (event := sink.receive_one(data)) is None:
+            events += sink.receive(data)
+        else:
+            events.append(event)
+            sink.has_handled()
     return events
 
 
