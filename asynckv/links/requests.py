@@ -75,6 +75,11 @@ class LinkStream(msgspec.Struct, eq=False):
         if self._session.send(self.id, frame, body):
             self._outgoing.flush_soon()
 
+    def send_at_once(self, frame: Frame, body: Buffer = b"") -> None:
+        """As :meth:`send`; written now, unless something was in this tick already."""
+        if self._session.send(self.id, frame, body):
+            self._outgoing.flush_first()
+
     def close(self) -> None:
         """Forget the stream: its handler hears nothing more, nor of a loss."""
         self._session.close(self.id)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+import msgspec
 import torch
 
 from asynckv.errors import ChecksumError, RemoteProtocolError
@@ -18,7 +19,7 @@ from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.transfers.reception import Reception
 from asynckv.types import TensorSpec
 
-__all__ = ("Arrival", "ArrivalSink")
+__all__ = ("Arrival", "ArrivalSink", "SmallArrival")
 
 
 class ArrivalSink(Protocol):
@@ -34,8 +35,24 @@ class ArrivalSink(Protocol):
         """It cannot come from GPU to GPU: the peer still has it."""
 
 
+class SmallArrival(msgspec.Struct, eq=False):
+    """One small tensor, or None, that has come whole: its bytes."""
+
+    spec: TensorSpec | None
+    body: bytes
+    is_verified: ClassVar = True
+    region: ClassVar = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.body)
+
+    def let_go(self) -> None:
+        """There is nothing to let go."""
+
+
 class Arrival:
-    """One tensor, or None, that the peer has announced.
+    """One tensor that the peer has announced.
 
     Verified, it is the ``tensor``, or lies in the ``region`` of a GPU.
     """

@@ -15,6 +15,7 @@ from asynckv.pipes.gpu_sharing import SharingStream
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.outbound import Outbound
+from asynckv.protocol.codec import Buffer
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import (
     Failure,
@@ -22,6 +23,7 @@ from asynckv.protocol.frames import (
     Frame,
     OpenPipe,
     Push,
+    PushSmall,
     Read,
 )
 from asynckv.protocol.transfer_frames import (
@@ -34,6 +36,7 @@ from asynckv.protocol.transfer_frames import (
     SentDevices,
 )
 from asynckv.tensors.open_device import OpenDevice
+from asynckv.types import TensorSpec
 
 __all__ = ("PipeEnd",)
 
@@ -44,7 +47,9 @@ class PipeEnd:
     def __init__(self, link: Link, max_bytes: int) -> None:
         self.link = link
         self.gpus: GpuSide | None = None
-        self.outbound = Outbound(link, self._send, max_bytes, self._break)
+        self.outbound = Outbound(
+            link, self._send, self._send_small, max_bytes, self._break
+        )
         self.inbound = Inbound(link, self._send, max_bytes, self._break)
         self._stream: LinkStream | None = None
         self._is_over = False
@@ -108,6 +113,19 @@ class PipeEnd:
     def on_frame(self, frame: Frame, body: bytes) -> None:
         if self._is_over:
             return
+        if type(frame) is PushSmall:
+            self._on_push_small(frame, body)
+        elif type(frame) is Flushed:
+            self.outbound.has_verified(frame.tensors)
+        else:
+            self._on_other(frame, body)
+
+    def _on_push_small(self, frame: PushSmall, body: bytes) -> None:
+        if frame.flushed_tensors:
+            self.outbound.has_verified(frame.flushed_tensors)
+        self.inbound.on_push_small(frame, body)
+
+    def _on_other(self, frame: Frame, body: bytes) -> None:
         match frame:
             case Push():
                 self.inbound.on_push(frame, body)
@@ -122,9 +140,7 @@ class PipeEnd:
             case SentDevices():
                 self.inbound.granting.on_sent_devices(frame)
             case Read():
-                self.outbound.on_read(frame)
-            case Flushed():
-                self.outbound.on_flushed(frame)
+                self.outbound.has_room(frame.nbytes, frame.tensors)
             case Failure():
                 error = from_failure(frame)
                 self.abort(PeerLost(f"the peer broke the pipe: {error}"))
@@ -167,9 +183,14 @@ class PipeEnd:
                 self.gpus.abort()
         self.link.abort(error or ours)
 
-    def _send(self, frame: Frame, body: memoryview) -> None:
+    def _send(self, frame: Frame, body: Buffer) -> None:
         if self._stream is not None:
             self._stream.send(frame, body)
+
+    def _send_small(self, spec: TensorSpec | None, digest: bytes, body: Buffer) -> None:
+        if self._stream is not None:
+            frame = PushSmall(spec, digest, self.inbound.reports.take_verified())
+            self._stream.send_at_once(frame, body)
 
     def _on_gpu(self, opened: OpenDevice, digest: Digest) -> GpuSide:
         if self.gpus is None:

@@ -12,19 +12,28 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
+
+import torch
 
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
-from asynckv.pipes.arrivals import Arrival
+from asynckv.pipes.arrivals import Arrival, SmallArrival
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS
+from asynckv.protocol.codec import Buffer
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Flushed, Frame, Push, Read
+from asynckv.protocol.frames import Flushed, Frame, Push, PushSmall, Read
 from asynckv.protocol.transfer_frames import Done, Grant, PushShared, SentDevices
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.views import bytes_of, dtype_of, empty_tensor
+from asynckv.tensors.views import (
+    MISSING_DTYPES,
+    bytes_of,
+    empty_tensor,
+    tensor_from,
+)
 from asynckv.transfers.reception import Reception
+from asynckv.types import TensorSpec
 
 __all__ = (
     "Granting",
@@ -33,7 +42,12 @@ __all__ = (
 )
 
 
-_NOTHING: Final = memoryview(b"")
+_NOTHING: Final = b""
+
+_SHARE: Final = 4
+"""Room is said with so large a part of the bound: a quarter."""
+
+_LATEST_S: Final = 0.005
 
 
 class Granting:
@@ -46,7 +60,7 @@ class Granting:
     def __init__(
         self,
         link: Link,
-        send: Callable[[Frame, memoryview], None],
+        send: Callable[[Frame, Buffer], None],
         max_bytes: int,
         granted: Callable[[], None],
     ) -> None:
@@ -154,12 +168,12 @@ class Reports:
     """Counts what the peer was told, and what it is to be told next.
 
     It may send what it was told that there is room for; a tensor above ``max_bytes``
-    when all of that is free.
+    when all of that is free. What is whole is said at the end of the tick, and new room
+    with a quarter of the bound, or 5 ms later: for as long a peer may wait whose next
+    tensor takes more than the other three quarters.
     """
 
-    def __init__(
-        self, send: Callable[[Frame, memoryview], None], max_bytes: int
-    ) -> None:
+    def __init__(self, send: Callable[[Frame, Buffer], None], max_bytes: int) -> None:
         self._send = send
         self._max_bytes = max_bytes
         self._credit_bytes = 0
@@ -168,8 +182,10 @@ class Reports:
         self._owed_tensors = 0
         self._verified_count = 0
         self._reported_count = 0
-        self._due: asyncio.Handle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._is_due = False
         self._is_over = False
+        self._latest: asyncio.TimerHandle | None = None
 
     def charge(self, nbytes: int) -> None:
         """A tensor of so many bytes comes.
@@ -186,7 +202,10 @@ class Reports:
         """There is room for so many more."""
         self._owed_bytes += nbytes
         self._owed_tensors += tensors
-        self._tell_soon()
+        if self._owes_much():
+            self._tell_soon()
+        elif self._latest is None and not self._is_over:
+            self._latest = self._loop.call_later(_LATEST_S, self._tell_room)
 
     def verified(self, tensors: int) -> None:
         """So many more are whole, in their order."""
@@ -194,31 +213,63 @@ class Reports:
         self._tell_soon()
 
     def tell(self) -> None:
-        """Say it now."""
-        self._forget_due()
+        """Say now what is due."""
         if self._verified_count > self._reported_count:
             self._reported_count = self._verified_count
-            self._send(Flushed(self._verified_count), _NOTHING)
-        if self._owed_bytes or self._owed_tensors:
-            read = Read(self._owed_bytes, self._owed_tensors)
-            self._credit_bytes += read.nbytes
-            self._credit_tensors += read.tensors
-            self._owed_bytes = self._owed_tensors = 0
-            self._send(read, _NOTHING)
+            self._send(Flushed(self._verified_count), b"")
+        if self._owes_much():
+            self._tell_room()
+
+    def take_verified(self) -> int:
+        """Return how many are whole, which somebody else says now; 0 if it was said."""
+        count = self._verified_count
+        if count == self._reported_count:
+            return 0
+        self._reported_count = count
+        return count
 
     def end(self) -> None:
         """Say nothing more, unless :meth:`tell` is called."""
         self._is_over = True
-        self._forget_due()
+        self._forget_latest()
+
+    def _owes_much(self) -> bool:
+        return (
+            self._owed_bytes * _SHARE >= self._max_bytes
+            or self._owed_tensors * _SHARE >= MAX_TENSORS
+        )
+
+    def _tell_room(self) -> None:
+        self._forget_latest()
+        if self._owed_tensors:
+            read = Read(self._owed_bytes, self._owed_tensors)
+            self._credit_bytes += read.nbytes
+            self._credit_tensors += read.tensors
+            self._owed_bytes = self._owed_tensors = 0
+            self._send(read, b"")
 
     def _tell_soon(self) -> None:
-        if self._due is None and not self._is_over:
-            self._due = asyncio.get_running_loop().call_soon(self.tell)
+        if not self._is_due and not self._is_over:
+            self._is_due = True
+            self._loop.call_soon(self._tell_due)
 
-    def _forget_due(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
+    def _tell_due(self) -> None:
+        self._is_due = False
+        if not self._is_over:
+            self.tell()
+
+    def _forget_latest(self) -> None:
+        if self._latest is not None:
+            self._latest.cancel()
+            self._latest = None
+
+
+class _Spare(NamedTuple):
+    """A tensor that nobody has yet: after a wake-up it costs several times as much."""
+
+    spec: TensorSpec
+    tensor: torch.Tensor
+    memory: memoryview
 
 
 class Inbound:
@@ -231,7 +282,7 @@ class Inbound:
     def __init__(
         self,
         link: Link,
-        send: Callable[[Frame, memoryview], None],
+        send: Callable[[Frame, Buffer], None],
         max_bytes: int,
         broke: Callable[[ChecksumError], None],
     ) -> None:
@@ -241,11 +292,17 @@ class Inbound:
         self.received_tensors = 0
         self._link = link
         self._broke = broke
-        self._queue: collections.deque[Arrival] = collections.deque()
-        self._unverified: collections.deque[Arrival] = collections.deque()
+        self._queue: collections.deque[Arrival | SmallArrival] = collections.deque()
+        self._unverified: collections.deque[Arrival | SmallArrival] = (
+            collections.deque()
+        )
         self.reports = Reports(send, max_bytes)
-        self._changed = asyncio.Event()
-        self.granting = Granting(link, send, max_bytes, self._changed.set)
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None
+        """The one who waits for the next tensor."""
+        self._spare: _Spare | None = None
+        self._last_small: TensorSpec | None = None
+        self.granting = Granting(link, send, max_bytes, self._wake)
         """What of it lands where."""
         self._lost: PeerLost | None = None
         self._was_cut = False
@@ -260,7 +317,7 @@ class Inbound:
         """Let the peer send. Never waits."""
         self.reports.owe(self.max_bytes, MAX_TENSORS)
 
-    async def head(self) -> Arrival:
+    async def head(self) -> Arrival | SmallArrival:
         """Wait for the next tensor; it stays in the stream until it is taken.
 
         To be called by one task at a time. A cancelled call leaves no trace.
@@ -274,12 +331,31 @@ class Inbound:
             if self._lost is not None:
                 raise self._failure()
             if self._queue:
-                self.granting.grant(self._queue[0])
-            self._changed.clear()
-            await self._changed.wait()
+                self._grant(self._queue[0])
+            elif self._last_small is not None:
+                self._make_spare(self._last_small)
+            self._waiting = self._loop.create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
         return self._queue[0]
 
-    def take(self, arrival: Arrival) -> None:
+    def tensor_of(self, arrival: Arrival | SmallArrival) -> torch.Tensor | None:
+        """Return a tensor of host memory that is whole; it stays in the stream."""
+        if isinstance(arrival, Arrival):
+            return arrival.tensor
+        body, spec = arrival.body, arrival.spec
+        if spec is None:
+            return None
+        spare, self._last_small = self._spare, spec
+        if spare is None or spare.spec != spec:
+            return tensor_from(body, spec)
+        self._spare = None
+        spare.memory[:] = body
+        return spare.tensor
+
+    def take(self, arrival: Arrival | SmallArrival) -> None:
         """Take the first tensor out of the stream. Never waits.
 
         :raises EndOfStream: the pipe was closed on this side meanwhile
@@ -293,18 +369,38 @@ class Inbound:
         arrival.let_go()
         self.reports.owe(arrival.nbytes, 1)
 
-    def check(self, arrival: Arrival) -> None:
+    def check(self, arrival: Arrival | SmallArrival) -> None:
         """Raise what :meth:`take` would. Never waits."""
         if not self._queue or self._queue[0] is not arrival:
             raise self._failure()
 
     def on_push(self, frame: Push, body: bytes) -> None:
-        """The next tensor comes, with its bytes if they are few."""
-        arrival = self._announced(frame)
-        if arrival.spec is None or frame.inline:
-            self._take_inline(arrival, frame, body)
+        """The next tensor comes by payload."""
+        if frame.inline:
+            raise RemoteProtocolError("a large tensor that is to ride along")
+        self._await(self._announced(frame), body)
+
+    def on_push_small(self, frame: PushSmall, body: bytes) -> None:
+        """The next tensor is here."""
+        spec, nbytes = frame.spec, len(body)
+        self.reports.charge(nbytes)
+        if nbytes != (0 if spec is None else spec.nbytes) or nbytes > INLINE_NBYTES:
+            raise RemoteProtocolError("a pushed tensor has not its declared size")
+        if spec is not None and spec.dtype in MISSING_DTYPES:
+            raise RemoteProtocolError(f"a pushed {spec.dtype}, unknown to this torch")
+        self.held_bytes += nbytes
+        arrival = SmallArrival(spec, body)
+        self._queue.append(arrival)
+        digested = spec is not None and self._link.digest != "off"
+        if digested and frame.digest != digest_of(body):
+            self._unverified.append(arrival)
+            self.fail(arrival, "a tensor arrived with other bytes than were sent")
+            return
+        self._wake()  # first: what it sends says more
+        if self._unverified:
+            self._unverified.append(arrival)
         else:
-            self._await(arrival, body)
+            self.reports.verified(1)
 
     def on_push_shared(self, frame: PushShared, body: bytes) -> None:
         """The next tensor lies in memory of the peer's that this side can read."""
@@ -315,7 +411,7 @@ class Inbound:
         """It cannot come from GPU to GPU: let it come through host memory."""
         if self._lost is None:
             self.granting.try_to_grant(arrival)
-            self._changed.set()
+            self._wake()
 
     def verified(self, arrival: Arrival) -> None:
         """All bytes of it are here, and are those that were sent."""
@@ -325,10 +421,10 @@ class Inbound:
         while self._unverified and self._unverified[0].is_verified:
             self._unverified.popleft()
             count += 1
+        self._wake()
         self.reports.verified(count)
-        self._changed.set()
 
-    def fail(self, arrival: Arrival, message: str) -> None:
+    def fail(self, arrival: Arrival | SmallArrival, message: str) -> None:
         """Its bytes changed on their way: what came before it is still good."""
         if self._lost is None:
             self._checksum = ChecksumError(message, hint="the pipe is broken")
@@ -353,7 +449,7 @@ class Inbound:
             self.held_bytes = 0
             self._was_cut = False
         self.reports.end()
-        self._changed.set()
+        self._wake()
 
     def _failure(self) -> Exception:
         if self._checksum is not None:
@@ -370,11 +466,9 @@ class Inbound:
         arrival = Arrival(self, frame)
         self.reports.charge(arrival.nbytes)
         self.held_bytes += arrival.nbytes
-        if arrival.spec is not None:
-            try:
-                dtype_of(arrival.spec.dtype)
-            except ValueError as exc:
-                raise RemoteProtocolError(f"a pushed tensor: {exc}") from exc
+        if arrival.spec is not None and arrival.spec.dtype in MISSING_DTYPES:
+            dtype = arrival.spec.dtype
+            raise RemoteProtocolError(f"a pushed {dtype}, unknown to this torch")
         self._queue.append(arrival)
         self._unverified.append(arrival)
         return arrival
@@ -383,23 +477,28 @@ class Inbound:
         if body or arrival.nbytes <= INLINE_NBYTES:
             raise RemoteProtocolError("a small tensor that did not ride along")
         self.granting.expect(arrival)
-        self._changed.set()
+        self._wake()
 
-    def _take_inline(self, arrival: Arrival, frame: Push, body: bytes) -> None:
-        if len(body) != arrival.nbytes or arrival.nbytes > INLINE_NBYTES:
-            raise RemoteProtocolError("a pushed tensor has not its declared size")
-        if arrival.spec is not None:
-            if self._link.digest != "off" and frame.digest != digest_of(body):
-                self.fail(arrival, "a tensor arrived with other bytes than were sent")
-                return
-            arrival.tensor = empty_tensor(arrival.spec)
-            bytes_of(arrival.tensor)[:] = body
-        self.verified(arrival)
+    def _grant(self, arrival: Arrival | SmallArrival) -> None:
+        if isinstance(arrival, Arrival):
+            self.granting.grant(arrival)
+
+    def _wake(self) -> None:
+        """Who waits for the next tensor looks again."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _make_spare(self, spec: TensorSpec) -> None:
+        """Make a tensor such as the last one was, while there is time."""
+        if self._spare is None or self._spare.spec != spec:
+            tensor = empty_tensor(spec)
+            self._spare = _Spare(spec, tensor, bytes_of(tensor))
 
     def _cut(self) -> None:
         """Forget the last tensor, which is not whole or follows one that is not."""
         arrival = self._queue.pop()
-        self.granting.forget(arrival)
+        if isinstance(arrival, Arrival):
+            self.granting.forget(arrival)
         if self._unverified and self._unverified[-1] is arrival:
             self._unverified.pop()
         self.held_bytes -= arrival.nbytes

@@ -30,7 +30,8 @@ from asynckv.observability.waits import LoggedWait
 from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.parcels import INLINE_NBYTES, MAX_TENSORS, Parcel
-from asynckv.protocol.frames import Flushed, Frame, Push, Read
+from asynckv.protocol.codec import Buffer
+from asynckv.protocol.frames import Frame, Push
 from asynckv.protocol.handshake import DigestMode, strictest
 from asynckv.protocol.transfer_frames import (
     Done,
@@ -63,7 +64,7 @@ class Leaving:
     def __init__(
         self,
         link: Link,
-        send: Callable[[Frame, memoryview], None],
+        send: Callable[[Frame, Buffer], None],
         memory: Growth,
         failed: Callable[[Exception], None],
     ) -> None:
@@ -249,6 +250,15 @@ class SendRoom:
             with LoggedWait(who, room, _ENDS_WITH):
                 await parcel.turn
 
+    def take_at_once(self, parcel: Parcel) -> bool:
+        """Give it room if nobody waits and there is some; else ``False``."""
+        if self._line or self._is_closed or not self._fits(parcel):
+            return False
+        parcel.has_room = True
+        self.used_bytes += parcel.nbytes
+        self.used_tensors += 1
+        return True
+
     def leave(self, parcel: Parcel) -> None:
         """Give up a place in the line, if it has one."""
         if parcel in self._line:
@@ -319,14 +329,16 @@ _MAX_OUTGOING_BYTES: Final = 2**20
 class Outbound:
     """What one side sends through a pipe, in order.
 
-    ``send`` queues a frame on the pipe's stream and never waits. ``failed`` is told
-    what breaks the pipe.
+    ``send`` queues a frame on the pipe's stream, ``send_small`` one with the spec, the
+    digest and the bytes of a small tensor; neither waits. ``failed`` is told what
+    breaks the pipe.
     """
 
     def __init__(
         self,
         link: Link,
-        send: Callable[[Frame, memoryview], None],
+        send: Callable[[Frame, Buffer], None],
+        send_small: Callable[[TensorSpec | None, bytes, Buffer], None],
         max_bytes: int,
         failed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
@@ -334,7 +346,7 @@ class Outbound:
         self.sent_tensors = 0
         self.maybe_delivered = 0
         self._link = link
-        self._send = send
+        self._send, self._send_small = send, send_small
         self._queue: collections.deque[Parcel] = collections.deque()
         self._pushed: collections.deque[Parcel] = collections.deque()
         self._verified_count = 0
@@ -365,6 +377,25 @@ class Outbound:
         """
         await self._memory.reach(spec.nbytes)
         return self._memory.lending.spare(spec)
+
+    def send_small(self, spec: TensorSpec | None, body: bytes, digest: bytes) -> bool:
+        """Let a small tensor go at once, unless it has to wait for anything.
+
+        It has to where others are before it, or there is no room, here or at the
+        peer. Never waits. ``body`` are its bytes.
+        """
+        if self._queue or self._link.outgoing_bytes >= _MAX_OUTGOING_BYTES:
+            return False
+        parcel, nbytes = Parcel(spec), len(body)
+        if not (self._credit.allows(nbytes) and self.room.take_at_once(parcel)):
+            return False
+        parcel.is_copied = parcel.is_sent = True
+        self.sent_tensors += 1
+        self.sent_bytes += nbytes
+        self._credit.take(nbytes)
+        self._pushed.append(parcel)
+        self._send_small(spec, digest, body)
+        return True
 
     def put(self, parcel: Parcel, memory: torch.Tensor | None, digest: bytes) -> None:
         """Let a parcel go that has its place, now that it is copied. Never waits.
@@ -423,14 +454,17 @@ class Outbound:
         if self._is_refusing:
             raise EndOfStream("the pipe was closed on this side")
 
-    def on_read(self, frame: Read) -> None:
-        """The peer has room for more."""
-        self._credit.add(frame.nbytes, frame.tensors)
+    def has_room(self, nbytes: int, tensors: int) -> None:
+        """The peer has room for so much more."""
+        self._credit.add(nbytes, tensors)
         self._advance()
 
-    def on_flushed(self, frame: Flushed) -> None:
-        """The peer's memory holds everything up to there."""
-        count = frame.tensors - self._verified_count
+    def has_verified(self, tensors: int) -> None:
+        """The peer's memory holds everything up to there.
+
+        :raises RemoteProtocolError: that was never sent, or is still on its way
+        """
+        count = tensors - self._verified_count
         if not 0 <= count <= len(self._pushed):
             raise RemoteProtocolError("a Flushed for what was never sent")
         for _ in range(count):
@@ -438,10 +472,12 @@ class Outbound:
             if not parcel.is_sent:
                 raise RemoteProtocolError("a Flushed for what is still on its way")
             self._verified_count += 1
-            self.leaving.forget(parcel)
-            parcel.let_go()
+            if parcel.nbytes > INLINE_NBYTES:
+                self.leaving.forget(parcel)
+                parcel.let_go()
             self.room.release(parcel)
-            parcel.settle(is_verified=True)
+            if parcel.watchers:
+                parcel.settle(is_verified=True)
         self.room.admit()
 
     def end(self, error: PeerLost) -> None:
@@ -503,23 +539,22 @@ class Outbound:
     def _push(self, parcel: Parcel) -> None:
         self._credit.take(parcel.nbytes)
         self._pushed.append(parcel)
-        parcel.transfer = self._link.new_transfer()
-        inline = parcel.nbytes <= INLINE_NBYTES
-        shown = None if inline else self.leaving.show(parcel)
-        if shown is not None:
-            self.leaving.add(parcel)
-            self._send(shown, memoryview(b""))
+        if parcel.nbytes <= INLINE_NBYTES:
+            self._push_small(parcel)
             return
-        digest = parcel.digest if inline else b""
+        parcel.transfer = self._link.new_transfer()
+        self.leaving.add(parcel)
+        shown = self.leaving.show(parcel)
+        if shown is not None:
+            self._send(shown, b"")
+            return
         on_gpu = parcel.memory is None and parcel.region is not None
-        push = Push(parcel.transfer, 0, inline, parcel.spec, digest, on_gpu)
-        parcel.is_sent = inline
-        if not inline:
-            self.leaving.add(parcel)
-        body = memoryview(b"")
-        if inline and parcel.memory is not None:
-            body, parcel.memory = bytes_of(parcel.memory), None
-        self._send(push, body)
+        self._send(Push(parcel.transfer, 0, False, parcel.spec, b"", on_gpu), b"")
+
+    def _push_small(self, parcel: Parcel) -> None:
+        memory, parcel.memory, parcel.is_sent = parcel.memory, None, True
+        body = b"" if memory is None else bytes_of(memory)
+        self._send_small(parcel.spec, parcel.digest, body)
 
     def _last_copied(self) -> Parcel | None:
         for parcel in reversed(self._queue):

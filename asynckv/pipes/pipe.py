@@ -12,14 +12,15 @@ import torch
 from asynckv.abc import KVPipe
 from asynckv.errors import ChecksumError, EndOfStream, PeerLost, PipeBroken
 from asynckv.loops import LoopBound
-from asynckv.pipes.arrivals import Arrival
+from asynckv.pipes.arrivals import Arrival, SmallArrival
 from asynckv.pipes.end import PipeEnd
 from asynckv.pipes.gpu_side import Placing
 from asynckv.pipes.parcels import INLINE_NBYTES, Parcel
+from asynckv.protocol.digests import digest_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.open_device import OpenDevice
-from asynckv.tensors.views import check_into, spec_of
+from asynckv.tensors.views import check_into, packed, spec_of
 
 __all__ = (
     "Pipe",
@@ -152,10 +153,14 @@ class Pipe(KVPipe, LoopBound):
         self._check_loop()
         if not isinstance(tensor, torch.Tensor | None):
             raise TypeError(f"a pipe sends tensors and None, not {tensor!r:.80}")
+        gives_way = self._is_time_for_others()
+        if not gives_way and self._sent_at_once(tensor):
+            return
         parcel = Parcel(None if tensor is None else spec_of(tensor))
         source = self._pool.catch(tensor)
         try:
-            await self._let_others_run()
+            if gives_way:
+                await asyncio.sleep(0)
             await self._outbound.reserve(parcel)
             if source is None or parcel.spec is None:
                 self._outbound.put(parcel, None, b"")
@@ -186,10 +191,14 @@ class Pipe(KVPipe, LoopBound):
     ) -> torch.Tensor | None:
         self._check_loop()
         try:
-            await self._let_others_run()
+            if self._is_time_for_others():
+                await asyncio.sleep(0)
             async with self._turn_to_receive:
                 arrival = await self._inbound.head()
-                received = await self._landed(arrival, into)
+                if into is None and self._placing is None and arrival.region is None:
+                    received = self._inbound.tensor_of(arrival)
+                else:
+                    received = await self._landed(arrival, into)
                 self._inbound.take(arrival)
                 return received
         except (PeerLost, ChecksumError) as exc:
@@ -279,14 +288,15 @@ class Pipe(KVPipe, LoopBound):
         return True
 
     async def _landed(
-        self, arrival: Arrival, into: torch.Tensor | None
+        self, arrival: Arrival | SmallArrival, into: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Return what has arrived where it is wanted; it stays in the stream."""
-        tensor, placing, gpus = arrival.tensor, self._placing, self._receives.gpus
+        placing, gpus = self._placing, self._receives.gpus
         if arrival.region is not None and arrival.spec is not None and gpus is not None:
             if into is not None:
                 check_into(into, arrival.spec, "tensor")
             return await gpus.taken(arrival.region, arrival.spec, into)
+        tensor = self._inbound.tensor_of(arrival)
         if tensor is None or arrival.spec is None:
             return tensor
         if into is not None:
@@ -297,9 +307,19 @@ class Pipe(KVPipe, LoopBound):
             return tensor
         return await placing.place(tensor, lambda: self._inbound.check(arrival))
 
-    async def _let_others_run(self) -> None:
+    def _sent_at_once(self, tensor: torch.Tensor | None) -> bool:
+        """Send what is small and need not wait for anything; else ``False``."""
+        if tensor is None:
+            return self._outbound.send_small(None, b"", b"")
+        small = packed(tensor, INLINE_NBYTES)
+        if small is None:
+            return False
+        spec, body = small
+        digest = digest_of(body) if self._link.digest != "off" else b""
+        return self._outbound.send_small(spec, body, digest)
+
+    def _is_time_for_others(self) -> bool:
         # Small tensors need not wait for anything: a loop over them would keep
         # the event loop for itself.
         self._calls += 1
-        if not self._calls % _CALLS_A_TICK:
-            await asyncio.sleep(0)
+        return not self._calls % _CALLS_A_TICK

@@ -80,6 +80,7 @@ __all__ = (
     "Pong",
     "Proof",
     "Push",
+    "PushSmall",
     "Put",
     "Reached",
     "Read",
@@ -325,12 +326,11 @@ class Arrived(_Base, frozen=True, tag="arrived"):
 
 
 class Push(_Base, frozen=True, tag="push"):
-    """One tensor follows: of a streaming entry, or of a pipe.
+    """One tensor follows: of a streaming entry, or a large one of a pipe.
 
     The body holds its bytes if ``inline``; otherwise it comes by payload, as
-    ``part`` of ``transfer``. On a pipe ``spec`` says what comes (``None`` is
-    the value None) and each tensor is a transfer of its own. ``on_gpu``: it lies on
-    the sender's GPU.
+    ``part`` of ``transfer``. On a pipe none is, ``spec`` says what comes and each
+    tensor is a transfer of its own. ``on_gpu``: it lies on the sender's GPU.
     """
 
     transfer: Count
@@ -339,6 +339,18 @@ class Push(_Base, frozen=True, tag="push"):
     spec: TensorSpec | None = None
     digest: Digest = b""
     on_gpu: bool = False
+
+
+class PushSmall(_Base, frozen=True, tag="pushsmall", omit_defaults=True):
+    """Pipe: one tensor of at most 64 KiB, or the value None. The body holds its bytes.
+
+    ``flushed_tensors`` says of the other direction what a :class:`Flushed` would, if it
+    is not 0.
+    """
+
+    spec: TensorSpec | None = None
+    digest: Digest = b""
+    flushed_tensors: Count = 0
 
 
 class Read(_Base, frozen=True, tag="read"):
@@ -504,6 +516,7 @@ Frame: TypeAlias = (
     | Done
     | Riders
     | Push
+    | PushSmall
     | Read
     | Flushed
     | Missing

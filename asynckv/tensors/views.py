@@ -5,6 +5,7 @@ Every view keeps the memory that it shows alive.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -13,7 +14,7 @@ import numpy.typing
 import torch
 
 from asynckv.errors import EntryTooLarge
-from asynckv.types import DTYPE_NBYTES, TensorSpec
+from asynckv.types import DTYPE_NBYTES, MAX_TENSOR_DIMENSIONS, TensorSpec
 
 __all__ = (
     "MISSING_DTYPES",
@@ -24,6 +25,7 @@ __all__ = (
     "dtype_of",
     "empty_tensor",
     "no_memory",
+    "packed",
     "spec_like",
     "spec_of",
     "tensor_from",
@@ -51,6 +53,12 @@ _NUMPY_DTYPES: Final = {
     if name not in ("bfloat16", "complex32") and not name.startswith("float8")
 }
 """What numpy knows too: the short way to the bytes."""
+
+
+_NUMPY_NAMES: Final = {
+    dtype: name for dtype, name in _NAMES.items() if dtype in _NUMPY_DTYPES
+}
+_spec_of_shape: Final = functools.lru_cache(maxsize=1024)(TensorSpec)
 
 
 class _WritableWindow:
@@ -138,6 +146,26 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     elements = tensor.detach().as_strided((tensor.numel(),), (1,))
     flat: _Bytes = elements.view(torch.uint8).numpy()
     return flat.data
+
+
+def packed(tensor: torch.Tensor, max_nbytes: int) -> tuple[TensorSpec, bytes] | None:
+    """Return shape, dtype and a copy of the elements of a small plain tensor.
+
+    ``None`` for any other one, and for one that cannot be sent: :func:`spec_of` and
+    :func:`bytes_of` say of these what there is to say. In as few calls as can be.
+    """
+    name = _NUMPY_NAMES.get(tensor.dtype)
+    if name is None or type(tensor) is not torch.Tensor:
+        return None
+    if torch._is_functional_tensor(tensor):  # numpy would show what is not there
+        return None
+    try:
+        array = tensor.numpy()
+    except (RuntimeError, TypeError):
+        return None
+    if array.nbytes > max_nbytes or array.ndim > MAX_TENSOR_DIMENSIONS:
+        return None
+    return _spec_of_shape(array.shape, name), array.tobytes()
 
 
 def tensor_over(

@@ -10,7 +10,7 @@ import torch
 from asynckv.errors import ChecksumError
 from asynckv.pipes.inbound import Inbound
 from asynckv.protocol.digests import digest_of
-from asynckv.protocol.frames import Frame, Push
+from asynckv.protocol.frames import Frame, Push, PushSmall
 from asynckv.protocol.transfer_frames import Done
 from asynckv.types import TensorSpec
 
@@ -69,9 +69,15 @@ class ReceivingHalf:
     def push(self, nbytes: int, transfer: int = 1, dtype: str = "uint8") -> None:
         """The peer sends a tensor of zeros; a small one rides along."""
         spec = TensorSpec((nbytes,), dtype)
-        body = bytes(nbytes) if nbytes <= 2**16 else b""
-        push = Push(transfer, 0, bool(body), spec, digest_of(body))
-        self.half.on_push(push, body)
+        if nbytes > 2**16:
+            self.half.on_push(Push(transfer, 0, inline=False, spec=spec), b"")
+        else:
+            self.send(bytes(nbytes), spec)
+
+    def send(self, body: bytes, spec: TensorSpec | None = None) -> None:
+        """The peer sends a small tensor of these bytes."""
+        spec = spec or TensorSpec((len(body),), "uint8")
+        self.half.on_push_small(PushSmall(spec, digest_of(body)), body)
 
     def land(self, transfer: int = 1, *, sent: bytes = b"d") -> None:
         """All of a large one has landed; the peer says its digest is ``sent``."""
@@ -81,5 +87,6 @@ class ReceivingHalf:
     async def next(self) -> torch.Tensor | None:
         """Wait for the next tensor, and take it."""
         arrival = await self.half.head()
+        tensor = self.half.tensor_of(arrival)
         self.half.take(arrival)
-        return arrival.tensor
+        return tensor

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 from asynckv.protocol.frames import (
     Peek,
 )
@@ -31,3 +33,17 @@ async def test_a_stream_shows_its_number_and_its_link_alone() -> None:
     async with linked() as pair:
         stream = pair.near.open_stream(Hearer(), Peek(has_key=True))
         assert repr(stream) == f"<LinkStream {stream.id} of {pair.near!r}>"
+
+
+async def test_what_is_sent_at_once_has_left_and_what_follows_goes_together() -> None:
+    async with linked(answer=lambda *_: None) as pair:
+        stream = pair.near.open_stream(Hearer(), Peek(has_key=True))
+        await asyncio.sleep(0)
+        stream.send(Grant(1))
+        assert pair.near.outgoing_bytes
+        stream.send_at_once(Grant(2))
+        assert not pair.near.outgoing_bytes
+        stream.send_at_once(Grant(3))
+        assert pair.near.outgoing_bytes
+        await asyncio.sleep(0)
+        assert not pair.near.outgoing_bytes

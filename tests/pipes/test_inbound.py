@@ -13,11 +13,12 @@ from asynckv.protocol.frames import (
     Flushed,
     Frame,
     Push,
+    PushSmall,
     Read,
 )
 from asynckv.protocol.transfer_frames import Grant
 from asynckv.tensors import growth
-from asynckv.testing import until_blocked
+from asynckv.testing import until, until_blocked
 from asynckv.types import TensorSpec
 from harness.receiving_halves import HALF_BYTES, HalfLink, ReceivingHalf
 
@@ -54,8 +55,9 @@ async def test_what_was_verified_and_what_was_taken_is_told_once_a_tick() -> Non
     await receiver.next()
     assert receiver.frames == []
     await asyncio.sleep(0)
-    assert receiver.frames == [Flushed(3), Read(200, 2)]
+    assert receiver.frames == [Flushed(3)]
     assert (receiver.half.held_bytes, receiver.half.held_tensors) == (100, 1)
+    await until(lambda: receiver.frames[1:] == [Read(200, 2)])
 
 
 async def test_large_tensors_land_in_any_order_and_come_in_theirs() -> None:
@@ -78,7 +80,7 @@ async def test_a_changed_small_tensor_breaks_the_stream_behind_what_is_good() ->
     receiver = ReceivingHalf()
     receiver.push(8)
     spec = TensorSpec((8,), "uint8")
-    receiver.half.on_push(Push(2, 0, True, spec, b"not its digest"), bytes(8))
+    receiver.half.on_push_small(PushSmall(spec, b"not its digest"), bytes(8))
     assert len(receiver.broken) == 1
     receiver.half.end(LOST)
     assert await receiver.next() is not None
@@ -138,7 +140,7 @@ async def test_a_peer_that_was_given_no_room_may_send_nothing() -> None:
         lambda error: None,
     )
     with pytest.raises(RemoteProtocolError, match="no room"):
-        half.on_push(Push(1, 0, inline=True), b"")
+        half.on_push_small(PushSmall(), b"")
 
 
 async def test_a_peer_may_not_send_more_than_there_is_room_for() -> None:
@@ -150,20 +152,19 @@ async def test_a_peer_may_not_send_more_than_there_is_room_for() -> None:
 
 async def test_a_peer_may_not_send_more_tensors_than_there_is_room_for() -> None:
     receiver = ReceivingHalf()
-    for transfer in range(MAX_TENSORS):
-        receiver.half.on_push(Push(transfer, 0, inline=True), b"")
+    for _ in range(MAX_TENSORS):
+        receiver.half.on_push_small(PushSmall(), b"")
     with pytest.raises(RemoteProtocolError, match="no room"):
-        receiver.half.on_push(Push(MAX_TENSORS, 0, inline=True), b"")
+        receiver.half.on_push_small(PushSmall(), b"")
 
 
 @pytest.mark.parametrize(
     ("push", "body"),
     [
-        (Push(1, 0, True, TensorSpec((8,), "uint8")), b"seven b"),
-        (Push(1, 0, True), b"None has no bytes"),
+        (Push(1, 0, False), b""),
         (Push(1, 0, False, TensorSpec((8,), "uint8")), b""),
         (Push(1, 0, False, TensorSpec((LARGE,), "uint8")), b"too early"),
-        (Push(1, 0, True, TensorSpec((LARGE,), "uint8")), bytes(LARGE)),
+        (Push(1, 0, True, TensorSpec((LARGE,), "uint8")), b""),
     ],
 )
 async def test_a_push_that_is_not_what_it_says_is_a_lie(
@@ -173,12 +174,48 @@ async def test_a_push_that_is_not_what_it_says_is_a_lie(
         ReceivingHalf().half.on_push(push, body)
 
 
-async def test_a_dtype_that_this_torch_does_not_have_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("push", "body"),
+    [
+        (PushSmall(TensorSpec((8,), "uint8")), b"seven b"),
+        (PushSmall(TensorSpec((8,), "uint8")), b"nine byte"),
+        (PushSmall(), b"None has no bytes"),
+        (PushSmall(TensorSpec((2**16 + 1,), "uint8")), bytes(2**16 + 1)),
+    ],
+)
+async def test_a_small_push_that_is_not_what_it_says_is_a_lie(
+    push: PushSmall, body: bytes
 ) -> None:
-    def unknown(name: str) -> torch.dtype:
-        raise ValueError(f"dtype {name!r} cannot be sent by this version of torch")
+    with pytest.raises(RemoteProtocolError, match="declared size"):
+        ReceivingHalf().half.on_push_small(push, body)
 
-    monkeypatch.setattr(inbound, "dtype_of", unknown)
-    with pytest.raises(RemoteProtocolError, match="this version of torch"):
-        ReceivingHalf().push(8)
+
+async def test_tensors_of_one_shape_in_a_row_are_each_their_own() -> None:
+    receiver = ReceivingHalf()
+    found: list[torch.Tensor | None] = []
+    for seed in range(3):
+        taking = asyncio.create_task(receiver.next())
+        await until_blocked(taking)
+        receiver.send(bytes([seed] * 8))
+        found.append(await taking)
+    assert [t.tolist() for t in found if t is not None] == [[n] * 8 for n in range(3)]
+
+
+async def test_what_follows_one_that_is_not_whole_is_said_to_be_whole_with_it() -> None:
+    receiver = ReceivingHalf()
+    receiver.push(LARGE, 1)
+    receiver.push(8, 2)
+    receiver.half.reports.tell()
+    assert receiver.frames == [Grant(1)]
+    receiver.land(1)
+    receiver.half.reports.tell()
+    assert receiver.frames == [Grant(1), Flushed(2)]
+
+
+@pytest.mark.parametrize("nbytes", [8, LARGE])
+async def test_a_dtype_that_this_torch_does_not_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    monkeypatch.setattr(inbound, "MISSING_DTYPES", frozenset({"uint8"}))
+    with pytest.raises(RemoteProtocolError, match="unknown to this torch"):
+        ReceivingHalf().push(nbytes)

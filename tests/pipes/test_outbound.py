@@ -10,12 +10,8 @@ import torch
 from asynckv.errors import EndOfStream, PeerLost, PipeBroken, RemoteProtocolError
 from asynckv.pipes.outbound import Outbound
 from asynckv.pipes.parcels import MAX_TENSORS, Parcel
-from asynckv.protocol.frames import (
-    Flushed,
-    Frame,
-    Push,
-    Read,
-)
+from asynckv.protocol.codec import Buffer
+from asynckv.protocol.frames import Frame, Push, PushSmall
 from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.testing import until_blocked
 from asynckv.types import TensorSpec
@@ -56,12 +52,16 @@ class Sender:
     def __init__(self, *, window: int | None = BOUND) -> None:
         self.frames: list[Frame] = []
         self.link = FakeLink()
-        self.half = Outbound(self.link, self._note, BOUND)  # type: ignore[arg-type]
+        link: Any = self.link
+        self.half = Outbound(link, self._note, self._note_small, BOUND)
         if window is not None:
-            self.half.on_read(Read(window, MAX_TENSORS))
+            self.half.has_room(window, MAX_TENSORS)
 
-    def _note(self, frame: Frame, body: memoryview) -> None:
+    def _note(self, frame: Frame, body: Buffer) -> None:
         self.frames.append(frame)
+
+    def _note_small(self, spec: TensorSpec | None, digest: bytes, body: Buffer) -> None:
+        self.frames.append(PushSmall(spec, digest))
 
     async def put(self, nbytes: int) -> None:
         parcel = Parcel(TensorSpec((nbytes,), "uint8"))
@@ -78,7 +78,44 @@ async def test_a_small_tensor_rides_with_its_frame() -> None:
     sender = Sender()
     await sender.put(64)
     spec = TensorSpec((64,), "uint8")
-    assert sender.frames == [Push(1, 0, inline=True, spec=spec, digest=b"d")]
+    assert sender.frames == [PushSmall(spec, b"d")]
+
+
+async def test_what_is_small_goes_at_once_if_nothing_is_before_it() -> None:
+    sender = Sender(window=100)
+    spec = TensorSpec((64,), "uint8")
+    assert sender.half.send_small(spec, bytes(64), b"d")
+    assert not sender.half.send_small(spec, bytes(64), b"d")
+    assert sender.frames == [PushSmall(spec, b"d")]
+    assert (sender.half.sent_tensors, sender.half.sent_bytes) == (1, 64)
+    assert sender.half.room.used_bytes == 64
+    sender.half.has_verified(1)
+    assert (sender.half.room.used_bytes, sender.half.room.used_tensors) == (0, 0)
+
+
+async def test_what_is_small_overtakes_nothing() -> None:
+    sender = Sender()
+    slow = Parcel(TensorSpec((LARGE,), "uint8"))
+    await sender.half.reserve(slow)
+    assert not sender.half.send_small(None, b"", b"")
+    sender.half.drop(slow)
+    assert sender.half.send_small(None, b"", b"")
+    await sender.put(BOUND)
+    assert not sender.half.send_small(TensorSpec((1,), "uint8"), b"1", b"")
+
+
+@pytest.mark.parametrize("error", [LOST, BYE])
+async def test_nothing_small_goes_once_there_is_no_peer(error: PeerLost) -> None:
+    sender = Sender()
+    sender.half.end(error)
+    assert not sender.half.send_small(None, b"", b"")
+
+
+async def test_nothing_small_goes_while_much_waits_to_leave() -> None:
+    sender = Sender()
+    sender.link.outgoing_bytes = 2**20
+    assert not sender.half.send_small(None, b"", b"")
+    assert sender.half.room.used_tensors == 0
 
 
 async def test_a_large_tensor_is_announced_granted_and_done() -> None:
@@ -93,11 +130,11 @@ async def test_bytes_are_in_flight_until_the_peer_has_them() -> None:
     sender = Sender()
     await sender.put(64)
     await sender.put(LARGE)
-    sender.deliver(2)
+    sender.deliver(1)
     assert sender.half.room.used_bytes == 64 + LARGE
-    sender.half.on_flushed(Flushed(1))
+    sender.half.has_verified(1)
     assert sender.half.room.used_bytes == LARGE
-    sender.half.on_flushed(Flushed(2))
+    sender.half.has_verified(2)
     assert (sender.half.room.used_bytes, sender.half.room.used_tensors) == (0, 0)
 
 
@@ -105,7 +142,7 @@ async def test_nothing_is_pushed_before_the_peer_gives_room() -> None:
     sender = Sender(window=None)
     await sender.put(64)
     assert not sender.frames
-    sender.half.on_read(Read(BOUND, 1))
+    sender.half.has_room(BOUND, 1)
     assert len(sender.frames) == 1
 
 
@@ -114,7 +151,7 @@ async def test_what_the_peer_has_no_room_for_waits_and_nothing_overtakes_it() ->
     for nbytes in (60, 60, 1):
         await sender.put(nbytes)
     assert len(sender.frames) == 1
-    sender.half.on_read(Read(60, 1))
+    sender.half.has_room(60, 1)
     assert len(sender.frames) == 3
 
 
@@ -123,7 +160,7 @@ async def test_what_is_above_the_peers_room_goes_when_all_was_read() -> None:
     await sender.put(60)
     await sender.put(LARGE)
     assert len(sender.frames) == 1
-    sender.half.on_read(Read(60, 1))
+    sender.half.has_room(60, 1)
     assert len(sender.frames) == 2
 
 
@@ -136,7 +173,7 @@ async def test_room_is_given_in_the_order_of_the_calls() -> None:
     await until_blocked(first, second)
     assert len(sender.half.room) == 2
     sender.deliver(1)
-    sender.half.on_flushed(Flushed(1))
+    sender.half.has_verified(1)
     await first
     assert not second.done()
     second.cancel()
@@ -163,7 +200,7 @@ async def test_tensors_without_bytes_are_bounded_too() -> None:
     last = asyncio.create_task(sender.put(0))
     await until_blocked(last)
     assert not last.done()
-    sender.half.on_flushed(Flushed(1))
+    sender.half.has_verified(1)
     await last
 
 
@@ -187,7 +224,7 @@ async def test_a_flush_waits_for_what_was_put_and_for_nothing_else() -> None:
     flushing = asyncio.create_task(sender.half.flush())
     await until_blocked(flushing)
     await sender.half.reserve(slow)
-    sender.half.on_flushed(Flushed(1))
+    sender.half.has_verified(1)
     await flushing
     sender.half.drop(slow)
 
@@ -200,7 +237,7 @@ async def test_a_flush_does_not_wait_for_a_place_that_was_given_up() -> None:
     flushing = asyncio.create_task(sender.half.flush())
     await until_blocked(flushing)
     sender.half.drop(slow)
-    sender.half.on_flushed(Flushed(1))
+    sender.half.has_verified(1)
     await flushing
 
 
@@ -222,7 +259,7 @@ async def test_a_lost_peer_is_told_with_what_may_have_arrived() -> None:
 async def test_a_goodbye_is_an_end_if_everything_had_arrived() -> None:
     sender = Sender()
     await sender.put(64)
-    sender.half.on_flushed(Flushed(1))
+    sender.half.has_verified(1)
     sender.half.end(BYE)
     await sender.half.flush()
     with pytest.raises(EndOfStream):
@@ -246,7 +283,7 @@ async def test_a_refusing_half_sends_what_it_has_and_takes_no_more() -> None:
     sender.half.refuse()
     with pytest.raises(EndOfStream):
         await waiting
-    sender.half.on_read(Read(BOUND, 1))
+    sender.half.has_room(BOUND, 1)
     assert len(sender.frames) == 1
 
 
@@ -254,14 +291,14 @@ async def test_a_peer_cannot_have_what_was_never_sent() -> None:
     sender = Sender()
     await sender.put(64)
     with pytest.raises(RemoteProtocolError, match="never sent"):
-        sender.half.on_flushed(Flushed(2))
+        sender.half.has_verified(2)
 
 
 async def test_a_peer_cannot_have_what_is_still_on_its_way() -> None:
     sender = Sender()
     await sender.put(LARGE)
     with pytest.raises(RemoteProtocolError, match="on its way"):
-        sender.half.on_flushed(Flushed(1))
+        sender.half.has_verified(1)
 
 
 @pytest.mark.parametrize("nbytes", [64, LARGE])

@@ -12,6 +12,7 @@ from asynckv.tensors.views import (
     check_into,
     dtype_of,
     empty_tensor,
+    packed,
     spec_of,
     tensor_from,
     tensor_over,
@@ -34,6 +35,42 @@ def test_every_dtype_and_shape_keeps_its_bytes(
     assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
     assert bytes_of(again) == memory
     assert memory.nbytes == spec.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NBYTES)
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_what_is_packed_is_what_the_long_way_says(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
+    tensor = empty_tensor(TensorSpec(shape, dtype))
+    bytes_of(tensor)[:] = bytes(index % 2 for index in range(tensor.nbytes))
+    small = packed(tensor, tensor.nbytes)
+    assert small in ((spec_of(tensor), bytes(bytes_of(tensor))), None)
+    assert (small is None) == (dtype in ("bfloat16", "complex32") or "8_" in dtype)
+    assert tensor.nbytes == 0 or packed(tensor, tensor.nbytes - 1) is None
+
+
+def test_what_is_packed_is_the_elements_in_order_whatever_the_strides() -> None:
+    tensor = torch.arange(12).view(3, 4)
+    for one in (tensor.t(), tensor[:, 1], tensor[0, 0].expand(3), tensor[::2, ::3]):
+        assert packed(one, 1000) == (spec_of(one), bytes(bytes_of(one.contiguous())))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(2, dtype=torch.complex64).conj().imag,
+        torch.eye(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch._to_functional_tensor(torch.ones(2)),
+        torch.ones((1,) * 15),
+    ],
+)
+def test_what_is_not_plain_is_not_packed(tensor: torch.Tensor) -> None:
+    assert packed(tensor, 1000) is None
 
 
 def test_bytes_of_is_the_tensors_own_memory() -> None:
