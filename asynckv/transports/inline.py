@@ -17,8 +17,14 @@ from asynckv.tensors.feeds import Feed
 from asynckv.tensors.runs import Memory
 from asynckv.transports.ending import Ending, QuietWaits
 from asynckv.transports.lanes import Lanes
-from asynckv.transports.parts import DoneCallback, FedPart, Part, PartTable
-from asynckv.transports.pending import Completions, PendingParts
+from asynckv.transports.parts import (
+    Completions,
+    DoneCallback,
+    FedPart,
+    Part,
+    PartTable,
+    PendingParts,
+)
 
 __all__ = ("DEFAULT_CHUNK_BYTES", "InlineTransport")
 

@@ -26,8 +26,7 @@ from asynckv.security.tls_socket import Connection
 from asynckv.shielding import clear_all_frames
 from asynckv.tensors.small_blocks import SmallBlocks
 from asynckv.transports.lane_sockets import LaneOwner, LaneSocket
-from asynckv.transports.parts import Part, PartTable
-from asynckv.transports.pending import PendingParts
+from asynckv.transports.parts import Part, PartTable, PendingParts
 
 __all__ = (
     "Lanes",

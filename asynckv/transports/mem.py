@@ -18,8 +18,7 @@ from asynckv.tensors.runs import Memory, Runs
 from asynckv.tensors.views import tensor_over
 from asynckv.transports.ending import Ending
 from asynckv.transports.inline import DEFAULT_CHUNK_BYTES
-from asynckv.transports.parts import DoneCallback, Part, PartTable
-from asynckv.transports.pending import PendingParts
+from asynckv.transports.parts import DoneCallback, Part, PartTable, PendingParts
 from asynckv.types import TensorSpec
 
 __all__ = ("MemTransport",)

@@ -10,8 +10,7 @@ import torch
 
 from asynckv.tensors.cuda_cupy import open_cuda
 from asynckv.tensors.device_tensors import TorchTensors
-from asynckv.transports.nccl.api import Comm, NcclApi
-from asynckv.transports.nccl.nccl_cupy import open_nccl
+from asynckv.transports.nccl.api import Comm, NcclApi, open_nccl
 from asynckv.types import DTYPE_NBYTES
 
 pytestmark = [

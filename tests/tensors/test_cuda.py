@@ -26,6 +26,6 @@ def test_pinned_memory_is_as_long_as_its_view() -> None:
 
 
 def test_the_seam_and_its_adapters_import_no_cupy() -> None:
-    modules = "asynckv.tensors.cuda_cupy, asynckv.transports.nccl.nccl_cupy"
+    modules = "asynckv.tensors.cuda_cupy, asynckv.transports.nccl.api"
     code = f"import sys, {modules}; assert 'cupy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,8 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from asynckv.transports.parts import Part
-from asynckv.transports.pending import Completions
+from asynckv.transports.parts import Completions, Part
 
 
 def _part() -> Part:

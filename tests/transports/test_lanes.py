@@ -9,8 +9,7 @@ from asynckv.errors import PeerLost
 from asynckv.protocol.header import encode_chunk_header
 from asynckv.testing import until
 from asynckv.transports.lanes import Lanes
-from asynckv.transports.parts import Part, PartTable
-from asynckv.transports.pending import PendingParts
+from asynckv.transports.parts import Part, PartTable, PendingParts
 
 _LARGE = 2**24
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from asynckv.testing import until_blocked
-from asynckv.transports.parts import Part
-from asynckv.transports.pending import PendingParts
+from asynckv.transports.parts import Part, PendingParts
 
 
 def _part(transfer: int, told: list[int] | None = None) -> Part:

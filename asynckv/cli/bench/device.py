@@ -27,8 +27,7 @@ from asynckv.tensors.cuda import CudaApi
 from asynckv.tensors.device_blocks import DeviceBlocks
 from asynckv.tensors.devices import Device
 from asynckv.tensors.open_device import OpenDevice, open_device
-from asynckv.transports.nccl.api import NcclApi
-from asynckv.transports.nccl.nccl_cupy import open_nccl
+from asynckv.transports.nccl.api import NcclApi, open_nccl
 from asynckv.types import TensorSpec
 
 __all__ = ("DeviceRow", "device_number", "run_device_bench")

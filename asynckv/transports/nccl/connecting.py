@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
-from asynckv.errors import AsyncKVError, PeerLost, RemoteProtocolError
+from asynckv.errors import AsyncKVError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.protocol.transfer_frames import (
     DeviceFrame,
     DeviceMet,
@@ -23,11 +23,15 @@ from asynckv.protocol.transfer_frames import (
 )
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.transports.nccl.api import UNIQUE_ID_NBYTES
-from asynckv.transports.nccl.operations import call_on
+from asynckv.transports.nccl.parts import call_on
 from asynckv.transports.nccl.worker import DeviceWorker, Turn
 from asynckv.transports.nccl.worker_pipes import PipeEnd, WorkerPipe
 
-__all__ = ("Connector", "PipeUser")
+__all__ = (
+    "Connector",
+    "PipeUser",
+    "Staging",
+)
 
 
 class PipeUser(Protocol):
@@ -265,3 +269,65 @@ def _lost_by(error: Exception) -> Exception:
     lost = PeerLost(f"what connects both GPUs has failed: {error}")
     lost.__cause__ = error if isinstance(error, AsyncKVError) else None
     return lost
+
+
+_SCRATCH_NBYTES = 256
+
+
+class Staging:
+    """Allocated before the pipes are opened, freed when nothing moves any more.
+
+    Of a worker that was given up it is never freed.
+    """
+
+    def __init__(self, worker: DeviceWorker) -> None:
+        self.scratch: DeviceMemory | None = None
+        self._worker = worker
+        self._is_freed = False
+
+    async def allocate(self) -> DeviceMemory:
+        """Allocate it all on the worker; cancelled, it is freed again.
+
+        While operations wait for their peers it is put off, at most 5 s.
+
+        :raises GPUFailed: there is not so much memory, or no such worker
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[DeviceMemory] = loop.create_future()
+
+        def settle(scratch: DeviceMemory | None, error: Exception | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            elif scratch is not None:
+                future.set_result(scratch)
+
+        def allocate() -> None:
+            scratch, error = None, None
+            try:
+                scratch = self._allocate()
+            except Exception as exc:  # noqa: BLE001 - raised on the loop
+                error = exc
+            call_on(loop, lambda: settle(scratch, error))
+
+        if not self._worker.run_when_quiet(allocate):
+            raise self._worker.error or GPUFailed("the GPU's worker has stopped")
+        return await future
+
+    def free(self) -> None:
+        """Free it all, soon; a second call does nothing. Never waits."""
+        if self._is_freed:
+            return
+        self._is_freed = True
+        if not self._worker.run_when_quiet(self._free):
+            self._worker.kept.append(self)
+
+    def _allocate(self) -> DeviceMemory:
+        self.scratch = scratch = self._worker.cuda.malloc(_SCRATCH_NBYTES)
+        return scratch
+
+    def _free(self) -> None:
+        scratch, self.scratch = self.scratch, None
+        if scratch is not None:
+            self._worker.cuda.free(scratch)

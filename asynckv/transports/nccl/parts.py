@@ -1,4 +1,4 @@
-"""The parts that an NCCL transport moves, and which of them the peer may offer.
+"""The parts that an NCCL transport moves, and the operations that they are cut into.
 
 They lie in memory of its GPU. An offer of a transfer that is not here was stopped or
 has landed, if its number is not above the highest ever announced; else the peer lies.
@@ -7,17 +7,25 @@ On the loop only.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import time
+from collections.abc import Callable
 from typing import Final
 
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.protocol.transfer_frames import DeviceOffer
-from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.cuda import DeviceMemory, Event
+from asynckv.transports.nccl.worker_pipes import WorkerPipe
 from asynckv.transports.parts import DoneCallback
 
 __all__ = (
     "Arrivals",
     "DevicePart",
+    "Operation",
+    "OperationJob",
+    "call_on",
 )
 
 
@@ -157,3 +165,55 @@ class Arrivals:
         return [
             part for transfer in list(self._transfers) for part in self.stop(transfer)
         ]
+
+
+def call_on(loop: asyncio.AbstractEventLoop, fn: Callable[[], None]) -> None:
+    """Let ``loop`` call ``fn`` soon; from any thread. Not if it is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(fn)
+
+
+class Operation:
+    """The next ``nbytes`` of ``part``, whose memory it keeps until it has ended."""
+
+    def __init__(self, part: DevicePart, nbytes: int) -> None:
+        self.part = part
+        self.offset = part.begun_bytes
+        self.nbytes = nbytes
+        self.memory: DeviceMemory = part.begin(nbytes)
+        self.number = -1
+        self.is_posted = False
+        """Whether the worker has it."""
+        self.is_done = False
+        """Whether the peer says so."""
+
+
+class OperationJob:
+    """Bytes leave or land, as the pipe's direction is, where they lie."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        loop: asyncio.AbstractEventLoop,
+        settled: Callable[[Operation, Exception | None], None],
+        timeout_s: float,
+    ) -> None:
+        self.deadline = time.monotonic() + timeout_s
+        self._operation = operation
+        self._loop = loop
+        self._settled = settled
+
+    def issue(self, pipe: WorkerPipe) -> Event:
+        """Post it behind whoever used the memory before."""
+        memory = self._operation.memory
+        if memory.ready is not None:
+            pipe.stream.wait(memory.ready)
+        pipe.post(memory.address, memory.nbytes)
+        return pipe.mark()
+
+    def settle(self, error: Exception | None) -> None:
+        """Nothing touches its memory any more: tell the loop."""
+        operation, settled = self._operation, self._settled
+        call_on(self._loop, lambda: settled(operation, error))
+
+    abandon = settle

@@ -33,16 +33,14 @@ from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory
 from asynckv.transports.ending import Ending, QuietWaits
-from asynckv.transports.nccl.connecting import Connector
+from asynckv.transports.nccl.connecting import Connector, Staging
+from asynckv.transports.nccl.directions import Receiver, Sender
 from asynckv.transports.nccl.environment import (
     DeviceDescription,
     check_peer,
     nccl_environment_digest,
 )
 from asynckv.transports.nccl.parts import DevicePart
-from asynckv.transports.nccl.receiver import Receiver
-from asynckv.transports.nccl.sender import Sender
-from asynckv.transports.nccl.staging import Staging
 from asynckv.transports.nccl.worker import DeviceWorker
 from asynckv.transports.parts import DoneCallback
 

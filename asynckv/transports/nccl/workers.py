@@ -14,9 +14,8 @@ from asynckv.errors import ConfigError
 from asynckv.tensors.cuda import CudaApi
 from asynckv.tensors.devices import Device
 from asynckv.tensors.imports import in_thread
-from asynckv.transports.nccl.api import NcclApi
-from asynckv.transports.nccl.nccl_cupy import open_nccl
-from asynckv.transports.nccl.operations import call_on
+from asynckv.transports.nccl.api import NcclApi, open_nccl
+from asynckv.transports.nccl.parts import call_on
 from asynckv.transports.nccl.worker import DeviceWorker
 
 __all__ = ("WorkerUse", "use_worker", "worker_of")

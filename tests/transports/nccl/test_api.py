@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from asynckv.transports.nccl.api import UNIQUE_ID_NBYTES, Comm, NcclApi
-from asynckv.transports.nccl.nccl_cupy import CupyNccl
+from asynckv.transports.nccl.api import UNIQUE_ID_NBYTES, Comm, CupyNccl, NcclApi
 from harness.cupy_double import CupyDouble
 
 

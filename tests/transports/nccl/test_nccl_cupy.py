@@ -6,7 +6,7 @@ import pytest
 
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.cuda_cupy import CupyStream
-from asynckv.transports.nccl.nccl_cupy import CupyNccl, open_nccl
+from asynckv.transports.nccl.api import CupyNccl, open_nccl
 from harness.cupy_double import CupyDouble, NcclError
 
 

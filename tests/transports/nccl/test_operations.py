@@ -6,8 +6,7 @@ import pytest
 
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
-from asynckv.transports.nccl.operations import Operation, OperationJob, call_on
-from asynckv.transports.nccl.parts import DevicePart
+from asynckv.transports.nccl.parts import DevicePart, Operation, OperationJob, call_on
 
 
 def part_of(memory: DeviceMemory) -> DevicePart:

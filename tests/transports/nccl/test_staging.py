@@ -6,7 +6,7 @@ import pytest
 
 from asynckv.errors import GPUFailed
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.transports.nccl.staging import Staging
+from asynckv.transports.nccl.connecting import Staging
 from asynckv.transports.nccl.worker import DeviceWorker
 from harness.fake_gpus import FakeGpus
 

@@ -22,7 +22,7 @@ BEGIN = """
 import cupy
 from asynckv.errors import GPUFailed, GPUUnavailable
 from asynckv.tensors.cuda_cupy import open_cuda
-from asynckv.transports.nccl.nccl_cupy import open_nccl
+from asynckv.transports.nccl.api import open_nccl
 if cupy.cuda.is_available():
     raise SystemExit("a GPU is here")
 """
