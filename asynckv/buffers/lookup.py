@@ -94,7 +94,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             max_deliver=max_deliver,
             max_hold_s=max_hold_s,
             changed=self.room.change,
-            waiting=self.room.entries,
+            waiting=lambda: [*self.room],
         )
         self._ending: asyncio.Task[None] | None = None
         self.admission = Admission(self.ledger, self.room)
@@ -103,7 +103,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
         )
 
     def __repr__(self) -> str:
-        entries = len(self.ledger.book.entries) - len(self.room)
+        entries = len(self.ledger.book.entries) - self.room.waiting
         return self._shown(f"{entries} entries")
 
     @property
@@ -268,7 +268,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
     def statistics(self) -> LookupStatistics:
         ledger = self.ledger
         now = self._loop.time() if self._loop is not None else 0.0
-        waiting = len(self.room)
+        waiting = self.room.waiting
         counters = {
             name: getattr(ledger.counters, name) for name in ledger.counters.__slots__
         }
@@ -286,7 +286,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             leased=sum(bool(entry.leases) for entry in ledger.book.entries.values()),
             waiting_inserts=waiting,
             waiting_selects=ledger.leases.waiting_count,
-            oldest_insert_wait_s=self.room.oldest_wait_s(now),
+            oldest_insert_wait_s=self.room.longest_wait_s(now),
             **counters,
         )
 

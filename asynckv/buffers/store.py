@@ -51,8 +51,8 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         fingerprint: KVFingerprint | Mapping[str, str] | str | None = None,
     ) -> None:
         self.fingerprint = KVFingerprint.of(fingerprint)
-        super().__init__(max_bytes, lambda: self._room.advance())
-        self._ledger = StoreLedger(self._arena, lambda: self._room.advance())
+        super().__init__(max_bytes, lambda: self._room.change())
+        self._ledger = StoreLedger(self._arena, lambda: self._room.change())
         self._room = StoreRoom(self._ledger)
 
     def __repr__(self) -> str:
@@ -154,8 +154,8 @@ class StoreBuffer(InMemoryBuffer, KVStoreBuffer):
         pending = self.reserve_nowait(key, spec, fingerprint)
         if pending is not None:
             return pending
-        now_s = self._check_loop().time()
-        return await self._room.reserve((key, fingerprint), spec, now_s=now_s)
+        self._check_loop()
+        return await self._room.reserve((key, fingerprint), spec)
 
     def reserve_nowait(
         self, key: str, spec: TensorSpec, fingerprint: KVFingerprint | None

@@ -77,7 +77,7 @@ class P2PRoutes:
         if self.buffer is None or self._options.direction == "push":
             return False
         now = asyncio.get_running_loop().time()
-        return self.buffer.room.oldest_wait_s(now) > _FULL_AFTER_S
+        return self.buffer.room.longest_wait_s(now) > _FULL_AFTER_S
 
     async def open(self, device: Device | None = None) -> None:
         """Serve the own buffer, where there is one. Cancelled, nothing is open.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import collections
 import logging
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
@@ -35,6 +34,7 @@ from asynckv.transfers.host_copies import OnGpu
 from asynckv.transfers.incoming import on_gpu
 from asynckv.transfers.manifest import INLINE_NBYTES
 from asynckv.types import TensorSpec
+from asynckv.waits.line import FairLine
 
 __all__ = (
     "GpuRoom",
@@ -184,7 +184,8 @@ class GpuRoom:
 
     def __init__(self, growth: Growth) -> None:
         self._arena = growth.arena
-        self._line: collections.deque[_Waiting] = collections.deque()
+        self._line: FairLine[_Waiting] = FairLine(self._give)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_looking = False
         self._was_too_small = False
         growth.call_when_given_back(self._look_soon)
@@ -204,12 +205,12 @@ class GpuRoom:
         if not isinstance(arena, PagedArena) or not arena.pages.could_ever_fit(sizes):
             self._tell_too_small(sum(sizes))
             return None
-        if not self._line and (taken := self._taken(specs)) is not None:
-            return taken
         waiting = _Waiting(tuple(specs))
-        self._line.append(waiting)
+        self._loop = asyncio.get_running_loop()
         lost.add(waiting.turn)
         try:
+            if self._line.join(waiting):
+                return await waiting.turn
             who = f"what leaves a GPU ({sum(sizes)} bytes)"
             with LoggedWait(who, "room to be sent from", "the end of what left before"):
                 return await waiting.turn
@@ -218,9 +219,7 @@ class GpuRoom:
             raise
         finally:
             lost.discard(waiting.turn)
-            if waiting in self._line:
-                self._line.remove(waiting)
-                self._look_soon()
+            self._line.quit(waiting)
 
     def _taken(self, specs: Sequence[TensorSpec]) -> list[StagedTensor] | None:
         arena, sizes = self._arena, [spec.nbytes for spec in specs]
@@ -232,25 +231,23 @@ class GpuRoom:
 
     def _look_soon(self) -> None:
         """Not at once: whoever gives memory back is in the middle of something."""
-        if self._line and not self._is_looking:
-            loop = self._line[0].loop  # it may be that none runs here
-            if not loop.is_closed():
-                self._is_looking = True
-                loop.call_soon(self._look)
+        loop = self._loop  # it may be that none runs here
+        if self._line and not self._is_looking and loop and not loop.is_closed():
+            self._is_looking = True
+            loop.call_soon(self._look)
 
     def _look(self) -> None:
         self._is_looking = False
-        while self._line:
-            waiting = self._line[0]
-            if not waiting.turn.is_in:
-                if self._arena.is_closed:
-                    waiting.turn.fail(PeerLost("the way to the peer was closed"))
-                elif (taken := self._taken(waiting.specs)) is not None:
-                    waiting.taken = taken
-                    waiting.turn.give(taken)
-                else:
-                    return
-            self._line.popleft()
+        self._line.advance()
+
+    def _give(self, waiting: _Waiting) -> bool:
+        if not waiting.turn.is_in:
+            if self._arena.is_closed:
+                waiting.turn.fail(PeerLost("the way to the peer was closed"))
+            elif (taken := self._taken(waiting.specs)) is not None:
+                waiting.taken = taken
+                waiting.turn.give(taken)
+        return waiting.turn.is_in
 
     def _tell_too_small(self, nbytes: int) -> None:
         if not self._was_too_small:
@@ -269,7 +266,6 @@ class _Waiting:
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = specs
-        self.loop = asyncio.get_running_loop()
         self.turn: Answer[list[StagedTensor]] = Answer()
         self.taken: Sequence[StagedTensor] = ()
 

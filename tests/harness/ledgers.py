@@ -29,7 +29,7 @@ class SteppedLedger:
             max_deliver=2,
             max_hold_s=max_hold_s,
             changed=lambda: self.room.change(),
-            waiting=lambda: self.room.entries(),
+            waiting=lambda: [*self.room],
         )
         self.book = self.ledger.book
         self.leases = self.ledger.leases

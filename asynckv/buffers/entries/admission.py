@@ -8,7 +8,6 @@ others pass, but keeps its place.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,10 +16,10 @@ from asynckv.buffers.entries.ledger import Ledger
 from asynckv.errors import BufferClosed, EntryAborted, EntryTooLarge
 from asynckv.observability.waits import LoggedWait
 from asynckv.tensors.views import no_memory
+from asynckv.waits.line import FairLine
 
 __all__ = (
     "Admission",
-    "Changes",
     "Landed",
     "Room",
     "Source",
@@ -28,47 +27,10 @@ __all__ = (
 )
 
 
-class Changes:
-    """Wakes whoever waits for a predicate over an object's state."""
-
-    def __init__(self) -> None:
-        self._condition = asyncio.Condition()
-        self._notifying: asyncio.Task[None] | None = None
-        self.waiting = 0
-
-    async def until(self, predicate: Callable[[], bool]) -> None:
-        """Wait until ``predicate()`` is true. Cancelling leaves no trace."""
-        if predicate():
-            return
-        self.waiting += 1
-        try:
-            async with self._condition:
-                await self._condition.wait_for(predicate)
-        finally:
-            self.waiting -= 1
-
-    def notify_soon(self) -> None:
-        """Let everybody look at the state again. Never waits."""
-        # A Condition is notified under its lock, which a plain function cannot take.
-        if self.waiting and (self._notifying is None or self._notifying.done()):
-            self._notifying = asyncio.get_running_loop().create_task(
-                self._notify(), name="asynckv: a buffer has changed"
-            )
-
-    async def aclose(self) -> None:
-        """Wait for the last notification."""
-        if self._notifying is not None:
-            await asyncio.wait({self._notifying})
-
-    async def _notify(self) -> None:
-        async with self._condition:
-            self._condition.notify_all()
-
-
 _ENDS_WITH = "a drop_select, a withdraw or aclose"
 
 
-class Room:
+class Room(FairLine[StoredEntry]):
     """The line of entries that have no room in the arena yet.
 
     ``give_room`` and ``adopt`` try to take memory for the first in line, and
@@ -84,32 +46,17 @@ class Room:
         *,
         check_size: Callable[[StoredEntry], None] = lambda entry: None,
     ) -> None:
+        super().__init__(self._through, self._is_selected)
         self._give_room = give_room
         self._adopt = adopt
         self._check_size = check_size
         self._bound = bound
-        self._line: dict[int, tuple[StoredEntry, float]] = {}
-        self._changes = Changes()
         self.closed = False
 
-    def __len__(self) -> int:
-        return sum(
-            entry.state is EntryState.WAITING for entry, _ in self._line.values()
-        )
-
-    def __contains__(self, seq: object) -> bool:
-        return seq in self._line
-
-    def entries(self) -> list[StoredEntry]:
-        """Return the entries in line, the first one first."""
-        return [entry for entry, _ in self._line.values()]
-
-    def oldest_wait_s(self, now: float) -> float:
-        """How long the first in line has waited."""
-        for entry, since in self._line.values():
-            if entry.state is EntryState.WAITING:
-                return now - since
-        return 0.0
+    @property
+    def waiting(self) -> int:
+        """How many of them have no room, and were not selected without."""
+        return sum(entry.state is EntryState.WAITING for entry in self)
 
     def join(self, entry: StoredEntry) -> bool:
         """Get in line; ``True`` if nobody was before it and room was had at once.
@@ -118,14 +65,7 @@ class Room:
         """
         if self.closed:
             raise BufferClosed("the buffer takes no more entries")
-        self._line[entry.seq] = (entry, asyncio.get_running_loop().time())
-        self.advance()
-        return entry.seq not in self._line and entry.state is not EntryState.WAITING
-
-    def quit(self, entry: StoredEntry) -> None:
-        """Leave the line; nothing happens if the entry is not in it."""
-        if self._line.pop(entry.seq, None) is not None:
-            self.change()
+        return super().join(entry) and entry.state is not EntryState.WAITING
 
     async def turn(self, entry: StoredEntry) -> None:
         """Wait until the entry has room, or was selected without.
@@ -143,7 +83,7 @@ class Room:
                     lambda: (
                         entry.state is not EntryState.WAITING
                         or self.closed
-                        or entry.seq not in self._line
+                        or entry not in self
                     )
                 )
         check_not_aborted(entry)
@@ -152,29 +92,14 @@ class Room:
                 self._check_size(entry)
             raise BufferClosed("the buffer was closed while the insert waited")
 
-    async def until(self, predicate: Callable[[], bool]) -> None:
-        """Wait for a change of any state. Cancelling leaves no trace."""
-        await self._changes.until(predicate)
-
-    def change(self) -> None:
-        """Room or a state may have changed. Never waits."""
-        if self._line:
-            self.advance()
-        if self._changes.waiting:
-            self._changes.notify_soon()
-
-    def advance(self) -> None:
-        """Give room to the first in line, and to the next, while it lasts."""
-        while self._line and (entry := self._first_without_room()) is not None:
-            if entry.state is EntryState.WAITING:
-                moved = not self.closed and self._give_room(entry)
-            elif entry.state is not EntryState.GONE and not entry.in_arena:
-                moved = self._adopt(entry)
-            else:
-                moved = True
-            if not moved and (self.closed or self._could_fit(entry)):
-                break
-            self._line.pop(entry.seq, None)
+    def _through(self, entry: StoredEntry) -> bool:
+        if entry.state is EntryState.WAITING:
+            moved = not self.closed and self._give_room(entry)
+        elif entry.state is not EntryState.GONE and not entry.in_arena:
+            moved = self._adopt(entry)
+        else:
+            moved = True
+        return moved or not (self.closed or self._could_fit(entry))
 
     def _could_fit(self, entry: StoredEntry) -> bool:
         try:
@@ -183,17 +108,15 @@ class Room:
             return False
         return True
 
-    def _first_without_room(self) -> StoredEntry | None:
-        for entry, _ in self._line.values():
-            if entry.state is not EntryState.DIRECT:
-                return entry
-        return None
+    @staticmethod
+    def _is_selected(entry: StoredEntry) -> bool:
+        return entry.state is EntryState.DIRECT
 
     async def aclose(self) -> None:
         """Refuse whoever waits or comes. Waits for the last notification."""
         self.closed = True
         self.change()
-        await self._changes.aclose()
+        await super().aclose()
 
 
 def check_not_aborted(entry: StoredEntry) -> None:
@@ -291,7 +214,7 @@ class Admission:
                     entry.in_arena
                     or entry.owner_gone
                     or entry.state is EntryState.GONE
-                    or entry.seq not in self._room
+                    or entry not in self._room
                 )
             )
             if not entry.in_arena and entry.state is not EntryState.GONE:
@@ -327,7 +250,7 @@ class Admission:
         return entry.state in (EntryState.READY, EntryState.GONE)
 
     async def _wait_for_room(self, entry: StoredEntry) -> None:
-        if entry.seq not in self._room and self._room.join(entry):
+        if entry not in self._room and self._room.join(entry):
             return
         self._ledger.announce(entry)
         if entry.state is EntryState.WAITING:

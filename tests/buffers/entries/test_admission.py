@@ -35,7 +35,7 @@ class Bench:
             max_deliver=5,
             max_hold_s=None,
             changed=self.room.change,
-            waiting=self.room.entries,
+            waiting=lambda: [*self.room],
         )
         self.admission = Admission(self.ledger, self.room)
 

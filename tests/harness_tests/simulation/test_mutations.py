@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import pytest
 
-from asynckv.buffers.entries.admission import Changes
 from asynckv.buffers.entries.book import EntryBook
 from asynckv.buffers.entries.entries import Lease, StoredEntry, Waiter
 from asynckv.buffers.entries.leases import Leases, Matchmaker
@@ -19,6 +18,7 @@ from asynckv.tensors.arena import Arena
 from asynckv.transfers.budget import ReceiveBudget
 from asynckv.transfers.reception import Reception
 from asynckv.transports.inline import InlineTransport
+from asynckv.waits.line import FairLine
 from harness.simulation.verdict import simulate
 
 MAX_SEEDS: Final = 40
@@ -60,7 +60,10 @@ def a_cancelled_select_keeps_its_lease(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_is_told_of_changes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Changes, "notify_soon", lambda self: None)
+    async def notify(self: FairLine[Any]) -> None:
+        pass
+
+    patch.setattr(FairLine, "_notify", notify)
 
 
 def every_third_match_is_missed(patch: pytest.MonkeyPatch) -> None:
