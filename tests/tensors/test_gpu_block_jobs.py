@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
 
@@ -12,6 +13,7 @@ from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.stagings import Stagings
 from asynckv.testing.blocked import until
 from harness.fake_gpus import FakeProcess
+from harness.fake_gpus.gates import Gate
 from harness.fake_gpus.tensors import FakeTensors
 
 _LAYERS = 3
@@ -72,3 +74,38 @@ async def test_the_direction_is_what_the_devices_say(
     source, target = _on_gpu(_cache((4, 64)), tensors), _cache((4, 64))
     with pytest.raises(ValueError, match="the devices say 'd2h'"):
         await BlockCopier(pool).copy(source, target, [0], [0], "h2d")
+
+
+class Fill:
+    """Work of a stream that computes a cache of the GPU, as the engine does."""
+
+    def __init__(self, cache: dict[str, torch.Tensor], value: int) -> None:
+        self._cache, self._value = cache, value
+
+    def run(self) -> bool:
+        for layer in self._cache.values():
+            layer.as_subclass(torch.Tensor).fill_(self._value)
+        return True
+
+
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+async def test_what_the_callers_stream_was_given_before_is_done_first(
+    pool: CopyPool,
+    tensors: FakeTensors,
+    process: FakeProcess,
+    direction: CopyDirection,
+) -> None:
+    on_gpu, on_host = _on_gpu(_cache((8, 64)), tensors), _cache((8, 64))
+    is_out, copier, gate = direction == "d2h", BlockCopier(pool), Gate()
+    source, target = (on_gpu, on_host) if is_out else (on_host, on_gpu)
+    expected = [7 if is_out else int(layer[3, 0]) for layer in source.values()]
+    engines = tensors.new_stream(0)  # the threads of the pool have another one
+    engines.add(gate)
+    engines.add(Fill(on_gpu, 7))
+    with tensors.use_stream(engines):
+        copying = asyncio.create_task(copier.copy(source, target, [3], [5], direction))
+        await until(lambda: copying.done() or "an event to fire" in process.gpus.kept)
+    assert not copying.done()
+    gate.open()
+    await copying
+    assert [int(layer.cpu()[5, 0]) for layer in target.values()] == expected

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 
 import pytest
 
@@ -136,20 +137,30 @@ async def test_its_deadline_counts_from_the_call_however_often_the_link_is_cut()
         assert len(service.asked) > 1
 
 
+def hang_up_first(times: int) -> Answer:
+    left = itertools.count(1)
+
+    def answer(stream: LinkStream, frame: OpeningFrame, body: bytes) -> None:
+        if next(left) <= times:
+            stream.link.abort()
+        else:
+            stream.send(Result(3))
+
+    return answer
+
+
 async def test_links_that_answer_nothing_are_made_more_and_more_seldom(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses = recorded_pauses(monkeypatch)
-    script = Scripted(hang_up)
-    async with script as service, connect(script.url) as peer:
-        task = asyncio.create_task(ask(peer, Peek(has_key=False)))
-        await until(lambda: len(pauses) == 7)
+    script = Scripted(hang_up_first(7))
+    async with script, connect(script.url) as peer:
+        assert await ask(peer, Peek(has_key=False)) == Result(3)
+        assert len(pauses) == 7  # one before each link but the first
         assert pauses[0] == 0 and pauses[6] >= 0.5
-        service.answer = saying(Result(3))
-        assert await task == Result(3)
         (await peer.link()).abort()
-        await until(lambda: len(pauses) == 8)
-        assert pauses[7] == 0
+        assert await ask(peer, Peek(has_key=False)) == Result(3)
+        assert pauses[7:] == [0]  # that link had answered
 
 
 @pytest.mark.parametrize("wrong", [Retract(1), Accepted()])
