@@ -119,7 +119,8 @@ class TorchEvent:
     def synchronize(self) -> None:
         if self._mark is not None:
             try:
-                self._mark.synchronize()
+                with self._driver.capture_relaxed():  # in a thread of a copy pool
+                    self._mark.synchronize()
             except RuntimeError as exc:
                 raise GPUFailed(f"work on the GPU failed: {exc}") from exc
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,3 +49,32 @@ def test_an_event_of_torchs_is_not_recorded_elsewhere_as_if_it_were() -> None:
     event = TorchEvent(nothing, nothing)
     with pytest.raises(TypeError, match="by torch"):
         event.record(nothing)
+
+
+class Relaxing:
+    """A driver, and a mark of torch's that notes whether this thread was relaxed."""
+
+    def __init__(self) -> None:
+        self.is_relaxed = False
+        self.calls: list[bool] = []
+
+    @contextlib.contextmanager
+    def capture_relaxed(self) -> Iterator[None]:
+        self.is_relaxed = True
+        yield
+        self.is_relaxed = False
+
+    def query(self) -> bool:
+        self.calls.append(self.is_relaxed)
+        return True
+
+    synchronize = query
+
+
+@pytest.mark.parametrize("look", [TorchEvent.query, TorchEvent.synchronize])
+def test_who_looks_at_an_event_of_torchs_breaks_no_capture(
+    look: Callable[[TorchEvent], object],
+) -> None:
+    double: Any = Relaxing()
+    look(TorchEvent(double, double))
+    assert double.calls == [True] and not double.is_relaxed

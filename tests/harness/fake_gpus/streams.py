@@ -144,22 +144,25 @@ class FakeEvent:
 
 
 class FakeTorchEvent:
-    """A mark of torch's: no stream of CUDA waits for it."""
+    """A mark of torch's: no stream of CUDA waits for it. Closed it marks nothing."""
 
     def __init__(self, event: FakeEvent) -> None:
-        self._event = event
+        self._event: FakeEvent | None = event
 
     def record(self, stream: Stream) -> None:
         raise TypeError("an event of torch's is recorded by torch")
 
     def query(self) -> bool:
-        return self._event.query()
+        return self._event is None or self._event.query()
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
 
     def close(self) -> None:
-        self._event.close()
+        if self._event is not None:
+            self._event.close()
+        self._event = None
 
 
 class _Fire:
