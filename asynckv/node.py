@@ -182,6 +182,6 @@ async def _first_answer(
         try:
             return await dial()
         except PeerLost as exc:
-            lost[:] = [exc]
+            lost[:] = [exc.with_traceback(None)]
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

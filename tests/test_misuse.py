@@ -3,13 +3,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import asynckv
-from asynckv import KVTransferConfig, LookupBuffer, StoreBuffer, TensorSpec
+from asynckv import (
+    KVTransferConfig,
+    LookupBuffer,
+    PeerLost,
+    StoreBuffer,
+    TensorSpec,
+)
 
 Managers = dict[str, Callable[[], Any]]
 
@@ -84,3 +91,27 @@ async def test_a_drop_select_says_so_to_with_alone() -> None:
             with selecting:  # type: ignore[attr-defined]
                 pass
         assert (await asyncio.wait_for(selecting, 5)).matched_tokens == 1
+
+
+async def test_a_url_at_which_nobody_listens_ends_in_the_caller_s_own_line() -> None:
+    url = "unix:///nobody/listens/here"
+    config = KVTransferConfig(
+        kv_role="kv_both",
+        kv_port=0,
+        kv_connector_extra_config={"peer_url": url, "store_timeout": 0.1},
+    )
+    for make in (
+        lambda: asynckv.connect(url),
+        lambda: asynckv.open_pipe(url),
+        lambda: asynckv.open(config, drain_s=0),
+    ):
+        with pytest.raises(PeerLost, match="start the") as caught:
+            async with make():
+                pass
+        shown = traceback.TracebackException.from_exception(caught.value)
+        frames, error = list(shown.stack), shown.__cause__
+        while error is not None:
+            frames += error.stack
+            error = error.__cause__
+        assert {frame.filename for frame in frames} == {__file__}
+        assert len(list(shown.format())) < 15

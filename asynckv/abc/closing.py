@@ -9,6 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
+from asynckv.errors import PeerLost
+
 __all__ = ("AsyncWithOnly", "Closable", "async_with_only")
 
 _P = ParamSpec("_P")
@@ -51,7 +53,11 @@ class _Managed(AbstractAsyncContextManager[_T_co, bool | None], AsyncWithOnly):
         self._entered_by = entered_by
 
     async def __aenter__(self) -> _T_co:
-        return await self._manager.__aenter__()
+        try:
+            return await self._manager.__aenter__()
+        except PeerLost as exc:
+            exc.with_traceback(None)  # its text says more than frames of ours
+            raise
 
     async def __aexit__(
         self,

@@ -170,6 +170,8 @@ async def connect(address: Address) -> socket.socket:
         except BaseException:
             sock.close()
             raise
+    if error is not None:
+        error = error.with_traceback(None)  # it came out of asyncio: of no use
     if isinstance(error, ConnectionRefusedError | FileNotFoundError):
         raise PeerLost(
             f"nobody listens at {address}",

@@ -13,6 +13,7 @@ from asynckv.abc.closing import AsyncWithOnly
 from asynckv.buffers.remote.connection import PeerConnection
 from asynckv.buffers.remote.lookup import RemoteLookupBuffer
 from asynckv.buffers.remote.store import RemoteStoreBuffer
+from asynckv.errors import PeerLost
 from asynckv.links.link import Link
 from asynckv.links.options import (
     Digest,
@@ -102,9 +103,11 @@ class Peer(PeerConnection, AsyncWithOnly):
         self._links.check_new()
         try:
             await self._links.open()
-        except BaseException:
+        except BaseException as exc:
             if self.on_gpu is not None:
                 self.abort()  # its memory does not wait for the garbage collector
+            if isinstance(exc, PeerLost):
+                exc.with_traceback(None)  # its text says more than frames of ours
             raise
         return self
 
