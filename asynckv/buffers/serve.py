@@ -42,11 +42,10 @@ from asynckv.protocol.frames import (
     Pin,
     Put,
 )
-from asynckv.protocol.handshake import ONE_FINGERPRINT
+from asynckv.protocol.handshake import ONE_FINGERPRINT, DigestMode
 from asynckv.protocol.values import PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
 from asynckv.security.tls import TLS
-from asynckv.sharing.owner import MapDigest
 from asynckv.types import parse_bytes
 
 __all__ = ("Server", "serve")
@@ -63,9 +62,9 @@ class _Services:
         lookup: LookupBuffer | None,
         store: StoreBuffer | None,
         kept: LinkBytes,
-        map_digest: MapDigest,
+        map_digest: DigestMode,
         *,
-        device_digest: MapDigest,
+        device_digest: DigestMode,
         may_use_nccl: bool,
     ) -> None:
         self.link = link
@@ -118,8 +117,8 @@ class Server(LoopBound, AsyncWithOnly):
         store: StoreBuffer | None,
         *,
         digest: Literal["full", "off"],
-        map_digest: MapDigest = "edges",
-        device_digest: MapDigest = "full",
+        map_digest: DigestMode = "edges",
+        device_digest: DigestMode = "full",
         lanes: int | None,
         identity: PeerIdentity,
         max_waiting_bytes: int,
@@ -131,8 +130,8 @@ class Server(LoopBound, AsyncWithOnly):
         self._lookup = lookup
         self._store = store
         self._digest = digest
-        self._map_digest: MapDigest = map_digest
-        self._device_digest: MapDigest = device_digest
+        self._map_digest: DigestMode = map_digest
+        self._device_digest: DigestMode = device_digest
         self._lanes = lanes
         self._keyring = keyring
         self._drain_s = drain_s

@@ -33,7 +33,7 @@ from asynckv.links.options import new_identity
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.failures import from_failure, to_failure
 from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Frame
-from asynckv.protocol.handshake import DigestMode, strictest
+from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import (
     Devices,
     Exported,
@@ -42,10 +42,10 @@ from asynckv.protocol.transfer_frames import (
     OpenIpc,
     PushShared,
 )
-from asynckv.sharing.exports import check_same_host, open_export
 from asynckv.sharing.handshake import Exposed
 from asynckv.sharing.imports import PeerMemory
 from asynckv.sharing.owner import LEAST_NBYTES, MapHolder, Sharing
+from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_regions import DeviceRegion
@@ -174,7 +174,7 @@ class GpuSharing:
         self._pool = pool
         self._sharing = Sharing(growth.arena, self._look, growth.drop_soon)
         self._holder: MapHolder | None = None
-        self.peer_memory = PeerMemory(self._lost)
+        self.peer_memory = PeerMemory(self._lost, digest)
         self._has_begun = False
         self._is_over = False
 
@@ -314,9 +314,8 @@ class GpuSharing:
         pages = self._growth.device_pages
         if pages is None or not pages.is_open:
             raise ConfigError("this side has no memory of a GPU")
-        export, nonce = await open_export(exported, pages.allocation)
-        self.peer_memory.put(export)
-        self.digest = strictest(self._wanted, exported.digest)
+        nonce = await self.peer_memory.open(exported, pages.allocation)
+        self.digest = self.peer_memory.digest
         return nonce
 
     def _show(self) -> Exposed:

@@ -27,7 +27,16 @@ from asynckv.protocol.frames import (
 )
 from asynckv.protocol.transfer_frames import Exported, Imported, Mappable, Mapped
 
-__all__ = ("GPU", "GPU_OF_ASKER", "GPU_OF_BOTH", "HOST", "Exposed", "Handshake", "Kind")
+__all__ = (
+    "GPU",
+    "GPU_OF_ASKER",
+    "GPU_OF_BOTH",
+    "HOST",
+    "E",
+    "Exposed",
+    "Handshake",
+    "Kind",
+)
 
 _ACCEPT_S: Final = 10.0
 

@@ -1,4 +1,4 @@
-"""A peer's memory of a GPU that this process reads where it lies, by CUDA IPC.
+"""A peer's memory of a GPU, open here: kept while it is read, or while views live.
 
 As :mod:`~asynckv.sharing.mappings`, with two more rules: an allocation is open once
 in a process, and the peer may free it only when we have closed it. So the connection
@@ -11,66 +11,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
-import weakref
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeAlias
 
-from asynckv.errors import (
-    AsyncKVError,
-    ChecksumError,
-    GPUFailed,
-    NotServed,
-    PeerLost,
-    RemoteProtocolError,
-)
-from asynckv.links.device_streams import open_devices
-from asynckv.links.gpu_link import GpuLink
-from asynckv.links.link import Link
-from asynckv.protocol.handshake import strictest
-from asynckv.protocol.transfer_frames import OpenIpc
+from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
+from asynckv.links.fd_socket import fetch_file
+from asynckv.processes import ProcessBound
+from asynckv.protocol.handshake import DigestMode, strictest
+from asynckv.protocol.transfer_frames import Exported
 from asynckv.protocol.values import Place
-from asynckv.sharing.exports import Export, check_same_host, open_export
-from asynckv.sharing.handshake import GPU, Handshake
-from asynckv.sharing.mappings import (
-    MAP_S,
-    MappedMemory,
-    MappedPin,
-    Mappings,
-)
-from asynckv.sharing.owner import ShownSources
+from asynckv.sharing.mappings import MappedMemory, MappedPin
 from asynckv.shielding import clear_all_frames
-from asynckv.tensors.cuda import DeviceMemory, Event
-from asynckv.tensors.device_pages import DeviceAllocation, DevicePages
+from asynckv.tensors.cuda import IPC_HANDLE_NBYTES, DeviceMemory, Event
+from asynckv.tensors.device_pages import MARK_NBYTES, DeviceAllocation
 from asynckv.tensors.device_tensors import Gpus
-from asynckv.tensors.devices import Device
-from asynckv.tensors.growth import Growth
-from asynckv.tensors.imports import ImportedAllocation, in_thread
+from asynckv.tensors.imports import ImportedAllocation, in_thread, open_allocation
 from asynckv.tensors.packing import ALIGNMENT_NBYTES
 from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.slabs import PAGE_NBYTES
 
-if TYPE_CHECKING:
-    from asynckv.sharing.owner import MapDigest, MapHolder
+__all__ = ("GpuImport", "ImportedMemory", "PeerMemory", "Read", "import_gpu")
 
-__all__ = (
-    "GpuImports",
-    "ImportedFile",
-    "ImportedMemory",
-    "PeerMemory",
-    "Read",
-)
-
-
-logger = logging.getLogger(__name__)
+_MAX_NBYTES: Final = 2**44
+"""No GPU has more: what lies beyond would be anybody's."""
 
 _LOOK_AGAIN_S: Final = 1e-3
+_CLOSE_S: Final = 2.0
 
 
-class ImportedFile:
-    """An imported allocation, with the face of a mapped file."""
+class GpuImport(ProcessBound):
+    """One allocation of a peer's, open here, and the connection that says so.
 
-    def __init__(self, allocation: ImportedAllocation, gpus: Gpus) -> None:
+    It has the face of a mapped file.
+    """
+
+    def __init__(
+        self, sock: socket.socket, allocation: ImportedAllocation, gpus: Gpus
+    ) -> None:
+        self._own()
+        self.sock = sock
         self.allocation = allocation
         self.gpus = gpus
         self.nbytes = allocation.nbytes + PAGE_NBYTES
@@ -81,6 +62,66 @@ class ImportedFile:
         start = place.start + (place.runs[0][0] if place.runs else 0)
         part = self.allocation.memory.part(start, start + nbytes)
         return dataclasses.replace(part, owner=owner)
+
+    def close(self) -> None:
+        """Close the memory, then hang up: the peer counts on that. In a thread.
+
+        Nothing in a forked child, where the memory is not open.
+        """
+        if not self._is_copy:
+            self.allocation.release()
+            _hang_up(self.sock)
+
+
+async def import_gpu(
+    exported: Exported, own: DeviceAllocation
+) -> tuple[GpuImport, bytes]:
+    """Open what a peer has exported, on the GPU of ``own``; return its nonce too.
+
+    Bounded by the caller's deadline. A cancelled call leaves nothing behind: the peer
+    is hung up on, and may free the memory, when the thread here has closed it.
+
+    :raises PeerLost: nobody is where the ticket is good, or hung up
+    :raises AuthError: that is another user's
+    :raises RemoteProtocolError: that is no place for a ticket, or no allocation
+    :raises GPUFailed: it cannot be opened, or is this process's own
+    """
+    _check(exported)
+    sock, fd = await fetch_file(exported.address, exported.ticket)
+    os.close(fd)
+    owner = os.getpid()
+
+    def ended() -> None:
+        if os.getpid() == owner:
+            _hang_up(sock)
+
+    cuda, device = own.gpus.cuda, own.memory.device
+    allocation, nonce = await open_allocation(
+        cuda, device, exported.handle, exported.nbytes, ended
+    )
+    return GpuImport(sock, allocation, own.gpus), nonce
+
+
+def _check(exported: Exported) -> None:
+    """Check what a peer claims to have exported, before any of it is opened.
+
+    That it has so many bytes CUDA alone can tell. What the peer says later is checked
+    against the size that it has claimed here.
+
+    :raises RemoteProtocolError: no handle, or no allocation, is like that
+    """
+    if len(exported.handle) != IPC_HANDLE_NBYTES:
+        raise RemoteProtocolError(f"a handle of {len(exported.handle)} bytes is none")
+    nbytes = exported.nbytes - MARK_NBYTES
+    if nbytes < PAGE_NBYTES or nbytes % PAGE_NBYTES or nbytes > _MAX_NBYTES:
+        raise RemoteProtocolError(f"nobody exports {exported.nbytes} bytes of a GPU")
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Tell the peer: a forked child has the socket too, so closing it says nothing."""
+    with contextlib.suppress(OSError):  # the peer has hung up
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 class ImportedMemory(MappedMemory):
@@ -95,21 +136,16 @@ class ImportedMemory(MappedMemory):
         return self.imported.gpus
 
     def __init__(
-        self,
-        opened: Export,
-        digest: MapDigest,
-        own: DeviceAllocation,
+        self, imported: GpuImport, digest: DigestMode, own: DeviceAllocation
     ) -> None:
-        self.imported = ImportedFile(opened.allocation, own.gpus)
+        self.imported = imported
         # No file: whoever reads parts of it overrides what reads a file's.
-        super().__init__(opened.sock, self.imported, digest)  # type: ignore[arg-type]
-        self._export = opened
+        super().__init__(imported.sock, imported, digest)  # type: ignore[arg-type]
         self._ours: DeviceAllocation | None = own
         self._handed_out: dict[int, object] = {}
         self._going: set[int] = set()
         self._is_hung_up = False
         self.closed: asyncio.Future[None] = self._loop.create_future()
-        """Done when the memory is closed here, and the peer told."""
 
     @property
     def has_views(self) -> bool:
@@ -170,7 +206,7 @@ class ImportedMemory(MappedMemory):
 
     def _close_now(self) -> None:
         self._ours = None  # whoever keeps this object keeps no memory
-        self._export.close()
+        self.imported.close()
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(_set_done, self.closed)
 
@@ -179,184 +215,6 @@ def _set_done(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
-
-class GpuImports:
-    """Opens the memory of one peer on each link, or a way from its GPU to this one.
-
-    Else it maps the peer's memory of the host, if that is this one. ``growth`` is this
-    side's own; ``url`` may name another way than NCCL.
-    """
-
-    def __init__(
-        self,
-        growth: Growth,
-        digest: MapDigest,
-        boot_id: str,
-        *,
-        device_digest: MapDigest = "full",
-        url: str = "",
-    ) -> None:
-        self._sources = ShownSources(growth, digest)
-        self._is_forced = "payload=" in url
-        self._host = Mappings(digest, boot_id, is_forced="payload=map" in url)
-        self._ways: weakref.WeakKeyDictionary[Link, GpuLink] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._growth = growth
-        self._digest: MapDigest = digest
-        self._device_digest: MapDigest = device_digest
-        self._boot_id = boot_id
-        self._of_links: weakref.WeakKeyDictionary[Link, ImportedMemory] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def of(self, link: Link) -> MappedMemory | None:
-        """Return what ``link`` shows of the memory of entries, if it does."""
-        return self._of_links.get(link) or self._host.of(link)
-
-    def holder(self, link: Link) -> MapHolder | None:
-        """Return who reads what is put there in memory of the GPU, if somebody does."""
-        return self._sources.holder(link)
-
-    def way(self, link: Link) -> GpuLink | None:
-        """Return by what payload goes from the peer's GPU to this one, if it does."""
-        way = self._ways.get(link)
-        return way if way is not None and way.is_open else None
-
-    def leave(self, link: Link) -> None:
-        """End a link that was not opened: now, or when no GPU waits for this one."""
-        if (way := self._ways.get(link)) is not None:
-            way.call_when_opened(link.abort)
-        else:
-            link.abort()
-
-    def close(self) -> None:
-        """Forget what is mapped. What else there is, links and views keep."""
-        self._host.close()
-        self._sources.close()
-
-    async def aclose(self) -> None:
-        """Wait until what nobody has views of is closed, at most 2 s."""
-        for way in list(self._ways.values()):
-            await way.aclose()
-        over = [x.closed for x in self._of_links.values() if not x.has_views]
-        if over:
-            await asyncio.wait(over, timeout=MAP_S)
-        await self._sources.aclose()
-
-    async def open(self, link: Link) -> None:
-        """Open the memory at the other end of ``link``, if that is the same GPU's.
-
-        If it is not, open a way from another GPU. If that cannot be, one line of the
-        log says why (at debug where no entries are served), and payload moves as to a
-        peer in host memory: by mappings, or by lanes. Waits at most 2 s for the memory
-        and for a mapping, 2 s until the peer has opened what is inserted from, and 10 s
-        for a live peer; a cancelled call leaves nothing behind.
-
-        :raises IncompatiblePeer: it cannot be mapped, and no other way is wanted
-        :raises PeerLost: the link was lost meanwhile
-        :raises GPUUnavailable: this side has no GPU
-        """
-        await self._growth.open()
-        pages = self._growth.device_pages
-        if pages is None or link.transport_name == "mem":
-            return
-        try:
-            why_not, level = await self._open_gpu(link, pages), logging.INFO
-        except NotServed as exc:  # there are no entries to read
-            why_not, level = str(exc), logging.DEBUG
-        if not why_not:
-            return
-        logger.log(
-            level,
-            "payload of the link to %s goes through host memory: %s",
-            *(link.peer.id, why_not),
-        )
-        await self._host.open(link)
-
-    async def _open_gpu(self, link: Link, pages: DevicePages) -> str:
-        """Return why neither the peer's memory nor a way from its GPU is open, if so.
-
-        :raises NotServed: the peer serves no entries
-        """
-        own = pages.allocation
-        why_not = await _reason(link, self._open_memory(link, own))
-        if not why_not:
-            await self._show(link, own.uuid)
-            return ""
-        no_way = await _reason(link, self._open_way(link, pages.device))
-        if not no_way:
-            return ""
-        return f"its memory of a GPU cannot be opened: {why_not}; nor NCCL: {no_way}"
-
-    async def _show(self, link: Link, uuid: str) -> None:
-        if self._is_forced:
-            return
-        if why_not := await _reason(link, self._sources.show(link, uuid)):
-            logger.info(
-                "what is put at %s goes through host memory: %s",
-                *(link.peer.id, why_not),
-            )
-
-    async def _open_memory(self, link: Link, own: DeviceAllocation) -> None:
-        self._check_here(link)
-        self._of_links[link] = memory = await self._agree(link, own)
-        link.call_when_lost(lambda _: memory.link_over())
-        link.use_ipc()
-        logger.info("entries at %s are read in its memory of a GPU", link.peer.id)
-
-    async def _open_way(self, link: Link, device: Device) -> None:
-        if self._is_forced:
-            raise ValueError("the URL asks for another way")
-        self._ways[link] = way = await GpuLink.make(link, device, self._device_digest)
-        # It refers to its link: as long as it is known here, neither is collected.
-        way.call_when_closed(lambda: self._forget(link))
-        await way.open(open_devices(link, way.transport))
-
-    def _forget(self, link: Link) -> None:
-        self._ways.pop(link, None)
-
-    def _check_here(self, link: Link) -> None:
-        if not link.may_map:
-            raise ValueError("no memory is shared with it")
-        check_same_host(link, self._boot_id)
-
-    async def _agree(self, link: Link, own: DeviceAllocation) -> ImportedMemory:
-        opened = None
-        try:
-            with Handshake.ask(GPU, link, OpenIpc(own.uuid)) as handshake:
-                async with asyncio.timeout(MAP_S):
-                    exported = await handshake.exposed
-                    opened, nonce = await open_export(exported, own)
-                handshake.prove(nonce)
-                # From here on the peer may offer what only this memory can show.
-                await handshake.wait_accepted(link)
-        except BaseException:
-            if opened is not None:
-                opened.close_soon()
-            raise
-        digest = strictest(self._digest, exported.digest)
-        return ImportedMemory(opened, digest, own)
-
-
-async def _reason(link: Link, opening: Coroutine[Any, Any, None]) -> str:
-    """Return why something was not opened; empty if it was.
-
-    :raises NotServed: the peer serves no entries
-    :raises PeerLost: the link was lost meanwhile
-    """
-    try:
-        await opening
-    except NotServed:
-        raise
-    except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
-        if isinstance(exc, PeerLost) and not link.is_open:
-            raise
-        return str(exc) or "no answer"  # whoever keeps the error keeps the memory
-    return ""
-
-
-_CLOSE_S: Final = 2.0
 
 Read: TypeAlias = Callable[[DeviceMemory, DeviceMemory], Awaitable[None]]
 """Copies from the first place to the second, and compares what has landed.
@@ -367,21 +225,37 @@ be read.
 
 
 class PeerMemory:
-    """What one link has open of its peer's, from :meth:`put` on.
+    """What one link has open of its peer's, from :meth:`open` on.
 
-    ``failed`` is told why something cannot be read.
+    ``failed`` is told why something cannot be read. ``digest`` is what this side wants
+    to be compared; once it is open, what both do.
     """
 
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, failed: Callable[[Exception], None], digest: DigestMode = "edges"
+    ) -> None:
+        self.digest: DigestMode = digest
         self._failed = failed
-        self._export: Export | None = None
+        self._imported: GpuImport | None = None
         self._reads: set[asyncio.Task[None]] = set()
         self._is_over = False
         self._closed: asyncio.Future[None] | None = None
 
-    def put(self, export: Export) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be read."""
+        return self._imported is not None and not self._is_over
+
+    async def open(self, exported: Exported, own: DeviceAllocation) -> bytes:
+        """Open what the peer has exported; return its nonce. As :func:`import_gpu`."""
+        imported, nonce = await import_gpu(exported, own)
+        self.digest = strictest(self.digest, exported.digest)
+        self.put(imported)
+        return nonce
+
+    def put(self, imported: GpuImport) -> None:
         """Use that from here on; it is closed at once if nobody wants it any more."""
-        self._export = export
+        self._imported = imported
         self._close_if_over()
 
     def check(self, offset: int, nbytes: int) -> None:
@@ -390,7 +264,7 @@ class PeerMemory:
         :raises RemoteProtocolError: it lies beyond, or where no tensor begins
         """
         end = offset + nbytes
-        if self._export is not None and end > self._export.allocation.nbytes:
+        if self._imported is not None and end > self._imported.allocation.nbytes:
             raise RemoteProtocolError("a tensor beyond the memory that was exported")
         if offset % ALIGNMENT_NBYTES:
             raise RemoteProtocolError(f"a tensor at {offset} bytes: not aligned")
@@ -439,9 +313,9 @@ class PeerMemory:
         done: Callable[[Exception | None], None],
     ) -> None:
         try:
-            if self._export is None:
+            if self._imported is None:
                 raise PeerLost("the peer's memory is closed")
-            memory = self._export.allocation.memory
+            memory = self._imported.allocation.memory
             source = memory.part(offset, offset + target.nbytes)
             await copy(source, target)
         except Exception as exc:  # noqa: BLE001 - whoever waits for it is told
@@ -458,15 +332,15 @@ class PeerMemory:
         self._close_if_over()
 
     def _close_if_over(self) -> None:
-        export = self._export
-        if export is None or self._reads or not self._is_over:
+        imported = self._imported
+        if imported is None or self._reads or not self._is_over:
             return
-        self._export = None
+        self._imported = None
         loop = asyncio.get_running_loop()
         closed = self._closed = loop.create_future()
 
         def close() -> None:
-            export.close()
+            imported.close()
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(closed.set_result, None)
 

@@ -10,42 +10,20 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import logging
-import os
 import queue
 import socket
 import struct
 import threading
-import weakref
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from asynckv.errors import (
-    AsyncKVError,
-    IncompatiblePeer,
-    NotServed,
-    PeerLost,
-    RemoteProtocolError,
-)
-from asynckv.links.fd_socket import fetch_file
-from asynckv.links.link import Link
+from asynckv.errors import RemoteProtocolError
 from asynckv.processes import ProcessBound
-from asynckv.protocol.handshake import strictest
-from asynckv.protocol.transfer_frames import OpenMap
-from asynckv.sharing.exports import check_same_host
-from asynckv.sharing.handshake import HOST, Handshake
+from asynckv.protocol.handshake import DigestMode
 from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.private_pages import Claim
 from asynckv.tensors.shared_file import MappedFile
 
-if TYPE_CHECKING:
-    from asynckv.sharing.owner import MapDigest
-
-__all__ = ("MAP_S", "MappedMemory", "MappedPin", "Mappings")
-
-logger = logging.getLogger(__name__)
-
-MAP_S: Final = 2.0
-"""What two processes of one host need at most to agree; else lanes do."""
+__all__ = ("MappedMemory", "MappedPin")
 
 _LOOKED_AT_ONCE_NBYTES: Final = 4 * 2**20
 """What takes a tenth of a millisecond to look through; a thread does with more."""
@@ -75,11 +53,11 @@ class MappedMemory(ProcessBound):
     """
 
     def __init__(
-        self, sock: socket.socket, file: MappedFile, digest: MapDigest
+        self, sock: socket.socket, file: MappedFile, digest: DigestMode
     ) -> None:
         self._own()
         self.file = file
-        self.digest: MapDigest = digest
+        self.digest: DigestMode = digest
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._last_number = 0
@@ -91,10 +69,17 @@ class MappedMemory(ProcessBound):
         )
         self._is_releasing = False
         self._is_link_over = False
+        self.closed: asyncio.Future[None] | None = None
+        """Done when the memory is closed here, if the peer waits for that."""
         watch_forks(self)
 
     def __del__(self) -> None:
         self._sock.close()
+
+    @property
+    def has_views(self) -> bool:
+        """Has anybody here any?"""
+        return bool(self._live)
 
     @property
     def pins(self) -> int:
@@ -197,115 +182,3 @@ class MappedMemory(ProcessBound):
     def _hang_up(self) -> None:
         """The peer hears that nothing of its memory is used here. In any thread."""
         self._sock.close()
-
-
-class Mappings:
-    """Maps the memory of one peer, again on each link, but each file only once.
-
-    ``is_forced``: no link of that peer is to do without.
-    """
-
-    def __init__(
-        self, digest: MapDigest, boot_id: str, *, is_forced: bool = False
-    ) -> None:
-        self._digest: MapDigest = digest
-        self._is_forced = is_forced
-        self._boot_id = boot_id
-        self._file: MappedFile | None = None
-        self._of_links: weakref.WeakKeyDictionary[Link, MappedMemory] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def of(self, link: Link) -> MappedMemory | None:
-        """Return what ``link`` shows of the memory of entries, if it does."""
-        return self._of_links.get(link) if link.may_map else None
-
-    def leave(self, link: Link) -> None:
-        """End a link that was not opened. Never waits."""
-        link.abort()
-
-    def close(self) -> None:
-        """Forget the file. What there are views of stays mapped. Never waits."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-    async def aclose(self) -> None:
-        """As :meth:`close`: the kernel unmaps."""
-        self.close()
-
-    async def open(self, link: Link) -> None:
-        """Map the memory at the other end of ``link``, if that can be.
-
-        If not, one line of the log says why, at debug where no entries are served.
-        Waits at most 2 s for a live peer's memory, and 10 s for its last word; a
-        cancelled call leaves nothing behind.
-
-        :raises IncompatiblePeer: it cannot, and no other way is wanted
-        :raises PeerLost: the link was lost meanwhile
-        """
-        if not link.may_map:
-            return
-        try:
-            why_not, level = await self._open(link), logging.INFO
-        except NotServed as exc:  # there are no entries to read
-            why_not, level = str(exc), logging.DEBUG
-        if not why_not:
-            return
-        if self._is_forced:
-            raise IncompatiblePeer(
-                f"the memory of {link.peer.id} cannot be mapped: {why_not}",
-                field="payload_paths",
-                hint="leave ?payload=map out of the URL, and lanes are used",
-            )
-        logger.log(
-            level,
-            "payload of the link to %s moves by lanes: its memory cannot be mapped: %s",
-            *(link.peer.id, why_not),
-        )
-
-    async def _open(self, link: Link) -> str:
-        """Return why it is not mapped, if so.
-
-        :raises NotServed: the peer serves no entries
-        :raises PeerLost: the link was lost meanwhile
-        """
-        try:
-            check_same_host(link, self._boot_id)
-            memory = await self._agree(link)
-        except NotServed:
-            raise
-        except (AsyncKVError, OSError, ValueError, TimeoutError) as exc:
-            if isinstance(exc, PeerLost) and not link.is_open:
-                raise
-            return str(exc) or "no answer"  # who keeps the error keeps the memory
-        self._of_links[link] = memory
-        link.call_when_lost(lambda _: memory.link_over())
-        link.use_map()
-        logger.info("entries at %s are read in its memory of the host", link.peer.id)
-        return ""
-
-    async def _agree(self, link: Link) -> MappedMemory:
-        sock = None
-        try:
-            with Handshake.ask(HOST, link, OpenMap()) as handshake:
-                async with asyncio.timeout(MAP_S):
-                    mappable = await handshake.exposed
-                    sock, fd = await fetch_file(mappable.address, mappable.ticket)
-                    file = self._file = _open_file(fd, mappable.nbytes, self._file)
-                handshake.prove(file.nonce)
-                # From here on the peer may offer what only a mapping can read.
-                await handshake.wait_accepted(link)
-        except BaseException:
-            if sock is not None:
-                sock.close()
-            raise
-        digest = strictest(self._digest, mappable.digest)
-        return MappedMemory(sock, file, digest)
-
-
-def _open_file(fd: int, nbytes: int, known: MappedFile | None) -> MappedFile:
-    if known is not None and known.nbytes == nbytes and known.is_same_as(fd):
-        os.close(fd)
-        return known
-    return MappedFile(fd, nbytes)

@@ -17,12 +17,13 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, Final, Literal, Protocol, TypeAlias
+from typing import ClassVar, Final, Protocol
 
 from asynckv.errors import ConfigError
 from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.protocol.digests import Digester
+from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import Exported, ShowIpc
 from asynckv.protocol.values import Place
 from asynckv.sharing.handshake import GPU_OF_ASKER, Exposed, Handshake
@@ -40,13 +41,13 @@ __all__ = (
     "LEAST_NBYTES",
     "MAX_PINS",
     "ExportedMemory",
-    "MapDigest",
+    "GpuExports",
     "MapHolder",
     "Pin",
     "Sharing",
     "ShownMemory",
-    "ShownSources",
     "edges_in",
+    "warn_of_loss",
 )
 
 
@@ -77,7 +78,7 @@ class ExportedMemory:
         """Return a descriptor that can be sent. It is open until :meth:`close`."""
         return self._fd
 
-    def exposed(self, address: str, ticket: bytes, digest: MapDigest) -> Exported:
+    def exposed(self, address: str, ticket: bytes, digest: DigestMode) -> Exported:
         """Return what a peer is told of it, which is to come there with a ticket."""
         return Exported(address, ticket, self.handle, self.nbytes, digest)
 
@@ -132,8 +133,6 @@ _LEAVE_S: Final = 2.0
 
 _NUMBER: Final = struct.Struct("!Q")
 
-MapDigest: TypeAlias = Literal["full", "edges", "off"]
-
 
 class Pin:
     """Memory of one delivery that a peer may have views of."""
@@ -161,7 +160,7 @@ class ShownMemory(Protocol):
     def fileno(self) -> int:
         """Return the descriptor that is sent for a ticket."""
 
-    def exposed(self, address: str, ticket: bytes, digest: MapDigest) -> Exposed:
+    def exposed(self, address: str, ticket: bytes, digest: DigestMode) -> Exposed:
         """Return what a peer is told of it, which is to come there with a ticket."""
 
     def edges(self, regions: Sequence[Region], places: Sequence[Place | None]) -> bytes:
@@ -322,7 +321,7 @@ class Sharing:
         return found
 
     def export(
-        self, link: Link, digest: MapDigest, uuid: str | None = None
+        self, link: Link, digest: DigestMode, uuid: str | None = None
     ) -> tuple[MapHolder, Exposed] | None:
         """Let one more peer open memory of the host, or of the GPU of that name.
 
@@ -402,17 +401,26 @@ def _memory_of(arena: object, uuid: str | None) -> Callable[[], ShownMemory] | N
     return partial(ExportedMemory, allocation) if is_there else None
 
 
-_SHOW_S: Final = 2.0
+_EXPORT_S: Final = 2.0
 _TELL_S: Final = 0.1
 
 
-class ShownSources:
-    """Shows memory of ``growth``, which is on a GPU; ``digest`` is what is compared."""
+class GpuExports:
+    """Lets peers read memory of ``growth``, which is on a GPU, each on one link.
 
-    def __init__(self, growth: Growth, digest: MapDigest) -> None:
-        self._growth = growth
-        self._digest: MapDigest = digest
+    ``digest`` is what this side wants to be compared. ``lost`` is told of a link whose
+    peer has closed the memory, or is gone.
+    """
+
+    def __init__(
+        self,
+        growth: Growth,
+        digest: DigestMode,
+        lost: Callable[[Link], None] | None = None,
+    ) -> None:
+        self._digest: DigestMode = digest
         self._sharing = Sharing(growth.arena, self._look, growth.drop_soon)
+        self._lost = lost or _puts_lost
         self._holders: weakref.WeakKeyDictionary[Link, MapHolder] = (
             weakref.WeakKeyDictionary()
         )
@@ -422,33 +430,45 @@ class ShownSources:
         holder = self._holders.get(link)
         return holder if holder is not None and holder.is_usable else None
 
-    async def show(self, link: Link, uuid: str) -> None:
-        """Let the other end of ``link``, which has that GPU too, open the memory.
+    def expose(self, link: Link, uuid: str) -> tuple[MapHolder, Exposed]:
+        """Return who may read the memory, if it is of that GPU, and what he is told.
+
+        :raises ConfigError: there is no such memory, or too little
+        """
+        found = self._sharing.export(link, self._digest, uuid)
+        if found is None:
+            raise ConfigError("this side has no memory of that GPU to show")
+        if found[1].nbytes < LEAST_NBYTES:
+            found[0].link_over()
+            raise ConfigError("this side has too little memory of that GPU to show")
+        return found
+
+    def add(self, link: Link, holder: MapHolder) -> None:
+        """It has proved that it reads the memory."""
+        self._holders[link] = holder
+
+    async def export(self, link: Link, uuid: str) -> None:
+        """Let the other end of ``link``, which has that GPU too, read what is put.
 
         Waits at most 2 s. A cancelled call leaves nothing behind.
 
         :raises AsyncKVError: one of both cannot, or will not
         :raises TimeoutError: the peer did not answer
         """
-        found = self._sharing.export(link, self._digest, uuid)
-        if found is None:
-            raise ConfigError("this side has no memory of that GPU to show")
-        holder, exported = found
+        holder, exposed = self.expose(link, uuid)
         try:
-            if exported.nbytes < LEAST_NBYTES:
-                raise ConfigError("this side has too little memory of that GPU to show")
             with Handshake.ask(GPU_OF_ASKER, link, ShowIpc(uuid)) as handshake:
-                async with asyncio.timeout(_SHOW_S):
-                    await handshake.export(holder.verify, exported)
+                async with asyncio.timeout(_EXPORT_S):
+                    await handshake.export(holder.verify, exposed)
                     await handshake.accepted
         except BaseException:
             holder.link_over()
             raise
-        self._holders[link] = holder
+        self.add(link, holder)
         logger.info("what is put at %s is read in memory of a GPU", link.peer.id)
 
     def close(self) -> None:
-        """Show nothing more. Never waits."""
+        """Export nothing more. Never waits."""
         self._sharing.close()
 
     async def aclose(self) -> None:
@@ -464,15 +484,24 @@ class ShownSources:
         for link, holder in list(self._holders.items()):
             if not holder.is_connected:
                 del self._holders[link]
-                # A peer that is gone has closed both: that is no news then.
-                loop = asyncio.get_running_loop()
-                loop.call_later(_TELL_S, _tell_loss, link)
+                self._lost(link)
 
 
-def _tell_loss(link: Link) -> None:
+def _puts_lost(link: Link) -> None:
+    reason = "the peer has closed memory of this side's GPU"
+    warn_of_loss(link, "what is put at", reason)
+
+
+def warn_of_loss(link: Link, what: str, reason: str) -> None:
+    """Warn soon that payload goes through host memory now. Never waits.
+
+    A peer that is gone has closed its link too: that is no news.
+    """
+    loop = asyncio.get_running_loop()
+    loop.call_later(_TELL_S, _warn_of_loss, link, what, reason)
+
+
+def _warn_of_loss(link: Link, what: str, reason: str) -> None:
     if link.is_open:
-        logger.warning(
-            "what is put at %s goes through host memory from here on: "
-            "the peer has closed memory of this side's GPU",
-            link.peer.id,
-        )
+        text = "%s %s goes through host memory from here on: %s"
+        logger.warning(text, what, link.peer.id, reason)

@@ -20,11 +20,11 @@ from asynckv.links.requests import LinkStream
 from asynckv.protocol.failures import to_failure
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
 from asynckv.protocol.transfer_frames import Exported, Grant, OpenDevices
-from asynckv.sharing import exports, imports as importing, owner as sharing
-from asynckv.sharing.exports import Export
-from asynckv.sharing.imports import GpuImports, ImportedMemory
+from asynckv.sharing import imports, owner as sharing, peer_imports as importing
+from asynckv.sharing.imports import GpuImport, ImportedMemory
 from asynckv.sharing.mappings import MappedPin
 from asynckv.sharing.owner import ExportedMemory, MapHolder
+from asynckv.sharing.peer_imports import PeerImports
 from asynckv.tensors.cuda import DeviceMemory, Event
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.growth import Growth
@@ -45,14 +45,14 @@ pytestmark = pytest.mark.skipif(not has_fd_sockets(), reason="no sockets for han
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for memory that never comes back."""
-    monkeypatch.setattr(importing, "MAP_S", 0.01)
+    monkeypatch.setattr(importing, "OPEN_S", 0.01)
     monkeypatch.setattr(sharing, "_LEAVE_S", 0.01)
 
 
 def memory_of(peer: Peer) -> ImportedMemory:
     link = peer.link_nowait()
     assert link is not None
-    memory = peer._mappings.of(link)
+    memory = peer._imports.of(link)
     assert isinstance(memory, ImportedMemory)
     return memory
 
@@ -135,8 +135,7 @@ async def test_without_a_handle_bytes_go_through_host_memory(
 
 async def test_another_host_is_not_asked(pair: GpuPair) -> None:
     peer = connect(pair.server.url, device=pair.theirs.device, max_bytes=MIB)
-    assert isinstance(peer._mappings, GpuImports)
-    peer._mappings._boot_id = peer._mappings._host._boot_id = "another"
+    peer._imports._boot_id = "another"
     async with peer:
         assert peer.transport == "inline"
 
@@ -147,7 +146,7 @@ async def test_a_server_that_does_not_answer_costs_a_moment(
     async def never(address: str, ticket: bytes) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(exports, "fetch_file", never)
+    monkeypatch.setattr(imports, "fetch_file", never)
     async with open_gpu_pair(gpus) as pair:
         assert pair.peer.transport == "inline"
 
@@ -197,13 +196,13 @@ async def test_what_is_no_invitation_opens_nothing(
         for one in frames:
             stream.send(one)
 
-    monkeypatch.setattr(GpuImports, "_check_here", lambda self, link: None)
+    monkeypatch.setattr(PeerImports, "_check_here", lambda self, link: None)
     growth = Growth(MIB, device=fake_device_of(gpus.process()).device)
     async with linked("tcp://127.0.0.1:0", say) as links:
-        imports = GpuImports(growth, "edges", "")
+        found = PeerImports("edges", "", growth=growth)
         with contextlib.suppress(PeerLost):
-            await imports.open(links.near)
-        assert links.service.asked and imports.of(links.near) is None
+            await found.open(links.near)
+        assert links.service.asked and found.of(links.near) is None
         assert links.near.is_open is (answer == Cancelled())
     await growth.aclose()
 
@@ -211,9 +210,9 @@ async def test_what_is_no_invitation_opens_nothing(
 async def test_a_mem_link_has_no_memory_to_open(gpus: FakeGpus) -> None:
     growth = Growth(MIB, device=fake_device_of(gpus.process()).device)
     async with linked("mem://") as links:
-        imports = GpuImports(growth, "edges", "")
-        await imports.open(links.near)
-        assert imports.of(links.near) is None and not links.service.asked
+        found = PeerImports("edges", "", growth=growth)
+        await found.open(links.near)
+        assert found.of(links.near) is None and not links.service.asked
     await growth.aclose()
 
 
@@ -321,7 +320,7 @@ def test_views_may_go_when_the_loop_is_closed(gpus: FakeGpus) -> None:
         opened = theirs.device.opened()
         own = DeviceAllocation(opened, opened.cuda.malloc(MIB))
         allocation = import_allocation(opened.cuda, 0, shown, MIB)
-        memory = ImportedMemory(Export(near, allocation), "edges", own)
+        memory = ImportedMemory(GpuImport(near, allocation, opened), "edges", own)
         pin = memory.take(1)
         memory.link_over()
         return pin

@@ -43,7 +43,7 @@ def pinned(buffer: LookupBuffer) -> int:
 def memory_of(peer: Peer) -> MappedMemory:
     link = peer.link_nowait()
     assert link is not None
-    memory = peer._mappings.of(link)
+    memory = peer._imports.of(link)
     assert memory is not None
     return memory
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from asynckv.buffers.remote.peer import Peer
-from asynckv.sharing.imports import GpuImports
 from asynckv.sharing.owner import MapHolder
 from asynckv.tensors.paged_arena import PagedArena
 
@@ -21,9 +20,7 @@ class SharedPuts:
     @property
     def holder(self) -> MapHolder:
         """Who reads it."""
-        ways = self.peer._mappings
-        link = self.peer._linked()
-        holder = ways.holder(link) if isinstance(ways, GpuImports) else None
+        holder = self.peer._imports.holder(self.peer._linked())
         if holder is None:
             raise LookupError("nobody reads what is put")
         return holder

@@ -196,7 +196,7 @@ async def test_a_gpu_that_does_not_answer_is_given_up(
 
     caplog.set_level("INFO")
     monkeypatch.setattr(gpu_sharing, "AGREE_S", 0.05)
-    monkeypatch.setattr(gpu_sharing, "open_export", wait)
+    monkeypatch.setattr(peer_memory, "import_gpu", wait)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await until(lambda: caplog.text.count(BY_HOST) == 2)
         await expect_by_host(pair)

@@ -22,7 +22,7 @@ from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import OpeningFrame, Peek, Result
 from asynckv.protocol.transfer_frames import Mappable, OpenMap
-from asynckv.sharing import handshake, mappings as mapped_module
+from asynckv.sharing import handshake, peer_imports
 from asynckv.sharing.handshake import HOST, Handshake
 from asynckv.sharing.mappings import MappedMemory
 from asynckv.sharing.owner import MapHolder
@@ -65,7 +65,7 @@ def pinned(buffer: LookupBuffer) -> int:
 def memory_of(peer: Peer) -> MappedMemory:
     link = peer.link_nowait()
     assert link is not None
-    memory = peer._mappings.of(link)
+    memory = peer._imports.of(link)
     assert memory is not None
     return memory
 
@@ -351,7 +351,7 @@ async def test_without_a_mapping_there_is_one_line_of_the_log(
     server: Server,
 ) -> None:
     monkeypatch.setattr(MapHolder, "verify", lambda self, nonce: False)
-    caplog.set_level(logging.INFO, mapped_module.__name__)
+    caplog.set_level(logging.INFO, peer_imports.__name__)
     async with connect(server.url) as peer:
         assert peer.transport == "inline"
         await insert(buffer)
@@ -365,8 +365,8 @@ async def test_a_server_that_does_not_answer_costs_a_moment(
     async def never(address: str, ticket: bytes) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(mapped_module, "fetch_file", never)
-    monkeypatch.setattr(mapped_module, "MAP_S", 0.01)
+    monkeypatch.setattr(peer_imports, "fetch_file", never)
+    monkeypatch.setattr(peer_imports, "OPEN_S", 0.01)
     async with connect(server.url) as peer:
         assert peer.transport == "inline"
 
@@ -390,7 +390,7 @@ async def test_a_cancelled_connect_leaves_nothing_behind(
         asked.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(mapped_module, "fetch_file", never)
+    monkeypatch.setattr(peer_imports, "fetch_file", never)
     peer = connect(server.url)
     entering = asyncio.create_task(peer.__aenter__())
     await asked.wait()
@@ -415,7 +415,7 @@ async def test_who_wants_a_mapping_only_gets_no_lanes_instead(
 
 async def test_another_host_is_not_asked(server: Server) -> None:
     peer = connect(server.url)
-    peer._mappings._boot_id = "another"
+    peer._imports._boot_id = "another"
     async with peer:
         assert peer.transport == "inline"
 

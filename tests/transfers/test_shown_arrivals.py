@@ -29,7 +29,7 @@ class Ground:
 
     def __init__(self, pair: GpuPair) -> None:
         link = pair.peer._linked()
-        memory, pool = pair.peer._mappings.of(link), pair.peer.pool
+        memory, pool = pair.peer._imports.of(link), pair.peer.pool
         assert isinstance(memory, ImportedMemory) and isinstance(pool, DeviceCopyPool)
         (holder,) = pair.buffer.sharing._holders
         pin = memory.take(holder.pin([]).number)

@@ -16,8 +16,7 @@ from asynckv.loops import LoopBound
 from asynckv.protocol.frames import Cancel, Frame, OpeningFrame, Result
 from asynckv.protocol.values import Limits, PeerIdentity
 from asynckv.security.keyring import NO_KEYS, Keyring
-from asynckv.sharing.imports import GpuImports
-from asynckv.sharing.mappings import Mappings
+from asynckv.sharing.peer_imports import PeerImports
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
 from asynckv.transfers.budget import ReceiveBudget
@@ -54,21 +53,15 @@ class PeerConnection(LoopBound):
         self.on_gpu = None if device is None else Growth(max_bytes, device=device)
         """Memory of the GPU that deliveries land in, if they are to."""
         self.pool = (self.on_gpu or self.memory).make_pool()
-        self._mappings: Mappings | GpuImports
-        if self.on_gpu is not None:
-            boot_id = own_identity.boot_id
-            self._mappings = GpuImports(
-                *(self.on_gpu, map_digest, boot_id),
-                device_digest=device_digest,
-                url=url,
-            )
-        else:
-            self._mappings = Mappings(
-                map_digest, own_identity.boot_id, is_forced="payload=map" in url
-            )
+        self._imports = PeerImports(
+            *(map_digest, own_identity.boot_id),
+            url=url,
+            growth=self.on_gpu,
+            device_digest=device_digest,
+        )
         self._links = ReconnectingLink(url, reconnect_s, self._dial)
         self.ways = PeerWays(
-            *(self._links, self._mappings, self.budget, self.pool, self.on_gpu)
+            *(self._links, self._imports, self.budget, self.pool, self.on_gpu)
         )
         self._fingerprint = fingerprint
         self._digest: Literal["full", "off"] = digest
@@ -126,7 +119,7 @@ class PeerConnection(LoopBound):
         finally:  # also if the task is cancelled: nothing stays open
             self.abort()
             with anyio.CancelScope(shield=True):
-                await self._mappings.aclose()
+                await self._imports.aclose()
                 await self.memory.aclose()
                 if self.on_gpu is not None:
                     await self.on_gpu.aclose()
@@ -135,7 +128,7 @@ class PeerConnection(LoopBound):
         """Hang up now. Never waits."""
         self._links.abort()
         self.pool.close()
-        self._mappings.close()
+        self._imports.close()
         self.ways.close()
         self.memory.close()
         if self.on_gpu is not None:
@@ -153,9 +146,9 @@ class PeerConnection(LoopBound):
             timeout_s=timeout_s,
         )
         try:
-            await self._mappings.open(link)
+            await self._imports.open(link)
         except BaseException:
-            self._mappings.leave(link)
+            self._imports.leave(link)
             raise
         return link
 

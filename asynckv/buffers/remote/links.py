@@ -19,8 +19,9 @@ from asynckv.errors import AsyncKVError, PeerLost, PeerRestarted
 from asynckv.links.answers import Watchers
 from asynckv.links.gpu_link import GpuArrivals, GpuLink
 from asynckv.links.link import Link
-from asynckv.sharing.imports import GpuImports, ImportedMemory
-from asynckv.sharing.mappings import MappedMemory, Mappings
+from asynckv.sharing.imports import ImportedMemory
+from asynckv.sharing.mappings import MappedMemory
+from asynckv.sharing.peer_imports import PeerImports
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.growth import Growth
@@ -218,7 +219,7 @@ class ReconnectingLink:
 
 
 class PeerWays:
-    """What ``mappings`` have opened on the links of one peer. Nothing here waits.
+    """What ``imports`` have opened on the links of one peer. Nothing here waits.
 
     What is received lands in memory of ``budget``, or ``on_gpu``, by ``pool``.
     """
@@ -226,14 +227,14 @@ class PeerWays:
     def __init__(
         self,
         links: ReconnectingLink,
-        mappings: Mappings | GpuImports,
+        imports: PeerImports,
         budget: ReceiveBudget,
         pool: CopyPool,
         on_gpu: Growth | None,
     ) -> None:
         self.pool = pool
         self._links = links
-        self._mappings = mappings
+        self._imports = imports
         self._budget = budget
         self._on_gpu = on_gpu
         self._readers: dict[str, MapReader] = {}
@@ -260,19 +261,18 @@ class PeerWays:
         return (
             link is not None
             and link.is_open
-            and isinstance(self._mappings.of(link), ImportedMemory)
+            and isinstance(self._imports.of(link), ImportedMemory)
         )
 
     def reader(self, link: Link, *, views: bool) -> MapReader | None:
         """Return what reads the memory that ``link`` shows, if it does."""
-        if (memory := self._mappings.of(link)) is None:
+        if (memory := self._imports.of(link)) is None:
             return None
         return self._reader("views" if views else "copies", memory, views=views)
 
     def way(self, link: Link) -> GpuLink | None:
         """Return what moves payload between the peer's GPU and this one, if it does."""
-        ways = self._mappings
-        return ways.way(link) if isinstance(ways, GpuImports) else None
+        return self._imports.way(link)
 
     def arrivals(self, link: Link) -> GpuArrivals | None:
         """Return by what a delivery may come from the peer's GPU, if it may."""
@@ -283,20 +283,19 @@ class PeerWays:
 
     def shown(self, link: Link) -> ShownTo | None:
         """Return who reads what is put there in memory of the GPU, if somebody does."""
-        ways, pool = self._mappings, self.pool
-        if not isinstance(ways, GpuImports) or not isinstance(pool, DeviceCopyPool):
+        holder, pool = self._imports.holder(link), self.pool
+        if holder is None or not isinstance(pool, DeviceCopyPool):
             return None
-        holder = ways.holder(link)
-        return None if holder is None else ShownTo(holder, pool)
+        return ShownTo(holder, pool)
 
     def staging(self, nbytes: int) -> GpuStaging | None:
         """Return where copies are made of so much for the peer's GPU, if it may go."""
-        link, ways, memory = self._links.current, self._mappings, self._on_gpu
+        link, memory = self._links.current, self._on_gpu
         room = self.room
         if nbytes <= INLINE_NBYTES or link is None or memory is None or room is None:
             return None
         make = partial(GpuStaging, memory, self.pool, is_awaited=room.is_awaited)
-        if isinstance(ways, GpuImports) and ways.holder(link) is not None:
+        if self._imports.holder(link) is not None:
             return make(takes_host=True)
         return None if self.way(link) is None else make()
 

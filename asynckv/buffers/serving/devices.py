@@ -22,7 +22,7 @@ from asynckv.links.gpu_link import GpuArrivals, GpuLink
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream, StreamHandler
 from asynckv.protocol.frames import Frame, OpeningFrame
-from asynckv.protocol.handshake import strictest
+from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import (
     Devices,
     Exported,
@@ -31,10 +31,9 @@ from asynckv.protocol.transfer_frames import (
     OpenMap,
     ShowIpc,
 )
-from asynckv.sharing.exports import open_export
 from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, Exposed, Handshake, Kind
 from asynckv.sharing.imports import PeerMemory
-from asynckv.sharing.owner import MapDigest, MapHolder, Sharing
+from asynckv.sharing.owner import MapHolder, Sharing, warn_of_loss
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.devices import Device
@@ -63,13 +62,11 @@ class PeerSources:
     ``digest`` is what this side wants to be compared of what is read there.
     """
 
-    def __init__(self, buffer: InMemoryBuffer, link: Link, digest: MapDigest) -> None:
+    def __init__(self, buffer: InMemoryBuffer, link: Link, digest: DigestMode) -> None:
         self._buffer = buffer
         self._link = link
-        self._digest: MapDigest = digest
-        self._memory = PeerMemory(self._lost)
+        self._memory = PeerMemory(self._lost, digest)
         self._uuid = ""
-        self._is_open = False
         self._opening: asyncio.Task[None] | None = None
 
     def open(self, stream: LinkStream, frame: ShowIpc) -> StreamHandler:
@@ -98,17 +95,15 @@ class PeerSources:
         What is kept has the digest of all its bytes, unless the link has none: an
         entry is known again by it.
         """
-        allocation = self._buffer.allocation
-        if not self._is_open or allocation is None or allocation.uuid != self._uuid:
+        memory, link = self._memory, self._link
+        if not memory.is_open or self._own(self._uuid) is None:
             return None
         return IpcArrivals(
-            *(self._memory, pool, self._link.progress, self._digest),
-            is_kept=self._link.digest != "off",
+            *(memory, pool, link.progress, memory.digest), is_kept=link.digest != "off"
         )
 
     def close(self) -> None:
         """Read nothing more, and close it when nothing is being read. Never waits."""
-        self._is_open = False
         if self._opening is not None:
             self._opening.cancel()
         self._memory.close()
@@ -132,10 +127,8 @@ class PeerSources:
                 if (own := self._own(uuid)) is None:
                     raise ConfigError("the buffer was closed meanwhile")
                 async with asyncio.timeout(_OPEN_S):
-                    export, nonce = await open_export(exported, own)
-                self._memory.put(export)
-                self._digest = strictest(self._digest, exported.digest)
-                self._uuid, self._is_open = uuid, True
+                    nonce = await self._memory.open(exported, own)
+                self._uuid = uuid
                 handshake.prove(nonce)
                 handshake.accept()
         except (AsyncKVError, OSError, TimeoutError) as exc:
@@ -145,13 +138,10 @@ class PeerSources:
             logger.info("what %s puts is read in its memory of a GPU", peer)
 
     def _lost(self, error: Exception) -> None:
-        was_open = self._is_open
+        was_open = self._memory.is_open
         self.close()
-        if was_open and self._link.is_open:
-            logger.warning(
-                "what %s puts goes through host memory from here on: %s",
-                *(self._link.peer.id, str(error)),
-            )
+        if was_open:
+            warn_of_loss(self._link, "what is put by", str(error))
 
 
 class DeviceService(Service):
@@ -169,17 +159,17 @@ class DeviceService(Service):
         self,
         buffer: LookupBuffer,
         link: Link,
-        digest: MapDigest,
+        digest: DigestMode,
         *,
         may_use_nccl: bool,
-        map_digest: MapDigest = "edges",
+        map_digest: DigestMode = "edges",
     ) -> None:
         super().__init__(link)
         self.sources = PeerSources(buffer, link, map_digest)
         self.way: GpuLink | None = None
         self.copies = HostCopies()
         self._buffer = buffer
-        self._digest: MapDigest = digest
+        self._digest: DigestMode = digest
         self._may_use_nccl = may_use_nccl
         self._was_asked = False
 
@@ -263,11 +253,11 @@ class Showing:
     compared of what it reads there. ``run`` owns the task of a peer that has asked.
     """
 
-    def __init__(self, link: Link, sharing: Sharing, digest: MapDigest) -> None:
+    def __init__(self, link: Link, sharing: Sharing, digest: DigestMode) -> None:
         self.link = link
         self.holder: MapHolder | None = None
         self._sharing = sharing
-        self.digest: MapDigest = digest
+        self.digest: DigestMode = digest
         self._asked: frozenset[type[Frame]] = frozenset()
 
     def open(

@@ -12,7 +12,7 @@ from asynckv.buffers.serving.devices import DeviceService, Showing
 from asynckv.buffers.serving.limits import LinkBytes
 from asynckv.buffers.serving.service import Service
 from asynckv.links.link import Link
-from asynckv.sharing.owner import MapDigest
+from asynckv.protocol.handshake import DigestMode
 from asynckv.transfers.host_copies import Hoisting
 
 __all__ = ("LookupRequests",)
@@ -39,7 +39,7 @@ class LookupRequests(Service):
         link: Link,
         kept: LinkBytes,
         devices: DeviceService,
-        map_digest: MapDigest = "edges",
+        map_digest: DigestMode = "edges",
     ) -> None:
         super().__init__(link)
         self.devices = devices

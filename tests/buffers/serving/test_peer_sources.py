@@ -20,6 +20,7 @@ from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Cancel, Cancelled, Failure, Frame
 from asynckv.protocol.transfer_frames import Exported, Grant, ShowIpc
+from asynckv.sharing import imports
 from asynckv.testing.blocked import until
 from asynckv.testing.lookup_checks.values import MIB
 from harness.fake_devices import FakeDevice, fake_device_of
@@ -116,7 +117,7 @@ async def test_what_makes_no_sense_breaks_the_link(
     link: Link,
     frames: tuple[Frame, ...],
 ) -> None:
-    monkeypatch.setattr(peer_sources, "open_export", wait_for_ever)
+    monkeypatch.setattr(imports, "import_gpu", wait_for_ever)
     hearer, _ = show(gpu, link, *frames)
     assert "belongs here" in str((await hearer.loss()).__cause__)
 
@@ -128,7 +129,7 @@ async def test_what_cannot_be_opened_is_refused(
     hearer, _ = show(gpu, link, NOWHERE)
     assert isinstance((await hearer.next())[0], Failure)
     assert "is not read in a GPU" in caplog.text
-    assert sources_of(server)._memory._export is None
+    assert sources_of(server)._memory._imported is None
 
 
 async def test_a_buffer_that_is_closed_meanwhile_is_not_read_to(
@@ -149,17 +150,17 @@ async def test_who_cancels_is_not_read(
     server: Server,
     frames: tuple[Frame, ...],
 ) -> None:
-    monkeypatch.setattr(peer_sources, "open_export", wait_for_ever)
+    monkeypatch.setattr(imports, "import_gpu", wait_for_ever)
     hearer, stream = show(gpu, link, *frames)
     stream.send(Cancel())
     assert await hearer.next() == (Cancelled(), b"")
-    assert not sources_of(server)._is_open
+    assert not sources_of(server)._memory.is_open
 
 
 async def test_a_link_that_is_lost_ends_the_opening(
     monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, link: Link, server: Server
 ) -> None:
-    monkeypatch.setattr(peer_sources, "open_export", wait_for_ever)
+    monkeypatch.setattr(imports, "import_gpu", wait_for_ever)
     show(gpu, link, NOWHERE)
     await until(lambda: bool(server._services))
     sources = sources_of(server)
@@ -183,6 +184,7 @@ async def test_what_is_lost_is_told_once_and_not_after_the_link(
     sources = sources_of(pair.server)
     for _ in range(2):
         sources._lost(GPUFailed("it has fallen off the bus"))
+    await until(lambda: "has fallen off" in caplog.text)
     assert caplog.text.count("has fallen off") == 1
     await until(lambda: not pair.ours.process.cuda._opened)
 

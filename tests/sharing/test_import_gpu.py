@@ -17,10 +17,11 @@ import pytest
 from asynckv.errors import GPUFailed, RemoteProtocolError
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.protocol.transfer_frames import Exported
-from asynckv.sharing.exports import check_same_host, open_export
+from asynckv.sharing.imports import import_gpu
 from asynckv.sharing.owner import MapHolder, Sharing
+from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.growth import Growth
-from asynckv.tensors.imports import ImportedAllocation
+from asynckv.tensors.imports import ImportedAllocation, in_thread
 from asynckv.testing.blocked import until
 from harness.fake_devices import FakeDevice, fake_device_of
 from harness.fake_gpus import FakeGpus
@@ -48,7 +49,7 @@ class Both:
     def open(self) -> Any:
         pages = self.own.device_pages
         assert pages is not None
-        return open_export(self.exported, pages.allocation)
+        return import_gpu(self.exported, pages.allocation)
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ async def both(gpus: FakeGpus) -> AsyncIterator[Both]:
 async def test_it_is_open_until_it_is_closed_which_the_owner_hears(both: Both) -> None:
     export, nonce = await both.open()
     assert both.holder.verify(nonce) and both.opened == 1
-    export.close_soon()
+    in_thread(export.close)
     await until(lambda: not both.holder.is_connected)
     assert not both.opened
 
@@ -125,7 +126,7 @@ async def test_what_nobody_exports_is_not_even_connected_to(
     assert both.holder._connection is None and not both.opened
     export, nonce = await both.open()  # the ticket is good still
     assert both.holder.verify(nonce)
-    export.close_soon()
+    in_thread(export.close)
     await until(lambda: not both.opened)
 
 

@@ -10,19 +10,14 @@ from typing import Any
 import pytest
 
 from asynckv.buffers.remote.peer import connect
-from asynckv.buffers.serving import devices as peer_sources
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
 from asynckv.protocol.transfer_frames import Grant, ShowIpc
-from asynckv.sharing import (
-    imports as importing,
-    owner as sharing,
-    owner as shown_sources,
-)
-from asynckv.sharing.owner import MapHolder, ShownSources
+from asynckv.sharing import imports, owner as sharing, peer_imports as importing
+from asynckv.sharing.owner import GpuExports, MapHolder
 from asynckv.tensors.growth import Growth
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
@@ -94,18 +89,18 @@ async def test_a_buffers_side_that_does_not_answer_costs_a_moment(
         await asyncio.Event().wait()
 
     caplog.set_level(logging.INFO, importing.__name__)
-    monkeypatch.setattr(shown_sources, "_SHOW_S", 0.01)
-    monkeypatch.setattr(peer_sources, "open_export", never)
+    monkeypatch.setattr(sharing, "_EXPORT_S", 0.01)
+    monkeypatch.setattr(imports, "import_gpu", never)
     async with open_gpu_pair(gpus) as pair:
         assert "no answer" in caplog.text
         await check_goes_by_host(pair)
 
 
 async def test_memory_that_is_closed_is_shown_to_nobody(growth: Growth) -> None:
-    sources = ShownSources(growth, "edges")
+    sources = GpuExports(growth, "edges")
     async with linked() as links:
         with pytest.raises(ConfigError, match="no memory of that GPU"):
-            await sources.show(links.near, "0" * 32)
+            await sources.export(links.near, "0" * 32)
         assert not links.service.asked and sources.holder(links.near) is None
     await sources.aclose()
 
@@ -120,10 +115,10 @@ async def test_whoever_does_not_read_has_nothing(
         else:
             stream.send(answer)
 
-    sources = ShownSources(growth, "edges")
+    sources = GpuExports(growth, "edges")
     async with linked("tcp://127.0.0.1:0", say) as links:
         with pytest.raises(AsyncKVError):
-            await sources.show(links.near, uuid_of(growth))
+            await sources.export(links.near, uuid_of(growth))
         assert sources.holder(links.near) is None
         await until(lambda: not sources._sharing._holders)
         assert links.near.is_open is (answer == Cancelled())
@@ -168,13 +163,13 @@ async def test_what_is_not_read_any_more_is_told_unless_the_link_is_over(
     told: int,
 ) -> None:
     had = list[Link]()
-    tell = shown_sources._tell_loss
+    warn = sharing._warn_of_loss
 
-    def note(link: Link) -> None:
+    def note(link: Link, what: str, reason: str) -> None:
         had.append(link)
-        tell(link)
+        warn(link, what, reason)
 
-    monkeypatch.setattr(shown_sources, "_tell_loss", note)
+    monkeypatch.setattr(sharing, "_warn_of_loss", note)
     async with open_gpu_pair(gpus, reconnect_s=0) as pair:
         lose(pair)
         await until(lambda: bool(had))
@@ -204,9 +199,9 @@ async def test_a_peer_that_stands_still_is_not_waited_for_long(
 
 
 async def test_a_lost_link_ends_the_wait_to_be_read(growth: Growth) -> None:
-    sources = ShownSources(growth, "edges")
+    sources = GpuExports(growth, "edges")
     async with linked("tcp://127.0.0.1:0", lambda *_: None) as links:
-        showing = asyncio.create_task(sources.show(links.near, uuid_of(growth)))
+        showing = asyncio.create_task(sources.export(links.near, uuid_of(growth)))
         await until(lambda: bool(links.service.asked))
         assert isinstance(links.service.asked[0][1], ShowIpc)
         links.near.abort()
