@@ -15,11 +15,11 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, Final, Protocol
 
-from asynckv.errors import GPUFailed, PeerLost, RemoteProtocolError
+from asynckv.errors import ChecksumError, GPUFailed, PeerLost, RemoteProtocolError
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import GrantDevices, SentDevices
+from asynckv.protocol.transfer_frames import GrantDevices, SentDevices, SentShared
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -35,6 +35,7 @@ __all__ = (
     "GpuLink",
     "GpuPathLost",
     "Ways",
+    "other_bytes",
 )
 
 
@@ -60,6 +61,14 @@ class GpuPathLost(GPUFailed):
     def is_quiet(self) -> bool:
         """Whether what was under way will leave memory alone: else it never may."""
         return self._worker is None or self._worker.error is None
+
+
+def other_bytes(part: int) -> ChecksumError:
+    """Return what is raised of a part whose digests differ."""
+    return ChecksumError(
+        f"part {part} arrived with other bytes than were sent",
+        hint="the delivery was refused; nothing of it was used",
+    )
 
 
 class Arrivals(Protocol):
@@ -255,20 +264,21 @@ class _Part:
     transfer: int
     memory: DeviceMemory
     done: _Done
-    kind: DigestMode | None = None
+    sent: SentDevices | None = None
     has_landed: bool = False
 
 
 class GpuArrivals:
-    """One transfer; fits :class:`~asynckv.transfers.reception.PartReceiver`.
+    """One transfer; fits :class:`~asynckv.transfers.incoming.DeviceRoute`.
 
-    Errors that it tells are :exc:`GpuPathLost` where the way itself was lost.
     ``digest`` is what this side wants to be compared, by default as of all that comes
     by that way.
     """
 
-    compares: ClassVar[bool] = False
+    compares: ClassVar[bool] = True
     """Is what has landed compared with what was sent, before it is told?"""
+
+    reads_peer: ClassVar[bool] = False
 
     def __init__(
         self, gpus: GpuLink, pool: DeviceCopyPool, digest: DigestMode | None = None
@@ -317,23 +327,25 @@ class GpuArrivals:
 
         self.gpus.transport.receive(transfer, part, target, landed)
 
-    def sent(self, frame: SentDevices) -> None:
+    def sent(self, frame: SentDevices | SentShared) -> None:
         """The peer has sent a part, and says what its digest is of.
 
-        :raises RemoteProtocolError: there is no such part, it was sent before, or less
-            is to be compared than this side asks for
+        :raises RemoteProtocolError: there is no such part, it was sent before, less is
+            to be compared than this side asks for, or it only lies there
         """
+        if isinstance(frame, SentShared):
+            raise RemoteProtocolError("a SentShared for what was granted otherwise")
         if self._is_stopped:
             return
         part = self._parts.get(frame.part)
         own = self.digest
-        if part is None or part.kind is not None:
+        if part is None or part.sent is not None:
             raise RemoteProtocolError(
                 f"part {frame.part} was sent, which makes no sense"
             )
         if strictest(own, frame.kind) != frame.kind:
             raise RemoteProtocolError(f"digests of {frame.kind}, not of {own}")
-        part.kind = frame.kind
+        part.sent = frame
         self._compare_if_due(frame.part)
 
     def landed_bytes(self, transfer: int) -> int:
@@ -371,25 +383,27 @@ class GpuArrivals:
 
     def _compare_if_due(self, number: int) -> None:
         part = self._parts[number]
-        if part.kind is None or not part.has_landed:
+        if part.sent is None or not part.has_landed:
             return
         del self._parts[number]
-        task = self._loop.create_task(self._compare(part), name="asynckv: digest")
+        comparing = self._compare(part, part.sent)
+        task = self._loop.create_task(comparing, name="asynckv: digest")
         self._comparing.add(task)
         task.add_done_callback(self._comparing.discard)
 
-    async def _compare(self, part: _Part) -> None:
+    async def _compare(self, part: _Part, sent: SentDevices) -> None:
         digest = b""
         try:
             with self.progress.working(part.transfer):
-                if part.kind == "full":
+                if sent.kind == "full":
                     (digest,) = await self.pool.digest([part.memory])
-                elif part.kind == "edges":
+                elif sent.kind == "edges":
                     (digest,) = await self.pool.edges([part.memory])
         except Exception as exc:  # noqa: BLE001 - whoever waits is told
             part.done(b"", exc)
         else:
-            part.done(digest, None)
+            error = None if digest == sent.digest else other_bytes(sent.part)
+            part.done(digest, error)
 
 
 class Ways(Protocol):

@@ -13,7 +13,7 @@ from asynckv.links.gpu_link import GpuArrivals
 from asynckv.links.link import Link
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.protocol.frames import Push
-from asynckv.protocol.transfer_frames import Done, GrantDevices, PushShared, SentDevices
+from asynckv.protocol.transfer_frames import GrantDevices, PushShared, SentDevices
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.transfers.reception import Reception
@@ -126,6 +126,7 @@ class Arrival:
             *(link, self.transfer, [place], self),
             payload=by_gpu,
             progress=by_gpu.progress,
+            is_compared=by_gpu.compares,
         )
         self.reception.begin()
         return GrantDevices(self.transfer, by_gpu.digest)
@@ -139,7 +140,6 @@ class Arrival:
             raise RemoteProtocolError("a tensor of a GPU that was not asked for")
         if self._by_gpu is not None and self.reception is not None:
             self._by_gpu.sent(frame)
-            self.reception.on_done(Done(frame.transfer, 0, frame.digest))
 
     def let_go(self) -> None:
         """The memory of a GPU is not needed any more. Never waits."""

@@ -1,332 +1,511 @@
-"""The parts of one transfer on their way into a buffer, from a peer that has them all.
+"""The receiving half of a transfer: bytes by payload, their digests by control.
 
-Those for a GPU come from the peer's GPU where a way leads there, else through host
-memory. What such a way has lost comes once more through host memory: the peer keeps it
-until it has been told that all is in.
+A part counts when its bytes have landed, the peer has said that they are sent, and the
+digests agree. Small parts come eagerly, in the frame that has their digests. Those for
+a GPU come from the peer's GPU where a route leads there, else by the link: through host
+memory. What such a route has lost comes by the link in place; the peer keeps it until
+it has been told that all is in.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Protocol
 
-from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
-from asynckv.links.answers import Watchers
-from asynckv.links.gpu_link import GpuArrivals, GpuPathLost
-from asynckv.links.link import Link
+from asynckv.errors import RemoteProtocolError
+from asynckv.links.gpu_link import GpuPathLost, other_bytes
+from asynckv.links.own_tasks import OwnTasks
+from asynckv.links.progress import OWN_WORK_S, Progress
 from asynckv.links.requests import LinkStream
-from asynckv.protocol.frames import Cancel, Frame
+from asynckv.protocol.digests import digest_of
+from asynckv.protocol.frames import Frame
 from asynckv.protocol.transfer_frames import (
     Done,
     Grant,
+    GrantDevices,
+    GrantShared,
     Riders,
     SentDevices,
     SentShared,
 )
 from asynckv.shielding import wait_shielded
-from asynckv.tensors.arena import Region
-from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Memory, fill
-from asynckv.tensors.views import bytes_of
 from asynckv.transfers.eager import rides
-from asynckv.transfers.ipc_route import IpcArrivals
-from asynckv.transfers.reception import Reception
-from asynckv.types import TensorSpec
+from asynckv.transfers.targets import DeviceTarget, Target, copy_to_device
 
-__all__ = (
-    "ArrivingParts",
-    "PartLanding",
-    "PartsOnGpu",
-    "SentOnGpu",
-    "hear_arriving",
-    "lift_landed",
-    "note_sent",
-    "on_gpu",
-)
+__all__ = ("DeviceRoute", "Incoming", "hear_incoming")
 
 
-class PartLanding:
-    """The way of one part into its region: straight, or by a copy in host memory."""
+class DeviceRoute(Protocol):
+    """How the parts of one transfer come to a GPU of this side, from another.
 
-    def __init__(self, region: Region, spec: TensorSpec, pool: CopyPool) -> None:
-        self.spec = spec
-        self._region = region
-        self._copy = pool.host_empty(spec) if region.is_on_device else None
+    What it tells was compared. Its errors are :exc:`GpuPathLost` where the route itself
+    was lost: then all that it was to bring is told so.
+    """
 
     @property
-    def is_to_be_lifted(self) -> bool:
-        """Is what lands here still to be brought to a GPU?"""
-        return self._copy is not None
+    def progress(self) -> Progress:
+        """Watches what is to come."""
 
     @property
-    def memory(self) -> Memory:
-        """Memory of the host, as large as the part."""
-        if self._copy is None:
-            return self._region.memory()
-        return bytes_of(self._copy)
+    def reads_peer(self) -> bool:
+        """Does this side read in memory of the peer, which keeps it until told?"""
 
-    def fill(self, piece: memoryview) -> None:
-        """Let bytes land that have come with a frame: at most 64 KiB. Never waits."""
-        fill(self.memory, piece)
+    @property
+    def is_given_up(self) -> bool:
+        """May a GPU write for ever where something was to land?"""
 
+    def grant(self, transfer: int) -> GrantDevices | GrantShared:
+        """Return what the peer is told once :meth:`receive` was called."""
 
-async def lift_landed(
-    landings: Sequence[PartLanding], digests: Sequence[bytes], pool: CopyPool
-) -> None:
-    """Bring to the GPU what has landed for it, whole; nothing is done to the others.
+    def receive(
+        self,
+        transfer: int,
+        part: int,
+        target: Memory | DeviceMemory,
+        done: Callable[[bytes, BaseException | None], None],
+    ) -> None:
+        """Let the bytes of one part land in ``target``. Never waits."""
 
-    ``digests`` are those of what has come, empty where nobody digests. A cancelled call
-    ends when the GPU is done.
+    def sent(self, frame: SentDevices | SentShared) -> None:
+        """The peer has sent a part, or says where it lies.
 
-    :raises ChecksumError: it has changed in this process's memory
-    """
-    lifted = [i for i, landing in enumerate(landings) if landing.is_to_be_lifted]
-    if not lifted:
-        return
-    copies = [x._copy for i in lifted if (x := landings[i])._copy is not None]
-    places = [landings[i]._region.place(landings[i].spec) for i in lifted]
-    copying = pool.copy(copies, places)
-    del copies, places  # an error's traceback would keep the memory in use
-    for i, found in zip(lifted, await copying, strict=True):
-        if digests[i] and found != digests[i]:
-            raise ChecksumError("what came changed on its way to the GPU")
+        :raises RemoteProtocolError: it makes no sense, or was granted otherwise
+        """
 
+    def landed_bytes(self, transfer: int) -> int:
+        """Return how many bytes have landed of parts that are not whole yet."""
 
-def on_gpu(region: Region, spec: TensorSpec) -> DeviceMemory:
-    """Return the memory of a GPU that a region is in; whoever has it keeps it."""
-    place = region.place(spec)
-    if not isinstance(place, DeviceMemory):
-        raise TypeError("a region of a GPU lies elsewhere")
-    return place
+    def stop(self, transfer: int) -> None:
+        """Let nothing more land. Never waits."""
+
+    async def quiesce(self, transfer: int) -> None:
+        """Wait until nothing touches memory of the stopped transfer."""
 
 
-PartsOnGpu: TypeAlias = GpuArrivals | IpcArrivals
-"""By NCCL, or read by CUDA IPC where the peer has them."""
+class Incoming:
+    """One transfer on its way into ``targets``, once it is granted.
 
-SentOnGpu: TypeAlias = SentDevices | SentShared
+    ``landed`` is called with the number of each part that is where it belongs, and its
+    digest; ``failed`` once, with why not all of them will be. Both are forgotten when
+    there is nothing more to tell: whoever keeps this object keeps no memory by it.
 
-
-def note_sent(frame: SentOnGpu, arrivals: PartsOnGpu, reception: Reception) -> None:
-    """The peer has sent a part, or says where it lies.
-
-    :raises RemoteProtocolError: it makes no sense, or was granted otherwise
-    """
-    match frame, arrivals:
-        case SentDevices(), GpuArrivals():
-            arrivals.sent(frame)
-            reception.on_done(Done(frame.transfer, frame.part, frame.digest))
-        case SentShared(), IpcArrivals():
-            arrivals.sent(frame)
-        case _:
-            name = type(frame).__name__
-            raise RemoteProtocolError(f"a {name} for what was granted otherwise")
-
-
-class ArrivingParts:
-    """All parts of a transfer, each with the region that it belongs in.
-
-    ``pool`` copies them. ``by_gpu`` returns a way by which they can come to this side's
-    GPU, if there is one. ``landed`` is called with the number of each that is there,
-    and its digest.
+    ``route`` returns by what large parts can come from GPU to GPU, if by anything; it
+    is asked if all of them belong there. ``room`` waits for what memory of the host is
+    needed where that is lost. If the peer ``confirms`` what comes so, a part is told
+    when the peer has said that it knows that it was verified. If not ``is_eager``, even
+    small parts come by payload.
     """
 
     def __init__(
         self,
         stream: LinkStream,
         transfer: int,
-        parts: Sequence[tuple[Region, TensorSpec]],
-        pool: CopyPool,
-        by_gpu: Callable[[], PartsOnGpu | None] | None,
+        targets: Sequence[Target],
         landed: Callable[[int, bytes], None],
+        failed: Callable[[Exception], None] | None = None,
+        *,
+        route: Callable[[], DeviceRoute | None] | None = None,
+        confirms: bool = False,
+        is_eager: bool = True,
+        room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self.transfer = transfer
         self._stream = stream
-        self._transfer = transfer
-        self._parts = parts
-        self._pool = pool
-        self._find_gpu_way = by_gpu
-        self._landed = landed
-        self._landings: dict[int, PartLanding] = {}
-        self._to_lift: dict[int, bytes] = {}
-        self._watchers = Watchers()
-        self._was_by_gpu = False
-        self._coming: list[_Coming] = []
-        self._by_gpu: tuple[_Coming, PartsOnGpu] | None = None
-        self._by_host: _Coming  # from the moment on that anything is granted
+        self._link = stream.link
+        self._targets = targets
+        self._landed: Callable[[int, bytes], None] | None = landed
+        self._failed = failed
+        self._find_route = route
+        self._confirms = confirms
+        self._is_eager = is_eager
+        self._room = room
+        self._untold = len(targets)
+        self._missing = set(range(len(targets)))
+        self._whole: asyncio.Future[None] | None = None
+        self._is_due = self._is_stopped = False
+        # What comes by the link.
+        self._eager: dict[int, Memory] = {}
+        self._unsent = set[int]()
+        self._receiving = 0
+        self._here: dict[int, bytes] = {}
+        self._said: dict[int, bytes] = {}
+        self._is_expected = False
+        # What belongs on a GPU.
+        self._on_device: dict[int, DeviceTarget] = {}
+        self._tasks: OwnTasks | None = None
+        self._to_copy: dict[int, bytes] = {}
+        self._copying_since_s: float | None = None
+        # What comes from another GPU.
+        self._route: DeviceRoute | None = None
+        self._routed = set[int]()
+        self._unrouted = 0
+        self._unconfirmed: dict[int, bytes] = {}
+        self._is_route_expected = self._is_lost = self._was_quiet = False
 
-    async def arrive(self) -> None:
-        """Grant the transfer, and wait until every part is verified, and in.
+    async def receive(self) -> None:
+        """Grant it, and wait until all parts are where they belong.
 
-        However this ends, :meth:`quiesce` is to follow.
+        However this ends, nothing touches the memory any more (at most 1 s).
 
         :raises ChecksumError: other bytes came than were sent
         :raises GPUFailed: the GPU failed, or may write for ever where they belong
         """
-        rest: Sequence[int] = range(len(self._parts))
-        if self._find_gpu_way is not None and self._may_come_by_gpu():
-            arrivals = self._find_gpu_way()
-            if arrivals is not None:
-                rest = await self._come_by_gpu(arrivals)
-        if rest:
-            self._by_host = self._receive(rest)
-            self._stream.send(Grant(self._transfer))
-        await self._all_in(self._by_host)
+        self._whole = self._link.loop.create_future()
+        try:
+            self.grant()
+            await self._whole
+        finally:
+            self._whole = None  # else an error and its traceback would keep each other
+            await self.quiesce()
 
-    def on_frame(self, frame: Done | Riders | SentOnGpu, body: bytes) -> None:
-        """The peer has sent some.
+    def grant(self, *, whole: bool = True) -> None:
+        """Let bytes land, and tell the peer so. Never waits.
+
+        If ``whole``, all of them are there to be sent: see :meth:`expect`.
+        """
+        self._route = route = self._choose_route()
+        # From here on they are the transport's alone: it may be wanted back.
+        targets, self._targets = self._targets, ()
+        for part, target in enumerate(targets):
+            if isinstance(target, DeviceTarget):
+                self._on_device[part] = target
+            if self._is_eager and rides(target.nbytes):
+                self._eager[part] = target.host()
+            elif route is None:
+                self._receive(part, target)
+            else:
+                self._routed.add(part)
+        for part in self._routed:
+            self._receive_routed(part)
+        transfer = self.transfer
+        self._stream.send(Grant(transfer) if route is None else route.grant(transfer))
+        if whole:
+            self.expect()
+
+    def take(self, piece: memoryview, digest: bytes) -> None:
+        """Let the one part be what has come with a frame, verified. Never waits."""
+        ((part, target),) = enumerate(self._targets)
+        self._targets = ()
+        if isinstance(target, DeviceTarget):
+            self._on_device[part] = target
+        fill(target.host(), piece)
+        self._verified(part, digest)
+
+    def expect(self) -> None:
+        """From here on bytes that do not come end the link, or lose their route."""
+        self._is_due = True
+        if self._is_stopped:
+            return
+        if not self._is_expected and (self._receiving or self._eager):
+            self._is_expected = True
+            self._link.progress.expect(self.transfer)
+        route, was_expected = self._route, self._is_route_expected
+        if self._unrouted and route is not None and not was_expected:
+            self._is_route_expected = True
+            route.progress.expect(self.transfer)
+
+    def on_frame(self, frame: Frame, body: bytes) -> None:
+        """The peer has sent some of it.
 
         :raises RemoteProtocolError: it makes no sense
         """
-        if isinstance(frame, Done | Riders):
-            self._by_host.reception.on_parts(frame, body)
-        elif not self._was_by_gpu:
-            raise RemoteProtocolError("a part of a GPU that was not asked for")
-        elif self._by_gpu is not None:  # else it was said before the way was lost
-            coming, arrivals = self._by_gpu
-            note_sent(frame, arrivals, coming.reception)
+        match frame:
+            case Done() | Riders() | SentDevices() | SentShared() if self._is_stopped:
+                pass
+            case Done():
+                self._on_done(frame)
+            case Riders():
+                self._on_eager(frame, body)
+            case SentDevices() | SentShared():
+                self._on_sent(frame)
+            case _:
+                raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+
+    @property
+    def has_come(self) -> bool:
+        """Has the peer no more to do for it?"""
+        return not self._missing
+
+    @property
+    def landed_bytes(self) -> int:
+        """How many bytes have landed of parts that are not whole yet."""
+        nbytes = self._link.payload.landed_bytes(self.transfer)
+        if self._route is not None:
+            nbytes += self._route.landed_bytes(self.transfer)
+        return nbytes
+
+    @property
+    def is_working(self) -> bool:
+        """Is it this side that copies, or digests, now (at most ``OWN_WORK_S``)?"""
+        since_s, route = self._copying_since_s, self._route
+        if since_s is not None and self._link.loop.time() - since_s < OWN_WORK_S:
+            return True
+        return route is not None and route.progress.is_working(self.transfer)
+
+    @property
+    def reads_peer(self) -> bool:
+        """Does the peer keep what is read there until it is told otherwise?"""
+        return self._route is not None and self._route.reads_peer
+
+    @property
+    def is_given_up(self) -> bool:
+        """May a GPU write for ever where it was to land?"""
+        route = self._route
+        return route is not None and not self._was_quiet and route.is_given_up
+
+    def stop(self) -> None:
+        """Let nothing more land. The memory is quiet after :meth:`quiesce`."""
+        self._end()
+        if self._receiving:
+            self._link.payload.stop(self.transfer)
+        if self._route is not None:
+            self._route.stop(self.transfer)
+        if self._tasks is not None:
+            self._tasks.cancel()
 
     async def quiesce(self) -> None:
-        """Wait until nothing touches the regions (at most 1 s)."""
-        for coming in self._coming:
-            coming.reception.stop()
-        quiet = [coming.reception.quiesce() for coming in self._coming]
-        # All of them, however often the wait is cancelled: the peer is told then.
-        await wait_shielded(asyncio.gather(*quiet, return_exceptions=True))
+        """Stop, and wait until nothing touches the memory (at most 1 s).
 
-    def _may_come_by_gpu(self) -> bool:
-        """Is all on this side's GPU that does not ride?"""
-        regions = [region for region, _ in self._parts if not rides(region.nbytes)]
-        return bool(regions) and all(region.is_on_device for region in regions)
-
-    async def _come_by_gpu(self, arrivals: PartsOnGpu) -> Sequence[int]:
-        """Wait for all parts; return those that are to come through host memory."""
-        small = [i for i, (region, _) in enumerate(self._parts) if rides(region.nbytes)]
-        self._by_host = self._receive(small)
-        rest = [i for i in range(len(self._parts)) if i not in self._landings]
-        places = {i: on_gpu(*self._parts[i]) for i in rest}
-        self._was_by_gpu = True
-        coming = self._come(places, self._landed, arrivals)
-        self._by_gpu = coming, arrivals
-        del places  # an error's traceback would keep the memory in use
-        self._stream.send(arrivals.grant(self._transfer))
-        try:
-            await coming.whole
-        except GpuPathLost as exc:
-            self._by_gpu = None
-            await coming.reception.quiesce()
-            if not exc.is_quiet:
-                raise GPUFailed(exc.message) from exc
-        else:
-            rest = []
-        await self._all_in(self._by_host)  # it rides once, however the others come
-        return rest
-
-    def _receive(self, indexes: Sequence[int]) -> _Coming:
-        """Let parts land in host memory: straight, or on their way to the GPU."""
-        for index in indexes:
-            self._landings[index] = PartLanding(*self._parts[index], self._pool)
-        places = {index: self._landings[index].memory for index in indexes}
-        return self._come(places, self._has_come, None)
-
-    def _come(
-        self,
-        places: Mapping[int, Memory | DeviceMemory],
-        verified: Callable[[int, bytes], None],
-        arrivals: PartsOnGpu | None,
-    ) -> _Coming:
-        targets = [places.get(index) for index in range(len(self._parts))]
-        link = self._stream.link
-        coming = _Coming(link, self._transfer, targets, verified, arrivals)
-        self._coming.append(coming)
-        return coming
-
-    def _has_come(self, index: int, digest: bytes) -> None:
-        if self._landings[index].is_to_be_lifted:
-            self._to_lift[index] = digest
-            self._watchers.wake()
-        else:
-            del self._landings[index]
-            self._landed(index, digest)
-
-    async def _all_in(self, coming: _Coming) -> None:
-        """Wait until all that comes by one way is verified, and in.
-
-        What has come is brought to its GPU while the rest is on the wire.
+        However often the wait is cancelled, it is for all of that.
         """
-        coming.whole.add_done_callback(lambda _: self._watchers.wake())
-        while True:
-            if is_whole := coming.whole.done():
-                coming.whole.result()  # what fails one part fails all
-            if self._to_lift:
-                await self._lift()
-            elif is_whole:
+        self._end()
+        waits = list[Coroutine[Any, Any, None]]()
+        if self._receiving:
+            waits.append(self._link.payload.quiesce(self.transfer))
+        if self._route is not None:
+            waits.append(self._route.quiesce(self.transfer))
+        if self._tasks is not None:
+            waits.append(self._tasks.quiesce())
+        if not waits:
+            return
+        try:
+            await wait_shielded(asyncio.gather(*waits, return_exceptions=True))
+        finally:
+            self._receiving = 0
+            # If it is given up later, that is no matter.
+            self._was_quiet = self._route is not None and not self._route.is_given_up
+
+    def _end(self) -> None:
+        """Tell nothing more, and keep nothing."""
+        self._is_stopped = True
+        self._forget_link()
+        self._forget_route()
+        self._landed = self._failed = None
+        self._targets = ()
+        self._eager.clear()
+        self._on_device.clear()
+        self._to_copy.clear()
+
+    def _fail(self, error: Exception) -> None:
+        failed, whole, is_over = self._failed, self._whole, self._is_stopped
+        self.stop()
+        if is_over:
+            return
+        if failed is not None:
+            failed(error)
+        if whole is not None and not whole.done():
+            whole.set_exception(error)
+            whole.exception()  # who waits for it may be cancelled before it is told
+
+    def _tell(self, part: int, digest: bytes) -> None:
+        """One part is where it belongs."""
+        landed, whole = self._landed, self._whole
+        self._untold -= 1
+        if not self._untold:
+            self._landed = self._failed = None
+            self._on_device.clear()
+        if landed is not None:
+            landed(part, digest)
+        if not self._untold and whole is not None and not whole.done():
+            whole.set_result(None)
+
+    def _verified(self, part: int, digest: bytes) -> None:
+        """The bytes of one part are those that were sent."""
+        target = self._on_device.get(part)
+        if part not in self._missing:  # it came once more behind a lost route
+            if target is not None:
+                target.take_bounce()
+            return
+        self._missing.remove(part)
+        if target is not None and target.is_in_host:
+            self._copy_soon(part, digest)
+        else:
+            self._tell(part, digest)
+
+    # by the link
+
+    def _receive(self, part: int, target: Target) -> None:
+        self._receiving += 1
+        self._unsent.add(part)
+        done = partial(self._on_landed, part)
+        self._link.payload.receive(self.transfer, part, target.host(), done)
+
+    def _on_landed(self, part: int, digest: bytes, error: BaseException | None) -> None:
+        if self._is_stopped or error is not None:
+            return  # an error of the link's own ends it too, and is told by on_lost
+        self._receiving -= 1
+        said = self._said.pop(part, None)
+        if not self._receiving and not self._eager:
+            self._forget_link()
+        if said is None:
+            self._here[part] = digest
+        else:
+            self._judge(part, digest, said)
+
+    def _on_done(self, frame: Done) -> None:
+        part, digest = frame.part, frame.digest
+        if part in self._unconfirmed:
+            self._missing.remove(part)
+            self._tell(part, self._unconfirmed.pop(part))
+            return
+        if part not in self._unsent:
+            raise RemoteProtocolError(f"a Done for part {part} makes no sense")
+        self._unsent.remove(part)
+        here = self._here.pop(part, None)
+        if here is None:
+            self._said[part] = digest
+        else:
+            self._judge(part, here, digest)
+
+    def _on_eager(self, frame: Riders, body: bytes) -> None:
+        digests = frame.digests or (b"",) * len(frame.parts)
+        targets = [self._take_eager(part) for part in frame.parts]
+        if len(digests) != len(targets) or sum(t.nbytes for t in targets) != len(body):
+            raise RemoteProtocolError("Riders that are not what their parts are")
+        self._link.progress.note(len(body))
+        if not self._receiving and not self._eager:
+            self._forget_link()
+        view, start = memoryview(body), 0
+        is_digested = self._link.digest != "off"
+        for part, digest, target in zip(frame.parts, digests, targets, strict=True):
+            piece = view[start : start + target.nbytes]
+            start += target.nbytes
+            fill(target, piece)
+            self._judge(part, digest_of(piece) if is_digested else b"", digest)
+            if self._is_stopped:
                 return
-            else:
-                await self._watchers.next_change(self._stream.link.loop)
 
-    async def _lift(self) -> None:
-        """Bring what has come to the GPU that it is to be on, and tell of it then."""
-        digests, self._to_lift = self._to_lift, {}
-        landings = [self._landings.pop(index) for index in digests]
-        lifting = lift_landed(landings, [*digests.values()], self._pool)
-        del landings  # what landed is let go as soon as it was lifted
-        await lifting
-        for index, digest in digests.items():
-            self._landed(index, digest)
+    def _take_eager(self, part: int) -> Memory:
+        target = self._eager.pop(part, None)
+        if target is None:
+            raise RemoteProtocolError(f"part {part} came along, which makes no sense")
+        return target
+
+    def _judge(self, part: int, here: bytes, said: bytes) -> None:
+        """Both sides have digested it."""
+        if here == said:
+            self._verified(part, here)
+        else:
+            self._fail(other_bytes(part))
+
+    def _forget_link(self) -> None:
+        if self._is_expected:
+            self._is_expected = False
+            self._link.progress.forget(self.transfer)
+
+    # to a GPU, through memory of the host
+
+    def _copy_soon(self, part: int, digest: bytes) -> None:
+        """Copy what has landed to the GPU, while the rest is on the wire."""
+        self._to_copy[part] = digest
+        if self._copying_since_s is None:
+            self._copying_since_s = self._link.loop.time()
+            self._start(self._copy, "copy to a GPU")
+
+    async def _copy(self) -> None:
+        while digests := self._to_copy:
+            self._to_copy = {}
+            targets = [self._on_device[part] for part in digests]
+            await copy_to_device(targets, [*digests.values()])
+            self._copying_since_s = self._link.loop.time()
+            for part, digest in digests.items():
+                self._tell(part, digest)
+        self._copying_since_s = None
+
+    def _start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        self._tasks = self._tasks or OwnTasks(self._fail)
+        self._tasks.start(work, f"asynckv: {name}")
+
+    # from another GPU
+
+    def _choose_route(self) -> DeviceRoute | None:
+        if self._find_route is None:
+            return None
+        large = [t for t in self._targets if not (self._is_eager and rides(t.nbytes))]
+        if not large or not all(target.is_on_device for target in large):
+            return None
+        return self._find_route()
+
+    def _receive_routed(self, part: int) -> None:
+        if (route := self._route) is not None:
+            self._unrouted += 1
+            place, done = self._on_device[part].device(), partial(self._on_routed, part)
+            route.receive(self.transfer, part, place, done)
+
+    def _on_sent(self, frame: SentDevices | SentShared) -> None:
+        if self._is_lost:
+            return  # it was said before the route was lost
+        if self._route is None:
+            raise RemoteProtocolError("a part of a GPU that was not asked for")
+        self._route.sent(frame)
+
+    def _on_routed(self, part: int, digest: bytes, error: BaseException | None) -> None:
+        if self._is_stopped or self._is_lost:
+            return
+        if isinstance(error, GpuPathLost):
+            self._is_lost = True
+            self._forget_route()
+            self._start(partial(self._fall_back, error), "fall back to the link")
+            return
+        if isinstance(error, Exception):
+            self._fail(error)
+            return
+        self._unrouted -= 1
+        if not self._unrouted:
+            self._forget_route()
+        if self._confirms:
+            self._unconfirmed[part] = digest
+            self._stream.send(Done(self.transfer, part))
+        else:
+            self._verified(part, digest)
+
+    async def _fall_back(self, lost: GpuPathLost) -> None:
+        """Let all come by the link that the route was to bring.
+
+        Also what is here already, which the peer does not know; it is not told again.
+        """
+        route = self._route
+        if route is None:
+            return
+        await route.quiesce(self.transfer)
+        targets = {part: self._on_device[part] for part in self._routed}
+        if route.is_given_up:
+            for part in self._missing.intersection(targets):
+                targets[part].give_up(lost)
+        self._route = None
+        if self._room is not None:
+            await self._room()
+        for part, target in targets.items():
+            self._receive(part, target)
+        self._stream.send(Grant(self.transfer))
+        if self._is_due:
+            self.expect()
+
+    def _forget_route(self) -> None:
+        if self._is_route_expected and self._route is not None:
+            self._is_route_expected = False
+            self._route.progress.forget(self.transfer)
 
 
-class _Coming:
-    """Parts that come by one way. ``whole`` is done when all of them are verified."""
+def hear_incoming(incoming: Incoming | None, frame: Frame, body: bytes) -> None:
+    """The peer says something of what it sends.
 
-    def __init__(
-        self,
-        link: Link,
-        transfer: int,
-        targets: Sequence[Memory | DeviceMemory | None],
-        verified: Callable[[int, bytes], None],
-        arrivals: PartsOnGpu | None,
-    ) -> None:
-        self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._verified = verified
-        self._left = sum(target is not None for target in targets)
-        self.reception = Reception(
-            *(link, transfer, targets, self),
-            has_riders=True,
-            payload=arrivals,
-            progress=None if arrivals is None else arrivals.progress,
-            is_compared=arrivals is not None and arrivals.compares,
-        )
-        self.reception.begin()
-        if not self._left:
-            self.whole.set_result(None)
-
-    def part_verified(self, index: int, digest: bytes) -> None:
-        self._verified(index, digest)
-        self._left -= 1
-        if not self._left and not self.whole.done():
-            self.whole.set_result(None)
-
-    def reception_failed(self, error: Exception) -> None:
-        if not self.whole.done():
-            self.whole.set_exception(error)
-            self.whole.exception()  # the request may have been cancelled meanwhile
-
-
-def hear_arriving(
-    request: asyncio.Task[None],
-    parts: ArrivingParts | None,
-    frame: Frame,
-    body: bytes,
-) -> None:
-    """The peer says something of what it puts: cancel the request, or tell its parts.
-
-    :raises RemoteProtocolError: nothing of it was granted yet, or it is something else
+    :raises RemoteProtocolError: nothing of it was granted yet, or it makes no sense
     """
-    match frame:
-        case Cancel():
-            request.cancel()
-        case Done() | Riders() | SentDevices() | SentShared() if parts is not None:
-            parts.on_frame(frame, body)
-        case _:
-            raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+    if incoming is None:
+        raise RemoteProtocolError(f"no {type(frame).__name__} belongs here")
+    incoming.on_frame(frame, body)

@@ -12,10 +12,10 @@ from functools import partial
 from typing import ClassVar
 
 from asynckv.errors import ChecksumError, GPUFailed, RemoteProtocolError
-from asynckv.links.gpu_link import GpuPathLost
+from asynckv.links.gpu_link import GpuPathLost, other_bytes
 from asynckv.links.progress import Progress
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import GrantShared, SentShared
+from asynckv.protocol.transfer_frames import GrantShared, SentDevices, SentShared
 from asynckv.sharing.imports import PeerMemory
 from asynckv.shielding import wait_shielded
 from asynckv.tensors.cuda import DeviceMemory
@@ -28,14 +28,15 @@ _Done = Callable[[bytes, BaseException | None], None]
 
 
 class IpcArrivals:
-    """One transfer; fits :class:`~asynckv.transfers.reception.PartReceiver`.
+    """One transfer; fits :class:`~asynckv.transfers.incoming.DeviceRoute`.
 
     ``digest`` is what this side wants to be compared. With ``is_kept`` the digest of a
-    part that has landed is of all its bytes, whatever was compared. Errors are
-    :exc:`GpuPathLost` where the peer does not have a part there, or it cannot be read.
+    part that has landed is of all its bytes, whatever was compared. It is lost where
+    the peer does not have a part there, or that cannot be read.
     """
 
     compares: ClassVar[bool] = True
+    reads_peer: ClassVar[bool] = True
     is_given_up: ClassVar[bool] = False
 
     def __init__(
@@ -67,12 +68,15 @@ class IpcArrivals:
             raise TypeError("memory of the host does not come this way")
         self._awaited[part] = target, done
 
-    def sent(self, frame: SentShared) -> None:
+    def sent(self, frame: SentDevices | SentShared) -> None:
         """The peer says where a part lies, and what its digest is of.
 
         :raises RemoteProtocolError: there is no such part, or it was said before; it
-            lies beyond what is shown; or less is to be compared than this side asks for
+            lies beyond what is shown; less is to be compared than this side asks for;
+            or it was sent
         """
+        if isinstance(frame, SentDevices):
+            raise RemoteProtocolError("a SentDevices for what was granted otherwise")
         if self._is_stopped:
             return
         part, own = frame.part, self.digest
@@ -137,10 +141,7 @@ class IpcArrivals:
             if frame.kind == "edges":
                 (landed,) = await self._pool.edges([target])
         if landed != frame.digest:
-            raise ChecksumError(
-                "a part arrived with other bytes than were sent",
-                hint="it was refused; nothing of it was used",
-            )
+            raise other_bytes(frame.part)
         found.append(whole if self._is_kept else b"")
 
 

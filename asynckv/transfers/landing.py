@@ -170,6 +170,7 @@ class Landing:
             has_riders=True,
             payload=arrivals,
             progress=None if arrivals is None else arrivals.progress,
+            is_compared=arrivals is not None,
         )
         if isinstance(arrivals, GpuArrivals):
             arrivals.call_when_lost(reception.fail)
@@ -194,7 +195,6 @@ class Landing:
             raise RemoteProtocolError("a part of a GPU that was not asked for")
         else:
             self._arrivals.sent(frame)
-            reception.on_done(Done(frame.transfer, frame.part, frame.digest))
 
     async def quiesce(self) -> None:
         """Wait until nothing touches memory that the caller lent (at most 1 s)."""

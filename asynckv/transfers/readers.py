@@ -16,6 +16,7 @@ import numpy.typing
 import torch
 
 from asynckv.errors import AsyncKVError, ChecksumError, RemoteProtocolError
+from asynckv.links.gpu_link import other_bytes
 from asynckv.links.link import Link
 from asynckv.links.progress import Progress
 from asynckv.protocol.digests import digest_of
@@ -346,6 +347,8 @@ class ShownArrivals:
     ``digest`` is what both sides want to be compared of what has landed.
     """
 
+    compares: ClassVar[bool] = True
+
     def __init__(self, link: Link, parts: ShownParts) -> None:
         self.pool = parts.pool
         self.digest: DigestMode = parts.memory.digest
@@ -421,7 +424,8 @@ class ShownArrivals:
             del awaited, target  # as there
             done(b"", exc)
         else:
-            done(digest, None)
+            error = None if digest == frame.digest else other_bytes(frame.part)
+            done(digest, error)
 
 
 class IpcReader(MapReader):

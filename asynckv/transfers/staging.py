@@ -31,8 +31,8 @@ from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.views import empty_tensor
 from asynckv.transfers.eager import rides
 from asynckv.transfers.host_copies import OnGpu
-from asynckv.transfers.incoming import on_gpu
 from asynckv.transfers.manifest import INLINE_NBYTES
+from asynckv.transfers.targets import device_memory
 from asynckv.types import TensorSpec
 from asynckv.waits.line import FairLine
 
@@ -66,7 +66,7 @@ class StagedTensor:
 
         :raises RuntimeError: it was released
         """
-        return on_gpu(self.region, self.spec)
+        return device_memory(self.region, self.spec)
 
     def release(self) -> None:
         """Let the memory be another's when nothing is at it any more. Never waits."""

@@ -1,15 +1,214 @@
-"""Memory that the caller named in ``into=`` for the tensors of an entry."""
+"""Where the bytes of what comes belong: memory of the host, or of a GPU.
+
+What comes through memory of the host for a GPU lands in a bounce buffer there, and is
+copied from it. Some of the memory is what the caller named in ``into=``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Protocol
 
+import torch
+
+from asynckv.errors import ChecksumError, GPUFailed
 from asynckv.observability.lines import as_line
+from asynckv.tensors.arena import Region
 from asynckv.tensors.blocks import KVMemory, check_apart, check_landing, landing_of
+from asynckv.tensors.copying import CopyPool
+from asynckv.tensors.cuda import DeviceMemory
+from asynckv.tensors.runs import Memory, fill
+from asynckv.tensors.views import bytes_of
 from asynckv.transfers.manifest import check_names
 from asynckv.types import TensorSpec
 
-__all__ = ("check_targets", "match_targets")
+__all__ = (
+    "BufferPart",
+    "DeviceTarget",
+    "HostTarget",
+    "Target",
+    "check_targets",
+    "copy_to_device",
+    "device_memory",
+    "fill_targets",
+    "match_targets",
+    "target_in",
+)
+
+
+class Target(abc.ABC):
+    """Where the bytes of one part belong."""
+
+    __slots__ = ("nbytes",)
+
+    is_on_device: ClassVar[bool]
+    """Is it memory of a GPU?"""
+
+    nbytes: int
+
+    @abc.abstractmethod
+    def host(self) -> Memory:
+        """Return memory of the host that the bytes can land in. Never waits.
+
+        That of a GPU's target is to be copied there: see :func:`copy_to_device`.
+        """
+
+    @abc.abstractmethod
+    def device(self) -> DeviceMemory:
+        """Return the memory of a GPU; whoever has it keeps it."""
+
+    def give_up(self, error: GPUFailed) -> None:
+        """A GPU may write for ever where this is: use other memory, or raise.
+
+        :raises GPUFailed: there is no other
+        """
+        raise GPUFailed(error.message) from error
+
+
+class HostTarget(Target):
+    """Memory of the host."""
+
+    __slots__ = ("_memory",)
+
+    is_on_device: ClassVar[bool] = False
+
+    def __init__(self, memory: Memory) -> None:
+        self.nbytes = memory.nbytes
+        self._memory = memory
+
+    def host(self) -> Memory:
+        return self._memory
+
+    def device(self) -> DeviceMemory:
+        raise TypeError("memory of the host is on no GPU")
+
+
+class DeviceTarget(Target):
+    """Memory of a GPU, which ``place`` returns; ``None`` if nobody needs it any more.
+
+    ``empty`` makes the bounce buffer. ``pool`` copies from there, and digests what it
+    copies once more if it ``is_digested``.
+    """
+
+    __slots__ = ("_bounce", "_empty", "is_digested", "place", "pool", "spec")
+
+    is_on_device: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        spec: TensorSpec,
+        place: Callable[[], KVMemory | DeviceMemory | None],
+        pool: CopyPool,
+        *,
+        empty: Callable[[TensorSpec], torch.Tensor],
+        is_digested: bool = True,
+    ) -> None:
+        self.nbytes = spec.nbytes
+        self.spec = spec
+        self.place = place
+        self.pool = pool
+        self.is_digested = is_digested
+        self._empty = empty
+        self._bounce: torch.Tensor | None = None
+
+    @property
+    def is_in_host(self) -> bool:
+        """Do the bytes land in the bounce buffer?"""
+        return self._bounce is not None
+
+    def host(self) -> Memory:
+        self._bounce = self._empty(self.spec)
+        return bytes_of(self._bounce)
+
+    def device(self) -> DeviceMemory:
+        place = self.place()
+        if not isinstance(place, DeviceMemory):
+            raise TypeError("what is to be on a GPU lies elsewhere")
+        return place
+
+    def take_bounce(self) -> torch.Tensor | None:
+        """Return the bounce buffer, and keep it no longer."""
+        bounce, self._bounce = self._bounce, None
+        return bounce
+
+
+class BufferPart(Protocol):
+    """A tensor of a buffer's entry. It has no region before there is room, nor when
+    the entry has left."""
+
+    region: Region | None
+    spec: TensorSpec
+
+
+def target_in(region: Region, part: BufferPart, pool: CopyPool) -> Target:
+    """Return a part's ``region`` as what its bytes are to land in.
+
+    :raises EntryTooLarge: of the heap, and the process may have no more
+    """
+    if not region.is_on_device:
+        return HostTarget(region.memory())
+
+    def place() -> DeviceMemory | None:
+        return None if part.region is None else device_memory(part.region, part.spec)
+
+    return DeviceTarget(part.spec, place, pool, empty=pool.host_empty)
+
+
+def device_memory(region: Region, spec: TensorSpec) -> DeviceMemory:
+    """Return the memory of a GPU that a region is in; whoever has it keeps it."""
+    place = region.place(spec)
+    if not isinstance(place, DeviceMemory):
+        raise TypeError("a region of a GPU lies elsewhere")
+    return place
+
+
+async def copy_to_device(
+    targets: Sequence[DeviceTarget], digests: Sequence[bytes]
+) -> None:
+    """Bring what has landed in bounce buffers to the GPU.
+
+    ``digests`` are those of what has come, empty where nobody digests. A cancelled call
+    ends when the GPU is done.
+
+    :raises ChecksumError: it has changed in this process's memory
+    :raises GPUFailed: the GPU failed
+    """
+    bounces, due = list[torch.Tensor](), list[bytes]()
+    places = list[KVMemory | DeviceMemory]()
+    for target, digest in zip(targets, digests, strict=True):
+        bounce, place = target.take_bounce(), target.place()
+        if bounce is not None and place is not None:
+            bounces.append(bounce)
+            places.append(place)
+            due.append(digest if target.is_digested else b"")
+    if not places:
+        return
+    copying = targets[0].pool.copy(bounces, places, digest=any(due))
+    # An error's traceback would keep the memory in use.
+    bounce, place = None, None
+    del bounces, places
+    for found, digest in zip(await copying, due, strict=True):
+        if digest and found != digest:
+            raise ChecksumError("what came changed on its way to the GPU")
+
+
+async def fill_targets(
+    targets: Sequence[Target], pieces: Sequence[memoryview], digests: Sequence[bytes]
+) -> None:
+    """Let bytes land that have come with a frame: at most 64 KiB each.
+
+    Waits for a GPU alone; a cancelled call ends when that is done.
+
+    :raises ChecksumError: as :func:`copy_to_device`
+    :raises GPUFailed: as :func:`copy_to_device`
+    """
+    for target, piece in zip(targets, pieces, strict=True):
+        fill(target.host(), piece)
+    on_device = [t for t in targets if isinstance(t, DeviceTarget)]
+    if on_device:
+        every = zip(targets, digests, strict=True)
+        await copy_to_device(on_device, [d for t, d in every if t.is_on_device])
 
 
 def check_targets(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 import pytest
@@ -14,7 +13,6 @@ from asynckv.abc import KVEntry
 from asynckv.buffers.entries.entries import EntryState, StoredEntry
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.remote.peer import Peer, connect
-from asynckv.buffers.serving.lookup import LookupService
 from asynckv.errors import ChecksumError, GPUFailed, LeaseLost
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.views import empty_tensor
@@ -28,6 +26,7 @@ from asynckv.testing.lookup_checks.values import (
     noise,
 )
 from asynckv.testing.lookup_conformance import LOOKUP_CHECKS
+from asynckv.transfers.incoming import Incoming
 from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice
 from harness.fake_gpus import FakeGpus
@@ -274,17 +273,14 @@ async def test_of_a_layer_that_is_on_the_gpu_the_host_keeps_nothing(
 async def test_an_entry_that_leaves_while_a_layer_is_lifted_needs_it_no_more(
     monkeypatch: pytest.MonkeyPatch, pair: GpuPair
 ) -> None:
-    run, leases = LookupService.run, pair.buffer.ledger.leases
+    copy, leases = Incoming._copy_soon, pair.buffer.ledger.leases
 
-    def run_too_late(
-        service: LookupService, doing: Coroutine[Any, Any, None], name: str
-    ) -> asyncio.Task[None]:
-        if name == "copy to a GPU":
-            (entry,) = pair.buffer.ledger.book.entries.values()
-            leases.acknowledge(next(iter(entry.leases.values())))
-        return run(service, doing, name)
+    def copy_too_late(incoming: Incoming, part: int, digest: bytes) -> None:
+        (entry,) = pair.buffer.ledger.book.entries.values()
+        leases.acknowledge(next(iter(entry.leases.values())))
+        copy(incoming, part, digest)
 
-    monkeypatch.setattr(LookupService, "run", run_too_late)
+    monkeypatch.setattr(Incoming, "_copy_soon", copy_too_late)
     async with pair.peer.lookup.open_insert([1], None, LAYERS) as writer:
         with pytest.raises(LeaseLost):
             async with pair.buffer.open_drop_select([1]):

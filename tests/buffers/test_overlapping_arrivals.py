@@ -28,7 +28,7 @@ from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
 from asynckv.testing.expectations import is_same, only
 from asynckv.testing.lookup_checks.values import MIB, noise
-from asynckv.transfers.incoming import ArrivingParts
+from asynckv.transfers.incoming import Incoming
 from asynckv.types import TensorSpec
 from harness.fake_devices import FakeDevice, fake_device
 from harness.held_copies import held_copies
@@ -199,13 +199,13 @@ async def test_what_was_put_is_on_the_gpu_while_others_are_on_the_wire(
 async def test_what_was_put_is_copied_while_more_of_it_lands(
     gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    come, has_come = list[int](), ArrivingParts._has_come
+    come, verified = list[int](), Incoming._verified
 
-    def note(parts: ArrivingParts, index: int, digest: bytes) -> None:
-        come.append(index)
-        has_come(parts, index, digest)
+    def note(incoming: Incoming, part: int, digest: bytes) -> None:
+        come.append(part)
+        verified(incoming, part, digest)
 
-    monkeypatch.setattr(ArrivingParts, "_has_come", note)
+    monkeypatch.setattr(Incoming, "_verified", note)
     async with putting(gpu) as (lookup, link):
         raw = RawInsert(link, MIB, MIB)
         await raw.granted()

@@ -38,7 +38,7 @@ from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.devices import Device
 from asynckv.transfers.host_copies import HostCopies
-from asynckv.transfers.incoming import PartsOnGpu
+from asynckv.transfers.incoming import DeviceRoute
 from asynckv.transfers.ipc_route import IpcArrivals
 
 __all__ = (
@@ -198,7 +198,7 @@ class DeviceService(Service):
         self.run(self._open(channel, frame, device), "connect GPUs")
         return channel
 
-    def arrivals(self, *, on_gpu: bool) -> PartsOnGpu | None:
+    def arrivals(self, *, on_gpu: bool) -> DeviceRoute | None:
         """Return by what one transfer may come into memory of the buffer's GPU.
 
         By NCCL, if it lies ``on_gpu`` there.

@@ -26,16 +26,10 @@ from asynckv.protocol.frames import (
     Retract,
 )
 from asynckv.protocol.transfer_frames import Done, Grant, SentDevices, SentShared
-from asynckv.tensors.arena import Region
-from asynckv.transfers.incoming import (
-    ArrivingParts,
-    PartLanding,
-    hear_arriving,
-    lift_landed,
-)
+from asynckv.transfers.incoming import Incoming, hear_incoming
 from asynckv.transfers.manifest import Manifest, check_names, unpack, verify_inline
 from asynckv.transfers.queries import check_mask, check_tokens
-from asynckv.types import TensorSpec
+from asynckv.transfers.targets import Target, fill_targets, target_in
 
 __all__ = (
     "ServedInsert",
@@ -98,34 +92,32 @@ class ServedInsert:
         self._inline = manifest if fits else None
         nbytes -= 0 if fits or not frame.inline else manifest.nbytes
         service.link.payload.announce(frame.transfer)
-        self._arriving: ArrivingParts | None = None
+        self._incoming: Incoming | None = None
         self._task = service.run_insert(self._run, frame.entry_id, nbytes)
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     async def fill(self, entry: StoredEntry, landed: Landed) -> None:
-        parts = [
-            (part.region, part.spec) for part in entry.parts if part.region is not None
+        pool, devices = self._service.buffer.pool, self._service.devices
+        targets = [
+            target_in(part.region, part, pool)
+            for part in entry.parts
+            if part.region is not None
         ]
         if self._inline is not None:
-            await self._take_inline(self._inline, parts, landed)
-            return
-        if not parts:
-            return
-        pool, devices = self._service.buffer.pool, self._service.devices
-        by_gpu = None
-        if devices is not None:
-            by_gpu = partial(devices.arrivals, on_gpu=self._frame.on_gpu)
-        self._arriving = ArrivingParts(
-            *(self._stream, self._frame.transfer, parts, pool),
-            *(by_gpu, landed),
-        )
-        try:
-            await self._arriving.arrive()
-        finally:
-            await self._arriving.quiesce()
+            await self._take_inline(self._inline, targets, landed)
+        elif targets:
+            self._incoming = Incoming(
+                *(self._stream, self._frame.transfer, targets, landed),
+                route=partial(devices.arrivals, on_gpu=self._frame.on_gpu),
+            )
+            del targets  # the transport's alone: the memory may be wanted back
+            await self._incoming.receive()
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
-        hear_arriving(self._task, self._arriving, frame, body)
+        if isinstance(frame, Cancel):
+            self._task.cancel()
+        else:
+            hear_incoming(self._incoming, frame, body)
 
     def on_lost(self, error: PeerLost) -> None:
         self._task.cancel()
@@ -137,17 +129,10 @@ class ServedInsert:
         await self._service.buffer.admission.insert(self._draft, self, digest)
 
     async def _take_inline(
-        self,
-        manifest: Manifest,
-        parts: list[tuple[Region, TensorSpec]],
-        landed: Landed,
+        self, manifest: Manifest, targets: list[Target], landed: Landed
     ) -> None:
         digests = verify_inline(manifest)
-        pool = self._service.buffer.pool
-        landings = [PartLanding(region, spec, pool) for region, spec in parts]
-        for landing, piece in zip(landings, manifest.inline, strict=True):
-            landing.fill(piece)
-        await lift_landed(landings, digests, pool)
+        await fill_targets(targets, manifest.inline, digests)
         for index, digest in enumerate(digests):
             # As those that come by payload: of a link without digests none is known.
             landed(index, b"" if self._service.link.digest == "off" else digest)
@@ -198,9 +183,7 @@ class ServedWriter:
         match frame:
             case Push():
                 pushes.on_push(frame, body)
-            case Done():
-                pushes.on_done(frame)
-            case SentDevices() | SentShared():
+            case Done() | SentDevices() | SentShared():
                 pushes.on_sent(frame)
             case Retract(transfer=transfer):
                 pushes.on_retract(transfer)

@@ -36,8 +36,9 @@ from asynckv.protocol.transfer_frames import Done, Grant
 from asynckv.protocol.values import TensorRecord
 from asynckv.tensors.runs import fill, joined
 from asynckv.tensors.views import dtype_of
-from asynckv.transfers.incoming import ArrivingParts, hear_arriving
+from asynckv.transfers.incoming import Incoming, hear_incoming
 from asynckv.transfers.manifest import INLINE_NBYTES, pack
+from asynckv.transfers.targets import HostTarget
 
 __all__ = (
     "ServedGet",
@@ -178,13 +179,16 @@ class ServedPut:
         self._inline = body if fits else None
         nbytes = REQUEST_NBYTES + (len(body) if fits else 0)
         service.link.payload.announce(frame.transfer)
-        self._arriving: ArrivingParts | None = None
+        self._incoming: Incoming | None = None
         self._digest = b""
         self._task = service.run_put(self._run, frame.key, nbytes)
         self._task.add_done_callback(lambda task: answer(stream, task))
 
     def on_frame(self, frame: Frame, body: bytes) -> None:
-        hear_arriving(self._task, self._arriving, frame, body)
+        if isinstance(frame, Cancel):
+            self._task.cancel()
+        else:
+            hear_incoming(self._incoming, frame, body)
 
     def on_lost(self, error: PeerLost) -> None:
         self._task.cancel()
@@ -195,21 +199,17 @@ class ServedPut:
         try:
             store.commit(pending, await self._fill(pending))
         finally:
-            try:
-                if self._arriving is not None:
-                    await self._arriving.quiesce()
-            finally:  # also if it was cancelled again meanwhile
-                store.discard(pending)
+            store.discard(pending)
 
     async def _fill(self, pending: PendingPut) -> bytes:
         if self._inline is not None:
             return self._take_inline(self._inline, pending)
-        part = pending.region, self._spec
-        self._arriving = ArrivingParts(
-            *(self._stream, self._frame.transfer, [part]),
-            *(self._service.buffer.pool, None, self._landed),
+        self._incoming = Incoming(
+            *(self._stream, self._frame.transfer),
+            targets=[HostTarget(pending.region.memory())],
+            landed=self._landed,
         )
-        await self._arriving.arrive()
+        await self._incoming.receive()
         return self._digest
 
     def _take_inline(self, body: bytes, pending: PendingPut) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.serve import serve
-from asynckv.buffers.serving import limits as silence, pushes as part_lifts
+from asynckv.buffers.serving import limits as silence
 from asynckv.buffers.serving.limits import Silence
 from asynckv.links.dial import dial
 from asynckv.links.link import Link
@@ -25,8 +25,9 @@ from asynckv.protocol.frames import (
 from asynckv.protocol.transfer_frames import Done
 from asynckv.shielding import wait_shielded
 from asynckv.testing.blocked import until, until_blocked
-from asynckv.transfers.incoming import PartLanding
 from asynckv.transports.mem import MemTransport
+from harness.fake_devices import fake_device
+from harness.held_copies import held_copies
 from harness.link_pairs import name_of
 from harness.raw_inserts import RawInsert
 
@@ -126,14 +127,10 @@ async def test_a_writer_whose_tensor_comes_slowly_has_not_failed(
     assert landed == []
 
 
-async def test_a_writer_whose_tensor_is_lifted_here_has_not_failed(
-    link: Link, monkeypatch: pytest.MonkeyPatch
+async def test_a_writer_whose_tensor_is_copied_to_a_gpu_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gate, looks = asyncio.get_running_loop().create_future(), list[Silence]()
-    fall_silent = Silence._fall_silent
-
-    async def lift(*anything: object) -> None:
-        await gate
+    looks, fall_silent = list[Silence](), Silence._fall_silent
 
     def look(listener: Silence) -> None:
         looks.append(listener)
@@ -141,14 +138,19 @@ async def test_a_writer_whose_tensor_is_lifted_here_has_not_failed(
 
     monkeypatch.setattr(Silence, "_fall_silent", look)
     monkeypatch.setattr(silence, "SILENCE_S", 0.02)
-    monkeypatch.setattr(PartLanding, "is_to_be_lifted", True)
-    monkeypatch.setattr(part_lifts, "lift_landed", lift)
-    raw = RawInsert(link, 8, streaming=True)
-    raw.push_inline(bytes(8))
-    raw.stream.send(Commit())
-    await until(lambda: len(looks) > 2)
-    gate.set_result(None)
-    assert await raw.last() == Accepted()
+    with fake_device() as gpu:
+        async with LookupBuffer("8MiB", device=gpu.device, drain_s=0) as there:
+            async with linked_to(there) as (link, _):
+                raw = RawInsert(link, MIB, streaming=True)
+                await raw.granted()
+                transfer, source = await raw.push(), memoryview(bytes(MIB))
+                with held_copies(gpu.process) as gate:
+                    link.payload.send(transfer, 0, source, lambda *_: None)
+                    raw.stream.send(Done(transfer, 0, digest_of(source)))
+                    raw.stream.send(Commit())
+                    await until(lambda: len(looks) > 2)
+                    gate.open()
+                    assert await raw.last() == Accepted()
 
 
 async def test_memory_of_retracted_tensors_is_quiet_at_the_end(
