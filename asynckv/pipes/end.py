@@ -11,7 +11,6 @@ from asynckv.links.device_streams import DeviceStream
 from asynckv.links.link import Link
 from asynckv.links.options import Digest
 from asynckv.links.requests import LinkStream, StreamHandler
-from asynckv.pipes.gpu_sharing import SharingStream
 from asynckv.pipes.gpu_side import GpuSide
 from asynckv.pipes.inbound import Inbound
 from asynckv.pipes.outbound import Outbound
@@ -35,6 +34,7 @@ from asynckv.protocol.transfer_frames import (
     PushShared,
     SentDevices,
 )
+from asynckv.sharing.handshake import GPU_OF_BOTH, Handshake
 from asynckv.tensors.open_device import OpenDevice
 from asynckv.types import TensorSpec
 
@@ -213,9 +213,8 @@ def _heard(
 ) -> tuple[StreamHandler, Callable[[GpuSide], None]]:
     """Return who hears what the peer says, and what answers it when there is a GPU."""
     if isinstance(frame, OpenIpc):
-        sharing = SharingStream(answers=True)
-        sharing.use(stream)
-        return sharing, lambda gpus: gpus.opening.share(sharing, frame.uuid)
+        handshake = Handshake.answer(GPU_OF_BOTH, stream)
+        return handshake, lambda gpus: gpus.opening.share(handshake, frame.uuid)
     channel = DeviceStream(answers=True)
     channel.use(stream)
     return channel, lambda gpus: gpus.opening.answer(channel, frame)

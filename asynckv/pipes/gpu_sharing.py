@@ -23,28 +23,23 @@ from asynckv.errors import (
     ChecksumError,
     ConfigError,
     PeerLost,
-    RemoteProtocolError,
 )
 from asynckv.links.device_streams import DeviceStream, ask_devices
 from asynckv.links.fd_socket import has_fd_sockets
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.links.options import new_identity
-from asynckv.links.requests import LinkStream
-from asynckv.protocol.failures import from_failure, to_failure
-from asynckv.protocol.frames import Accepted, Cancel, Cancelled, Failure, Frame
 from asynckv.protocol.handshake import DigestMode
 from asynckv.protocol.transfer_frames import (
     Devices,
     Exported,
-    Imported,
     OpenDevices,
     OpenIpc,
     PushShared,
 )
-from asynckv.sharing.handshake import Exposed
+from asynckv.sharing.handshake import GPU_OF_BOTH, Handshake
 from asynckv.sharing.imports import PeerMemory
-from asynckv.sharing.owner import LEAST_NBYTES, MapHolder, Sharing
+from asynckv.sharing.owner import GpuExports, MapHolder, warn_of_loss
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -58,104 +53,18 @@ __all__ = (
     "AGREE_S",
     "GpuOpening",
     "GpuSharing",
-    "SharingStream",
 )
-
-
-class SharingStream:
-    """One side of it. What comes is kept until it is waited for."""
-
-    def __init__(self, *, answers: bool) -> None:
-        loop = asyncio.get_running_loop()
-        self._answers = answers
-        self._stream: LinkStream | None = None
-        self._exported: asyncio.Future[Exported] = loop.create_future()
-        self._found: asyncio.Future[bytes] = loop.create_future()
-        self._is_over = False
-
-    def use(self, stream: LinkStream) -> None:
-        """Send by ``stream`` from here on."""
-        self._stream = stream
-
-    async def exported(self) -> Exported:
-        """Wait for what the peer shows. A cancelled call leaves no trace.
-
-        :raises PeerLost: the link ended first
-        :raises AsyncKVError: the peer has refused, or has given it up
-        """
-        return await asyncio.shield(self._exported)
-
-    async def found(self) -> bytes:
-        """Wait for what the peer has read in this side's memory, as for that."""
-        return await asyncio.shield(self._found)
-
-    def send(self, frame: Exposed | Imported) -> None:
-        """Say that, unless it is over. Never waits."""
-        if self._stream is not None and not self._is_over:
-            self._stream.send(frame)
-
-    def accept(self) -> None:
-        """All is as it should be: the side that answers says so last."""
-        self._end(Accepted())
-
-    def leave(self, error: BaseException) -> None:
-        """Nothing is shared: say so, unless it is over. Never waits."""
-        if not self._answers:
-            self._end(Cancel())
-        elif isinstance(error, Exception):
-            self._end(to_failure(error))
-        else:
-            self._end(Cancelled())
-
-    def on_frame(self, frame: Frame, body: bytes) -> None:
-        if body:
-            raise RemoteProtocolError(f"{type(frame).__name__} with a body")
-        if self._is_over:
-            return
-        match frame:
-            case Exported() if not self._exported.done():
-                self._exported.set_result(frame)
-            case Imported() if not self._found.done():
-                self._found.set_result(frame.found)
-            case Accepted():
-                self._is_over = True
-            case Failure():
-                self._fail(from_failure(frame))
-            case Cancelled():
-                self._fail(AsyncKVError("the peer has given it up"))
-            case Cancel() if self._answers:
-                self._end(Cancelled())
-                self._fail(AsyncKVError("the peer has given it up"))
-            case _:
-                raise RemoteProtocolError(f"{type(frame).__name__} makes no sense here")
-
-    def on_lost(self, error: PeerLost) -> None:
-        self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self._is_over = True
-        for future in (self._exported, self._found):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # whoever waits hears of it; else nobody
-
-    def _end(self, frame: Accepted | Cancel | Cancelled | Failure) -> None:
-        if self._stream is not None and not self._is_over:
-            self._is_over = True
-            self._stream.send(frame)
 
 
 logger = logging.getLogger(__name__)
 
 AGREE_S: Final = 10.0
-_TELL_S: Final = 0.1
 
 
 class GpuSharing:
-    """What one side of a pipe shows of ``growth``, and reads of the peer's.
+    """What one side of a pipe exports of ``growth``, and reads of the peer's.
 
-    ``uuid`` names the GPU. ``digest`` is what this side wants to be compared; once it
-    is open, what both do.
+    ``uuid`` names the GPU, and ``digest`` is what this side wants to be compared.
     """
 
     def __init__(
@@ -166,17 +75,20 @@ class GpuSharing:
         pool: DeviceCopyPool,
         digest: DigestMode,
     ) -> None:
-        self.digest: DigestMode = digest
-        self._wanted: DigestMode = digest
         self._link = link
         self._uuid = uuid
         self._growth = growth
         self._pool = pool
-        self._sharing = Sharing(growth.arena, self._look, growth.drop_soon)
+        self._exports = GpuExports(growth, digest, self._closed_there)
         self._holder: MapHolder | None = None
         self.peer_memory = PeerMemory(self._lost, digest)
         self._has_begun = False
         self._is_over = False
+
+    @property
+    def digest(self) -> DigestMode:
+        """What both sides compare, once it is open."""
+        return self.peer_memory.digest
 
     @property
     def is_open(self) -> bool:
@@ -207,46 +119,36 @@ class GpuSharing:
         """
         if reason := self.why_not(self._uuid):
             return reason
-        stream = SharingStream(answers=False)
-        stream.use(self._link.open_stream(stream, OpenIpc(self._uuid)))
-        try:
+        with Handshake.ask(GPU_OF_BOTH, self._link, OpenIpc(self._uuid)) as handshake:
             try:
-                exported = await stream.exported()
+                exported = await handshake.exposed
             except PeerLost:
                 raise
             except AsyncKVError as exc:
                 return exc.message
             async with asyncio.timeout(AGREE_S):
                 await self._growth.open()
-                stream.send(Imported(await self._open(exported)))
-                stream.send(self._show())
-                self._verify(await stream.found())
+                handshake.prove(await self._import(exported))
+                await self._export(handshake)
             self._begin()
-        except BaseException as exc:
-            stream.leave(exc)
-            raise
         return ""
 
-    async def answer(self, stream: SharingStream) -> None:
+    async def answer(self, handshake: Handshake[Exported]) -> None:
         """Share with the peer that has asked for the same GPU; as :meth:`ask`.
 
         :raises AsyncKVError: the memory cannot be shared
         :raises TimeoutError: the peer, or the GPU, did not answer
         :raises OSError: the process may have no more files
         """
-        try:
+        with handshake:
             async with asyncio.timeout(AGREE_S):
                 await self._growth.open()
-                stream.send(self._show())
-                self._verify(await stream.found())
-                nonce = await self._open(await stream.exported())
+                await self._export(handshake)
+                nonce = await self._import(await handshake.exposed)
             # From here on the peer may say where tensors lie, and so may this side.
             self._begin()
-            stream.send(Imported(nonce))
-            stream.accept()
-        except BaseException as exc:
-            stream.leave(exc)
-            raise
+            handshake.prove(nonce)
+            handshake.accept()
 
     def pin(self, region: DeviceRegion) -> int:
         """Keep what the peer is about to read; return the number for :meth:`unpin`.
@@ -298,7 +200,7 @@ class GpuSharing:
         """
         if not self._is_over:
             self._is_over = True
-            self._sharing.close()
+            self._exports.close()
             self.peer_memory.close()
 
     async def aclose(self) -> None:
@@ -308,28 +210,19 @@ class GpuSharing:
         """
         self.close()
         await self.peer_memory.aclose()
-        await self._sharing.aclose()
+        await self._exports.aclose()
 
-    async def _open(self, exported: Exported) -> bytes:
+    async def _import(self, exported: Exported) -> bytes:
         pages = self._growth.device_pages
         if pages is None or not pages.is_open:
             raise ConfigError("this side has no memory of a GPU")
-        nonce = await self.peer_memory.open(exported, pages.allocation)
-        self.digest = self.peer_memory.digest
-        return nonce
+        return await self.peer_memory.open(exported, pages.allocation)
 
-    def _show(self) -> Exposed:
-        found = self._sharing.export(self._link, self._wanted, self._uuid)
-        if found is None:
-            raise ConfigError("this side has no memory of that GPU to show")
-        self._holder, exported = found
-        if exported.nbytes < LEAST_NBYTES:
-            raise ConfigError("this side has too little memory of that GPU to show")
-        return exported
-
-    def _verify(self, found: bytes) -> None:
-        if self._holder is None or not self._holder.verify(found):
-            raise ConfigError("that is not what the memory holds")
+    async def _export(self, handshake: Handshake[Exported]) -> None:
+        holder, exposed = self._exports.expose(self._link, self._uuid)
+        await handshake.export(holder.verify, exposed)
+        self._exports.add(self._link, holder)
+        self._holder = holder
 
     def _begin(self) -> None:
         if self._is_over:
@@ -340,28 +233,15 @@ class GpuSharing:
         peer = self._link.peer.id
         logger.info("payload of the pipe to %s goes by CUDA IPC", peer)
 
-    def _look(self) -> None:
-        """The peer has said something, or is gone."""
-        if self._holder is not None and not self._holder.is_connected:
-            self._lost("the peer has closed the memory")
+    def _closed_there(self, link: Link) -> None:
+        self._lost("the peer has closed the memory")
 
     def _lost(self, reason: object) -> None:
         was_open = self.is_open
         self.close()
         if was_open and self._link.is_open:
             self._link.use_lanes()
-            # A peer that is gone has closed both: that is no news then.
-            loop = asyncio.get_running_loop()
-            loop.call_later(_TELL_S, _tell_loss, self._link, str(reason))
-
-
-def _tell_loss(link: Link, reason: str) -> None:
-    if link.is_open:
-        logger.warning(
-            "payload of the pipe to %s goes through host memory from here on: %s",
-            link.peer.id,
-            reason,
-        )
+            warn_of_loss(self._link, "payload of the pipe to", str(reason))
 
 
 class GpuOpening:
@@ -410,9 +290,9 @@ class GpuOpening:
         self._open(partial(self._answer, channel, frame))
         self._is_asked.set()
 
-    def share(self, stream: SharingStream, uuid: str) -> None:
+    def share(self, handshake: Handshake[Exported], uuid: str) -> None:
         """Share memory with the peer, which has asked for that GPU's. Never waits."""
-        self._open(partial(self._share, stream, uuid))
+        self._open(partial(self._share, handshake, uuid))
 
     async def settled(self) -> None:
         """Wait until the way is open, or is known not to be."""
@@ -474,16 +354,16 @@ class GpuOpening:
             why = str(exc) or "no answer in time"
             raise ConfigError(f"{why}; nor by CUDA IPC: {reason}") from exc
 
-    async def _share(self, stream: SharingStream, uuid: str) -> None:
+    async def _share(self, handshake: Handshake[Exported], uuid: str) -> None:
         if reason := self._sharing.why_not(uuid):
             # Not the end of it: NCCL may be asked for, and is then soon.
-            stream.leave(ConfigError(reason))
+            handshake.leave(ConfigError(reason))
             self._link.call_when_lost(lambda _: self._is_asked.set())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AGREE_S):
                     await self._is_asked.wait()
         else:
-            await self._sharing.answer(stream)
+            await self._sharing.answer(handshake)
 
     async def _ask_nccl(self) -> None:
         way = await self._make_way()

@@ -106,7 +106,7 @@ class Handshake(Generic[E]):
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._leave(error)
+            self.leave(error)
             # These keep the error, which keeps frames, and what is in them.
             self.exposed, self.proof, self.accepted = Answer(), Answer(), Answer()
 
@@ -130,6 +130,15 @@ class Handshake(Generic[E]):
     def accept(self) -> None:
         """All is as it should be. Never waits."""
         self._end(Accepted())
+
+    def leave(self, error: BaseException) -> None:
+        """Say that nothing comes of it, and hear no more. Never waits."""
+        if not self._answers:
+            self._end(Cancel())
+        elif isinstance(error, Exception):
+            self._end(to_failure(error))
+        else:
+            self._end(Cancelled())
 
     async def wait_accepted(self, link: Link) -> None:
         """Wait until the peer has accepted what was found in its memory; at most 10 s.
@@ -173,14 +182,6 @@ class Handshake(Generic[E]):
 
     def on_lost(self, error: PeerLost) -> None:
         self._fail(error)
-
-    def _leave(self, error: BaseException) -> None:
-        if not self._answers:
-            self._end(Cancel())
-        elif isinstance(error, Exception):
-            self._end(to_failure(error))
-        else:
-            self._end(Cancelled())
 
     def _fail(self, error: Exception) -> None:
         self._is_over = True

@@ -24,6 +24,7 @@ from asynckv.pipes.gpu_sharing import GpuSharing
 from asynckv.protocol.frames import Failure
 from asynckv.protocol.transfer_frames import Exported, OpenIpc
 from asynckv.sharing import imports as peer_memory, owner as sharing
+from asynckv.sharing.handshake import Handshake
 from asynckv.sharing.owner import LEAST_NBYTES, MapHolder
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.testing.blocked import until
@@ -183,7 +184,7 @@ async def test_a_side_whose_memory_is_gone_opens_none(pair: IpcPipes) -> None:
     pages.unmap()
     exported = Exported("", b"", b"", 2**20, "edges")
     with pytest.raises(ConfigError, match="no memory of a GPU"):
-        await pair.far_sharing._open(exported)
+        await pair.far_sharing._import(exported)
 
 
 async def test_a_gpu_that_does_not_answer_is_given_up(
@@ -371,16 +372,15 @@ async def test_nothing_is_left_on_the_gpu(two_gpus: FakeGpus) -> None:
 async def test_what_is_closed_meanwhile_shares_nothing(
     two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
-    show, shows = GpuSharing._show, list[GpuSharing]()
+    export, exported = GpuSharing._export, list[GpuSharing]()
 
-    def close_then(one: GpuSharing) -> Any:
-        shown = show(one)
-        shows.append(one)
-        if len(shows) == which + 1:
+    async def close_then(one: GpuSharing, handshake: Handshake[Exported]) -> None:
+        await export(one, handshake)
+        exported.append(one)
+        if len(exported) == which + 1:
             one.close()
-        return shown
 
-    monkeypatch.setattr(GpuSharing, "_show", close_then)
+    monkeypatch.setattr(GpuSharing, "_export", close_then)
     async with open_ipc_pipes(two_gpus, is_connected=False) as pair:
         await pair.near.gpus_settled()
         await until(lambda: not pair.opened)
