@@ -49,15 +49,17 @@ def test_without_the_extra_one_line_says_what_to_install(
     assert '".[cli]"' in shown.err and "cyclopts" in shown.err
 
 
-def test_a_url_at_which_nobody_listens_is_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "unix:///nobody/listens/here", "--quick"])
-    assert ended.value.code == 1
-    shown = capsys.readouterr()
-    assert shown.err == "" and shown.out == (
-        "the bench failed: nobody listens at unix:///nobody/listens/here "
+@pytest.mark.multiprocess
+def test_a_url_at_which_nobody_listens_is_one_line() -> None:
+    url = "unix:///nobody/listens/here"
+    done = subprocess.run(
+        [sys.executable, "-m", "asynckv", "bench", url, "--quick"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == (
+        f"the bench failed: nobody listens at {url} "
         "(start the other side first, or check the address)\n"
     )
 
