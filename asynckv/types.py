@@ -68,16 +68,22 @@ _FACTORS: Final = {
 def parse_bytes(size: int | float | str) -> int:
     """Turn ``1073741824``, ``1e9``, ``"2GiB"``, ``"1 GB"`` or ``"1e9"`` into bytes.
 
-    :raises ValueError: if it is no size, negative, or none that a machine can have
+    :raises ValueError: if it is no size, negative, no whole number of bytes, or none
+        that a machine can have
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size.strip())
         if match is None:
             raise ValueError(f"{size!r} is not a size; write 1048576, '64MiB' or '2GB'")
-        size = float(match[1]) * _FACTORS[(match[2] or "").lower()]
+        unit = (match[2] or "").lower()
+        size = float(match[1]) * _FACTORS[unit]
+        if unit and math.isfinite(size):
+            size = math.floor(size)  # of 0.1 KiB nobody means the fraction of a byte
     is_number = isinstance(size, int | float) and not isinstance(size, bool)
     if not is_number or not 0 <= size <= _MOST_BYTES:  # NaN is neither
         raise ValueError(f"{f'{size!r}':.40} is not a number of bytes")
+    if size != int(size):
+        raise ValueError(f"{size!r} is not a whole number of bytes")
     return int(size)
 
 

@@ -93,6 +93,26 @@ async def test_a_drop_select_says_so_to_with_alone() -> None:
         assert (await asyncio.wait_for(selecting, 5)).matched_tokens == 1
 
 
+async def test_a_forgotten_await_of_a_drop_select_says_so_where_it_is_missed() -> None:
+    async with LookupBuffer("1MiB") as lookup:
+        await lookup.insert([1], None, None, None, None)
+        selecting = lookup.drop_select([1])
+        for name in ("key", "key_tensor", "matched_tokens"):
+            words = f"no '{name}', its entry may: await it, or use async with"
+            with pytest.raises(AttributeError, match=words):
+                getattr(selecting, name)
+        assert (await selecting).key is None
+
+
+@pytest.mark.parametrize("kind", [LookupBuffer, StoreBuffer])
+@pytest.mark.parametrize("max_bytes", [0, 1.5, "1.5", -1])
+def test_a_buffer_of_no_whole_number_of_bytes_is_refused(
+    kind: type[LookupBuffer | StoreBuffer], max_bytes: float | str
+) -> None:
+    with pytest.raises(ValueError, match=r"whole number of bytes|at least 1|is not a"):
+        kind(max_bytes)
+
+
 async def test_a_url_at_which_nobody_listens_ends_in_the_caller_s_own_line() -> None:
     url = "unix:///nobody/listens/here"
     config = KVTransferConfig(

@@ -28,6 +28,7 @@ from asynckv.types import (
         ("1.5k", 1500),
         (" 12 ", 12),
         ("3b", 3),
+        ("0.1KiB", 102),
     ],
 )
 def test_sizes_are_read_as_people_write_them(
@@ -40,6 +41,9 @@ def test_sizes_are_read_as_people_write_them(
     "size",
     [
         -1,
+        1.5,
+        "1.5",
+        "2.5b",
         math.inf,
         math.nan,
         True,

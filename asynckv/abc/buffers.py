@@ -52,6 +52,14 @@ class DropSelect(
 
     _entered_by = "drop_select(...) as entry"
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            raise AttributeError(
+                f"a drop_select(...) has no {name!r}, its entry may: await it, "
+                f"or use async with {self._entered_by}:"
+            )
+
 
 class InsertWriter(abc.ABC):
     """Puts the declared tensors of one streaming entry, in any order."""

@@ -91,7 +91,7 @@ async def test_one_that_was_used_in_any_way_does_not_warn(
 
 def test_entered_by_a_plain_with_it_says_what_to_write() -> None:
     pending = Uses().pending
-    with pytest.raises(TypeError, match=r"write 'async with drop_select\(...\)'"):
+    with pytest.raises(TypeError, match=r"write: async with drop_select\(...\) as"):
         with pending:  # type: ignore[attr-defined]
             pass
     assert repr(pending) == "<drop_select, not used yet>"
