@@ -165,6 +165,10 @@ def nothing_blocks_the_loop() -> Iterator[None]:
             blockbuster.functions[name].can_block_in(
                 "tests/harness/crashes/footprint.py", "now"
             )
+        # An abort() waits for a lane to let go of what was lent: a moment, 1 s at most.
+        blockbuster.functions["time.sleep"].can_block_in(
+            "asynckv/transports/inline.py", "block_until_quiet"
+        )
         # A worker that is about to be killed says each step before it takes it.
         blockbuster.functions["os.write"].can_block_in(
             "tests/harness/crashes/workers.py", "_tell"

@@ -22,13 +22,17 @@ class KVPipe(Closable):
     """
 
     @abc.abstractmethod
-    async def send_tensor(self, tensor: torch.Tensor | None) -> None:
+    async def send_tensor(self, tensor: torch.Tensor | None, copy: bool = True) -> None:
         """Hand ``tensor`` to the pipe; on return it may be overwritten.
 
         Waits until the bytes in flight leave room for it (a tensor larger than
         the bound goes alone) and until it is copied; never for the peer's
         ``recv_tensor``. A failure after the return is raised by the next call
         and by :meth:`flush` and :meth:`aclose`.
+
+        With ``copy=False`` it may be sent from where it lies: leave it as it is until
+        :meth:`flush`, :meth:`aclose` or :meth:`abort` has returned, has raised or was
+        cancelled. Nothing reads it after that. A pipe may copy all the same.
 
         A cancelled call has sent nothing, and the tensor is no longer read.
 
@@ -42,7 +46,8 @@ class KVPipe(Closable):
     async def flush(self) -> None:
         """Wait until the peer's memory holds everything that was sent.
 
-        A cancelled call leaves no trace.
+        A cancelled call leaves no trace, unless something that was sent with
+        ``copy=False`` is still to be read: then the pipe is lost with it.
 
         :raises PipeBroken: not everything arrived, and never will
         """

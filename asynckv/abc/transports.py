@@ -31,6 +31,9 @@ class PayloadTransport(abc.ABC):
     """So many parts may well be sent piece by piece at a time; 0: :meth:`feed` sends
     none."""
 
+    can_block_until_quiet: bool = False
+    """Whether there is a :meth:`block_until_quiet`."""
+
     @abc.abstractmethod
     def describe(self) -> bytes:
         """Return what the peer's transport must know, at most 4 KiB."""
@@ -98,6 +101,15 @@ class PayloadTransport(abc.ABC):
 
         Waits at most 1 s, then ends lane and link. A cancellation comes after that.
         """
+
+    def block_until_quiet(self, transfer: int) -> None:
+        """As :meth:`quiesce`, for a plain function: it blocks, 1 s at most.
+
+        To be called after :meth:`abort`: threads let go within a moment then.
+
+        :raises LocalProtocolError: this transport's threads need the loop for that
+        """
+        raise LocalProtocolError(f"{self.name} cannot block until memory is quiet")
 
     @abc.abstractmethod
     async def aclose(self) -> None:

@@ -175,13 +175,13 @@ class PipeEnd:
         """
         ours = PeerLost("the pipe was aborted on this side")
         self._end(error or ours)
+        self.link.abort(error or ours)
         if error is None:
             self.inbound.end(ours, keep=False)
             self.inbound.granting.abort()
             self.outbound.abort()
             if self.gpus is not None:
                 self.gpus.abort()
-        self.link.abort(error or ours)
 
     def _send(self, frame: Frame, body: Buffer) -> None:
         if self._stream is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
@@ -76,6 +77,8 @@ class Leaving:
         self._shown: dict[int, tuple[GpuSharing, int]] = {}
         self._by_gpu: dict[int, Parcel] = {}
         self._reading: dict[int, asyncio.Task[None]] = {}
+        self._lent: set[int] = set()
+        """What leaves from the caller's memory."""
         self._tasks = OwnTasks(failed)
 
     def add(self, parcel: Parcel) -> None:
@@ -158,6 +161,19 @@ class Leaving:
         """Wait until no thread and no GPU reads what was to leave."""
         self.end()
         await self._tasks.wait()
+        await self.quiesce()
+
+    async def quiesce(self) -> None:
+        """After the end: wait until nothing reads the caller's memory (at most 1 s)."""
+        while self._lent:
+            transfer = next(iter(self._lent))
+            await self._link.payload.quiesce(transfer)
+            self._lent.discard(transfer)
+
+    def block_until_quiet(self) -> None:
+        """As :meth:`quiesce`, but it blocks."""
+        while self._lent:
+            self._link.payload.block_until_quiet(self._lent.pop())
 
     def _stop(self, transfer: int) -> Parcel | None:
         """Stop what goes from GPU to GPU, if it does; return that."""
@@ -203,7 +219,11 @@ class Leaving:
         if parcel.memory is None:
             raise TypeError("a parcel that is nowhere")
 
+        if parcel.is_lent:
+            self._lent.add(parcel.transfer)
+
         def done(digest: bytes, error: BaseException | None) -> None:
+            self._lent.discard(parcel.transfer)
             if error is None:
                 parcel.memory, parcel.is_sent = None, True
                 self._send(Done(parcel.transfer, 0, digest), _NOTHING)
@@ -397,6 +417,12 @@ class Outbound:
         self._send_small(spec, digest, body)
         return True
 
+    @property
+    def is_reading_lent(self) -> bool:
+        """Is there memory of the caller's that has not left?"""
+        parcels = itertools.chain(self._queue, self._pushed)
+        return any(one.is_lent and one.memory is not None for one in parcels)
+
     def put(self, parcel: Parcel, memory: torch.Tensor | None, digest: bytes) -> None:
         """Let a parcel go that has its place, now that it is copied. Never waits.
 
@@ -505,7 +531,10 @@ class Outbound:
         await self._memory.aclose()
 
     def abort(self) -> None:
-        """As :meth:`aclose`, but never waits."""
+        """As :meth:`aclose`, after the link's end. Never waits, but as long as a thread
+        takes to let go of what was lent.
+        """
+        self.leaving.block_until_quiet()
         self._memory.close()
 
     def _failure(self) -> PipeBroken | EndOfStream:

@@ -23,14 +23,16 @@ MAX_TENSORS: Final = 4096
 class Parcel:
     """One tensor, or None, on its way to the peer.
 
-    ``memory`` is the pipe's own copy, while it is still needed; one on a GPU has a
-    ``region`` there. With ``is_sent`` its last byte has left.
+    ``memory`` is the pipe's own copy, while it is still needed, or the caller's if it
+    ``is_lent``; one on a GPU has a ``region`` there. With ``is_sent`` its last byte has
+    left.
     """
 
     __slots__ = (
         "digest",
         "has_room",
         "is_copied",
+        "is_lent",
         "is_sent",
         "memory",
         "nbytes",
@@ -46,7 +48,7 @@ class Parcel:
         self.nbytes = 0 if spec is None else spec.nbytes
         self.memory: torch.Tensor | None = None
         self.region: DeviceRegion | None = None
-        self.is_sent = False
+        self.is_sent = self.is_lent = False
         self.digest = b""
         self.has_room = False
         self.is_copied = False

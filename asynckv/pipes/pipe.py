@@ -20,7 +20,7 @@ from asynckv.protocol.digests import digest_of
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.on_gpu import KVOnGpu
 from asynckv.tensors.open_device import OpenDevice
-from asynckv.tensors.views import check_into, packed, spec_of
+from asynckv.tensors.views import bytes_of, check_into, packed, spec_of
 
 __all__ = (
     "Pipe",
@@ -149,7 +149,10 @@ class Pipe(KVPipe, LoopBound):
             waiting_senders=len(room),
         )
 
-    async def send_tensor(self, tensor: torch.Tensor | None) -> None:
+    async def send_tensor(self, tensor: torch.Tensor | None, copy: bool = True) -> None:
+        """As the contract says. With ``copy=False`` a dense tensor of host memory that
+        is longer than 64 KiB is not copied, but over ``mem://``.
+        """
         self._check_loop()
         if not isinstance(tensor, torch.Tensor | None):
             raise TypeError(f"a pipe sends tensors and None, not {tensor!r:.80}")
@@ -164,7 +167,12 @@ class Pipe(KVPipe, LoopBound):
             await self._outbound.reserve(parcel)
             if source is None or parcel.spec is None:
                 self._outbound.put(parcel, None, b"")
-            elif not await self._copied_on_gpu(source, parcel):
+            elif await self._copied_on_gpu(source, parcel):
+                pass  # and sent
+            elif not copy and source is tensor and self._can_lend(tensor, parcel):
+                parcel.is_lent = True
+                self._outbound.put(parcel, tensor, b"")
+            else:
                 memory = await self._outbound.memory_for(parcel.spec)
                 (digest,) = await self._pool.copy(
                     [source], [memory], digest=self._link.digest != "off"
@@ -184,6 +192,12 @@ class Pipe(KVPipe, LoopBound):
             await self._outbound.flush()
         except PipeBroken as exc:
             self._told.note(exc)
+            await self._outbound.leaving.quiesce()
+            raise
+        except BaseException:
+            if self._outbound.is_reading_lent:
+                self._sends.abort(PeerLost("a flush was cancelled: see send_tensor()"))
+                await self._outbound.leaving.quiesce()
             raise
 
     async def recv_tensor(
@@ -273,6 +287,18 @@ class Pipe(KVPipe, LoopBound):
                 maybe_delivered=left,
                 hint="await flush() first: it waits for as long as it takes",
             ) from None
+
+    def _can_lend(self, tensor: torch.Tensor, parcel: Parcel) -> bool:
+        if (
+            parcel.nbytes <= INLINE_NBYTES
+            or not self._link.payload.can_block_until_quiet
+        ):
+            return False
+        try:
+            bytes_of(tensor)
+        except ValueError:  # its elements are not in order
+            return False
+        return True
 
     async def _copied_on_gpu(
         self, source: torch.Tensor | KVOnGpu, parcel: Parcel

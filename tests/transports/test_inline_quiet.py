@@ -157,3 +157,24 @@ async def test_after_an_abort_memory_is_quiet(quiesce: Any) -> None:
         await quiesce(near, 1)
         assert near.lost == []
         assert len(far.lost) == 1
+
+
+async def test_after_an_abort_a_plain_function_can_wait_until_a_source_is_quiet() -> (
+    None
+):
+    async with open_inline_ends(2) as (near, far):
+        sources = [bytearray(b"\1" * _LARGE) for _ in range(4)]
+        targets = [bytearray(_LARGE) for _ in range(4)]
+        for i, target in enumerate(targets):
+            far.receive(1, i, target)
+        for i, source in enumerate(sources):
+            near.send(1, i, source)
+        await until(lambda: bool(targets[1][0]))
+        near.transport.abort()
+        near.transport.block_until_quiet(1)
+        assert not near.transport._lanes.is_touched(1)
+        for source in sources:
+            source[:] = b"\2" * _LARGE
+        far.transport.abort()
+        await far.transport.quiesce(1)
+        assert not any(2 in target for target in targets)

@@ -106,6 +106,13 @@ async def test_it_sends_what_is_there_alone() -> None:
             near.transport.feed(1, 0, Feed(3), lambda *_: None)
 
 
+async def test_its_threads_need_the_loop_to_let_go() -> None:
+    async with _connected() as (near, _):
+        assert not near.transport.can_block_until_quiet
+        with pytest.raises(LocalProtocolError, match="mem cannot block"):
+            near.transport.block_until_quiet(1)
+
+
 async def test_a_known_digest_is_passed_on() -> None:
     async with _connected() as (near, far):
         landing = far.receive(1, 0, bytearray(3))
