@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asynckv.abc import KVLookupBuffer, KVStoreBuffer
+from asynckv.abc.closing import AsyncWithOnly
 from asynckv.buffers.lookup import LookupBuffer
 from asynckv.buffers.store import StoreBuffer
 from asynckv.testing.blocked import until
@@ -140,7 +141,7 @@ _NEEDED: Final[dict[str, dict[str, object]]] = {
 
 async def _call(verb: Callable[..., Any], arguments: dict[str, object]) -> object:
     made: Awaitable[object] | AbstractAsyncContextManager[object] = verb(**arguments)
-    if isinstance(made, Awaitable):
+    if isinstance(made, Awaitable) and not isinstance(made, AsyncWithOnly):
         return await made
     async with made as entered:
         return entered

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _OPEN_S: Final = 10.0
 
-Run: TypeAlias = Callable[[Coroutine[Any, Any, None], str], object]
+_Run: TypeAlias = Callable[[Coroutine[Any, Any, None], str], object]
 """Owns a task, of that name, until it ends."""
 
 
@@ -261,7 +261,7 @@ class Showing:
         self._asked: frozenset[type[Frame]] = frozenset()
 
     def open(
-        self, stream: LinkStream, asked: OpenMap | OpenIpc, run: Run
+        self, stream: LinkStream, asked: OpenMap | OpenIpc, run: _Run
     ) -> StreamHandler:
         """Answer the wish; what is returned hears what the peer has read.
 

@@ -118,6 +118,9 @@ def _classes() -> set[type[Any]]:
     }
     for contract in [cls for cls in found if inspect.isabstract(cls)]:
         found |= set(_implementations(contract))
+    # What they inherit of a class that nobody names is public too.
+    bases = {base for cls in found for base in cls.__mro__}
+    found |= {base for base in bases if base.__module__.startswith("asynckv.buffers.")}
     return {cls for cls in found if not cls.__module__.startswith(_NOT_THE_CORE)}
 
 

@@ -205,7 +205,7 @@ async def a_store_buffers_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> 
 
 
 _OF_A_PEER: Final = (
-    "Peer.aclose",
+    "PeerConnection.aclose",
     "KVLookupBuffer.aclose",
     "KVStoreBuffer.aclose",
 )

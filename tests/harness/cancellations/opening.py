@@ -143,7 +143,7 @@ async def a_listener(ground: Ground, sweeper: Sweeper, nbytes: int) -> None:
     await open_and_close()
 
 
-_PEER: Final = ("connect", "Peer.__aenter__", "Peer.__aexit__", "Peer.aclose")
+_PEER: Final = ("connect", "Peer.__aenter__", "Peer.__aexit__", "PeerConnection.aclose")
 _LISTENER: Final = (
     "listen_pipe",
     "PipeListener.__aenter__",
@@ -154,7 +154,7 @@ OPENING: Final = tuple(
     Scenario(run, covers, OVER_LINKS, sizes=(0,), is_costly=True)
     for run, covers in (
         (a_connection, _PEER),
-        (a_connection_that_comes_back, ("Peer.link",)),
+        (a_connection_that_comes_back, ("PeerConnection.link",)),
         (a_server, ("serve", "Server.__aenter__", "Server.__aexit__")),
         (a_pipe, ("open_pipe", "KVPipe.__aexit__")),
         (an_accept, ("PipeListener.accept", "PipeListener.accept_end")),
