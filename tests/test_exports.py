@@ -148,6 +148,18 @@ def test_a_public_name_can_be_asked_for_help() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "more"),
+    [("StoreBuffer", set()), ("LookupBuffer", {"is_closed", "open_views"})],
+)
+def test_help_of_a_buffer_shows_what_its_contract_has(
+    name: str, more: set[str]
+) -> None:
+    kind, contract = getattr(asynckv, name), getattr(asynckv, f"KV{name}")
+    shown = {one for one in dir(kind) if not one.startswith("_")} - more
+    assert shown - set(dir(contract)) == {"device", "is_on_gpu", "open"}
+
+
+@pytest.mark.parametrize(
     "name", ["connect", "join_group", "listen_pipe", "open", "open_pipe", "serve"]
 )
 def test_every_option_is_explained_where_it_is_given(name: str) -> None:

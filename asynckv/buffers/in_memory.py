@@ -8,8 +8,7 @@ from typing import Self
 from asynckv.abc import KVCacheBuffer
 from asynckv.loops import LoopBound
 from asynckv.sharing.owner import Sharing
-from asynckv.tensors.device_pages import DeviceAllocation
-from asynckv.tensors.devices import Device, DeviceName, device_named
+from asynckv.tensors.devices import DeviceName, device_named
 from asynckv.tensors.growth import Growth
 from asynckv.types import parse_bytes
 
@@ -35,10 +34,10 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
             raise ValueError(
                 "max_bytes is at least 1: a buffer of 0 bytes holds nothing"
             )
-        self._growth = Growth(bound, changed, self._device)
-        self._arena = self._growth.arena
-        self.pool = self._growth.make_pool()
-        self.sharing = Sharing(self._arena, changed, self._growth.drop_soon)
+        self.growth = Growth(bound, changed, self._device)
+        self._arena = self.growth.arena
+        self.pool = self.growth.make_pool()
+        self.sharing = Sharing(self._arena, changed, self.growth.drop_soon)
 
     @property
     def is_on_gpu(self) -> bool:
@@ -50,28 +49,6 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         """Where what it holds is: ``"cpu"``, or as torch calls the GPU."""
         return "cpu" if self._device is None else self._device.name
 
-    @property
-    def mapped_by(self) -> dict[str, int]:
-        """Of how many tensors each peer may have views, if it may of any."""
-        return self.sharing.mapped_by
-
-    @property
-    def late_views(self) -> int:
-        """How many views have kept memory for 10 s after their entry's end."""
-        return self._growth.late_views
-
-    @property
-    def open_device(self) -> Device | None:
-        """The GPU that its memory is on, once there is some."""
-        pages = self._growth.device_pages
-        return None if pages is None or not pages.is_open else pages.device
-
-    @property
-    def allocation(self) -> DeviceAllocation | None:
-        """That memory, if it is a GPU's. Whoever keeps it keeps it allocated."""
-        pages = self._growth.device_pages
-        return None if pages is None or not pages.is_open else pages.allocation
-
     async def open(self) -> None:
         """Get the memory of the GPU that it is to be on, if any. Again is nothing.
 
@@ -82,7 +59,7 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         :raises GPUFailed: the GPU has no memory left
         """
         self._check_loop()
-        await self._growth.open()
+        await self.growth.open()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -97,9 +74,9 @@ class InMemoryBuffer(LoopBound, KVCacheBuffer):
         """Use it no more. What peers and views have of it stays theirs. Never waits."""
         self.pool.close()
         self.sharing.close()
-        self._growth.close()
+        self.growth.close()
 
     async def _wait_closed(self) -> None:
         """Wait until no thread is at it, and for peers that have to close it first."""
         await self.sharing.aclose()
-        await self._growth.aclose()
+        await self.growth.aclose()

@@ -114,7 +114,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As the contract says; it counts as ``pinned_bytes`` of the statistics."""
         self._check_loop()
-        return self._growth.lending.empty(spec_like(shape, dtype))
+        return self.growth.lending.empty(spec_like(shape, dtype))
 
     async def insert(
         self,
@@ -141,7 +141,7 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             ttl_s=ttl_s,
             deliveries=deliveries,
             fingerprint=self.fingerprint,
-            lent=self._growth.lending.regions_of(tensors.values()),
+            lent=self.growth.lending.regions_of(tensors.values()),
         )
         self.admission.check_open()
         source = LocalSource(tensors, self.pool)
@@ -279,8 +279,8 @@ class LookupBuffer(InMemoryBuffer, KVLookupBuffer):
             pinned_bytes=self._arena.pinned_bytes,
             handed_out_bytes=self._arena.handed_out_bytes,
             refused_slabs=self._arena.refused_slabs,
-            late_views=self.late_views,
-            mapped_by=self.mapped_by,
+            late_views=self.growth.late_views,
+            mapped_by=self.sharing.mapped_by,
             outside_bytes=ledger.book.memory.outside_bytes,
             entries=len(ledger.book.entries) - waiting,
             leased=sum(bool(entry.leases) for entry in ledger.book.entries.values()),

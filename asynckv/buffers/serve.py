@@ -82,7 +82,7 @@ class _Services:
             )
             self.lookup = LookupService(lookup, link, kept, self.devices, map_digest)
         if store is not None:
-            self.store = StoreService(store, link, kept)
+            self.store = StoreService(store.values, link, kept)
         every = (self.lookup, self.store, self.devices)
         self.all = [service for service in every if service is not None]
 

@@ -14,7 +14,7 @@ from asynckv.tensors.arena import HeapArena
 from asynckv.tensors.copying import CopyPool
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_copying import DeviceCopyPool
-from asynckv.tensors.device_pages import DevicePages
+from asynckv.tensors.device_pages import DeviceAllocation, DevicePages
 from asynckv.tensors.devices import Device
 from asynckv.tensors.forking import watch_forks
 from asynckv.tensors.late_views import LateViews
@@ -82,6 +82,18 @@ class Growth:
         self._growing: _Slab | None = None
         self._dropping: set[asyncio.Future[None]] = set()
         self._is_looking = False
+
+    @property
+    def open_device(self) -> Device | None:
+        """The GPU that the memory is on, once there is some."""
+        pages = self.device_pages
+        return None if pages is None or not pages.is_open else pages.device
+
+    @property
+    def allocation(self) -> DeviceAllocation | None:
+        """That memory, if it is a GPU's. Whoever keeps it keeps it allocated."""
+        pages = self.device_pages
+        return None if pages is None or not pages.is_open else pages.allocation
 
     @property
     def late_views(self) -> int:

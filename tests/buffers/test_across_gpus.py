@@ -83,7 +83,7 @@ async def test_what_no_way_leads_to_lands_where_the_caller_wants_it(
                 assert entry.key is into["key"]
             assert is_same(into["key"], noise(MIB))
             into["key"].zero_()
-        assert not pair.buffer.mapped_by
+        assert not pair.buffer.statistics().mapped_by
 
 
 async def test_bytes_that_changed_on_the_gpu_are_refused_by_who_gets_them(

@@ -121,7 +121,7 @@ async def test_memory_that_was_not_proved_is_not_read(
 async def test_without_a_handle_bytes_go_through_host_memory(
     pair: GpuPair, handle: bytes
 ) -> None:
-    pages = pair.buffer._growth.device_pages
+    pages = pair.buffer.growth.device_pages
     assert pages is not None
     shown = pair.buffer.sharing._file
     assert isinstance(shown, ExportedMemory)

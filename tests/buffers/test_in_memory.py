@@ -16,19 +16,19 @@ async def test_what_has_no_device_is_in_host_memory(
 ) -> None:
     async with kind("1MiB") as buffer:
         assert isinstance(buffer, InMemoryBuffer)
-        assert not buffer.is_on_gpu and buffer.open_device is None
+        assert not buffer.is_on_gpu and buffer.growth.open_device is None
         await buffer.open()
 
 
 async def test_a_device_is_open_while_the_buffer_is() -> None:
     with fake_device() as gpu:
         buffer = LookupBuffer("1MiB", device=gpu.device)
-        assert buffer.is_on_gpu and buffer.open_device is None
+        assert buffer.is_on_gpu and buffer.growth.open_device is None
         await buffer.open()
-        assert buffer.open_device == gpu.device
+        assert buffer.growth.open_device == gpu.device
         buffer.abort()
         await buffer.aclose()
-        assert buffer.open_device is None and not gpu.process.owned
+        assert buffer.growth.open_device is None and not gpu.process.owned
 
 
 async def test_a_buffer_is_shown_with_what_it_holds() -> None:

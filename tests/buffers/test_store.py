@@ -35,43 +35,45 @@ async def until_waiting(store: StoreBuffer, count: int = 1) -> None:
 
 async def test_the_digest_of_what_was_put_is_kept(store: StoreBuffer) -> None:
     await store.put("a", value_of(1))
-    pinned = store.lookup("a", None)
+    pinned = store.values.lookup("a", None)
     assert pinned is not None
     assert pinned.digest == digest_of(bytes_of(value_of(1)))
-    store.release(pinned)
+    store.values.release(pinned)
 
 
 async def test_a_value_can_be_written_straight_into_its_region(
     store: StoreBuffer,
 ) -> None:
-    pending = await store.reserve("a", TensorSpec((3,), "uint8"), None)
+    pending = await store.values.reserve("a", TensorSpec((3,), "uint8"), None)
     pending.region.view()[:] = b"abc"
     assert await store.get("a") is None
-    store.commit(pending, b"")
+    store.values.commit(pending, b"")
     assert (await store.get("a")).tolist() == list(b"abc")  # type: ignore[union-attr]
 
 
 async def test_a_put_waits_for_what_is_read(store: StoreBuffer) -> None:
     await store.put("a", value_of(1, 3 * _MIB))
     waits = store.statistics().room_waits
-    pinned = store.lookup("a", None)
+    pinned = store.values.lookup("a", None)
     assert pinned is not None
-    assert store.reserve_nowait("b", TensorSpec((2 * _MIB,), "uint8"), None) is None
+    assert (
+        store.values.reserve_nowait("b", TensorSpec((2 * _MIB,), "uint8"), None) is None
+    )
     put = asyncio.create_task(store.put("b", value_of(2, 2 * _MIB)))
     await until_waiting(store)
-    store.release(pinned)
+    store.values.release(pinned)
     await put
     assert await store.contains(["a", "b"]) == (False, True)
     assert store.statistics().room_waits == waits + 1
 
 
 async def test_puts_that_wait_are_served_in_order(store: StoreBuffer) -> None:
-    first = await store.reserve("a", TensorSpec((3 * _MIB,), "uint8"), None)
+    first = await store.values.reserve("a", TensorSpec((3 * _MIB,), "uint8"), None)
     large = asyncio.create_task(store.put("b", value_of(2, 2 * _MIB)))
     await until_waiting(store)
     small = asyncio.create_task(store.put("c", value_of(3, 8)))
     await until_waiting(store, 2)
-    store.discard(first)
+    store.values.discard(first)
     await asyncio.gather(large, small)
     assert await store.contains(["b", "c"]) == (True, True)
 
@@ -80,20 +82,20 @@ async def test_a_wait_for_room_tells_who_waits_for_what(
     store: StoreBuffer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "asynckv")
-    pending = await store.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
+    pending = await store.values.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
     put = asyncio.create_task(store.put("b", value_of(2, 8)))
     await until_waiting(store)
-    store.discard(pending)
+    store.values.discard(pending)
     await put
     assert "put of 'b' (8 bytes) waits for room" in caplog.text
 
 
 async def test_a_put_that_waits_ends_with_the_buffer(store: StoreBuffer) -> None:
-    first = await store.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
+    first = await store.values.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
     put = asyncio.create_task(store.put("b", value_of(2)))
     await until_waiting(store)
     await store.aclose()
-    store.discard(first)
+    store.values.discard(first)
     with pytest.raises(BufferClosed):
         await put
     assert store.statistics().waiting_puts == 0
@@ -102,10 +104,10 @@ async def test_a_put_that_waits_ends_with_the_buffer(store: StoreBuffer) -> None
 async def test_room_given_in_the_moment_of_closing_is_given_back(
     store: StoreBuffer,
 ) -> None:
-    pending = await store.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
+    pending = await store.values.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
     put = asyncio.create_task(store.put("b", value_of(2)))
     await until_waiting(store)
-    store.discard(pending)
+    store.values.discard(pending)
     store.abort()
     with pytest.raises(BufferClosed):
         await put
@@ -116,12 +118,14 @@ async def test_a_cancelled_wait_for_room_leaves_no_trace(store: StoreBuffer) -> 
     pending = []
 
     async def before() -> None:
-        pending.append(await store.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None))
+        pending.append(
+            await store.values.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
+        )
         asyncio.get_running_loop().call_later(0.01, let)
 
     def let() -> None:
         while pending:
-            store.discard(pending.pop())
+            store.values.discard(pending.pop())
 
     async def check(k: int, mode: CancelMode, outcome: Outcome[None]) -> None:
         let()
@@ -139,14 +143,14 @@ async def test_a_cancelled_wait_for_room_leaves_no_trace(store: StoreBuffer) -> 
 
 
 async def test_a_cancelled_wait_lets_the_next_in_line_go_on(store: StoreBuffer) -> None:
-    pending = await store.reserve("a", TensorSpec((3 * _MIB,), "uint8"), None)
+    pending = await store.values.reserve("a", TensorSpec((3 * _MIB,), "uint8"), None)
     large = asyncio.create_task(store.put("b", value_of(2, 2 * _MIB)))
     await until_waiting(store)
     small = asyncio.create_task(store.put("c", value_of(3, 8)))
     await until_waiting(store, 2)
     large.cancel()
     await small
-    store.discard(pending)
+    store.values.discard(pending)
 
 
 async def test_where_both_do_not_fit_a_cancelled_put_leaves_nothing_or_all(
@@ -167,19 +171,19 @@ async def test_where_both_do_not_fit_a_cancelled_put_leaves_nothing_or_all(
 async def test_what_could_never_fit_is_refused_even_with_a_line(
     store: StoreBuffer,
 ) -> None:
-    pending = await store.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
+    pending = await store.values.reserve("a", TensorSpec((4 * _MIB,), "uint8"), None)
     with pytest.raises(EntryTooLarge, match="5242880 bytes"):
         await store.put("b", value_of(1, 5 * _MIB))
-    store.discard(pending)
+    store.values.discard(pending)
 
 
 async def test_another_models_value_is_not_found() -> None:
     async with StoreBuffer("1MiB", fingerprint="model") as store:
         await store.put("a", value_of(1, 8))
-        assert store.has(["a"], KVFingerprint.of("model")) == (True,)
-        assert store.has(["a"], None) == (False,)
-        assert store.lookup("a", KVFingerprint.of("other")) is None
-        assert not store.remove("a", None)
+        assert store.values.has(["a"], KVFingerprint.of("model")) == (True,)
+        assert store.values.has(["a"], None) == (False,)
+        assert store.values.lookup("a", KVFingerprint.of("other")) is None
+        assert not store.values.remove("a", None)
 
 
 async def test_it_counts_what_happens(store: StoreBuffer) -> None:

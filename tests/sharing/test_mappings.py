@@ -320,7 +320,7 @@ async def test_a_fork_of_the_owner_keeps_no_memory_of_others_views(
     await insert(buffer)
     async with peer.lookup.drop_select() as entry:
         pass
-    arena = buffer._growth.arena
+    arena = buffer.growth.arena
     assert isinstance(arena, SlabArena)
     arena.pins.keep_for_child()
     del entry

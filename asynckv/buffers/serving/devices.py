@@ -116,7 +116,7 @@ class PeerSources:
         await self._memory.aclose()
 
     def _own(self, uuid: str) -> DeviceAllocation | None:
-        own = self._buffer.allocation
+        own = self._buffer.growth.allocation
         return own if own is not None and own.uuid == uuid else None
 
     async def _open(self, handshake: Handshake[Exported], uuid: str) -> None:
@@ -190,7 +190,7 @@ class DeviceService(Service):
         if self._was_asked:
             raise RemoteProtocolError("a link connects GPUs once")
         self._was_asked = True
-        device = self._buffer.open_device
+        device = self._buffer.growth.open_device
         if device is None or not self._may_use_nccl:
             raise ConfigError("this side has no GPU to send from")
         channel = DeviceStream(answers=True)

@@ -9,8 +9,8 @@ from typing import Any
 from asynckv.buffers.serving.insert import answer
 from asynckv.buffers.serving.limits import REQUEST_NBYTES, LinkBytes
 from asynckv.buffers.serving.service import Service, answer_at_once
-from asynckv.buffers.store import StoreBuffer
 from asynckv.buffers.values.ledger import PendingPut, PinnedValue
+from asynckv.buffers.values.stored import StoredValues
 from asynckv.errors import BufferClosed, ChecksumError, PeerLost, RemoteProtocolError
 from asynckv.links.answers import Watchers
 from asynckv.links.link import Link
@@ -112,7 +112,7 @@ class ServedGet:
         if last is not None:
             self._stream.send(last)
         self._stream.close()
-        self._service.buffer.release(self._pinned)
+        self._service.values.release(self._pinned)
         self._service.kept.queries.give(REQUEST_NBYTES)
         self._service.ended(self)
 
@@ -132,7 +132,7 @@ class ServedPin:
         self._charged = REQUEST_NBYTES + sum(len(key.encode()) for key in keys)
         service.kept.queries.take(self._charged)
         try:
-            self._pinned = service.buffer.hold(keys, fingerprint)
+            self._pinned = service.values.hold(keys, fingerprint)
         except BaseException:
             service.kept.queries.give(self._charged)
             raise
@@ -152,7 +152,7 @@ class ServedPin:
     def _end(self) -> None:
         for pinned in self._pinned:
             if pinned is not None:
-                self._service.buffer.release(pinned)
+                self._service.values.release(pinned)
         self._pinned = []
         self._service.kept.queries.give(self._charged)
         self._charged = 0
@@ -194,12 +194,12 @@ class ServedPut:
         self._task.cancel()
 
     async def _run(self) -> None:
-        store, link = self._service.buffer, self._service.link
-        pending = await store.reserve(self._frame.key, self._spec, link.fingerprint)
+        values, link = self._service.values, self._service.link
+        pending = await values.reserve(self._frame.key, self._spec, link.fingerprint)
         try:
-            store.commit(pending, await self._fill(pending))
+            values.commit(pending, await self._fill(pending))
         finally:
-            store.discard(pending)
+            values.discard(pending)
 
     async def _fill(self, pending: PendingPut) -> bytes:
         if self._inline is not None:
@@ -224,14 +224,14 @@ class ServedPut:
 
 
 class StoreService(Service):
-    """Answers the requests that one link makes of ``buffer``.
+    """Answers the requests that one link makes of ``values``.
 
     ``kept`` is charged for what they keep while they are open.
     """
 
-    def __init__(self, buffer: StoreBuffer, link: Link, kept: LinkBytes) -> None:
+    def __init__(self, values: StoredValues, link: Link, kept: LinkBytes) -> None:
         super().__init__(link)
-        self.buffer = buffer
+        self.values = values
         self.kept = kept
         self.under_way: set[object] = set()
         self._watchers = Watchers()
@@ -247,7 +247,7 @@ class StoreService(Service):
             raise BufferClosed("the server is leaving; it takes no new requests")
         match frame:
             case Put(spec=None, key=key) | Delete(key=key):
-                was_there = self.buffer.remove(key, fingerprint)
+                was_there = self.values.remove(key, fingerprint)
                 return answer_at_once(stream, Result(int(was_there)))
             case Put():
                 return ServedPut(self, stream, frame, body)
@@ -259,7 +259,7 @@ class StoreService(Service):
             case Pin():
                 return ServedPin(self, stream, frame.keys)
             case _:
-                flags = self.buffer.has(frame.keys, fingerprint)
+                flags = self.values.has(frame.keys, fingerprint)
                 return answer_at_once(stream, Result(sum(flags), flags))
 
     def run_put(
@@ -289,7 +289,7 @@ class StoreService(Service):
         pinned = None
         self.kept.queries.take(REQUEST_NBYTES)
         try:
-            pinned = self.buffer.lookup(key, self.link.fingerprint)
+            pinned = self.values.lookup(key, self.link.fingerprint)
         finally:
             if pinned is None:
                 self.kept.queries.give(REQUEST_NBYTES)

@@ -188,7 +188,7 @@ async def a_store_buffers_end(ground: Ground, sweeper: Sweeper, nbytes: int) -> 
         closing = Closing()
         own = StoreBuffer(2 * nbytes)
         await own.put("pinned", noise(2 * nbytes, 1))
-        own.lookup("pinned", None)
+        own.values.lookup("pinned", None)
         putting = asyncio.create_task(own.put("key", noise(nbytes, 2)))
         await until(lambda: own.statistics().waiting_puts == 1)
 

@@ -73,10 +73,10 @@ async def a_put_that_waits_for_room(
         nonlocal partner
         for key in (_KEY, "other"):
             await ground.store.delete(key)
-        filler = await ground.store.reserve("filler", _FILLER, None)
+        filler = await ground.store.values.reserve("filler", _FILLER, None)
 
         async def free() -> None:
-            ground.store.discard(filler)
+            ground.store.values.discard(filler)
 
         partner = Partner(
             sweeper, lambda: ground.store.statistics().waiting_puts > 0, free

@@ -56,7 +56,7 @@ class _Buffers:
         devices = DeviceService(lookup, link, "edges", may_use_nccl=True)
         self.services = (
             LookupService(lookup, link, kept, devices),
-            StoreService(store, link, kept),
+            StoreService(store.values, link, kept),
             devices,
         )
 
