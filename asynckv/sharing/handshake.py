@@ -32,7 +32,6 @@ __all__ = (
     "GPU_OF_ASKER",
     "GPU_OF_BOTH",
     "HOST",
-    "E",
     "Exposed",
     "Handshake",
     "Kind",
