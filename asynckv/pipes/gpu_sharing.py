@@ -39,7 +39,7 @@ from asynckv.protocol.transfer_frames import (
 )
 from asynckv.sharing.handshake import GPU_OF_BOTH, Handshake
 from asynckv.sharing.imports import PeerMemory
-from asynckv.sharing.owner import GpuExports, MapHolder, warn_of_loss
+from asynckv.sharing.owner import LEAST_NBYTES, MapHolder, Sharing, warn_of_loss
 from asynckv.sharing.peer_imports import check_same_host
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_copying import DeviceCopyPool
@@ -79,7 +79,8 @@ class GpuSharing:
         self._uuid = uuid
         self._growth = growth
         self._pool = pool
-        self._exports = GpuExports(growth, digest, self._closed_there)
+        self._wanted: DigestMode = digest
+        self._exports = Sharing(growth.arena, drop=growth.drop_soon)
         self._holder: MapHolder | None = None
         self.peer_memory = PeerMemory(self._lost, digest)
         self._has_begun = False
@@ -219,10 +220,12 @@ class GpuSharing:
         return await self.peer_memory.open(exported, pages.allocation)
 
     async def _export(self, handshake: Handshake[Exported]) -> None:
-        holder, exposed = self._exports.expose(self._link, self._uuid)
-        await handshake.export(holder.verify, exposed)
-        self._exports.add(self._link, holder)
+        holder, exposed = self._exports.export(
+            self._link, self._wanted, self._uuid, least_nbytes=LEAST_NBYTES
+        )
+        await handshake.export(holder, exposed)
         self._holder = holder
+        holder.lost = partial(self._lost, "the peer has closed the memory")
 
     def _begin(self) -> None:
         if self._is_over:
@@ -232,9 +235,6 @@ class GpuSharing:
         self._link.call_when_lost(lambda _: self.close())
         peer = self._link.peer.id
         logger.info("payload of the pipe to %s goes by CUDA IPC", peer)
-
-    def _closed_there(self, link: Link) -> None:
-        self._lost("the peer has closed the memory")
 
     def _lost(self, reason: object) -> None:
         was_open = self.is_open

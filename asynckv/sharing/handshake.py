@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Generic, Literal, Self, TypeAlias, TypeVar
+from typing import Final, Generic, Literal, Self, TypeVar
 
 from asynckv.errors import AsyncKVError, ConfigError, PeerLost, RemoteProtocolError
 from asynckv.links.answers import Answer, fail_by
@@ -26,20 +25,19 @@ from asynckv.protocol.frames import (
     OpeningFrame,
 )
 from asynckv.protocol.transfer_frames import Exported, Imported, Mappable, Mapped
+from asynckv.sharing.owner import Exposed, MapHolder
 
 __all__ = (
     "GPU",
     "GPU_OF_ASKER",
     "GPU_OF_BOTH",
     "HOST",
-    "Exposed",
     "Handshake",
     "Kind",
 )
 
 _ACCEPT_S: Final = 10.0
 
-Exposed: TypeAlias = Mappable | Exported
 E = TypeVar("E", bound=Exposed)
 
 
@@ -109,18 +107,25 @@ class Handshake(Generic[E]):
             # These keep the error, which keeps frames, and what is in them.
             self.exposed, self.proof, self.accepted = Answer(), Answer(), Answer()
 
-    async def export(self, verify: Callable[[bytes], bool], exposed: Exposed) -> None:
+    async def export(self, holder: MapHolder, exposed: Exposed) -> None:
         """Expose memory, and wait until the peer has proved that it reads it.
 
-        ``verify`` says whether that is what the memory holds.
+        Who has asked for that alone waits until it is accepted, too. However else the
+        call ends, the peer may not open it.
 
         :raises ConfigError: it has read something else
         :raises PeerLost: the link ended first
         :raises AsyncKVError: the peer has refused, or has given it up
         """
-        self._send(exposed)
-        if not verify(await self.proof):
-            raise ConfigError("that is not what the memory holds")
+        try:
+            self._send(exposed)
+            if not holder.verify(await self.proof):
+                raise ConfigError("that is not what the memory holds")
+            if self._kind.exporter == "asks":
+                await self.accepted
+        except BaseException:
+            holder.link_over()
+            raise
 
     def prove(self, nonce: bytes) -> None:
         """Say what was read in the peer's memory. Never waits."""

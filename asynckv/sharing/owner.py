@@ -14,24 +14,21 @@ import logging
 import os
 import secrets
 import struct
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol, TypeAlias
 
 from asynckv.errors import ConfigError
 from asynckv.links.fd_socket import FdConnection, FdDoor, has_fd_sockets
 from asynckv.links.link import Link
 from asynckv.protocol.digests import Digester
 from asynckv.protocol.handshake import DigestMode
-from asynckv.protocol.transfer_frames import Exported, ShowIpc
+from asynckv.protocol.transfer_frames import Exported, Mappable
 from asynckv.protocol.values import Place
-from asynckv.sharing.handshake import GPU_OF_ASKER, Exposed, Handshake
 from asynckv.tensors.arena import Hold, Region
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.device_regions import DeviceRegion
-from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena
 from asynckv.tensors.shared_file import SharedFile
 from asynckv.tensors.slab_arena import SlabArena
@@ -41,7 +38,7 @@ __all__ = (
     "LEAST_NBYTES",
     "MAX_PINS",
     "ExportedMemory",
-    "GpuExports",
+    "Exposed",
     "MapHolder",
     "Pin",
     "Sharing",
@@ -50,6 +47,9 @@ __all__ = (
     "warn_of_loss",
 )
 
+
+Exposed: TypeAlias = Mappable | Exported
+"""What a peer is told that may open memory."""
 
 LEAST_NBYTES: Final = 2 * 2**20
 """Of less CUDA shows the peer what lies beside it too."""
@@ -153,6 +153,7 @@ class Pin:
 class ShownMemory(Protocol):
     """What peers are shown: a memory file, or an allocation on a GPU."""
 
+    nbytes: int
     nonce: bytes
     must_be_closed_there: ClassVar[bool]
     """Must the memory outlive what a peer has open of it?"""
@@ -189,6 +190,8 @@ class MapHolder:
         self._is_link_over = False
         self._last_number = 0
         self._pins: dict[int, Pin] = {}
+        self.lost: Callable[[], None] = _nothing
+        """Called when it has closed the memory, or is gone, before its link."""
 
     @property
     def is_connected(self) -> bool:
@@ -232,6 +235,7 @@ class MapHolder:
     def link_over(self) -> None:
         """Its link is lost: nothing more is offered. What it has it keeps."""
         self._is_link_over = True
+        self.lost = _nothing
         self._sharing.expel(self)
         self._close_if_over()
 
@@ -282,25 +286,30 @@ class MapHolder:
         self._sharing.changed()
 
     def on_end(self) -> None:
+        lost, self.lost = self.lost, _nothing
         self._connection = None
         while self._pins:
             self._pins.popitem()[1].end()
         self._sharing.forget(self)
         self._sharing.changed()
+        lost()
+
+
+def _nothing() -> None:
+    pass
 
 
 class Sharing:
     """Shows the memory of ``arena`` to peers of this host.
 
     ``changed`` is called when memory may have become free, ``drop`` with what nobody
-    has open any more, to be dropped in a thread. Where there is no
-    memory that can be shared, :meth:`invite` returns nothing.
+    has open any more, to be dropped in a thread.
     """
 
     def __init__(
         self,
         arena: object,
-        changed: Callable[[], None],
+        changed: Callable[[], None] = _nothing,
         drop: Callable[[ShownMemory], None] = lambda memory: None,
     ) -> None:
         self._drop = drop
@@ -321,14 +330,36 @@ class Sharing:
         return found
 
     def export(
-        self, link: Link, digest: DigestMode, uuid: str | None = None
-    ) -> tuple[MapHolder, Exposed] | None:
+        self,
+        link: Link,
+        digest: DigestMode,
+        uuid: str | None = None,
+        *,
+        least_nbytes: int = 0,
+    ) -> tuple[MapHolder, Exposed]:
         """Let one more peer open memory of the host, or of the GPU of that name.
 
-        Return who that will be, and what it is told; ``None`` if there is no such
-        memory.
+        Return who that will be, and what it is told.
+
+        :raises ConfigError: there is no such memory for it, or too little
         """
-        make = _memory_of(self._arena, uuid) if has_fd_sockets() else None
+        # A handle is all that a process of this host needs, to write there too.
+        is_here = link.may_map and (uuid is None or link.own_host == link.peer_host)
+        file = self._open(uuid) if is_here and has_fd_sockets() else None
+        if file is None or self._door is None:
+            what = "that could be mapped" if uuid is None else "of that GPU to show"
+            raise ConfigError(f"this side has no memory {what}")
+        holder = MapHolder(self, file, link.peer.id)
+        holder.ticket = self._door.admit(holder)
+        self._holders.add(holder)
+        if file.nbytes < least_nbytes:
+            holder.close()
+            raise ConfigError("this side has too little memory of that GPU to show")
+        link.call_when_lost(lambda _: holder.link_over())
+        return holder, file.exposed(self._door.address, holder.ticket, digest)
+
+    def _open(self, uuid: str | None) -> ShownMemory | None:
+        make = _memory_of(self._arena, uuid)
         if make is None:
             return None
         try:
@@ -338,11 +369,7 @@ class Sharing:
             # Not the error: whoever keeps the record would keep the memory.
             logger.warning("peers cannot map this buffer's memory: %s", str(exc))
             return None
-        holder = MapHolder(self, self._file, link.peer.id)
-        holder.ticket = self._door.admit(holder)
-        self._holders.add(holder)
-        link.call_when_lost(lambda _: holder.link_over())
-        return holder, self._file.exposed(self._door.address, holder.ticket, digest)
+        return self._file
 
     def expel(self, holder: MapHolder) -> None:
         """It gets no file any more."""
@@ -401,95 +428,7 @@ def _memory_of(arena: object, uuid: str | None) -> Callable[[], ShownMemory] | N
     return partial(ExportedMemory, allocation) if is_there else None
 
 
-_EXPORT_S: Final = 2.0
 _TELL_S: Final = 0.1
-
-
-class GpuExports:
-    """Lets peers read memory of ``growth``, which is on a GPU, each on one link.
-
-    ``digest`` is what this side wants to be compared. ``lost`` is told of a link whose
-    peer has closed the memory, or is gone.
-    """
-
-    def __init__(
-        self,
-        growth: Growth,
-        digest: DigestMode,
-        lost: Callable[[Link], None] | None = None,
-    ) -> None:
-        self._digest: DigestMode = digest
-        self._sharing = Sharing(growth.arena, self._look, growth.drop_soon)
-        self._lost = lost or _puts_lost
-        self._holders: weakref.WeakKeyDictionary[Link, MapHolder] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def holder(self, link: Link) -> MapHolder | None:
-        """Return who reads at the other end of ``link``, if somebody does."""
-        holder = self._holders.get(link)
-        return holder if holder is not None and holder.is_usable else None
-
-    def expose(self, link: Link, uuid: str) -> tuple[MapHolder, Exposed]:
-        """Return who may read the memory, if it is of that GPU, and what he is told.
-
-        :raises ConfigError: there is no such memory, or too little
-        """
-        found = self._sharing.export(link, self._digest, uuid)
-        if found is None:
-            raise ConfigError("this side has no memory of that GPU to show")
-        if found[1].nbytes < LEAST_NBYTES:
-            found[0].link_over()
-            raise ConfigError("this side has too little memory of that GPU to show")
-        return found
-
-    def add(self, link: Link, holder: MapHolder) -> None:
-        """It has proved that it reads the memory."""
-        self._holders[link] = holder
-
-    async def export(self, link: Link, uuid: str) -> None:
-        """Let the other end of ``link``, which has that GPU too, read what is put.
-
-        Waits at most 2 s. A cancelled call leaves nothing behind.
-
-        :raises AsyncKVError: one of both cannot, or will not
-        :raises TimeoutError: the peer did not answer
-        """
-        holder, exposed = self.expose(link, uuid)
-        try:
-            with Handshake.ask(GPU_OF_ASKER, link, ShowIpc(uuid)) as handshake:
-                async with asyncio.timeout(_EXPORT_S):
-                    await handshake.export(holder.verify, exposed)
-                    await handshake.accepted
-        except BaseException:
-            holder.link_over()
-            raise
-        self.add(link, holder)
-        logger.info("what is put at %s is read in memory of a GPU", link.peer.id)
-
-    def close(self) -> None:
-        """Export nothing more. Never waits."""
-        self._sharing.close()
-
-    async def aclose(self) -> None:
-        """As :meth:`close`; wait until every peer has closed it, at most 2 s.
-
-        Who has not then keeps the memory.
-        """
-        self.close()
-        await self._sharing.aclose()
-
-    def _look(self) -> None:
-        """A peer is gone, or has closed the memory."""
-        for link, holder in list(self._holders.items()):
-            if not holder.is_connected:
-                del self._holders[link]
-                self._lost(link)
-
-
-def _puts_lost(link: Link) -> None:
-    reason = "the peer has closed memory of this side's GPU"
-    warn_of_loss(link, "what is put at", reason)
 
 
 def warn_of_loss(link: Link, what: str, reason: str) -> None:

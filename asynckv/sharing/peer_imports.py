@@ -20,11 +20,17 @@ from asynckv.links.fd_socket import fetch_file
 from asynckv.links.gpu_link import GpuLink
 from asynckv.links.link import Link
 from asynckv.protocol.handshake import DigestMode, strictest
-from asynckv.protocol.transfer_frames import Exported, Mappable, OpenIpc, OpenMap
-from asynckv.sharing.handshake import GPU, HOST, E, Handshake
+from asynckv.protocol.transfer_frames import (
+    Exported,
+    Mappable,
+    OpenIpc,
+    OpenMap,
+    ShowIpc,
+)
+from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, E, Handshake
 from asynckv.sharing.imports import ImportedMemory, import_gpu
 from asynckv.sharing.mappings import MappedMemory
-from asynckv.sharing.owner import GpuExports, MapHolder
+from asynckv.sharing.owner import LEAST_NBYTES, MapHolder, Sharing, warn_of_loss
 from asynckv.tensors.device_pages import DeviceAllocation, DevicePages
 from asynckv.tensors.devices import Device
 from asynckv.tensors.growth import Growth
@@ -38,7 +44,11 @@ OPEN_S: Final = 2.0
 """What two processes of one host need at most to agree; else lanes do."""
 
 
+_EXPORT_S: Final = 2.0
+"""Until the peer has opened what is put from; else that goes through the hosts."""
+
 _BY_HOST: Final = "goes through host memory"
+_CLOSED_THERE: Final = "the peer has closed memory of this side's GPU"
 _BY_LANES: Final = "moves by lanes: its memory cannot be mapped"
 
 
@@ -66,7 +76,12 @@ class PeerImports:
         self._boot_id = boot_id
         self._url = url
         self._growth = growth
-        self._exports = None if growth is None else GpuExports(growth, digest)
+        self._exports: Sharing | None = None
+        if growth is not None:
+            self._exports = Sharing(growth.arena, drop=growth.drop_soon)
+        self._holders: weakref.WeakKeyDictionary[Link, MapHolder] = (
+            weakref.WeakKeyDictionary()
+        )
         self._file: MappedFile | None = None
         self._ways: weakref.WeakKeyDictionary[Link, GpuLink] = (
             weakref.WeakKeyDictionary()
@@ -81,7 +96,8 @@ class PeerImports:
 
     def holder(self, link: Link) -> MapHolder | None:
         """Return who reads what is put there in memory of the GPU, if somebody does."""
-        return None if self._exports is None else self._exports.holder(link)
+        holder = self._holders.get(link)
+        return holder if holder is not None and holder.is_usable else None
 
     def way(self, link: Link) -> GpuLink | None:
         """Return by what payload goes from the peer's GPU to this one, if it does."""
@@ -150,7 +166,10 @@ class PeerImports:
         own = pages.allocation
         why_not = await _why_not(link, self._open_memory(link, own))
         if why_not is None:
-            await self._export(link, own.uuid)
+            if self._exports is not None and "payload=" not in self._url:
+                exporting = self._export(link, self._exports, own.uuid)
+                if (reason := await _why_not(link, exporting)) is not None:
+                    reason.log("what is put at", link, _BY_HOST)
             return None
         if not why_not.is_served:
             return why_not
@@ -162,11 +181,15 @@ class PeerImports:
             f"nor NCCL: {no_way.text}"
         )
 
-    async def _export(self, link: Link, uuid: str) -> None:
-        if self._exports is None or "payload=" in self._url:
-            return
-        if why_not := await _why_not(link, self._exports.export(link, uuid)):
-            why_not.log("what is put at", link, _BY_HOST)
+    async def _export(self, link: Link, exports: Sharing, uuid: str) -> None:
+        """Let the other end of ``link``, which has that GPU too, read what is put."""
+        found = exports.export(link, self._digest, uuid, least_nbytes=LEAST_NBYTES)
+        with Handshake.ask(GPU_OF_ASKER, link, ShowIpc(uuid)) as handshake:
+            async with asyncio.timeout(_EXPORT_S):
+                await handshake.export(*found)
+        self._holders[link], _ = found
+        found[0].lost = partial(warn_of_loss, link, "what is put at", _CLOSED_THERE)
+        logger.info("what is put at %s is read in memory of a GPU", link.peer.id)
 
     async def _open_memory(self, link: Link, own: DeviceAllocation) -> None:
         self._check_here(link)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,8 @@ from asynckv.links.requests import LinkStream
 from asynckv.protocol.frames import Cancelled, Frame, OpeningFrame
 from asynckv.protocol.transfer_frames import Grant, ShowIpc
 from asynckv.sharing import imports, owner as sharing, peer_imports as importing
-from asynckv.sharing.owner import GpuExports, MapHolder
+from asynckv.sharing.owner import MapHolder, Sharing, warn_of_loss
+from asynckv.sharing.peer_imports import PeerImports
 from asynckv.tensors.growth import Growth
 from asynckv.testing.blocked import until
 from asynckv.testing.cancellation import CancelMode, Outcome, sweep_cancellation
@@ -44,6 +45,16 @@ async def growth(gpus: FakeGpus) -> AsyncIterator[Growth]:
 def uuid_of(growth: Growth) -> str:
     assert growth.device_pages is not None
     return growth.device_pages.allocation.uuid
+
+
+def exports_of(imports: PeerImports) -> Sharing:
+    assert imports._exports is not None
+    return imports._exports
+
+
+async def export(imports: PeerImports, link: Link, uuid: str) -> None:
+    """Let the other end read what is put, without opening its memory first."""
+    await imports._export(link, exports_of(imports), uuid)
 
 
 async def check_goes_by_host(pair: GpuPair) -> None:
@@ -89,7 +100,7 @@ async def test_a_buffers_side_that_does_not_answer_costs_a_moment(
         await asyncio.Event().wait()
 
     caplog.set_level(logging.INFO, importing.__name__)
-    monkeypatch.setattr(sharing, "_EXPORT_S", 0.01)
+    monkeypatch.setattr(importing, "_EXPORT_S", 0.01)
     monkeypatch.setattr(imports, "import_gpu", never)
     async with open_gpu_pair(gpus) as pair:
         assert "no answer" in caplog.text
@@ -97,10 +108,10 @@ async def test_a_buffers_side_that_does_not_answer_costs_a_moment(
 
 
 async def test_memory_that_is_closed_is_shown_to_nobody(growth: Growth) -> None:
-    sources = GpuExports(growth, "edges")
+    sources = PeerImports("edges", "", growth=growth)
     async with linked() as links:
         with pytest.raises(ConfigError, match="no memory of that GPU"):
-            await sources.export(links.near, "0" * 32)
+            await export(sources, links.near, "0" * 32)
         assert not links.service.asked and sources.holder(links.near) is None
     await sources.aclose()
 
@@ -115,12 +126,12 @@ async def test_whoever_does_not_read_has_nothing(
         else:
             stream.send(answer)
 
-    sources = GpuExports(growth, "edges")
+    sources = PeerImports("edges", "", growth=growth)
     async with linked("tcp://127.0.0.1:0", say) as links:
         with pytest.raises(AsyncKVError):
-            await sources.export(links.near, uuid_of(growth))
+            await export(sources, links.near, uuid_of(growth))
         assert sources.holder(links.near) is None
-        await until(lambda: not sources._sharing._holders)
+        await until(lambda: not exports_of(sources)._holders)
         assert links.near.is_open is (answer == Cancelled())
     await sources.aclose()
 
@@ -145,36 +156,47 @@ async def test_a_cancelled_connect_leaves_nothing_open(gpus: FakeGpus) -> None:
         assert counts.suspensions >= 7
 
 
-def hang_up(pair: GpuPair) -> None:
-    """The buffers' side closes what it has open."""
-    pair.devices.sources.close()
-
-
-def lose_link(pair: GpuPair) -> None:
-    pair.peer._linked().abort()
-
-
-@pytest.mark.parametrize(("lose", "told"), [(hang_up, 1), (lose_link, 0)])
-async def test_what_is_not_read_any_more_is_told_unless_the_link_is_over(
-    gpus: FakeGpus,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    lose: Callable[[GpuPair], None],
-    told: int,
+async def test_what_is_not_read_any_more_is_told(
+    gpus: FakeGpus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    had = list[Link]()
-    warn = sharing._warn_of_loss
+    async with open_gpu_pair(gpus, reconnect_s=0) as pair:
+        pair.devices.sources.close()
+        await until(lambda: "from here on" in caplog.text)
+        assert "the peer has closed memory" in caplog.text
+        assert not pair.puts.are_read
+    assert caplog.text.count("from here on") == 1
+
+
+async def test_what_is_not_read_any_more_is_no_news_after_its_link(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_gpu_pair(gpus, reconnect_s=0) as pair:
+        holder, had = pair.puts.holder, list[str]()
+        monkeypatch.setattr(sharing, "_warn_of_loss", lambda *_: had.append("told"))
+        monkeypatch.setattr(sharing, "_TELL_S", 0)
+        pair.peer._linked().abort()
+        await until(lambda: holder._connection is None)
+        await asyncio.sleep(0)
+        assert not (had or pair.puts.are_read)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_loss_is_no_news_when_the_link_is_lost_soon(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    had, warn = list[Link](), sharing._warn_of_loss
 
     def note(link: Link, what: str, reason: str) -> None:
         had.append(link)
         warn(link, what, reason)
 
     monkeypatch.setattr(sharing, "_warn_of_loss", note)
-    async with open_gpu_pair(gpus, reconnect_s=0) as pair:
-        lose(pair)
+    async with linked() as links:
+        warn_of_loss(links.near, "what is put at", "it is gone")
+        if not is_open:
+            links.near.abort()
         await until(lambda: bool(had))
-        assert caplog.text.count("from here on") == told
-        assert not pair.puts.are_read
+    assert caplog.text.count("from here on: it is gone") == int(is_open)
 
 
 async def test_who_still_reads_goes_on(gpus: FakeGpus) -> None:
@@ -199,9 +221,9 @@ async def test_a_peer_that_stands_still_is_not_waited_for_long(
 
 
 async def test_a_lost_link_ends_the_wait_to_be_read(growth: Growth) -> None:
-    sources = GpuExports(growth, "edges")
+    sources = PeerImports("edges", "", growth=growth)
     async with linked("tcp://127.0.0.1:0", lambda *_: None) as links:
-        showing = asyncio.create_task(sources.export(links.near, uuid_of(growth)))
+        showing = asyncio.create_task(export(sources, links.near, uuid_of(growth)))
         await until(lambda: bool(links.service.asked))
         assert isinstance(links.service.asked[0][1], ShowIpc)
         links.near.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -23,6 +24,7 @@ from asynckv.sharing.handshake import (
     Handshake,
     Kind,
 )
+from asynckv.testing.blocked import until_blocked
 
 EXPORTED = Exported("asynckv-0", b"t" * 16, b"h" * 64, 2**20)
 MAPPABLE = Mappable("asynckv-0", b"t" * 16, 2**20)
@@ -50,8 +52,27 @@ def make(
     return Handshake.ask(kind, said, Ping(1)), said  # type: ignore[arg-type]
 
 
+@dataclasses.dataclass
+class Reader:
+    """In place of the peer that may open memory."""
+
+    nonce: bytes
+    may_open: bool = True
+
+    def verify(self, nonce: bytes) -> bool:
+        return nonce == self.nonce
+
+    def link_over(self) -> None:
+        self.may_open = False
+
+
 async def export(handshake: Handshake[Any], found: bytes) -> None:
-    await handshake.export(lambda nonce: nonce == found, EXPORTED)
+    reader = Reader(found)
+    try:
+        await handshake.export(reader, EXPORTED)  # type: ignore[arg-type]
+    finally:
+        is_over = sys.exc_info()[0] is not None
+        assert reader.may_open is not is_over
 
 
 async def test_what_comes_is_kept_until_it_is_waited_for() -> None:
@@ -97,6 +118,26 @@ async def test_a_peer_that_gives_it_up_is_heard(answers: bool, frame: Frame) -> 
     with pytest.raises(AsyncKVError), handshake:
         await handshake.exposed
     assert said.frames == [EXPORTED, *([Cancelled()] if answers else [])]
+
+
+async def test_who_asked_to_be_read_waits_until_that_is_accepted() -> None:
+    handshake, said = make(GPU_OF_ASKER, answers=False)
+    handshake.on_frame(Imported(b"n"), b"")
+    waiting = asyncio.ensure_future(export(handshake, b"n"))
+    await until_blocked(waiting)
+    handshake.on_frame(Accepted(), b"")
+    await waiting
+    assert said.frames == [EXPORTED]
+
+
+async def test_who_is_refused_after_the_proof_is_not_read() -> None:
+    handshake, _ = make(GPU_OF_ASKER, answers=False)
+    handshake.on_frame(Imported(b"n"), b"")
+    waiting = asyncio.ensure_future(export(handshake, b"n"))
+    await until_blocked(waiting)
+    handshake.on_frame(to_failure(ConfigError("no")), b"")
+    with pytest.raises(ConfigError, match="no"):
+        await waiting
 
 
 async def test_a_lost_link_ends_the_wait() -> None:

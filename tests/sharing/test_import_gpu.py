@@ -60,7 +60,6 @@ async def both(gpus: FakeGpus) -> AsyncIterator[Both]:
     sharing = Sharing(shown.arena, lambda: None, shown.drop_soon)
     async with linked() as link:
         found = sharing.export(link.far, "edges", ours.process.cuda.uuid(0))
-        assert found is not None
         holder, exported = found
         assert isinstance(exported, Exported)
         yield Both(link, holder, exported, theirs, own)

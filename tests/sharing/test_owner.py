@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from asynckv.errors import ConfigError
 from asynckv.links.fd_socket import fetch_file, has_fd_sockets
-from asynckv.sharing.owner import MAX_PINS, MapHolder, Sharing
+from asynckv.sharing.owner import LEAST_NBYTES, MAX_PINS, MapHolder, Sharing
 from asynckv.tensors.device_regions import DeviceRegion
 from asynckv.tensors.growth import Growth
 from asynckv.tensors.paged_arena import PagedArena
@@ -49,10 +50,23 @@ async def test_only_the_gpu_that_was_named_is_shown(
     gpu: FakeDevice, growth: Growth, pair: LinkPair
 ) -> None:
     shown = Sharing(growth.arena, lambda: None)
-    assert shown.export(pair.far, "edges", "0" * 32) is None
-    assert shown.export(pair.far, "edges") is None
+    for name in ("0" * 32, "", None):
+        with pytest.raises(ConfigError, match="has no memory"):
+            shown.export(pair.far, "edges", name)
     found = shown.export(pair.far, "off", gpu.process.cuda.uuid(0))
-    assert found is not None and found[1].digest == "off"
+    assert found[1].digest == "off"
+    shown.close()
+
+
+async def test_of_too_little_memory_nothing_is_left_open(
+    gpu: FakeDevice, growth: Growth, pair: LinkPair
+) -> None:
+    shown = Sharing(growth.arena, drop=growth.drop_soon)
+    uuid = gpu.process.cuda.uuid(0)
+    with pytest.raises(ConfigError, match="too little"):
+        shown.export(pair.far, "edges", uuid, least_nbytes=LEAST_NBYTES)
+    assert shown._door is None and shown._file is None
+    shown.export(pair.far, "edges", uuid)
     shown.close()
 
 
@@ -62,7 +76,6 @@ async def test_a_region_stays_until_its_pin_ends_or_the_peer_is_gone(
     told: list[MapHolder] = []
     shown = Sharing(growth.arena, lambda: told.append(holder), growth.drop_soon)
     found = shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
-    assert found is not None
     holder, exported = found
     assert not holder.is_connected
     sock, fd = await fetch_file(exported.address, exported.ticket)
@@ -86,7 +99,6 @@ async def test_memory_is_used_by_who_has_read_in_it_what_is_there_alone(
 ) -> None:
     shown = Sharing(growth.arena, lambda: None, growth.drop_soon)
     found = shown.export(pair.far, "edges", gpu.process.cuda.uuid(0))
-    assert found is not None
     holder, exported = found
     sock, fd = await fetch_file(exported.address, exported.ticket)
     assert not holder.is_connected

@@ -31,9 +31,9 @@ from asynckv.protocol.transfer_frames import (
     OpenMap,
     ShowIpc,
 )
-from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, Exposed, Handshake, Kind
+from asynckv.sharing.handshake import GPU, GPU_OF_ASKER, HOST, Handshake, Kind
 from asynckv.sharing.imports import PeerMemory
-from asynckv.sharing.owner import MapHolder, Sharing, warn_of_loss
+from asynckv.sharing.owner import Exposed, MapHolder, Sharing, warn_of_loss
 from asynckv.tensors.device_copying import DeviceCopyPool
 from asynckv.tensors.device_pages import DeviceAllocation
 from asynckv.tensors.devices import Device
@@ -271,17 +271,11 @@ class Showing:
         if type(asked) in self._asked:
             raise RemoteProtocolError("a link maps memory once")
         self._asked |= {type(asked)}
-        link, uuid = self.link, None if isinstance(asked, OpenMap) else asked.uuid
-        # A handle is all that a process of this host needs, to write there too.
-        is_here = uuid is None or link.own_host == link.peer_host
-        may_open = link.may_map and is_here
-        found = self._sharing.export(link, self.digest, uuid) if may_open else None
-        if found is None:
-            what = "that could be mapped" if uuid is None else "of that GPU to show"
-            raise ConfigError(f"this side has no memory {what}")
+        uuid = None if isinstance(asked, OpenMap) else asked.uuid
+        found = self._sharing.export(self.link, self.digest, uuid)
         kind: Kind[Any] = HOST if uuid is None else GPU
         handshake = Handshake.answer(kind, stream)
-        run(self._export(handshake, *found), f"export memory to {link.peer.id}")
+        run(self._export(handshake, *found), f"export memory to {self.link.peer.id}")
         return handshake
 
     async def _export(
@@ -290,7 +284,7 @@ class Showing:
         link = self.link
         try:
             with handshake:
-                await handshake.export(holder.verify, exposed)
+                await handshake.export(holder, exposed)
                 self.holder = holder
                 if holder.memory_file.must_be_closed_there:
                     link.use_ipc()
@@ -301,6 +295,3 @@ class Showing:
                 handshake.accept()
         except AsyncKVError as exc:
             logger.debug("%s does not open memory: %s", link.peer.id, str(exc))
-        finally:
-            if self.holder is not holder:
-                holder.link_over()
