@@ -105,8 +105,8 @@ class DeviceMoves:
         self._cuda: CudaApi | None = None
         self._streams: dict[str, Stream] = {}
         self._events: list[Event] = []
-        self._waiting: list[Move] = []
-        self._moving: list[Move] = []
+        self._waiting: collections.deque[Move] = collections.deque()
+        self._moving: collections.deque[Move] = collections.deque()
 
     def start(self, *moves: Move) -> None:
         """Queue copies; without one, only begin. Never waits.
@@ -179,21 +179,23 @@ class DeviceMoves:
             return False
 
     def _queue_ready(self, cuda: CudaApi) -> bool:
-        left: list[Move] = []
-        before, self._waiting = self._waiting, []
-        for move in before:
+        before = len(self._waiting)
+        for _ in range(before):
+            move = self._waiting.popleft()
             if not move.is_wanted():
                 move.told("dropped", None)
                 continue
             try:
                 if move.ready is not None and not move.ready.query():
-                    left.append(move)
+                    self._waiting.append(move)
                 else:
                     self._queue(cuda, move)
             except GPUFailed as exc:
                 move.told("failed", exc)
-        self._waiting.extend(left)
-        return len(left) < len(before)
+            except Exception as exc:
+                self._give_up(move, GPUFailed(str(exc)))  # it may be under way
+                raise
+        return len(self._waiting) < before
 
     def _queue(self, cuda: CudaApi, move: Move) -> None:
         stream = self._streams[move.way]
@@ -211,14 +213,17 @@ class DeviceMoves:
             self._moving.append(move)
 
     def _look(self) -> bool:
-        left: list[Move] = []
-        before, self._moving = self._moving, []
-        for move in before:
+        before = len(self._moving)
+        for _ in range(before):
+            move = self._moving.popleft()
             try:
                 has_ended = move.event is None or move.event.query()
             except GPUFailed as exc:
                 move.told("failed", exc)  # CUDA runs nothing of it any more
                 continue
+            except Exception as exc:
+                self._give_up(move, GPUFailed(str(exc)))
+                raise
             if has_ended:
                 if move.event is not None:
                     self._events.append(move.event)
@@ -226,9 +231,8 @@ class DeviceMoves:
             elif time.monotonic() > move.deadline_s:
                 self._give_up(move, _too_late(self._limit_s))
             else:
-                left.append(move)
-        self._moving.extend(left)
-        return len(left) < len(before)
+                self._moving.append(move)
+        return len(self._moving) < before
 
     def _give_up(self, move: Move, error: GPUFailed) -> None:
         keep_for_ever(move)

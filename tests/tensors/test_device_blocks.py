@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import pytest
 from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_blocks import Addresses, DeviceBlocks, run_starts
+from asynckv.tensors.quiet_gpus import quiet_gpu
 from harness.fake_gpus import FakeProcess
 from harness.fake_gpus.gates import Gate
 
@@ -64,7 +66,7 @@ def test_one_kernel_takes_what_a_slot_holds(
 def test_packed_blocks_are_scattered(
     process: FakeProcess, blocks: DeviceBlocks
 ) -> None:
-    pool, ids = _pool(process, 40), (3, 30, 4, 11, 7, 20)
+    pool, ids = _pool(process, 40), (3, 30, 4, 11, 7, 20, *range(31, 40), 0)
     content = bytes(range(256))[:_BLOCK] * len(ids)
 
     def fill(first: int, slot: memoryview) -> None:
@@ -102,7 +104,7 @@ def test_who_stops_in_the_middle_leaves_the_gpu_at_nothing(
     reading = blocks.read(_at(pool, *range(0, 40, 2)), _BLOCK)
     next(reading)
     reading.close()  # type: ignore[attr-defined]
-    assert all(not one.users for one in process.space.allocations())
+    assert not any(stream.work for stream in process.streams.values())
     process.cuda.free(pool)
 
 
@@ -118,7 +120,9 @@ def test_a_kernel_that_does_not_end_is_given_up(process: FakeProcess) -> None:
         list(blocks.read(_at(pool, 1), _BLOCK))
     with pytest.raises(GPUFailed, match="earlier"):
         list(blocks.read(_at(pool, 1), _BLOCK))
+    before = len(process.space.allocations())
     blocks.close()
+    assert len(process.space.allocations()) == before  # it may still be at them
 
 
 class _Owner:
@@ -143,6 +147,58 @@ def test_memory_that_a_kernel_may_still_be_at_is_kept(
     del cache, owner
     gc.collect()
     assert kept() is not None
+
+
+def test_nothing_is_read_before_the_callers_stream_is_there(
+    process: FakeProcess, blocks: DeviceBlocks
+) -> None:
+    gate, stream, ready = Gate(), process.cuda.stream(), process.cuda.event()
+    pool, found = _pool(process, 8), list[bytes]()
+    stream.add(gate)
+    ready.record(stream)
+    caches = [dataclasses.replace(pool, ready=ready)]
+
+    def read() -> None:
+        for _, packed in blocks.read(_at(pool, 1), _BLOCK, caches):
+            found.append(bytes(packed))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join(0.02)
+    assert thread.is_alive() and not found
+    process.cuda.view(pool)[:] = 7
+    gate.open()
+    thread.join(5)
+    assert found == [b"\7" * _BLOCK]
+
+
+@pytest.mark.parametrize("what", ["copy", "close"])
+def test_it_allocates_and_frees_when_no_operation_waits_for_a_peer(
+    process: FakeProcess, blocks: DeviceBlocks, what: str
+) -> None:
+    pool, quiet = _pool(process, 8), quiet_gpu(process.cuda, 0)
+
+    def copy() -> None:
+        blocks.copy(_at(pool, 1), _at(pool, 5), _BLOCK)
+
+    if what == "close":
+        copy()
+    quiet.begin_operation()
+    thread = threading.Thread(target=copy if what == "copy" else blocks.close)
+    thread.start()
+    thread.join(0.02)
+    assert thread.is_alive()
+    quiet.end_operation()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_closed_it_leaves_no_stream(process: FakeProcess, blocks: DeviceBlocks) -> None:
+    pool, before = _pool(process, 8), set(process.streams)
+    blocks.copy(_at(pool, 1), _at(pool, 5), _BLOCK)
+    assert set(process.streams) > before
+    blocks.close()
+    assert set(process.streams) == before
 
 
 def test_a_block_larger_than_a_slot_is_refused(

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from asynckv.errors import GPUFailed
+from asynckv.tensors import device_moves
 from asynckv.tensors.cuda import DeviceMemory, PinnedMemory
 from asynckv.tensors.device_moves import DeviceMoves, Move, MoveOutcome, free_pinned
 from harness.fake_gpus import FakeProcess
@@ -158,3 +161,79 @@ def test_freed_pinned_memory_cannot_be_looked_at(process: FakeProcess) -> None:
     assert not [one for one in process.space.allocations() if one.device < 0]
     with pytest.raises(ValueError, match="released"):
         bytes(pinned.view)
+
+
+class _Broken(FakeEvent):
+    """An event that cannot be asked, for a reason that nobody foresaw."""
+
+    def query(self) -> bool:
+        raise ZeroDivisionError("unforeseen")
+
+
+def test_whatever_ends_its_thread_all_that_wait_are_told(
+    process: FakeProcess, ends: tuple[DeviceMemory, PinnedMemory]
+) -> None:
+    errors, told = list[Exception](), [_Told() for _ in range(5)]
+    moves = DeviceMoves(
+        lambda: process.cuda, 0, begin=_nothing, end=_nothing, failed=errors.append
+    )
+    moves.start(_move(ends, told[0]))
+    told[0].wait()
+    gate, never = _not_yet(process)
+    for stream in process.streams.values():
+        stream.add(gate)
+    moves.start(_move(ends, told[1]))
+    while not moves._moving:
+        threading.Event().wait(0.001)
+    broken = _Broken(process.gpus)
+    waiting = [(told[2], never), (told[3], broken), (told[4], never)]
+    moves.start(*(_move(ends, one, ready) for one, ready in waiting))
+    expected = ["done", "given up", "dropped", "given up", "dropped"]
+    assert [one.wait() for one in told] == expected
+    assert [type(error) for error in errors] == [ZeroDivisionError]
+    with pytest.raises(RuntimeError, match="closed"):
+        moves.start(_move(ends, _Told()))
+    gate.open()
+    _end(moves)
+
+
+class _Owner:
+    """Keeps memory allocated."""
+
+
+def test_memory_at_which_the_gpu_may_still_be_is_kept_for_ever(
+    process: FakeProcess,
+    moves: DeviceMoves,
+    ends: tuple[DeviceMemory, PinnedMemory],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(event: FakeEvent, stream: object) -> None:
+        raise GPUFailed("the mark was refused")
+
+    monkeypatch.setattr(FakeEvent, "record", refuse)
+    told, owner = _Told(), _Owner()
+    move, kept = _move(ends, told), weakref.ref(owner)
+    move.owner = owner
+    moves.start(move)
+    assert told.wait() == "given up"  # when it ends nobody will know
+    del move, owner
+    _end(moves)
+    gc.collect()
+    assert kept() is not None
+
+
+def test_who_has_no_thread_is_not_stuck(
+    process: FakeProcess,
+    ends: tuple[DeviceMemory, PinnedMemory],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_moves, "_IDLE_S", 0.01)
+    moves, told = _moves(process, limit_s=0.01), _Told()
+    moves.start(_move(ends, told))
+    assert told.wait() == "done"
+    for thread in threading.enumerate():
+        if thread.name.startswith("asynckv-gpu"):
+            thread.join(5)
+    threading.Event().wait(0.05)  # longer than it may be silent
+    assert not moves.is_stuck
+    _end(moves)

@@ -5,21 +5,24 @@ from collections.abc import Iterator
 
 import pytest
 
+from asynckv.tensors import quiet_gpus
 from asynckv.tensors.quiet_gpus import QuietGpu, quiet_gpu
 from harness.fake_gpus import FakeGpus
 
-_LONG_S = 30.0
+_LONG_S = 10.0
 
 
 @pytest.fixture
-def gpu() -> QuietGpu:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> QuietGpu:
+    """Return one for which everybody waits longer than a test does."""
+    monkeypatch.setattr(quiet_gpus, "PATIENCE_S", 2 * _LONG_S)
     return QuietGpu()
 
 
 class Allocator:
     """A thread that allocates once it may, and goes on when it is told to."""
 
-    def __init__(self, gpu: QuietGpu, patience_s: float = _LONG_S) -> None:
+    def __init__(self, gpu: QuietGpu, patience_s: float = 2 * _LONG_S) -> None:
         self.is_at_it, self.go_on = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._allocate, args=(gpu, patience_s))
         self._thread.start()
@@ -77,6 +80,10 @@ def test_who_waited_in_vain_keeps_no_operation_waiting(gpu: QuietGpu) -> None:
     gpu.end_operation()
     gpu.end_operation()
     allocator.end()
+    again = threading.Thread(target=gpu.begin_operation)
+    again.start()
+    again.join(5)
+    assert not again.is_alive()
 
 
 def test_those_who_allocate_do_not_wait_for_each_other(gpu: QuietGpu) -> None:

@@ -71,7 +71,23 @@ async def test_a_cancelled_wait_ends_at_once(
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    marks.close()
+    # Nobody looks at that mark any more.
+    await until(lambda: not any("gpu-marks" in t.name for t in threading.enumerate()))
     gate.open()
+
+
+async def test_a_stream_that_fails_is_said_to(
+    process: FakeProcess, stream: FakeStream, marks: StreamMarks
+) -> None:
+    gate = Gate()
+    stream.add(gate)
+    failing = asyncio.create_task(marks.reached(mark(process, stream)))
+    await until_blocked(failing)
+    gate.fail(GPUFailed("an illegal access"))
+    with pytest.raises(GPUFailed, match="illegal access"):
+        await failing
+    await marks.reached(mark(process, process.cuda.stream()))  # others go on
 
 
 async def test_a_stream_that_does_not_get_on_is_given_up(
