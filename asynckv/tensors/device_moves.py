@@ -116,8 +116,8 @@ class DeviceMoves:
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the staging of this GPU is closed")
+            self._start_thread()  # or raise: then nothing is queued
             self._inbox.extend(moves)
-            self._start_thread()
 
     @property
     def is_stuck(self) -> bool:

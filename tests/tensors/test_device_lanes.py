@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from asynckv.errors import GPUFailed
 from asynckv.tensors.device_lanes import DeviceLane, DeviceLanes
 from harness.fake_devices import FakeDevice, fake_device
 from harness.fake_gpus.gates import Gate
@@ -89,3 +90,29 @@ def test_a_lane_in_use_goes_with_its_end(gpu: FakeDevice, lanes: DeviceLanes) ->
         lanes.close()
         assert gpu.process.streams
     assert not gpu.process.streams
+
+
+def test_what_is_closed_has_no_pinned_memory_and_no_stream(gpu: FakeDevice) -> None:
+    process, lanes = gpu.process, DeviceLanes(gpu.device.opened)
+    before = set(process.streams)
+    memory = process.cuda.malloc(8)
+    with lanes.lane(0) as lane:
+        for _ in range(3):
+            queue(lane, memory.address)
+    pinned = [one for one in process.space.allocations() if one.device < 0]
+    assert len(pinned) == 2
+    lanes.close()
+    assert all(one.is_gone for one in pinned) and set(process.streams) == before
+
+
+def test_a_gpu_whose_context_is_gone_fails_no_closing(
+    gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(stream: FakeStream) -> None:
+        raise GPUFailed("the context is gone")
+
+    lanes = DeviceLanes(gpu.device.opened)
+    with lanes.lane(0):
+        pass
+    monkeypatch.setattr(FakeStream, "close", refuse)
+    lanes.close()

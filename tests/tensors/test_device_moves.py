@@ -216,7 +216,7 @@ def test_memory_at_which_the_gpu_may_still_be_is_kept_for_ever(
     move.owner = owner
     moves.start(move)
     assert told.wait() == "given up"  # when it ends nobody will know
-    del move, owner
+    del move, owner, told  # whose error keeps it too
     _end(moves)
     gc.collect()
     assert kept() is not None
@@ -237,3 +237,21 @@ def test_who_has_no_thread_is_not_stuck(
     threading.Event().wait(0.05)  # longer than it may be silent
     assert not moves.is_stuck
     _end(moves)
+
+
+def test_what_no_thread_could_be_had_for_is_never_copied(
+    process: FakeProcess,
+    moves: DeviceMoves,
+    ends: tuple[DeviceMemory, PinnedMemory],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    refused, told = _Told(), _Told()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            moves.start(_move(ends, refused))
+    moves.start(_move(ends, told))
+    assert told.wait() == "done" and refused.outcome is None

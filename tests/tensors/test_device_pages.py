@@ -116,3 +116,31 @@ def test_there_is_memory_once_it_is_allocated_and_no_more_than_that(
     (place,) = pages.take([4 * MIB]) or []
     pages.free(place[0])
     assert pages.free_bytes == 4 * MIB
+
+
+def test_so_little_memory_is_none(
+    gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(gpu, monkeypatch, MIB // 2)
+    pages = pages_on(gpu.device)
+    assert pages.make_slab() is None and not pages.is_open
+    assert isinstance(pages.error, GPUFailed)
+
+
+def test_closed_pages_want_nothing(gpu: FakeDevice) -> None:
+    wanted: list[str] = []
+    pages = DevicePages(MIB, gpu.device, lambda: wanted.append("memory"))
+    pages.want()
+    pages.close()
+    pages.want()
+    assert wanted == ["memory"]
+
+
+def test_whoever_uses_the_memory_is_told_when_it_is_dropped(gpu: FakeDevice) -> None:
+    told, pages = list[bool](), pages_on(gpu.device)
+    pages.add_slab(pages.make_slab())
+    pages.call_when_dropped(lambda: told.append(bool(gpu.process.owned)))
+    idle = pages.unmap()
+    assert idle is not None and not told
+    idle.drop()
+    assert told == [True]  # before it is freed

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from asynckv.errors import GPUFailed
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.device_arena import DeviceArena
 from asynckv.tensors.device_regions import HostRegion, region_behind
@@ -13,7 +14,7 @@ from asynckv.types import TensorSpec
 from harness.device_memory import region_in
 from harness.fake_devices import FakeDevice
 from harness.fake_gpus.gates import Gate
-from harness.fake_gpus.streams import Delay
+from harness.fake_gpus.streams import Delay, FakeTorchEvent
 
 MIB = 2**20
 SPEC = TensorSpec((MIB,), "uint8")
@@ -114,3 +115,55 @@ def test_a_view_that_another_thread_drops_is_fenced_on_its_own_stream(
     assert not region.is_quiet
     gate.open()
     assert region.is_quiet
+
+
+def test_a_view_is_fenced_by_the_stream_of_whoever_drops_it(
+    gpu: FakeDevice, arena: DeviceArena
+) -> None:
+    region, side, gate = region_in(arena, MIB), gpu.tensors.new_stream(0), Gate()
+    views = [region.tensor(SPEC)]
+    arena.free([region])
+    side.add(gate)
+    with gpu.tensors.use_stream(side):
+        views.clear()
+        gc.collect()
+    assert not region.is_quiet
+    gate.open()
+    assert region.is_quiet
+
+
+def test_what_asynckv_itself_is_at_needs_no_fence(
+    gpu: FakeDevice, arena: DeviceArena
+) -> None:
+    region, gate = region_in(arena, MIB), Gate()
+    place = region.place(SPEC)
+    arena.free([region])
+    gpu.tensors.stream(0).add(gate)  # of whoever computes, and knows nothing of it
+    assert not arena.fits([4 * MIB])
+    del place
+    assert region.is_quiet
+    arena.collect()
+    assert arena.fits([4 * MIB])
+    gate.open()
+
+
+@pytest.mark.parametrize("when", ["marked", "asked"])
+def test_memory_of_a_gpu_that_does_not_answer_stays_held(
+    gpu: FakeDevice, arena: DeviceArena, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def refuse(*args: object) -> None:
+        raise GPUFailed("the context is gone")
+
+    region = region_in(arena, MIB)
+    tensor = region.tensor(SPEC)
+    arena.free([region])
+    with monkeypatch.context() as patch:
+        if when == "marked":
+            patch.setattr(gpu.tensors, "mark", refuse)
+        else:
+            patch.setattr(FakeTorchEvent, "query", refuse)
+        del tensor
+        gc.collect()
+        arena.collect()
+        assert region.is_quiet == (when == "marked")  # which has no fence
+        assert not arena.fits([4 * MIB])

@@ -145,3 +145,10 @@ async def test_memory_of_another_length_or_gpu_is_refused(
     other = dataclasses.replace(place.part(0, 16), device=1)
     with pytest.raises(ValueError, match="on another GPU"):
         pools.gathering(blocks, [other])
+
+
+async def test_no_blocks_are_no_work(tensors: FakeTensors, stagings: Stagings) -> None:
+    on_gpu = tensors.on_gpu(_pools()[0])
+    pools, none = GpuPools([on_gpu], stagings), torch.zeros(0, 16, dtype=torch.uint8)
+    assert not pools.gathering([KVBlocks(on_gpu, [])], [none])
+    assert not pools.scattering([none], [KVBlocks(on_gpu, [])])

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 
 from asynckv.errors import GPUFailed
+from asynckv.tensors import device_moves
 from asynckv.tensors.cuda import DeviceMemory
 from asynckv.tensors.runs import Staged, copied
 from asynckv.tensors.slots import SlotState
@@ -165,6 +167,54 @@ def test_a_copy_that_does_not_end_is_given_up_and_its_slot_never_used_again(
     with pytest.raises(GPUFailed):
         staging.reader(_memory(tensors, _random(100))).pieces(0, 100)
     assert _in_use(staging) == 1
+    pinned = [one for one in process.space.allocations() if one.device < 0]
+    _until_no_thread_is_left(staging)
+    assert sum(not one.is_gone for one in pinned) == 1
+
+
+def test_who_finds_no_thread_for_a_copy_keeps_no_slot(
+    staging: Staging, tensors: FakeTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(device_moves, "_IDLE_S", 0.001)
+    _occupy(staging, tensors)
+    _until(lambda: not staging.moves._has_thread)
+    content = _random(100)
+    window = staging.reader(_memory(tensors, content))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            window.pieces(0, 100)
+    assert _in_use(staging) == 0
+    assert _read(window, 100) == content.numpy().tobytes()
+    window.finish()
+    _until_no_thread_is_left(staging)
+
+
+@pytest.mark.parametrize("is_moving", [False, True])
+def test_a_window_that_was_left_keeps_no_memory(
+    staging: Staging, tensors: FakeTensors, is_moving: bool
+) -> None:
+    tensor, gate = tensors.on_gpu(_random(100)), Gate()
+    if is_moving:
+        tensors.stream(0).add(gate)
+    window, kept = staging.reader(tensors.memory_of(tensor)), weakref.ref(tensor)
+    thread = threading.Thread(
+        target=_swallow if is_moving else _read_all, args=(window,)
+    )
+    thread.start()
+    if is_moving:
+        _until(lambda: staging.table.moving(window) == 1)
+    else:
+        thread.join(5)
+    del tensor
+    assert kept() is not None
+    window.leave()
+    _until(lambda: kept() is None)
+    gate.open()
+    thread.join(5)
     _until_no_thread_is_left(staging)
 
 
@@ -283,6 +333,10 @@ def _occupy(staging: Staging, tensors: FakeTensors) -> None:
     window = staging.reader(_memory(tensors, _random(10)))
     window.pieces(0, 10)
     window.finish()
+
+
+def _read_all(window: Staged) -> None:
+    window.pieces(0, window.nbytes)
 
 
 def _swallow(window: Staged) -> None:
